@@ -1,0 +1,51 @@
+# Two commands do everything in a clean clone, set-up included: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.attn_pass_ready
+# Where the issue collection lies, if there is one beside this checkout.
+CASES ?= ../shared/cases/run.py
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types cases bench-s4
+
+help:
+	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
+	@echo "make test      run the tests"
+	@echo "make lint      ruff and the import contracts"
+	@echo "make types     mypy --strict on the package"
+	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
+	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE --half')"
+	@echo "make setup     create $(VENV) once; every other command does it when needed"
+
+setup: $(STAMP)
+
+# torch first and alone: everything after it then resolves against the pinned build instead of bringing one of its own.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m bench.demo $(ARGS)
+
+# Two workers: a compile is a compiler process of its own, and more of them than cores only wait.
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+cases: $(STAMP)
+	@if [ -f "$(CASES)" ]; then $(BIN)/python "$(CASES)" $(ARGS); \
+	else echo "no cases at $(CASES); say where: make cases CASES=path/to/run.py"; fi
+
+bench-s4: $(STAMP)
+	$(BIN)/python -m bench.s4 $(ARGS)

@@ -1,0 +1,46 @@
+"""Rewrites the attention of PyTorch models, however it is written, into the best kernel, before Inductor compiles.
+
+`torch.compile(model, backend=attn_pass.backend)` and `attn_pass.aot_compile(model, args)` rewrite and compile;
+`attn_pass.explain(model, *inputs)` says what would be done, and why.
+"""
+
+from attn_pass.capture import explain
+from attn_pass.dynamo import backend, wrap
+from attn_pass.errors import (
+    AttnPassError,
+    AttnPassWarning,
+    CaptureError,
+    OptionError,
+    PackageError,
+    RewriteError,
+    VersionError,
+)
+from attn_pass.export import aot_compile, rewrite
+from attn_pass.hook import enabled, install, uninstall
+from attn_pass.options import Options
+from attn_pass.report import Report, SiteReport, record, reports
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttnPassError",
+    "AttnPassWarning",
+    "CaptureError",
+    "OptionError",
+    "Options",
+    "PackageError",
+    "Report",
+    "RewriteError",
+    "SiteReport",
+    "VersionError",
+    "aot_compile",
+    "backend",
+    "enabled",
+    "explain",
+    "install",
+    "record",
+    "reports",
+    "rewrite",
+    "uninstall",
+    "wrap",
+]

@@ -1,0 +1,127 @@
+"""`explain`: capture a model, decide what each attention would become, compile nothing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from attn_pass.dynamo import Snapshot, decide, first_line
+from attn_pass.errors import AttnPassError, CaptureError
+from attn_pass.options import Options, make_options
+from attn_pass.report import Report, publish
+
+_numbers = itertools.count()
+
+
+def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """What attn_pass would do with each attention of a model, and why: captures it, decides, compiles nothing.
+
+    The model runs once, eagerly, in the training and gradient mode it is called in. What torch.compile knows of the
+    model stays as it is.
+
+    Args:
+        model: a module or function, compiled already or not; or an exported program, whose args are ignored.
+        args: the model's inputs.
+        attn_pass_options: fields of `attn_pass.Options`; all other keywords are the model's.
+        kwargs: the model's keyword inputs.
+
+    Raises:
+        CaptureError: the model fails on these inputs, or torch.compile cannot capture any graph of it.
+        OptionError: an option is unknown or has a value that is not accepted.
+    """
+    options = make_options(**(attn_pass_options or {}))
+    if isinstance(model, ExportedProgram):
+        report, _ = decide(Snapshot(model.graph_module).module(), options, "export")
+    else:
+        report = _captured(model, args, kwargs, options)
+    publish(report, compiled=False)
+    return report
+
+
+class _Reader:
+    """A Dynamo backend that decides on a copy of each graph and runs the graph as it is."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.report = Report()
+        self.error: AttnPassError | None = None
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile")[0])
+        except AttnPassError as error:  # raised here it would reach the user as an error of Dynamo's
+            self.error = self.error or error
+        return gm.forward
+
+
+def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Report:
+    from torch._dynamo import config
+    from torch._dynamo.utils import counters
+
+    if not callable(model):
+        raise CaptureError(
+            f"explain takes a module, a function or an ExportedProgram, got {type(model).__name__}; "
+            "call explain(model, *inputs)"
+        )
+    name = _name(model)
+    reader = _Reader(options)
+    breaks = Counter(counters["graph_break"])
+    # A region of its own keeps what is captured here out of the model's recompile limit (torch 2.13).
+    known = inspect.signature(torch.compile).parameters
+    isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **isolated)
+    try:
+        with config.patch(automatic_dynamic_shapes=False):  # earlier calls, other shapes: no reason to be dynamic here
+            compiled(*args, **kwargs)
+    except Exception as error:
+        raise CaptureError(
+            f"{name} could not be captured: {first_line(error)}\nCheck that it runs eagerly with these inputs "
+            "(explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
+            "torch.compile(model, backend='eager') says"
+        ) from error
+    if reader.error is not None:
+        raise reader.error
+    if not reader.report.graphs:
+        reasons = Counter(counters["graph_break"]) - breaks
+        why = "; ".join(reason.splitlines()[0] for reason in reasons) or (
+            "it computes nothing on tensors, or torch.compile is disabled for it (torch.compiler.disable, "
+            "torch.compiler.set_stance, TORCHDYNAMO_DISABLE)"
+        )
+        raise CaptureError(
+            f"torch.compile captured no graph of {name}: {why}. Explain the part of the model that computes, or "
+            "export it and explain the exported program"
+        )
+    return reader.report
+
+
+def _uncompiled(model: Any) -> Any:
+    """The module or function under torch.compile, if the model is compiled already."""
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+
+    if isinstance(model, OptimizedModule):
+        return model._orig_mod
+    if isinstance(model, torch.nn.Module) or getattr(model, "_torchdynamo_disable", False):
+        return model
+    return innermost_fn(model)
+
+
+def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model, whose code Dynamo has not seen: it keeps what it compiled by code object."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # What Dynamo learns of sizes it keeps by name and line.
+    explained.__code__ = explained.__code__.replace(co_name=f"explained_{next(_numbers)}")
+    return explained
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", repr(model))

@@ -1,0 +1,57 @@
+"""Every difference between torch versions, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from attn_pass.errors import VersionError
+
+
+def _parsed(version: str) -> tuple[int, int]:
+    """(major, minor) of a torch version string such as "2.13.0+cpu" or "2.14.0a0+git123"."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise VersionError(f"torch reports version {version!r}, which is not of the form 2.13.0; reinstall torch")
+    return int(found[1]), int(found[2])
+
+
+TORCH_VERSION: tuple[int, int] = _parsed(str(torch.__version__))
+"""(major, minor) of the torch that is installed."""
+
+INDUCTOR_MINIMUM: tuple[int, int] = (2, 11)
+"""The oldest torch whose Inductor the entries `backend`, `install`, `enabled` and `aot_compile` are written for."""
+
+
+def require_inductor(entry: str) -> None:
+    """Return if this torch is new enough for an Inductor entry.
+
+    Raises:
+        VersionError: it is not; the message names the entry ("backend"), the version found and what works instead.
+    """
+    if TORCH_VERSION >= INDUCTOR_MINIMUM:
+        return
+    needed = ".".join(map(str, INDUCTOR_MINIMUM))
+    raise VersionError(
+        f"attn_pass.{entry} needs torch {needed} or newer; found {torch.__version__}. Upgrade torch (pip install "
+        f"'torch>={needed}'), or use attn_pass.wrap(backend) or attn_pass.rewrite(program), which do without "
+        "Inductor's hooks"
+    )
+
+
+def pre_grad_slot_takes_list() -> bool:
+    """Whether Inductor's custom graph-pass slots take a list or tuple (2.13), or one callable only (2.11).
+
+    Asked of the installed torch, because 2.12 was not read (facts/inductor.md section 2).
+    """
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def has_pre_grad_timing() -> bool:
+    """Whether `torch._inductor.config.pre_grad_pass_timing` exists (2.13); before, pre-grad passes always run early."""
+    from torch._inductor import config
+
+    return hasattr(config, "pre_grad_pass_timing")

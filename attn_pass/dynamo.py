@@ -1,0 +1,360 @@
+"""The entries for torch.compile: `backend` (rewrite, then Inductor) and `wrap` (rewrite, then any Dynamo backend)."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from attn_pass.compat import require_inductor
+from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.options import Options, make_options, split_options
+from attn_pass.report import Report, publish
+
+Backend = Callable[..., Callable[..., Any]]
+CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]
+
+DECIDED = "attn_pass_decided"
+"""Key in a root graph's meta: it was rewritten once, so a hook or an inner backend leaves it alone."""
+
+
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A torch.compile backend: rewrite the attention of the graph, then compile it with Inductor.
+
+    torch.compile takes `mode` or `options`, not both; so options may hold "mode". If Inductor cannot lower the
+    rewritten graph the original is compiled, every site is reported left, and one warning names the first site.
+    With mode="lite" Inductor runs no pattern passes at all; the rewriting is done all the same.
+
+    Args:
+        gm: Dynamo's graph; Inductor takes it over.
+        example_inputs: Dynamo's example inputs.
+        mode: one of torch._inductor.list_mode_options().
+        options: fields of `attn_pass.Options`, keys of torch._inductor.config, and "mode".
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not accepted.
+        VersionError: torch is too old for this entry.
+    """
+    require_inductor("backend")
+    ours, inductor, own_mode = split_options(options)
+    if mode and own_mode and mode != own_mode:
+        raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
+    patches = inductor_patches(ours, inductor, mode or own_mode)
+    return compile_rewritten(gm, example_inputs, ours, functools.partial(_inductor, patches))
+
+
+def _reset() -> None:
+    """What torch._dynamo.reset() asks of a backend: forget CUDA graphs, as torch's own Inductor backend does."""
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+setattr(backend, "reset", _reset)  # noqa: B010  a function has no such attribute to a type checker
+
+
+class Wrapped:
+    """What `wrap` returns: a Dynamo backend that rewrites, then calls another one.
+
+    Two of them are equal when they wrap the same backend with the same options, so that Dynamo need not compile again.
+    """
+
+    def __init__(self, inner: str | Backend, options: Options) -> None:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        self.inner: Backend = backend if inner == "inductor" else cast(Backend, lookup_backend(cast(Any, inner)))
+        self.options = options
+        name = inner if isinstance(inner, str) else _callable_name(inner)
+        self.__name__ = f"attn_pass_{name}"
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """Rewrite the graph, then compile it with the wrapped backend; kwargs are that backend's."""
+
+        if self.inner is backend:
+            merged = {**asdict(self.options), **(kwargs.pop("options", None) or {})}
+            return backend(gm, example_inputs, options=merged, **kwargs)
+
+        def compile_inner(graph: GraphModule, inputs: Sequence[Any], report: Report | None) -> Callable[..., Any]:
+            return self.inner(graph, inputs, **kwargs)
+
+        return compile_rewritten(gm, example_inputs, self.options, compile_inner)
+
+    def reset(self) -> None:
+        """Pass torch._dynamo.reset() on to the wrapped backend."""
+        if hasattr(self.inner, "reset"):
+            self.inner.reset()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapped) and (self.inner, self.options) == (other.inner, other.options)
+
+    def __hash__(self) -> int:
+        return hash((self.__name__, self.options))
+
+    def __repr__(self) -> str:
+        return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"
+
+
+def wrap(backend: str | Backend, **options: Any) -> Wrapped:
+    """A Dynamo backend that rewrites attention and then calls `backend`: a name ("aot_eager", "openxla") or callable.
+
+    Needs nothing of Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
+    wrapped backend fails on the rewritten graph it gets the original one, with every site reported left.
+
+    Args:
+        backend: what torch.compile takes as backend. What torch.compile adds (mode, options) goes to it.
+        options: fields of `attn_pass.Options`.
+
+    Raises:
+        OptionError: an option is unknown, has a value that is not accepted, or `backend` is not a backend.
+    """
+    if not isinstance(backend, str) and not callable(backend):
+        raise OptionError(
+            f"wrap takes a Dynamo backend by name ('aot_eager', 'openxla', ...) or a callable (graph, inputs) -> "
+            f"callable, got {backend!r} ({type(backend).__name__}); torch._dynamo.list_backends() names the known ones"
+        )
+    return Wrapped(backend, make_options(**options))
+
+
+def _callable_name(function: Any) -> str:
+    """A name that is the same in every process: a partial is named for the function it holds."""
+    while hasattr(function, "func"):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+# ---- deciding, with the original kept ----
+
+
+def decide(gm: GraphModule, options: Options, program: str) -> tuple[Report, bool]:
+    """Rewrite a root graph in place; returns the report and whether anything was changed.
+
+    Args:
+        gm: the root graph.
+        options: what the user asked for.
+        program: "compile", "export" or "aoti", where the graph comes from.
+    """
+    from attn_pass import engine
+
+    report = Report()
+    began = time.perf_counter()
+    changed = engine.rewrite_graph(gm, options=options, report=report, program=program)
+    report.seconds = report.seconds or time.perf_counter() - began
+    report.graphs = report.graphs or 1
+    gm.meta[DECIDED] = True
+    return report, changed
+
+
+def compile_rewritten(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_graph: CompileGraph,
+) -> Callable[..., Any]:
+    """Rewrite a Dynamo graph and compile it; on failure compile the original. Publishes the report once compiled.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Dynamo's example inputs.
+        options: what the user asked for.
+        compile_graph: compiles (graph, inputs, the report if the graph was rewritten and None if it is the user's).
+
+    Raises:
+        RewriteError: the rewritten graph failed to compile and options.on_error is "raise".
+        Exception: what compile_graph raises on the original graph.
+    """
+    if gm.meta.get(DECIDED):
+        return compile_graph(gm, example_inputs, None)
+    original = Snapshot(gm)
+    report, changed = decide(gm, options, "compile")
+    if not changed:
+        compiled = compile_graph(gm, example_inputs, None)
+        publish(report)
+        return compiled
+    restore, failure = _tracing_state(), ""
+    try:
+        compiled = compile_graph(gm, list(example_inputs), report)
+    except _control_flow():
+        raise
+    except Exception as error:
+        failure = first_line(error)
+        if options.on_error == "raise":
+            raise does_not_compile(failure) from error
+    if failure:
+        restore()
+        compiled = compile_graph(_marked(original.module()), example_inputs, None)
+        leave_all(report, could_not_lower(failure))
+    publish(report)
+    return compiled
+
+
+def does_not_compile(failure: str) -> RewriteError:
+    """The error of on_error="raise" for a rewritten program that fails to compile."""
+    return RewriteError(
+        f"the rewritten graph does not compile: {failure}; use on_error='warn' to compile the original instead"
+    )
+
+
+def could_not_lower(failure: str) -> str:
+    """The reason why the sites of a graph were left after all."""
+    return f"the compiler could not lower the rewritten graph ({failure})"
+
+
+def leave_all(report: Report, reason: str) -> None:
+    """Mark every changed site left for this reason, with one warning that names the first of them."""
+    changed, where = len(report.rewritten), _first_where(report)
+    others = f" and {changed - 1} more" if changed > 1 else ""
+    report.mark_left(reason)
+    warnings.warn(
+        f"attn_pass left the attention at {where}{others} as written: {reason}", AttnPassWarning, stacklevel=3
+    )
+
+
+def _first_where(report: Report) -> str:
+    return next((site.where for site in report.rewritten), "unknown source line")
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of what went wrong, from under the wrappers the compiler puts around an exception."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+
+
+def _marked(gm: GraphModule) -> GraphModule:
+    gm.meta[DECIDED] = True
+    return gm
+
+
+def _control_flow() -> tuple[type[Exception], ...]:
+    """Exceptions by which a backend talks to Dynamo: trace again, or run this frame eagerly."""
+    from torch._dynamo import exc
+
+    return (exc.RestartAnalysis, exc.SkipFrame)
+
+
+def _tracing_state() -> Callable[[], None]:
+    """A function that puts Dynamo's tracing context back to what it is now, after a compile that failed.
+
+    AOTAutograd stores what it found out of a graph there, bodies of invoke_subgraph by name included, which would be
+    taken for the original's.
+    """
+    context = torch._guards.TracingContext.try_get()
+    before = dict(vars(context)) if context is not None else {}
+
+    def restore() -> None:
+        if context is not None:
+            vars(context).update(before)
+            if "hop_dispatch_set_cache" in before:
+                context.hop_dispatch_set_cache = type(before["hop_dispatch_set_cache"])()
+
+    return restore
+
+
+class Snapshot:
+    """A graph as it is now, to be made a module again later. Parameters, buffers and constants are shared, not copied.
+
+    Cheaper than copying the GraphModule, whose code would be generated at once. What `Graph.__deepcopy__` drops is
+    kept: attributes of nodes such as `_dynamo_source`, which Dynamo needs to guard on aliases.
+    """
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._graph = _copied_graph(gm.graph)
+        self._class_name = type(gm).__name__
+        self._attributes = dict(vars(gm))
+        self._meta = dict(gm.meta)
+        self._members: dict[str, Any] = {}
+        for node in gm.graph.nodes:
+            if node.op in ("get_attr", "call_module") and node.target not in self._members:
+                member: Any = gm
+                for name in node.target.split("."):
+                    member = getattr(member, name)
+                self._members[node.target] = Snapshot(member) if isinstance(member, GraphModule) else member
+
+    def module(self) -> GraphModule:
+        """The graph as a GraphModule; to be called once."""
+        members = {k: m.module() if isinstance(m, Snapshot) else m for k, m in self._members.items()}
+        gm = GraphModule(members, self._graph, class_name=self._class_name)
+        for name, value in self._attributes.items():
+            if name not in vars(gm):
+                object.__setattr__(gm, name, value)
+        gm.training = self._attributes["training"]
+        gm.meta = self._meta
+        return gm
+
+
+def _copied_graph(graph: Graph) -> Graph:
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        for name, value in vars(old).items():
+            if name not in vars(new):
+                setattr(new, name, value)
+    return copied
+
+
+# ---- Inductor ----
+
+
+def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
+    """Inductor config patches for one compile: those of the mode, the user's over them, and the shield."""
+    from torch._inductor import config
+
+    # torch's own wrapper also sets what CUDA graphs need in the environment.
+    patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
+    if options.shield:
+        from attn_pass.shield import POST_SLOT, PRE_SLOT, shield_patches
+
+        slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
+        patches.update(shield_patches(slots))
+    return patches
+
+
+def _inductor(
+    patches: dict[str, Any], gm: GraphModule, example_inputs: Sequence[Any], report: Report | None
+) -> Callable[..., Any]:
+    """Compile with Inductor under these patches, which then hold for the backward that is compiled later, too."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    inner = compile_fx_inner if report is None else _with_eager_backward(compile_fx_inner, report)
+    compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
+
+
+def _with_eager_backward(compile_inner: Callable[..., Any], report: Report) -> Callable[..., Any]:
+    """Inductor's inner compile, for which a backward graph it cannot lower runs as the plain ops it consists of.
+
+    The backward is compiled at the first call of backward(), when it is too late to go back to the original graph.
+    """
+
+    @functools.wraps(compile_inner)
+    def compile_forgiving(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            return compile_inner(gm, example_inputs, **kwargs)
+        plain = Snapshot(gm)
+        try:
+            return compile_inner(gm, example_inputs, **kwargs)
+        except Exception as error:
+            from torch._functorch.aot_autograd import make_boxed_func
+
+            warnings.warn(
+                f"attn_pass: the backward of the graph with the attention at {_first_where(report)} runs without "
+                f"Inductor, which could not lower it ({first_line(error)})",
+                AttnPassWarning,
+                stacklevel=2,
+            )
+            return make_boxed_func(plain.module())
+
+    return compile_forgiving

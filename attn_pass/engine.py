@@ -1,0 +1,260 @@
+"""One root graph: sites, their descriptions, the choice, the edit, the record. Errors stay with the site they concern."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from attn_pass.errors import AttnPassWarning, RewriteError
+from attn_pass.graph.edit import Plan, SizeNodes
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.regions import Region, Regions, region_of_body
+from attn_pass.graph.subgraphs import Body, bodies, placeholders
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.hardware.device import device_for
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Index
+from attn_pass.options import Options, unknown_name
+from attn_pass.patterns import calls, composite, softmax
+from attn_pass.patterns.base import Site
+from attn_pass.planner.choose import AsWritten, Choice, choose
+from attn_pass.poor_cases import CASES
+from attn_pass.reading.lift import Reader
+from attn_pass.report import Report, SiteReport, module_path, source_line
+from attn_pass.targets import all_targets
+from attn_pass.targets.base import Setting
+
+
+def rewrite_graph(gm: GraphModule, *, options: Options, report: Report, program: str) -> bool:
+    """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
+
+    ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti". One `SiteReport` a site
+    is appended to ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it was.
+    """
+    _check_names(options)
+    started = time.perf_counter()
+    outer = Region.ambient() if program == "compile" else Region()
+    root = _Graph(gm, Sizes(), outer, options, report, program, count=1)
+    root.prepare()
+    changed = root.rewrite()
+    report.seconds += time.perf_counter() - started
+    report.graphs += 1
+    return changed
+
+
+def _check_names(options: Options) -> None:
+    for kind, given, known in (
+        ("target", options.targets, [t.name for t in all_targets()]),
+        ("poor case", options.poor_cases, list(CASES)),
+    ):
+        for name in given or ():
+            if name not in known:
+                raise unknown_name(kind, name, known)
+
+
+@dataclass
+class _Graph:
+    """One graph, with what is known about it and the graphs around it."""
+
+    gm: GraphModule
+    sizes: Sizes
+    outer: Region
+    options: Options
+    report: Report
+    program: str
+    count: int
+
+    def prepare(self) -> None:
+        """Reads the graph: effects, regions, reach."""
+        graph = self.gm.graph
+        self.effects = Effects(graph)
+        self.regions = Regions(graph, self.outer)
+        self.reader = Reader(graph, self.sizes, self.effects, self.regions)
+        self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
+        self.replaced: dict[Node, Node] = {}
+        self.size_nodes: SizeNodes | None = None
+
+    def rewrite(self) -> bool:
+        """Bodies first, while this graph is still as it was read; then the sites, in graph order."""
+        changed = False
+        for body in bodies(self.gm):
+            changed |= self._rewrite_body(body)
+        sites = sorted(self._sites(), key=lambda s: self.effects.position[s.node])
+        touched = False
+        for site in sites:
+            touched |= self._decide(site)
+        if touched:
+            self.gm.graph.lint()
+            self.gm.recompile()
+        return changed or touched
+
+    def _rewrite_body(self, body: Body) -> bool:
+        if not body.rewritable:
+            return False
+        regions = {region_of_body(c.node, self.regions.of(c.node)) for c in body.calls}
+        if len(regions) != 1:
+            return False
+        inner = _Graph(
+            body.module, self.sizes, regions.pop(), self.options, self.report, self.program,
+            self.count * len(body.calls),
+        )  # fmt: skip
+        inner.prepare()
+        if len(body.calls) == 1:
+            (call,) = body.calls
+            time_of_call = self.effects.position[call.node]
+            for placeholder, argument in zip(placeholders(body.module), call.operands):
+                if isinstance(argument, Node):
+                    inner.reader.bindings[placeholder] = (self.reader, argument, time_of_call)
+        return inner.rewrite()
+
+    def _sites(self) -> Iterator[Site]:
+        for finder in (calls.find, softmax.find, composite.find):
+            try:
+                yield from finder(self.reader)
+            except Exception as error:
+                self._complain(None, f"{finder.__module__.rpartition('.')[2]} could not read the graph", error)
+
+    # ------------------------------------------------------------ one site
+
+    def _decide(self, site: Site) -> bool:
+        record = self._record(site)
+        self.report.append(record)
+        if site.composite is not None:
+            return self._apply_composite(site, record)
+        if site.described is None or site.refusal:
+            record.reason = site.refusal + _at(site.refused_at, site.node)
+            return False
+        try:
+            return self._replace(site, record)
+        except Exception as error:
+            record.mark_left(f"internal error: {type(error).__name__}: {_first_line(error)}")
+            self._complain(record, "a site is left as it was", error)
+            return False
+
+    def _replace(self, site: Site, record: SiteReport) -> bool:
+        described = site.described
+        assert described is not None
+        attention = described.attention
+        setting = self._setting(site, attention)
+        copied = sum(_bytes(n, self.sizes) for n in described.copies)
+        written = AsWritten(site.fused_as_called and setting.allowed_backends is None, copied)
+        choice = choose(
+            attention, written, setting, prefer=self.options.choose, allowed_targets=self.options.targets,
+            allowed_cases=self.options.poor_cases,
+        )  # fmt: skip
+        record.refusals = choice.refusals
+        record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
+        record.reason = choice.reason
+        if choice.offer is None or choice.target is None:
+            return False
+        self._emit(site, choice, setting)
+        record.outcome = "decomposed" if choice.offer.target == "decomposed" else "rewritten"
+        record.target = choice.offer.target
+        record.poor_cases = tuple(n for n in choice.offer.variant.split(" + ") if n)
+        record.assumptions = choice.offer.assumptions
+        return True
+
+    def _emit(self, site: Site, choice: Choice, setting: Setting) -> None:
+        assert site.described is not None and choice.offer is not None and choice.target is not None
+        if self.size_nodes is None:
+            self.size_nodes = SizeNodes(self.gm, self.sizes)
+        nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
+        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects)
+        with plan.running():
+            value = choice.target.emit(plan, nodes, choice.offer, setting)
+        old, new = tensor_value(site.node), value.fake
+        if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
+            raise RewriteError(f"{choice.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
+                               f"{None if old is None else (old.dtype, tuple(old.shape))}")  # fmt: skip
+        node = plan.apply(value, site.internal)
+        self.replaced[site.node] = node
+        self.effects.position[node] = self.effects.position[site.node]
+
+    def _setting(self, site: Site, attention: Attention) -> Setting:
+        source = attention.sources[attention.query.source]
+        device = device_for(self.options.device or source.device)
+        return Setting(
+            device=device, program=self.program, numerics=self.options.numerics,
+            assume_nonempty_rows=self.options.assume_nonempty_rows,
+            autocast=site.region.autocast_dtype(source.device.type), allowed_backends=site.region.sdpa_backends,
+            eager_form=site.form != calls.FORM, hint=self.sizes.hint,
+        )  # fmt: skip
+
+    def _apply_composite(self, site: Site, record: SiteReport) -> bool:
+        assert site.composite is not None
+        record.kind, record.target = "attention", site.composite.target
+        record.reason = site.composite.reason
+        if not site.composite.changes:
+            return False
+        site.composite.apply()
+        record.outcome = "rewritten"
+        return True
+
+    # ------------------------------------------------------------ telling
+
+    def _record(self, site: Site) -> SiteReport:
+        value = tensor_value(site.node)
+        record = SiteReport(
+            outcome="left", reason="", kind=site.kind, form=site.form, where=source_line(site.node.meta), count=self.count,
+            module=module_path(site.node.meta), node=site.node.name,
+            dtype="" if value is None else str(value.dtype).removeprefix("torch."),
+            device="" if value is None else str(value.device.type),
+        )  # fmt: skip
+        if site.described is not None:
+            a = site.described.attention
+            record.mask = a.mask_text
+            record.shapes = {
+                "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
+                "key": _words((a.batch_size, _product(a.kv_heads), a.kv_len, a.head_dim)),
+                "value": _words((a.batch_size, _product(a.kv_heads), a.kv_len, a.value_head_dim)),
+            }
+        return record
+
+    def _complain(self, record: SiteReport | None, what: str, error: Exception) -> None:
+        if self.options.on_error == "raise":
+            raise error
+        where = record.where if record is not None else "this graph"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        warnings.warn(
+            f"attn_pass: {where}: {what} ({type(error).__name__}: {_first_line(error)}, at "
+            f"{last.filename.rpartition('/')[2]}:{last.lineno})",
+            AttnPassWarning, stacklevel=2,
+        )  # fmt: skip
+
+
+def _at(node: Node | None, result: Node) -> str:
+    if node is None or node is result or node.op == "output":
+        return ""
+    where = source_line(node.meta)
+    return f" ({where})" if not where.startswith("unknown") else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
+    return tuple(s if isinstance(s, int) else str(s) for s in sizes)
+
+
+def _product(axes: tuple) -> Index:  # type: ignore[type-arg]
+    from attn_pass.model.index import product
+
+    return product(a.size for a in axes)
+
+
+def _bytes(node: Node, sizes: Sizes) -> int:
+    value = tensor_value(node)
+    if value is None:
+        return 0
+    count = 1
+    for size in sizes.shape(value):
+        count *= sizes.hint(size)
+    return count * value.element_size()
+
+

@@ -1,0 +1,360 @@
+"""The entries for exported programs: `rewrite` in place, and `aot_compile` from a model to an AOTInductor package."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from attn_pass.compat import require_inductor
+from attn_pass.dynamo import (
+    Snapshot,
+    could_not_lower,
+    decide,
+    does_not_compile,
+    first_line,
+    inductor_patches,
+    leave_all,
+)
+from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
+from attn_pass.options import Options, make_options, split_options, unknown_name
+from attn_pass.report import Report, publish
+
+
+def aot_compile(
+    model: torch.nn.Module | ExportedProgram,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    package_path: str | os.PathLike[str] | None = None,
+    inductor_configs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Export a model, rewrite its attention, compile it with AOTInductor, and return the path of the .pt2 package.
+
+    What the user asks is checked before the compile, which takes long. If AOTInductor cannot lower the rewritten
+    program the original is compiled, every site is reported left, and one warning names the first site.
+
+    Args:
+        model: a module, exported as it is (call .eval() first) without gradients; or an exported program, which is
+            not changed, and for which args, kwargs and dynamic_shapes are not given.
+        args: example inputs; with kwargs, what torch.export.export takes.
+        kwargs: example keyword inputs.
+        dynamic_shapes: what torch.export.export takes.
+        package_path: where to write, ending in .pt2; None lets Inductor choose a place in its cache.
+        inductor_configs: keys of torch._inductor.config.
+        options: fields of `attn_pass.Options`; keys of torch._inductor.config and "mode" are accepted, too.
+
+    Raises:
+        CaptureError: the model cannot be exported with these inputs and shapes.
+        PackageError: package_path cannot be written to, or does not end in .pt2.
+        OptionError: an option is unknown or has a value that is not accepted.
+        VersionError: torch is too old for this entry.
+    """
+    require_inductor("aot_compile")
+    ours, inductor, mode = split_options(options)
+    path = _checked_path(package_path)
+    patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
+    original = _exported(model, args, kwargs, dynamic_shapes)
+    program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
+    report, changed = _rewritten(program, ours)
+    failure = ""
+    try:
+        package = _package(program if changed else original, path, patches)
+    except Exception as error:
+        if not changed:
+            raise
+        failure = first_line(error)
+        if ours.on_error == "raise":
+            raise does_not_compile(failure) from error
+    if failure:
+        package = _package(original, path, patches)
+        leave_all(report, could_not_lower(failure))
+    publish(report)
+    return package
+
+
+def rewrite(
+    program: GraphModule | ExportedProgram,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Rewrite the attention of a GraphModule or an exported program in place; compiles nothing.
+
+    An exported program stays one: its signature fits its graph, `module()` runs, torch.export.save works.
+
+    Args:
+        program: a graph whose nodes have fake values in their metadata (Dynamo's, torch.export's), or any GraphModule
+            together with example inputs.
+        args: example inputs of a GraphModule, used when its nodes have no metadata.
+        kwargs: example keyword inputs.
+        options: fields of `attn_pass.Options`.
+
+    Raises:
+        RewriteError: `program` is neither, has no metadata and came without args, or does not run with them.
+        OptionError: an option is unknown or has a value that is not accepted.
+    """
+    ours = make_options(**options)
+    if isinstance(program, ExportedProgram):
+        if (missing := _without_value(program.graph_module)) is not None:
+            raise RewriteError(
+                f"the exported program has no fake value at node {missing.name!r} (meta['val']), so shapes and dtypes "
+                "are unknown there; a pass that ran before dropped it: export the model again"
+            )
+        report, _ = _rewritten(program, ours)
+    elif isinstance(program, GraphModule):
+        if (missing := _without_value(program)) is not None:
+            if args is None and kwargs is None:
+                raise RewriteError(
+                    f"the graph has no metadata: node {missing.name!r} has neither meta['val'] nor "
+                    "meta['example_value'], so shapes and dtypes are unknown; give example inputs, "
+                    "attn_pass.rewrite(program, args)"
+                )
+            _propagate(program, tuple(args or ()), dict(kwargs or {}))
+        report, _ = decide(program, ours, "export" if _is_aten(program) else "compile")
+        program.recompile()
+    else:
+        raise RewriteError(
+            f"rewrite takes a torch.fx.GraphModule or a torch.export.ExportedProgram, got {type(program).__name__}; "
+            "for a model use torch.compile(model, backend=attn_pass.backend) or attn_pass.aot_compile"
+        )
+    publish(report, compiled=False)
+    return report
+
+
+# ---- exported programs ----
+
+
+def _exported(
+    model: torch.nn.Module | ExportedProgram,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+) -> ExportedProgram:
+    """The program to compile.
+
+    Raises:
+        CaptureError: it cannot be exported, or an exported program was given together with dynamic_shapes.
+    """
+    if isinstance(model, ExportedProgram):
+        if dynamic_shapes is not None:
+            raise CaptureError(
+                f"dynamic_shapes={dynamic_shapes!r} was given with a program that is exported already, whose shapes "
+                "are settled; give the model instead, or pass dynamic_shapes to torch.export.export"
+            )
+        if model.example_inputs is None:
+            raise CaptureError(
+                "the exported program has no example inputs, which AOTInductor needs; export the model again, or "
+                "give the model and its args"
+            )
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(
+            f"aot_compile takes a torch.nn.Module or an ExportedProgram, got {type(model).__name__}; put a function in "
+            "the forward of a module"
+        )
+    if args is None and kwargs is None:
+        raise CaptureError("no example inputs were given; call aot_compile(model, args) with a tuple of them")
+    inputs = tuple(args) if isinstance(args, list | tuple) else () if args is None else (args,)
+    try:
+        with torch.no_grad():
+            return torch.export.export(model, inputs, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+    except Exception as error:
+        given = f"inputs {_shapes(inputs, kwargs)}"
+        if dynamic_shapes is not None:
+            given += f" and dynamic_shapes={dynamic_shapes!r}"
+        raise CaptureError(
+            f"torch.export cannot capture {type(model).__name__} with {given}: {_told(error)}\nCheck that "
+            "the model runs with these inputs, and that every size declared dynamic may really differ from the "
+            "example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
+        ) from error
+
+
+def _rewritten(program: ExportedProgram, options: Options) -> tuple[Report, bool]:
+    """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
+    gm = program.graph_module
+    original, outputs = Snapshot(gm), _output_names(gm)
+    report, changed = decide(gm, options, "export")
+    if not changed:
+        return report, False
+    try:
+        gm.recompile()
+        _rename_outputs(program, dict(zip(outputs, _output_names(gm), strict=True)))
+        program.validate()
+    except Exception as error:
+        failure = first_line(error)
+        if options.on_error == "raise":
+            raise RewriteError(f"the rewritten program is no valid exported program: {failure}") from error
+        _rename_outputs(program, dict(zip(_output_names(gm), outputs, strict=False)))
+        program._graph_module = original.module()
+        leave_all(report, f"the rewritten program is no valid exported program ({failure})")
+        return report, False
+    return report, True
+
+
+def _output_names(gm: GraphModule) -> list[str]:
+    """Names of the nodes that are returned, in order; "" for a constant."""
+    return [arg.name if isinstance(arg, Node) else "" for arg in pytree.tree_leaves(gm.graph.output_node().args)]
+
+
+def _rename_outputs(program: ExportedProgram, new_names: Mapping[str, str]) -> None:
+    """Let the signature name the nodes that are returned now."""
+    renamed = {old: new for old, new in new_names.items() if old != new}
+    if not renamed:
+        return
+    specs: list[Any] = [spec.arg for spec in program.graph_signature.output_specs]
+    for entry in program.module_call_graph:
+        if entry.signature is not None:
+            specs += entry.signature.outputs
+    for argument in specs:
+        if getattr(argument, "name", None) in renamed:
+            argument.name = renamed[argument.name]
+
+
+def _package(program: ExportedProgram, path: str | None, patches: Mapping[str, Any]) -> str:
+    from torch._inductor import aoti_compile_and_package
+
+    with torch.no_grad():
+        return str(aoti_compile_and_package(program, package_path=path, inductor_configs=dict(patches)))
+
+
+# ---- checks before the compile ----
+
+
+def _checked_path(given: object) -> str | None:
+    """The path as a string.
+
+    Raises:
+        PackageError: it does not end in .pt2, or cannot be written to.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | os.PathLike):
+        raise PackageError(
+            f"package_path is {given!r} ({type(given).__name__}); give a path that ends in .pt2, or None"
+        )
+    path = Path(given)
+    if path.suffix != ".pt2":
+        raise PackageError(
+            f"package_path {os.fspath(given)!r} does not end in .pt2, which torch needs to load it; "
+            f"use {os.fspath(path.with_suffix('.pt2'))!r}"
+        )
+    problem = _problem_of(path)
+    if problem:
+        raise PackageError(f"package_path {os.fspath(given)!r} cannot be written: {problem}")
+    return os.fspath(path)
+
+
+def _problem_of(path: Path) -> str:
+    folder = path.parent
+    if path.is_dir():
+        return "it is a folder; give the path of a file in it"
+    if not folder.is_dir():
+        return f"there is no folder {os.fspath(folder)!r}; create it first"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "the file is there and is read-only; remove it or choose another path"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"no file can be made in {os.fspath(folder)!r} ({error.strerror or error}); choose another folder"
+
+
+def _merged(ours: Mapping[str, Any], configs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Inductor's options from both places.
+
+    Raises:
+        OptionError: a key is unknown to Inductor, or has two values.
+    """
+    from torch._inductor import list_options
+
+    merged = dict(ours)
+    known = {*list_options(), "extern_node_serializer"}
+    for name, value in (configs or {}).items():
+        if name not in known:
+            raise unknown_name("key of inductor_configs", name, sorted(known))
+        if name in merged and merged[name] != value:
+            raise OptionError(f"{name!r} is {merged[name]!r} in options and {value!r} in inductor_configs; keep one")
+        merged[name] = value
+    return merged
+
+
+def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> str:
+    """The inputs as "(2, 8, 16), mask=(2, 16)" for a message."""
+    told = [_shape(arg) for arg in args] + [f"{name}={_shape(arg)}" for name, arg in (kwargs or {}).items()]
+    return f"of shapes {', '.join(told)}" if told else "(none)"
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _told(error: BaseException) -> str:
+    """The first lines of an export error that say something, without torch's hints how to log more."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(("For more information", "Developer debug"))]
+    return f"{type(error).__name__}: {' '.join(lines[:6])[:800]}"
+
+
+# ---- metadata of a bare GraphModule ----
+
+
+def _without_value(gm: GraphModule) -> Node | None:
+    """The first node whose value somebody uses and whose metadata holds no (fake) value."""
+    for node in gm.graph.nodes:
+        if node.op in ("get_attr", "output") or not ({"val", "example_value"}.isdisjoint(node.meta)):
+            continue
+        if node.op == "placeholder" or node.users:
+            found: Node = node
+            return found
+    return None
+
+
+def _propagate(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the graph on fake tensors, which stay in meta["val"].
+
+    Raises:
+        RewriteError: the inputs do not fit the graph, or the graph fails on them.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    try:
+        flat: Sequence[Any]
+        if isinstance(gm.graph._codegen, torch.fx.graph._PyTreeCodeGen):
+            flat = pytree.arg_tree_leaves(*args, **kwargs)
+        else:
+            flat = inspect.signature(gm.forward).bind(*args, **kwargs).args
+        mode: Any = detect_fake_mode(flat) or FakeTensorMode(allow_non_fake_inputs=True)
+        FakeTensorProp(gm, mode).propagate(*flat)
+    except Exception as error:
+        raise RewriteError(
+            f"the graph does not run with inputs {_shapes(args, kwargs)}: {first_line(error)}; give the inputs "
+            "the graph takes, in its order"
+        ) from error
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+
+
+def _is_aten(gm: GraphModule) -> bool:
+    """Whether the graph is in the dialect of torch.export: calls of operator overloads only."""
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    if any(node.op in ("call_method", "call_module") for node in gm.graph.nodes):
+        return False
+    overloads = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    return all(isinstance(t, overloads) or getattr(t, "__module__", "") == operator.__name__ for t in targets)

@@ -1,0 +1,295 @@
+"""Edits: planned on the side with fake values, applied in one step that cannot fail half-way.
+
+A `Plan` collects calls and runs each on fake tensors as it is added, under the context of the site, so that
+everything that can go wrong does so before the graph is touched. `Plan.apply` inserts the calls, gives their result
+the name of the node it replaces, and erases what only that node needed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
+from attn_pass.graph.regions import Region
+from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.model.index import Index, Poly
+from attn_pass.model.views import Expand, Permute, Reshape, Slice, Step
+
+aten = torch.ops.aten
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom",
+               "unbacked_bindings_none")  # fmt: skip
+
+
+@dataclass(eq=False)
+class Planned:
+    """A call that will be inserted, with its fake value."""
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fake: Any
+    node: Node | None = field(default=None)
+
+
+Value = Union[Node, Planned]
+
+
+def fake_of(value: Value) -> Any:
+    """The fake value of a node or of a planned call."""
+    return value.fake if isinstance(value, Planned) else fake_value(value)
+
+
+class SizeNodes:
+    """The nodes of a graph that hold symbolic integers, and the tensors whose dimensions do."""
+
+    def __init__(self, gm: GraphModule, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.integers: dict[Index, Node] = {}
+        self.dimensions: dict[Index, tuple[Node, int]] = {}
+        for node in gm.graph.nodes:
+            value = fake_value(node)
+            if isinstance(value, torch.SymInt):
+                self.integers.setdefault(sizes.index(value), node)
+            elif isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt):
+                        self.dimensions.setdefault(sizes.index(size), (node, dim))
+
+
+class Plan:
+    """The calls that will replace one node, each already run on fake values."""
+
+    def __init__(
+        self, gm: GraphModule, result: Node, region: Region, size_nodes: SizeNodes, effects: Effects,
+    ) -> None:  # fmt: skip
+        self.gm = gm
+        self.result = result
+        self.region = region
+        self.size_nodes = size_nodes
+        self.sizes = size_nodes.sizes
+        self.effects = effects
+        self.calls: list[Planned] = []
+        self._known: dict[Any, Value] = {}
+        self._mode = _fake_mode(result)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Calls are added inside this context: fake mode, and the ambient state of the site."""
+        with self._mode, enable_python_dispatcher(), self.region.restore():
+            yield
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Planned:
+        """Adds a call and returns it with its fake value; whatever torch raises on the fake values comes through."""
+        fake = target(*_map(args), **_map(kwargs))
+        planned = Planned(target, args, kwargs, fake)
+        self.calls.append(planned)
+        return planned
+
+    def size(self, index: Index) -> int | Value:
+        """A size as an argument: an integer, or a node that holds it. Raises `ValueError` for one nobody holds."""
+        if isinstance(index, int):
+            return index
+        known = self._known.get(index)
+        if known is None:
+            known = self._known[index] = self._make_size(index)
+        return known
+
+    def _make_size(self, index: Poly) -> Value:
+        before = self.effects.position[self.result]
+        node = self.size_nodes.integers.get(index)
+        if node is not None and self.effects.position[node] < before:
+            return node
+        found = self.size_nodes.dimensions.get(index)
+        if found is not None and self.effects.position[found[0]] < before:
+            return self.call(aten.sym_size.int, *found)
+        total: int | Value = 0
+        for monomial, coefficient in index.terms.items():
+            term: int | Value = coefficient
+            for atom in monomial:
+                if len(index.terms) == 1 and len(monomial) == 1 and coefficient == 1:
+                    raise ValueError(f"no node holds the size {index}")
+                factor = self.size(Poly.of(atom))
+                term = factor if term == 1 else self.call(operator.mul, term, factor)
+            total = term if total == 0 else self.call(operator.add, total, term)
+        assert not isinstance(total, int)
+        return total
+
+    def shape(self, sizes: Sequence[Index]) -> list[Any]:
+        """A shape argument; a single symbolic size becomes -1 so that no node is needed for it."""
+        symbolic = [n for n, s in enumerate(sizes) if not isinstance(s, int)]
+        if len(symbolic) == 1 and 0 not in sizes:
+            return [-1 if n == symbolic[0] else s for n, s in enumerate(sizes)]
+        return [self.size(s) for s in sizes]
+
+    def steps(self, value: Value, steps: Iterable[Step]) -> Value:
+        """Applies view steps."""
+        for step in steps:
+            if isinstance(step, Slice):
+                start = self.size(step.start)
+                end = self.size(step.start + step.length)
+                value = self.call(aten.slice.Tensor, value, step.dim, start, end)
+            elif isinstance(step, Reshape):
+                value = self.call(aten.reshape.default, value, self.shape(step.shape))
+            elif isinstance(step, Permute):
+                value = self.call(aten.permute.default, value, list(step.dims))
+            elif isinstance(step, Expand):
+                value = self.call(aten.expand.default, value, [self.size(s) for s in step.shape])
+        return value
+
+    # ------------------------------------------------------------ applying
+
+    def apply(self, new: Value, erase: Iterable[Node]) -> Node:
+        """Inserts the calls before the node they replace, moves its users over, erases it and ``erase``.
+
+        Also erases operands that nothing needs any more and that are proven pure. Returns the new node.
+        """
+        old = self.result
+        graph = self.gm.graph
+        key = "example_value" if "example_value" in old.meta else "val"
+        provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
+        with graph.inserting_before(old):
+            for planned in _needed(self.calls, new):
+                planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
+                planned.node.meta = {**provenance, key: planned.fake}
+        node = new.node if isinstance(new, Planned) else new
+        assert node is not None
+        name = old.name
+        old.replace_all_uses_with(node)
+        doomed = [old, *erase]
+        inputs = [i for n in doomed for i in n.all_input_nodes]
+        _erase(graph, doomed)
+        _erase_unused(graph, inputs)
+        if old._erased:
+            node.name = name
+        return node
+
+    def keeps_layout(self, new: Value) -> bool:
+        """Whether nobody can tell the new value's strides from the old one's."""
+        before, after = tensor_value(self.result), fake_of(new)
+        if before is None or self._strides(before) == self._strides(after):
+            return True
+        return not _layout_matters(self.result, after, 0)
+
+    def _strides(self, tensor: torch.Tensor) -> tuple[Index, ...]:
+        shape = self.sizes.shape(tensor)
+        return tuple(self.sizes.index(s) for s, n in zip(tensor.stride(), shape) if n != 1)
+
+
+def _fake_mode(node: Node) -> FakeTensorMode:
+    for other in (node, *node.all_input_nodes):
+        value = tensor_value(other)
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    raise ValueError(f"{node.name} has no fake value")
+
+
+def _map(value: Any) -> Any:
+    """Arguments with nodes and planned calls replaced by their fake values."""
+    if isinstance(value, (Node, Planned)):
+        return fake_of(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _map(v) for k, v in value.items()}
+    return value
+
+
+def _nodes(value: Any) -> Any:
+    """Arguments with planned calls replaced by their nodes."""
+    if isinstance(value, Planned):
+        assert value.node is not None
+        return value.node
+    if isinstance(value, (list, tuple)):
+        return type(value)(_nodes(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _nodes(v) for k, v in value.items()}
+    return value
+
+
+def _needed(calls: list[Planned], result: Value) -> list[Planned]:
+    """The calls the result needs, in order."""
+    needed: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Planned) and id(value) not in needed:
+            needed.add(id(value))
+            visit(value.args)
+            visit(value.kwargs)
+        elif isinstance(value, (list, tuple)):
+            for v in value:
+                visit(v)
+        elif isinstance(value, dict):
+            for v in value.values():
+                visit(v)
+
+    visit(result)
+    return [c for c in calls if id(c) in needed]
+
+
+def _erase(graph: torch.fx.Graph, doomed: Iterable[Node]) -> None:
+    """Erases nodes, users first; one that something still needs stays, and so does what it needs."""
+    remaining = list(dict.fromkeys(doomed))
+    progress = True
+    while progress:
+        progress = False
+        for node in list(remaining):
+            if all(is_metadata_assertion(u) for u in node.users):
+                for user in list(node.users):
+                    graph.erase_node(user)
+                graph.erase_node(node)
+                remaining.remove(node)
+                progress = True
+
+
+def _erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
+    """Erases pure nodes without users, and then what only they needed."""
+    waiting = list(dict.fromkeys(nodes))
+    while waiting:
+        node = waiting.pop()
+        if node._erased or node.users or node.op in ("placeholder", "output", "get_attr") or not is_pure(node):
+            continue
+        inputs = list(node.all_input_nodes)
+        graph.erase_node(node)
+        waiting += inputs
+
+
+_STRIDE_SENSITIVE = frozenset({"view", "as_strided", "stride", "view_as", "is_contiguous", "data_ptr", "storage_offset"})
+_ALIASING = frozenset({"transpose", "permute", "unsqueeze", "squeeze", "expand", "swapaxes", "select", "slice", "mT", "t"})
+
+
+def _layout_matters(node: Node, new: torch.Tensor, depth: int) -> bool:
+    """Whether some user of the node, through views of it, would fail or differ with the new strides."""
+    for user in node.users:
+        if user.op == "output" or depth > 8:
+            return True
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        if isinstance(user.target, torch._ops.OpOverload):
+            name = user.target._schema.name.split("::")[1]
+            if user.target.namespace not in ("aten", "prims"):
+                return True
+        elif isinstance(user.target, torch._ops.HigherOrderOperator):
+            return True
+        if name.endswith("_") and not name.endswith("__"):
+            return True
+        if name not in _STRIDE_SENSITIVE and name not in _ALIASING and name not in ("getitem", "_reshape_alias"):
+            continue
+        if name in _STRIDE_SENSITIVE and name not in ("view", "view_as"):
+            return True
+        try:
+            args = _map(tuple(new if a is node else a for a in user.args))
+            kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
+            moved = getattr(args[0], user.target)(*args[1:], **kwargs) if user.op == "call_method" else user.target(*args, **kwargs)  # type: ignore[operator, arg-type]
+        except Exception:
+            return True
+        if isinstance(moved, torch.Tensor) and _layout_matters(user, moved, depth + 1):
+            return True
+    return False

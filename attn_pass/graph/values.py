@@ -1,0 +1,105 @@
+"""Fake values of nodes, and their sizes as indices. Asks nothing that would add a guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.model.index import Index, Poly, Quotient, Remainder, Symbol, divide, product
+
+
+def fake_value(node: Node) -> Any:
+    """The fake value of a node in either dialect (``example_value`` or ``val``); None when it has none."""
+    value = node.meta.get("example_value")
+    return node.meta.get("val") if value is None else value
+
+
+def tensor_value(node: object) -> torch.Tensor | None:
+    """The fake tensor of a node, or None for anything else."""
+    value = fake_value(node) if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def value_key(graph_has_example_values: bool) -> str:
+    """The metadata key of the dialect."""
+    return "example_value" if graph_has_example_values else "val"
+
+
+class Sizes:
+    """Turns Python and symbolic integers into indices; one instance a root graph, since symbols belong to one."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Index] = {}
+        self.hints: dict[str, int] = {}
+
+    def index(self, size: Any) -> Index:
+        """A size as an index; an expression that is no polynomial becomes one opaque symbol."""
+        if isinstance(size, int) and not isinstance(size, torch.SymInt):
+            return int(size)
+        node = size.node
+        expression = node.expr
+        known = self._known.get(expression)
+        if known is None:
+            known = self._known[expression] = self._convert(expression, node.shape_env)
+            hint = getattr(node, "hint", None)
+            if isinstance(hint, int) and isinstance(known, Poly) and len(known.terms) == 1:
+                ((monomial, coefficient),) = known.terms.items()
+                if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol):
+                    self.hints.setdefault(monomial[0].key, hint)
+        return known
+
+    def hint(self, index: Index) -> int:
+        """The size the program was traced with, as a plain number; an unknown size counts as 64."""
+        if isinstance(index, int):
+            return index
+        total = 0
+        for monomial, coefficient in index.terms.items():
+            term = coefficient
+            for atom in monomial:
+                if isinstance(atom, Symbol):
+                    term *= self.hints.get(atom.key, 64)
+                elif isinstance(atom, Quotient):
+                    term *= self.hint(atom.value) // max(1, self.hint(atom.divisor))
+                elif isinstance(atom, Remainder):
+                    term *= self.hint(atom.value) % max(1, self.hint(atom.divisor))
+            total += term
+        return total
+
+    def shape(self, tensor: torch.Tensor) -> tuple[Index, ...]:
+        """The shape of a fake tensor."""
+        return tuple(self.index(s) for s in tensor.shape)
+
+    def _convert(self, expression: Any, shape_env: Any) -> Index:
+        import sympy
+
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Symbol:
+            return Poly.of(self._symbol(expression, shape_env))
+        parts = [self._convert(a, shape_env) for a in expression.args]
+        if isinstance(expression, sympy.Add):
+            total: Index = 0
+            for part in parts:
+                total = total + part
+            return total
+        if isinstance(expression, sympy.Mul):
+            return product(parts)
+        if isinstance(expression, sympy.Pow) and expression.args[1].is_Integer and 0 < int(expression.args[1]) < 8:
+            return product([parts[0]] * int(expression.args[1]))
+        if type(expression).__name__ == "FloorDiv":
+            return divide(parts[0], parts[1])[0]
+        return Poly.of(Symbol(str(expression), 0))
+
+    def _symbol(self, expression: Any, shape_env: Any) -> Symbol:
+        values = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+        hint = values.get(expression)
+        if hint is not None and hint.is_Integer:
+            self.hints[str(expression)] = int(hint)
+        bounds = shape_env.var_to_range.get(expression) if shape_env is not None else None
+        lower, upper = 0, None
+        if bounds is not None:
+            lower = int(bounds.lower) if bounds.lower.is_Integer else 0
+            upper = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < 2**31 else None
+        return Symbol(str(expression), max(lower, 0), upper)

@@ -1,0 +1,112 @@
+"""A roofline for the forms attention takes: bytes, FLOPs, exponentials and calls, in microseconds.
+
+Sizes that are not known statically are taken at their hint, which the caller supplies; nothing is guarded on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of one attention, as plain numbers."""
+
+    batch: int
+    heads: int
+    kv_batch: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    mask_elements: int = 0  # elements of the mask as it lies in memory
+    mask_bytes: int = 4
+    copied_bytes: int = 0  # operands that have to be copied before the kernel takes them
+    causal: bool = False
+
+    @property
+    def scores(self) -> int:
+        """Elements of the score matrix."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the two products, masked part included."""
+        return 2.0 * self.scores * (self.head_dim + self.value_dim)
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of query, key, value and result, each once."""
+        size = self.dtype.itemsize
+        query = self.batch * self.heads * self.q_len * (self.head_dim + self.value_dim)
+        keys = self.kv_batch * self.kv_heads * self.kv_len * (self.head_dim + self.value_dim)
+        return size * (query + keys)
+
+    @property
+    def expanded_kv_bytes(self) -> int:
+        """Bytes of keys and values with every shared one repeated."""
+        return self.dtype.itemsize * self.batch * self.heads * self.kv_len * (self.head_dim + self.value_dim)
+
+
+def traffic(device: Device, size: float) -> float:
+    """Microseconds to move ``size`` bytes, from the cache where they fit."""
+    rate = device.cache_gbytes if size <= device.cache_bytes else device.memory_gbytes
+    return size / rate / 1e3
+
+
+def fused(device: Device, problem: Problem) -> float:
+    """The fused kernel: operands once, no score matrix. It works on one (batch, head, row block) a thread."""
+    work = 0.6 if problem.causal and problem.q_len > 1 else 1.0
+    tasks = problem.batch * problem.heads * max(1, -(-problem.q_len // _row_block(problem.q_len)))
+    balance = min(1.0, tasks / device.cores)
+    rate = device.fused(problem.dtype) * balance * _row_efficiency(problem.q_len)
+    arithmetic = work * problem.flops / rate / 1e3
+    memory = traffic(device, problem.operand_bytes)
+    if problem.batch * problem.heads > problem.kv_batch * problem.kv_heads and problem.q_len == 1:
+        memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
+    mask = traffic(device, problem.mask_elements * problem.mask_bytes)
+    mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
+    copies = traffic(device, 2 * problem.copied_bytes)
+    return device.fused_op_us + max(arithmetic, memory) + mask + copies
+
+
+_MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
+
+
+def _row_block(q_len: int) -> int:
+    """The fused CPU kernel's block of query rows (aten/native/cpu/FlashAttentionKernel.cpp)."""
+    return 256 if q_len >= 768 else 64 if q_len >= 192 else 32
+
+
+_EFFICIENCY = ((1, 0.075), (2, 0.2), (8, 0.6), (32, 0.8), (192, 0.9), (768, 1.0))
+
+
+def _row_efficiency(q_len: int) -> float:
+    """The share of the peak that products with so few rows reach; one row is a matrix-vector product."""
+    return max(share for rows, share in _EFFICIENCY if rows <= max(q_len, 1))
+
+
+def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -> float:
+    """Products and softmax as separate kernels, the score matrix in memory between them (what Inductor makes of it)."""
+    size = problem.dtype.itemsize
+    exponentials = problem.scores / device.exp_gops / 1e3
+    if problem.q_len == 1:
+        # Inductor turns a product with one row into a multiply-and-sum that reads broadcast operands in place.
+        products = max(problem.flops / device.vector_gflops / 1e3, traffic(device, problem.operand_bytes))
+        scores = traffic(device, 3 * size * problem.scores)
+        return products + exponentials + scores + 3 * device.kernel_us
+    rate = device.matmul(problem.dtype) * _row_efficiency(problem.q_len)
+    products = problem.flops / rate / 1e3
+    scores = traffic(device, 4 * size * problem.scores)
+    mask = traffic(device, problem.mask_elements * problem.mask_bytes)
+    shared = problem.expanded_kv_bytes > size * problem.kv_batch * problem.kv_heads * problem.kv_len * (
+        problem.head_dim + problem.value_dim
+    )
+    copies = traffic(device, 2 * problem.expanded_kv_bytes) if shared and materialised_kv else 0.0
+    return products + exponentials + scores + mask + copies + 2 * device.op_us + 2 * device.kernel_us

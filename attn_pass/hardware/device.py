@@ -1,0 +1,78 @@
+"""`Device`: the numbers the cost model and the targets' rules need, injectable so that no device has to be there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's rates. Bytes and FLOPs in units of 1e9 a second, overheads in microseconds."""
+
+    type: str
+    name: str
+    cores: int
+    matmul_gflops: Mapping[torch.dtype, float]  # a large matrix product
+    fused_gflops: Mapping[torch.dtype, float]  # the product work inside the fused kernel, softmax not counted
+    vector_gflops: float  # multiply-and-sum without a matrix product (a product with one row)
+    exp_gops: float  # exponentials, with the rest of a softmax around them
+    memory_gbytes: float
+    cache_gbytes: float  # traffic that stays in the last-level cache
+    cache_bytes: int
+    op_us: float  # calling one operator that is not fused with its neighbours
+    kernel_us: float  # one generated kernel
+    fused_op_us: float  # calling the fused attention operator
+
+    def matmul(self, dtype: torch.dtype) -> float:
+        """GFLOP/s of a matrix product; half precision where nothing better is known counts as float32."""
+        return self.matmul_gflops.get(dtype, self.matmul_gflops[torch.float32])
+
+    def fused(self, dtype: torch.dtype) -> float:
+        """GFLOP/s inside the fused kernel."""
+        return self.fused_gflops.get(dtype, self.fused_gflops[torch.float32])
+
+
+# A core's rates, measured on an AVX-512 x86 machine with two cores (docs/results/cpu-constants.md); a machine with
+# more cores is taken to scale with them in arithmetic and up to four cores' worth in memory.
+_CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 40.0}
+_CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
+
+
+@lru_cache(maxsize=1)
+def cpu() -> Device:
+    """This machine's CPU, by its core count."""
+    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return cpu_with(cores)
+
+
+def cpu_with(cores: int) -> Device:
+    """A CPU with that many cores."""
+    return Device(
+        type="cpu",
+        name=f"cpu, {cores} cores",
+        cores=cores,
+        matmul_gflops={k: v * cores for k, v in _CORE_MATMUL.items()},
+        fused_gflops={k: v * cores for k, v in _CORE_FUSED.items()},
+        vector_gflops=36.0 * cores,
+        exp_gops=1.7 * cores,
+        memory_gbytes=11.0 * min(cores, 8),
+        cache_gbytes=25.0 * cores,
+        cache_bytes=1 << 25,
+        op_us=6.0,
+        kernel_us=3.0,
+        fused_op_us=15.0,
+    )
+
+
+def device_for(given: torch.device | str) -> Device:
+    """The device a tensor is on; one that has no numbers yet is treated as refusing every fused kernel."""
+    kind = torch.device(given).type if not isinstance(given, torch.device) else given.type
+    if kind == "cpu":
+        return cpu()
+    base = cpu_with(1)
+    return Device(**{**base.__dict__, "type": kind, "name": kind})

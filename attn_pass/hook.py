@@ -1,0 +1,190 @@
+"""`enabled` and `install`: the pass inside Inductor's own hook, for plain torch.compile and AOTInductor.
+
+What the hook cannot do, and `attn_pass.backend` and `attn_pass.aot_compile` can: compile the original graph when
+Inductor fails on the rewritten one. Three more things to know: since torch 2.13 Inductor's configuration is per
+thread, so it holds for compilations in this thread; mode="lite" makes Inductor skip all such passes; and
+options={"pre_grad_custom_pass": ...} of a single compile replaces the pass for that compile.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from attn_pass.compat import has_pre_grad_timing, require_inductor
+from attn_pass.dynamo import DECIDED, decide
+from attn_pass.options import Options, make_options
+from attn_pass.report import publish
+
+PRE_GRAD_SLOT, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
+
+
+@contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """Run the pass in every torch.compile and aoti_compile_and_package that compiles inside, in this thread.
+
+    May be nested, the innermost options count. Passes that others registered stay, and run before.
+
+    Args:
+        options: fields of `attn_pass.Options`.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not accepted.
+        VersionError: torch is too old for this entry.
+    """
+    require_inductor("enabled")
+    from torch._inductor import config
+
+    with config.patch(_patches(make_options(**options))):
+        yield
+
+
+def install(**options: Any) -> None:
+    """What `enabled` does, until `uninstall`; a second call only changes the options.
+
+    Args:
+        options: fields of `attn_pass.Options`.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not accepted.
+        VersionError: torch is too old for this entry.
+    """
+    require_inductor("install")
+    from torch._inductor import config
+
+    ours = make_options(**options)
+    uninstall()
+    for name, value in _patches(ours).items():
+        setattr(config, name, value)
+
+
+def uninstall() -> None:
+    """Undo `install`: the slots of Inductor's configuration hold what others put there, and no more."""
+    from torch._inductor import config
+
+    installed = _installed()
+    if installed is None:
+        return
+    for name, value in _cleared(installed).items():
+        setattr(config, name, value)
+
+
+class RewritePass:
+    """The pass in Inductor's pre-grad slot. Inductor copies and pickles it, so it keeps nothing it learns.
+
+    Attributes:
+        options: what the user asked for.
+        before: values of the slots it shares, as they were before it was put there; no part of its identity.
+    """
+
+    def __init__(self, options: Options, before: dict[str, Any] | None = None) -> None:
+        self.options = options
+        self.before = before or {}
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite a root graph, bodies of higher-order operations included; Inductor calls for each body, too."""
+        gm = graph.owning_module
+        if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
+            return
+        report, _ = decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti")
+        publish(report)
+
+    def uuid(self) -> str:
+        """Identity for Inductor's caches: our sources, the options, the devices and torch's version."""
+        return f"attn_pass:{_identity(self.options)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewritePass:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RewritePass, (self.options,)
+
+
+def is_root(gm: GraphModule) -> bool:
+    """Whether this is a whole graph as Inductor gets it, rather than the body of a higher-order operation.
+
+    Dynamo's graphs carry their compile id. What AOTInductor compiles comes from `ExportedProgram.module()`, which sets
+    `_in_spec`; "inline_constraints" in the meta is lost by torch.export.save. Bodies have neither (torch 2.13).
+    """
+    return "dynamo_compile_id" in gm.meta or "inline_constraints" in gm.meta or "_in_spec" in vars(gm)
+
+
+def _patches(options: Options) -> dict[str, Any]:
+    """Values of the slots with the pass and the shield in them; ours that are there already are replaced."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from attn_pass.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, shield_patches, slot_of, without
+
+    # A base class would make `import attn_pass` import Inductor, which takes seconds.
+    CustomGraphPass.register(RewritePass)
+    slots = {name: getattr(config, name) for name in (PRE_GRAD_SLOT, PRE_SLOT, POST_SLOT)}
+    if has_pre_grad_timing():
+        slots[TIMING] = config.pre_grad_pass_timing
+    others = without(slots[PRE_GRAD_SLOT], (RewritePass,))
+    patches = {PRE_GRAD_SLOT: slot_of([*others, RewritePass(options, before=slots)])}
+    if has_pre_grad_timing():
+        patches[TIMING] = "early"  # "late" passes do not run at all when the cache has the graph
+    if options.shield:
+        return patches | shield_patches(slots)
+    return patches | {name: slot_of(without(slots[name], (Shield, Unshield))) for name in (PRE_SLOT, POST_SLOT)}
+
+
+def _cleared(installed: RewritePass) -> dict[str, Any]:
+    """Values of the slots without ours: what was there before, if nobody else changed it since."""
+    from torch._inductor import config
+
+    from attn_pass.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, passes_of, slot_of, without
+
+    values: dict[str, Any] = {}
+    for name in (PRE_GRAD_SLOT, PRE_SLOT, POST_SLOT):
+        others = without(getattr(config, name), (RewritePass, Shield, Unshield))
+        before = installed.before[name]
+        values[name] = before if others == list(passes_of(before)) else slot_of(others)
+    if has_pre_grad_timing() and config.pre_grad_pass_timing == "early":
+        values[TIMING] = installed.before[TIMING]
+    return values
+
+
+def _installed() -> RewritePass | None:
+    """The pass that is in the pre-grad slot of this thread's configuration."""
+    from torch._inductor import config
+
+    from attn_pass.shield import passes_of
+
+    return next((p for p in passes_of(config.pre_grad_custom_pass) if isinstance(p, RewritePass)), None)
+
+
+# ---- identity ----
+
+
+def _identity(options: Options) -> str:
+    facts = (_sources(), repr(options), str(torch.__version__), _devices())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this package's source files."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _devices() -> tuple[str, ...]:
+    """What the choice of a kernel may depend on: the CPU's vector unit, and name and capability of each GPU."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return (
+        torch.backends.cpu.get_cpu_capability(),
+        *(f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus),
+    )

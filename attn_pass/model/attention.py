@@ -1,0 +1,165 @@
+"""`Attention`: the description everything after the reading works on. Immutable, free of torch.fx.
+
+Elements are given over *axes*. ``batch``, ``heads`` and ``rows`` are tuples of axes, slowest first,
+whose products are the sizes B, H and L of the (B, H, L, D) operands a kernel takes. Moving an axis from one
+tuple to another is another form of the same function: that is all that folding shared keys and values or
+grouped heads into query rows is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from attn_pass.model.expression import Expr, Load, expression_axes
+from attn_pass.model.index import Axis, Index, axes, product
+
+SourceKind = Literal["input", "parameter", "buffer", "computed"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor the attention reads: sizes, not values."""
+
+    id: int
+    shape: tuple[Index, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kind: SourceKind = "computed"
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor of every score that varies with no key (a temperature): multiplied into the query rows."""
+
+    value: Expr
+    inverse: bool = False
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Scores are kept where ``condition`` holds and are ``fill`` elsewhere."""
+
+    condition: Expr
+    fill: float
+
+
+class Structure(Enum):
+    """What is proved about the mask; a mask nobody could name is ``DENSE``."""
+
+    NONE = "none"
+    CAUSAL = "causal (top-left)"
+    DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """``softmax(scale * factors * dot(query, key) + bias where keep, else fill) @ value``.
+
+    ``score`` is the same thing as it was written, and is what `reference` interprets; the fields below it are
+    what the reading made of it. ``query`` and ``key`` are elements over ``dim``, ``value`` over ``value_dim``.
+    """
+
+    batch: tuple[Axis, ...]
+    heads: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    keys: Axis
+    dim: Axis
+    value_dim: tuple[Axis, ...]
+    query: Load
+    key: Load
+    value: Load
+    score: Expr
+    scale: float
+    sources: tuple[Source, ...]
+    output: tuple[tuple[Axis, ...], ...]  # the site's own result: the axes of each of its dimensions, slowest first
+    compute_dtype: torch.dtype  # no operand, score or result was wider than this in the program
+    output_dtype: torch.dtype
+    factors: tuple[Factor, ...] = ()
+    bias: Expr | None = None
+    keep: Keep | None = None
+    structure: Structure = Structure.NONE
+    rows_never_empty: bool = False  # proved: every row keeps at least one key
+    dropout: float = 0.0
+    empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
+    needs_grad: bool = False
+    fill_is_added: bool = False  # the keep-condition was written as a matrix added to the scores
+    mask_text: str = "none"
+
+    @property
+    def q_len(self) -> Index:
+        """Query length L, all row axes together."""
+        return product(a.size for a in self.rows)
+
+    @property
+    def kv_len(self) -> Index:
+        """Key length S."""
+        return self.keys.size
+
+    @property
+    def head_dim(self) -> Index:
+        """D, of query and key."""
+        return self.dim.size
+
+    @property
+    def value_head_dim(self) -> Index:
+        """D of the values."""
+        return product(a.size for a in self.value_dim)
+
+    @property
+    def batch_size(self) -> Index:
+        """B."""
+        return product(a.size for a in self.batch)
+
+    @property
+    def query_heads(self) -> Index:
+        """H of the query."""
+        return product(a.size for a in self.heads)
+
+    @property
+    def shared_axes(self) -> tuple[Axis, ...]:
+        """The axes of batch and heads that neither keys nor values depend on."""
+        used = axes(*self.key.index, *self.value.index)
+        return tuple(a for a in self.batch + self.heads if a not in used and a.size != 1)
+
+    @property
+    def kv_heads(self) -> tuple[Axis, ...]:
+        """The leading axes of ``heads`` that keys and values have; the rest share them (GQA)."""
+        shared = set(self.shared_axes)
+        return tuple(a for a in self.heads if a not in shared)
+
+    @property
+    def groups(self) -> Index:
+        """Query heads a KV head serves; 1 without GQA."""
+        return product(a.size for a in self.heads if a in set(self.shared_axes))
+
+    @property
+    def batch_is_shared(self) -> bool:
+        """Whether some batch axis has the same keys and values everywhere."""
+        return any(a in self.batch for a in self.shared_axes)
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether anything but a scale stands between the product and the softmax."""
+        return self.bias is not None or self.keep is not None
+
+    def mask_axes(self) -> set[Axis]:
+        """The axes that bias and keep-condition depend on."""
+        found: set[Axis] = set()
+        if self.bias is not None:
+            found |= expression_axes(self.bias)
+        if self.keep is not None:
+            found |= expression_axes(self.keep.condition)
+        return found
+
+    def regrouped(self, **groups: tuple[Axis, ...]) -> Attention:
+        """The same function with its axes in other groups (``batch``, ``heads``, ``rows``)."""
+        out = replace(self, **groups)  # type: ignore[arg-type]
+        assert sorted(a.key for a in out.batch + out.heads + out.rows) == sorted(
+            a.key for a in self.batch + self.heads + self.rows
+        )
+        return out

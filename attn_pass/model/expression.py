@@ -1,0 +1,317 @@
+"""Elementwise expressions: what a tensor's element is, as a function of index variables.
+
+Leaves are the dot product of a query row with a key row (`Dot`), constants, integer index values and
+loads from source tensors; everything else is `Apply`. Expressions are immutable values: two programs
+that compute the same element in the same way have equal expressions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Union
+
+import torch
+
+from attn_pass.model.index import Axis, Index, axes, is_at_most, is_less, substitute
+
+Scalar = Union[bool, int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """``sum_d query[.., i, d] * key[.., j, d]``, before any scale."""
+
+    def __str__(self) -> str:
+        return "dot"
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A Python number; ``kind`` keeps ``True``, ``1`` and ``1.0`` apart, which compare equal."""
+
+    value: Scalar
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", type(self.value).__name__)
+
+    def __str__(self) -> str:
+        return f"{self.value:.6g}" if isinstance(self.value, float) else str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexValue:
+    """The integer value of an index, as an element (``arange``)."""
+
+    index: Index
+
+    def __str__(self) -> str:
+        return str(self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One element of source tensor number ``source``."""
+
+    source: int
+    index: tuple[Index, ...]
+
+    def __str__(self) -> str:
+        return f"t{self.source}[{', '.join(str(i) for i in self.index)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """A pointwise operation of `OPERATIONS`; ``dtype`` is set for ``cast`` alone."""
+
+    op: str
+    args: tuple[Expr, ...]
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        symbol = _INFIX.get(self.op)
+        if symbol and len(self.args) == 2:
+            return f"({self.args[0]} {symbol} {self.args[1]})"
+        name = f"{self.op}<{str(self.dtype).removeprefix('torch.')}>" if self.dtype else self.op
+        return f"{name}({', '.join(str(a) for a in self.args)})"
+
+
+Expr = Union[Dot, Const, IndexValue, Load, Apply]
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+
+# name -> what it computes on tensors (or Python numbers wrapped as tensors)
+OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "log": torch.log,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "not": torch.logical_not,
+    "where": torch.where,
+}
+_COMPARISONS: dict[str, Callable[[Scalar, Scalar], bool]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+_INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+TRUE, FALSE, ZERO = Const(True), Const(False), Const(0.0)
+
+
+def apply(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
+    """The expression ``op(*args)``, with what is already known folded in."""
+    folded = _fold(op, args, dtype)
+    return Apply(op, args, dtype) if folded is None else folded
+
+
+def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | None:
+    if op == "where":
+        condition, yes, no = args
+        if isinstance(condition, Const):
+            return yes if condition.value else no
+        return yes if yes == no and not isinstance(yes, Apply) else None
+    if op == "cast":
+        return _fold_cast(args[0], dtype)
+    if op in ("and", "or"):
+        return _fold_logic(op, args)
+    if op == "not":
+        return _fold_not(args[0])
+    if op in _COMPARISONS:
+        return _fold_comparison(op, args[0], args[1])
+    if op in ("add", "sub", "mul"):
+        return _fold_arithmetic(op, args[0], args[1])
+    if op == "neg" and isinstance(args[0], Const):
+        return Const(-args[0].value)
+    return None
+
+
+def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
+    assert dtype is not None
+    if isinstance(value, Const):
+        if dtype == torch.bool:
+            return Const(bool(value.value))
+        if dtype.is_floating_point:
+            return Const(_rounded(float(value.value), dtype))
+        return Const(int(value.value)) if value.value == value.value and abs(value.value) < 2**31 else None
+    if isinstance(value, IndexValue) and dtype in _INTEGRAL[:2]:
+        return value
+    if isinstance(value, Apply) and value.op == "cast" and value.dtype == dtype:
+        return value
+    return None
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+
+
+def _fold_logic(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    absorbing = op == "or"
+    left, right = args
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, Const):
+            return Const(absorbing) if bool(one.value) == absorbing else other
+    return left if left == right else None
+
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
+
+
+def _fold_not(value: Expr) -> Expr | None:
+    if isinstance(value, Const):
+        return Const(not value.value)
+    if isinstance(value, Apply):
+        if value.op == "not":
+            return value.args[0]
+        if value.op in _OPPOSITE and all(isinstance(a, (IndexValue, Const)) for a in value.args):
+            # Only of integers: for floats NaN is neither below nor at least.
+            if all(isinstance(a, IndexValue) or isinstance(a.value, int) for a in value.args):  # type: ignore[union-attr]
+                return apply(_OPPOSITE[value.op], *value.args)
+    return None
+
+
+def as_index(value: Expr) -> Index | None:
+    """The integer index an expression stands for, or None."""
+    if isinstance(value, IndexValue):
+        return value.index
+    if isinstance(value, Const) and isinstance(value.value, int) and not isinstance(value.value, bool):
+        return value.value
+    return None
+
+
+def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
+    if isinstance(left, Const) and isinstance(right, Const):
+        return Const(_COMPARISONS[op](left.value, right.value))
+    if isinstance(left, Apply) and left.op == "where" and isinstance(right, Const):
+        condition, yes, no = left.args
+        if isinstance(yes, Const) and isinstance(no, Const):
+            return apply(
+                "where", condition, Const(_COMPARISONS[op](yes.value, right.value)),
+                Const(_COMPARISONS[op](no.value, right.value)),
+            )  # fmt: skip
+    if isinstance(left, Apply) and left.op == "cast" and isinstance(right, Const) and is_boolean(left.args[0]):
+        inner = left.args[0]
+        yes_no = Const(_COMPARISONS[op](1, right.value)), Const(_COMPARISONS[op](0, right.value))
+        return as_boolean(inner, *yes_no)
+    a, b = as_index(left), as_index(right)
+    if a is None or b is None:
+        return None
+    proofs: dict[str, tuple[bool, bool]] = {
+        "lt": (is_less(a, b), is_at_most(b, a)),
+        "le": (is_at_most(a, b), is_less(b, a)),
+        "gt": (is_less(b, a), is_at_most(a, b)),
+        "ge": (is_at_most(b, a), is_less(a, b)),
+        "eq": (a == b, is_less(a, b) or is_less(b, a)),
+        "ne": (is_less(a, b) or is_less(b, a), a == b),
+    }
+    holds, fails = proofs[op]
+    return TRUE if holds else FALSE if fails else None
+
+
+def as_boolean(condition: Expr, yes: Const, no: Const) -> Expr:
+    """``where(condition, yes, no)`` of two booleans, as plain logic."""
+    if yes.value == no.value:
+        return yes
+    return condition if yes.value else apply("not", condition)
+
+
+def is_boolean(value: Expr) -> bool:
+    """Whether an expression is a truth value by its form (a comparison, logic, a boolean constant)."""
+    if isinstance(value, Const):
+        return isinstance(value.value, bool)
+    return isinstance(value, Apply) and (
+        value.op in _COMPARISONS
+        or value.op in ("and", "or", "not")
+        or (value.op == "cast" and value.dtype == torch.bool)
+        or (value.op == "where" and all(is_boolean(a) for a in value.args[1:]))
+    )
+
+
+def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
+    a, b = as_index(left), as_index(right)
+    if a is not None and b is not None:
+        total = a + b if op == "add" else a - b if op == "sub" else a * b
+        return Const(total) if isinstance(total, int) else IndexValue(total)
+    if isinstance(left, Const) and isinstance(right, Const):
+        x, y = left.value, right.value
+        return Const(x + y if op == "add" else x - y if op == "sub" else x * y)
+    if op == "mul":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, Const) and one.value == 1:
+                return other
+    if op in ("add", "sub") and isinstance(right, Const) and right.value == 0 and not is_boolean(left):
+        return left
+    if op == "add" and isinstance(left, Const) and left.value == 0 and not is_boolean(right):
+        return right
+    return None
+
+
+def children(expression: Expr) -> tuple[Expr, ...]:
+    """The direct operands of an expression."""
+    return expression.args if isinstance(expression, Apply) else ()
+
+
+def walk(expression: Expr) -> Iterator[Expr]:
+    """The expression and everything inside it."""
+    yield expression
+    for child in children(expression):
+        yield from walk(child)
+
+
+@lru_cache(maxsize=4096)
+def contains_dot(expression: Expr) -> bool:
+    """Whether the dot product occurs in the expression."""
+    return any(isinstance(e, Dot) for e in walk(expression))
+
+
+def loads(expression: Expr) -> tuple[Load, ...]:
+    """Every load of the expression, in order of occurrence."""
+    return tuple(e for e in walk(expression) if isinstance(e, Load))
+
+
+def expression_axes(expression: Expr) -> set[Axis]:
+    """The axes the expression depends on by itself (the dot product's own are not counted)."""
+    found: set[Axis] = set()
+    for part in walk(expression):
+        if isinstance(part, Load):
+            found |= axes(*part.index)
+        elif isinstance(part, IndexValue):
+            found |= axes(part.index)
+    return found
+
+
+def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:
+    """The expression with axes replaced by indices."""
+    if isinstance(expression, Load):
+        return Load(expression.source, tuple(substitute(i, values) for i in expression.index))
+    if isinstance(expression, IndexValue):
+        index = substitute(expression.index, values)
+        return Const(index) if isinstance(index, int) else IndexValue(index)
+    if isinstance(expression, Apply):
+        return apply(
+            expression.op, *(rewrite_indices(a, values) for a in expression.args), dtype=expression.dtype
+        )  # fmt: skip
+    return expression

@@ -1,0 +1,185 @@
+"""From "which element" to "which view": the steps that turn a source tensor into an operand.
+
+Given where each element of an operand lies in its source, `view_steps` finds the slices, reshapes, permutes and
+expands that produce it. Whatever chain of views the program went through, only what they amount to is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from attn_pass.model.index import Axis, Index, digits, product
+
+
+class NoView(Exception):
+    """The elements are no view of the source that slices, reshapes, permutes and expands can express."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """``x[start : start + length]`` along ``dim``."""
+
+    dim: int
+    start: Index
+    length: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """``x.reshape(shape)``."""
+
+    shape: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """``x.permute(dims)``."""
+
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """``x.expand(shape)``."""
+
+    shape: tuple[Index, ...]
+
+
+Step = Union[Slice, Reshape, Permute, Expand]
+Group = tuple[Axis, ...]
+
+
+def _digit_axes(index: Index) -> tuple[Index, tuple[Axis, ...], Index]:
+    """``(constant, axes slowest first, extent)`` of a dense mixed-radix index."""
+    split = digits(index)
+    if split is None:
+        raise NoView(f"index {index} is not affine")
+    constant, found = split
+    remaining = list(found)
+    chain: list[Axis] = []
+    stride: Index = 1
+    while remaining:
+        following = next((d for d in remaining if d.stride == stride), None)
+        if following is None:
+            raise NoView(f"index {index} steps over elements")
+        remaining.remove(following)
+        chain.append(following.axis)
+        stride = stride * following.axis.size
+    return constant, tuple(reversed(chain)), stride
+
+
+def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[Group]) -> tuple[Step, ...]:
+    """The steps from a tensor of ``shape`` to one with a dimension a group.
+
+    ``index`` tells for each dimension of the source which element is wanted. An axis of ``groups`` that the source
+    does not depend on is broadcast: a group of such axes alone becomes size 1, within a larger group they are
+    expanded. Raises `NoView`.
+    """
+    steps: list[Step] = []
+    held: list[tuple[Axis, ...]] = []
+    sizes: list[Index] = []
+    for dim, (size, position) in enumerate(zip(shape, index)):
+        constant, chain, extent = _digit_axes(position)
+        if constant != 0 or extent != size:
+            steps.append(Slice(dim, constant, extent))
+        held.append(chain)
+        sizes.append(extent)
+    flat = [a for chain in held for a in chain]
+    wanted = [a for group in groups for a in group if a.size != 1]
+    if len(set(flat)) != len(flat) or len(set(wanted)) != len(wanted):
+        raise NoView("an axis occurs twice (a diagonal)")
+    if not set(flat) <= set(wanted):
+        raise NoView("the source depends on an axis the operand does not have")
+
+    units = _units(held, groups)
+    unit_of = {axis: unit for unit in units for axis in unit}
+    split = [unit for chain in held for unit in _in_order(chain, unit_of)]
+    _reshape(steps, sizes, [product(a.size for a in unit) for unit in split])
+
+    present = [unit for group in groups for unit in _in_order(tuple(a for a in group if a in unit_of), unit_of)]
+    order = tuple(split.index(unit) for unit in present)
+    if order != tuple(range(len(order))):
+        steps.append(Permute(order))
+    current: list[Index] = [product(a.size for a in unit) for unit in present]
+
+    opened: list[Index] = []
+    expanded: list[Index] = []
+    final: list[Index] = []
+    for group in groups:
+        axes = [a for a in group if a.size != 1]
+        has = [a for a in axes if a in unit_of]
+        final.append(product(a.size for a in (axes if has else ())))
+        if has and len(has) != len(axes):
+            for axis in axes:
+                opened.append(axis.size if axis in unit_of else 1)
+                expanded.append(axis.size)
+        else:
+            opened.append(final[-1])
+            expanded.append(final[-1])
+    if opened != expanded:
+        _reshape(steps, current, opened)
+        steps.append(Expand(tuple(expanded)))
+        current = expanded
+    _reshape(steps, current, final)
+    return _without_round_trips(tuple(shape), steps)
+
+
+def _reshape(steps: list[Step], before: list[Index], after: list[Index]) -> None:
+    if before != after:
+        steps.append(Reshape(tuple(after)))
+
+
+def shape_after(shape: tuple[Index, ...], step: Step) -> tuple[Index, ...]:
+    """The shape a step leaves behind."""
+    if isinstance(step, Slice):
+        return (*shape[: step.dim], step.length, *shape[step.dim + 1 :])
+    if isinstance(step, Permute):
+        return tuple(shape[d] for d in step.dims)
+    return step.shape
+
+
+def _without_round_trips(shape: tuple[Index, ...], steps: list[Step]) -> tuple[Step, ...]:
+    """Reshapes in a row become the last of them, and none where the shape is back to what it was."""
+    kept: list[tuple[Step, tuple[Index, ...]]] = []  # with the shape before each
+    for step in steps:
+        before = shape
+        shape = shape_after(shape, step)
+        if isinstance(step, Reshape):
+            while kept and isinstance(kept[-1][0], Reshape):
+                before = kept.pop()[1]
+            if before == shape:
+                continue
+        kept.append((step, before))
+    return tuple(step for step, _ in kept)
+
+
+def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tuple[Axis, ...]]:
+    """Runs of axes that stay next to each other from source to operand: they need not be split at all."""
+    follows = {a: b for group in groups for a, b in _pairs(tuple(x for x in group if x.size != 1))}
+    units: list[tuple[Axis, ...]] = []
+    for chain in held:
+        run: list[Axis] = []
+        for axis in chain:
+            if run and follows.get(run[-1]) != axis:
+                units.append(tuple(run))
+                run = []
+            run.append(axis)
+        if run:
+            units.append(tuple(run))
+    return units
+
+
+def _pairs(group: Group) -> list[tuple[Axis, Axis]]:
+    return list(zip(group, group[1:]))
+
+
+def _in_order(axes: tuple[Axis, ...], unit_of: dict[Axis, tuple[Axis, ...]]) -> list[tuple[Axis, ...]]:
+    """The units the axes belong to, each once, in order."""
+    found: list[tuple[Axis, ...]] = []
+    for axis in axes:
+        unit = unit_of[axis]
+        if not found or found[-1] != unit:
+            found.append(unit)
+    return found

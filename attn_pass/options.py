@@ -1,0 +1,224 @@
+"""What a user can ask of attn_pass: the fields, their checks, and telling our keys from Inductor's."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from attn_pass.errors import OptionError
+
+Choose = Literal["cheapest", "fused"]
+Numerics = Literal["default", "strict"]
+Verify = Literal["off", "graph", "kernel"]
+OnError = Literal["warn", "raise"]
+
+# Values a field's type has room for, but nothing implements so far: refused, never ignored.
+_NOT_YET: tuple[tuple[str, Any], ...] = (("tune", True), ("verify", "graph"), ("verify", "kernel"))
+
+
+def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[], Any]:
+    """A default that the environment variable overrides; read whenever an Options is made, empty means unset."""
+
+    def read() -> str:
+        value = os.environ.get(variable, "").strip()
+        if value and value not in get_args(accepted):
+            raise OptionError(
+                f"environment variable {variable}={value!r}: accepted are {_listed(get_args(accepted))}; "
+                "set it to one of these or unset it"
+            )
+        return value or default
+
+    return read
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a user can set, checked when it is made; hashable, and its ``repr`` is stable between processes.
+
+    Attributes:
+        choose: "cheapest" takes the offer with the lowest predicted time, leaving a site as it is included; "fused"
+            takes the best fused target that accepts, whatever the cost (coverage checks, debugging).
+            Default from the environment variable ATTN_PASS_CHOOSE.
+        numerics: "default" equals eager to the dtype's rounding wherever eager's row is defined; "strict" also keeps
+            what eager gives on rows whose every key is masked, or leaves the site.
+        targets: names of the targets allowed, best first; None allows every target of the device.
+        poor_cases: names of the poor cases allowed to make variants; None allows all, an empty tuple none.
+        tune: measure the best offers instead of trusting predictions. Not available yet.
+        verify: "graph" compares old and new graph on data, "kernel" also each target with the reference. Not
+            available yet; default from ATTN_PASS_VERIFY.
+        on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
+            Default from ATTN_PASS_ON_ERROR.
+        assume_constant_buffers: buffers keep the values they have now, so facts may be read from them.
+        assume_nonempty_rows: no query has all its keys masked, so nothing is emitted to repair such rows.
+        shield: keep Inductor's own attention patterns off the softmaxes that were read and left.
+        device: decide for this device ("cuda", "cuda:0", ...) instead of the one the tensors are on.
+
+    Raises:
+        OptionError: a value is not accepted; the message says what was given and what is accepted.
+    """
+
+    choose: Choose = field(default_factory=_from_environment("ATTN_PASS_CHOOSE", Choose, "cheapest"))
+    numerics: Numerics = "default"
+    targets: tuple[str, ...] | None = None
+    poor_cases: tuple[str, ...] | None = None
+    tune: bool = False
+    verify: Verify = field(default_factory=_from_environment("ATTN_PASS_VERIFY", Verify, "off"))
+    on_error: OnError = field(default_factory=_from_environment("ATTN_PASS_ON_ERROR", OnError, "warn"))
+    assume_constant_buffers: bool = False
+    assume_nonempty_rows: bool = False
+    shield: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(Options).items():
+            object.__setattr__(self, name, _checked(name, hint, getattr(self, name)))
+        for name, value in _NOT_YET:
+            if getattr(self, name) == value:
+                raise OptionError(
+                    f"attn_pass option {name}={value!r} is not available yet; leave it out (the default is "
+                    f"{_plain_default(name)!r})"
+                )
+
+
+OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options))
+
+
+def make_options(**values: Any) -> Options:
+    """Options of keyword arguments; lists become tuples.
+
+    Raises:
+        OptionError: a name is unknown (the nearest is named, the accepted are listed) or a value is not accepted.
+    """
+    for name in values:
+        if name not in OPTION_NAMES:
+            raise unknown_name("attn_pass option", name, OPTION_NAMES)
+    return Options(**values)
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any], str | None]:
+    """The ``options`` of torch.compile, split in (ours, Inductor's, the value of "mode" or None).
+
+    Ours are the fields of Options; Inductor's are the keys of torch._inductor.config ("max_autotune",
+    "triton.cudagraphs"), returned as torch spells them. Dashes are accepted for underscores, as torch does.
+
+    Raises:
+        OptionError: a key is none of these (the nearest is named), is given twice, or has a value of the wrong type.
+    """
+    if options is None:
+        return make_options(), {}, None
+    if not isinstance(options, Mapping):
+        raise OptionError(f"options must be a dict of option names to values, got {_shown(options)}")
+    ours: dict[str, Any] = {}
+    inductor: dict[str, Any] = {}
+    mode: str | None = None
+    seen: dict[str, object] = {}
+    for key, value in options.items():
+        name = key.replace("-", "_") if isinstance(key, str) else ""
+        if name in seen:
+            raise OptionError(f"option {name!r} is given twice, as {seen[name]!r} and as {key!r}; keep one of them")
+        seen[name] = key
+        if name == "mode":
+            mode = _checked_mode(value)
+        elif name in OPTION_NAMES:
+            ours[name] = value
+        elif name in _inductor_keys():
+            inductor[name] = _checked_inductor(name, value)
+        else:
+            raise _unknown_key(key)
+    return make_options(**ours), inductor, mode
+
+
+def unknown_name(what: str, given: str, accepted: Iterable[str]) -> OptionError:
+    """The error for a name that is not among the accepted ones: names the nearest and lists all of them."""
+    names = list(accepted)
+    return OptionError(f"unknown {what} {given!r}{_nearest(given, names)}; accepted are {_listed(names)}")
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """The value as the field stores it, or an OptionError that says what the field accepts."""
+    kinds = (hint,) if get_origin(hint) in (Literal, tuple) or isinstance(hint, type) else get_args(hint)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            if isinstance(value, str) and value in get_args(kind):
+                return value
+            near = _nearest(value, list(get_args(kind))) if isinstance(value, str) else ""
+            raise _rejected(name, value, _listed(get_args(kind)), near)
+        if get_origin(kind) is tuple:
+            if isinstance(value, list | tuple) and all(isinstance(item, str) and item for item in value):
+                return tuple(value)
+            near = f"; did you mean ({value!r},)?" if isinstance(value, str) else ""
+            raise _rejected(name, value, "a list or tuple of names, or None", near)
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            raise _rejected(name, value, "True or False")
+        if kind is str:
+            if isinstance(value, str) and value.strip():
+                return value.strip()
+            raise _rejected(name, value, 'a device such as "cpu" or "cuda:0", or None')
+    raise AssertionError(f"field {name} of Options has a type without a check: {hint}")
+
+
+def _checked_mode(value: Any) -> str | None:
+    from torch._inductor import list_mode_options
+
+    accepted = list(list_mode_options())
+    if value is None or (isinstance(value, str) and value in accepted):
+        return value
+    near = _nearest(value, accepted) if isinstance(value, str) else ""
+    raise _rejected("mode", value, f"{_listed(accepted)} or None", near)
+
+
+def _checked_inductor(name: str, value: Any) -> Any:
+    """The value, if its type is the one torch.compile itself would accept; generic types are not checked there."""
+    from torch._inductor import config
+
+    # ConfigModule's methods are made at import: no stub knows them.
+    expected = cast(Any, config).get_type(name)
+    plain = isinstance(expected, type) and get_origin(expected) is None and expected is not type(None)
+    if plain and not isinstance(value, (int, float) if expected is float else expected):
+        raise OptionError(f"Inductor option {name!r} takes a value of type {expected.__name__}, got {_shown(value)}")
+    return value
+
+
+def _inductor_keys() -> frozenset[str]:
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
+def _unknown_key(key: object) -> OptionError:
+    if not isinstance(key, str):
+        return OptionError(f"option names are strings, got {_shown(key)}")
+    near = _nearest(key.replace("-", "_"), [*OPTION_NAMES, "mode", *sorted(_inductor_keys())])
+    return OptionError(
+        f"unknown option {key!r}{near}; accepted are {_listed((*OPTION_NAMES, 'mode'))} for attn_pass, and the keys "
+        "of torch._inductor.config (torch._inductor.list_options() prints them) for Inductor"
+    )
+
+
+def _rejected(name: str, value: object, accepted: str, near: str = "") -> OptionError:
+    return OptionError(f"option {name!r} got {_shown(value)}{near}; accepted: {accepted}")
+
+
+def _plain_default(name: str) -> Any:
+    return {"tune": False, "verify": "off"}[name]
+
+
+def _nearest(given: str, accepted: list[str]) -> str:
+    close = difflib.get_close_matches(given, accepted, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -1,0 +1,72 @@
+"""`Site`: a place in a graph where attention is, or nearly is; and the checks every finder shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from torch.fx import Node
+
+from attn_pass.graph.effects import is_metadata_assertion
+from attn_pass.graph.regions import Region
+from attn_pass.reading.describe import Described
+from attn_pass.reading.lift import Reader, Unreadable
+
+if TYPE_CHECKING:
+    from attn_pass.patterns.composite import Composite
+
+
+@dataclass
+class Site:
+    """An attention (``described``) or a near miss (``refusal``) whose result is ``node``.
+
+    ``internal`` are the nodes that compute it and nothing else: they go when it is replaced.
+    """
+
+    node: Node
+    form: str
+    region: Region
+    described: Described | None = None
+    refusal: str = ""
+    refused_at: Node | None = None
+    internal: tuple[Node, ...] = field(default_factory=tuple)
+    kind: Literal["attention", "near miss"] = "attention"
+    composite: Composite | None = None
+    fused_as_called: bool = False  # a call torch already has a fused kernel for on this device
+
+
+def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str = "near miss") -> Site:
+    """The site as a near miss, with the reason and where it was found."""
+    return Site(
+        node, form, region, refusal=error.reason, refused_at=error.node,
+        kind="attention" if kind == "attention" else "near miss",
+    )  # fmt: skip
+
+
+class UsedElsewhere(Unreadable):
+    """The site was read, but something else needs what it would no longer compute."""
+
+
+def check_uses(reader: Reader, internal: Iterable[Node], result: Node) -> None:
+    """Raises `UsedElsewhere` where an inner node is needed by anything but the site."""
+    inside = set(internal) | {result}
+    for node in inside:
+        for user in node.users if node is not result else ():
+            if user in inside or is_metadata_assertion(user):
+                continue
+            what = "attention weights" if reader.softmaxes.get(node) else "attention scores"
+            if user.op == "output":
+                raise UsedElsewhere(f"the {what} are returned by the model", user)
+            raise UsedElsewhere(f"the {what} are also used by {user.name}", user)
+        if node is not result and reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
+            raise UsedElsewhere("an operation inside writes to memory that others can see", node)
+
+
+def check_window(reader: Reader, described: Described, result: Node) -> None:
+    """Raises `Unreadable` where a source is written between being read and the site's result."""
+    for source, at in described.read_at.items():
+        node = described.nodes[source]
+        mutation = reader.effects.mutation_between(node, at - 1, reader.order[result])
+        if mutation is not None:
+            raise Unreadable(f"{node.name} is written in place by {mutation.node.name} before the result is computed", mutation.node)

@@ -1,0 +1,153 @@
+"""Calls that already are attention: a table from call to argument mapping, and the description of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
+from attn_pass.model.index import Axis, axis_index, divide, divide_exactly
+from attn_pass.patterns.base import Site, check_window, refused
+from attn_pass.reading.describe import Parts, describe
+from attn_pass.reading.lift import Reader, SideLoad, Unreadable
+from attn_pass.reading.views import Position, broadcast_position
+
+FORM = "sdpa"
+_SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_DEFAULTS: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+CALLS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.scaled_dot_product_attention: _SDPA,
+    torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
+}
+
+
+def arguments(node: Node) -> dict[str, Any] | None:
+    """The arguments of an attention call by name; None for any other node."""
+    names = CALLS.get(node.target) if node.op == "call_function" else None
+    if names is None:
+        return None
+    return {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
+
+
+def find(reader: Reader) -> Iterator[Site]:
+    """Every attention call of the graph."""
+    for node in reader.graph.nodes:
+        given = arguments(node)
+        if given is None:
+            continue
+        region = reader.regions.of(node)
+        reader.read_times = {}
+        try:
+            if region.functorch:
+                raise Unreadable(f"it runs under {region.describe()}", node)
+            described = describe(_lift(reader, node, given))
+            check_window(reader, described, node)
+            yield Site(node, FORM, region, described, fused_as_called=_cpu_fuses(reader, given))
+        except Unreadable as error:
+            yield refused(node, FORM, region, error, kind="attention")
+
+
+def _cpu_fuses(reader: Reader, given: dict[str, Any]) -> bool:
+    """Whether torch's fused CPU kernel takes the call as it is (``use_flash_attention_cpp``)."""
+    tensors = [tensor_value(given[n]) for n in ("query", "key", "value")]
+    q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
+    if any(len(s) != 4 for s in (q, k, v)) or given["dropout_p"] or q[0] != k[0] or k[0] != v[0]:
+        return False
+    if k[1] != v[1] or (q[1] != k[1] and not given["enable_gqa"]) or not q[3] == k[3] == v[3]:
+        return False
+    mask = tensor_value(given["attn_mask"])
+    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+        return False
+    return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
+
+
+def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:
+    query, key, value = (given[n] for n in ("query", "key", "value"))
+    q, k, v, out = (tensor_value(n) for n in (query, key, value, node))
+    if q is None or k is None or v is None or out is None or min(t.dim() for t in (q, k, v)) < 2:
+        raise Unreadable("an operand is no tensor of at least two dimensions", node)
+    for name in ("is_causal", "enable_gqa"):
+        if not isinstance(given[name], bool):
+            raise Unreadable(f"{name} is not a constant", node)
+    if not isinstance(given["dropout_p"], (int, float)):
+        raise Unreadable("dropout_p is not a constant", node)
+    shape = reader.sizes.shape(out)
+    output = tuple(Axis(f"o{n}", size) for n, size in enumerate(shape))
+    at = tuple(axis_index(a) for a in output)
+    q_shape, k_shape, v_shape = (reader.sizes.shape(t) for t in (q, k, v))
+    keys, dim = Axis("j", k_shape[-2]), Axis("d", k_shape[-1])
+    if q_shape[-1] != dim.size:
+        raise Unreadable("the head dims of query and key are not provably equal", node)
+    outer, row = at[:-2], at[-2]
+    positions = {
+        "query": broadcast_position((*outer, row, axis_index(dim)), q_shape),
+        "key": _kv_position(outer, shape, k_shape, (axis_index(keys), axis_index(dim)), given["enable_gqa"]),
+        "value": _kv_position(outer, shape, v_shape, (axis_index(keys), at[-1]), given["enable_gqa"]),
+    }
+    time, region = reader.order[node], reader.regions.of(node)
+    side: dict[Load, SideLoad] = {}
+    score = _score(reader, node, given, (*outer, row, axis_index(keys)), dim, side)
+    return Parts(
+        reader=reader, result=node, output=output, rows_at=(outer, row), keys=keys, dim=dim,
+        query=reader.operand(query, positions["query"], time, region, factors=True),
+        key=reader.operand(key, positions["key"], time, region, factors=True),
+        value=reader.operand(value, positions["value"], time, region, factors=False),
+        score=score, side=side, score_dtype=q.dtype, product_dtypes=(out.dtype, out.dtype),
+        dropout=float(given["dropout_p"]), empty_row_is_nan=False,
+    )  # fmt: skip
+
+
+def _kv_position(outer: Position, shape: Position, own: Position, tail: Position, gqa: bool) -> Position:
+    """Where keys or values are read: broadcast over the batch, grouped over the heads with ``enable_gqa``."""
+    heads = list(outer)
+    if gqa and len(own) >= 3 and len(outer) >= 1 and own[-3] != shape[-3] and own[-3] != 1:
+        groups = divide_exactly(shape[-3], own[-3])
+        if groups is None:
+            raise Unreadable("the number of heads is no multiple of the number of KV heads")
+        heads[-1] = divide(outer[-1], groups)[0]
+    return broadcast_position((*heads, *tail), own)
+
+
+def _score(
+    reader: Reader, node: Node, given: dict[str, Any], position: Position, dim: Axis, side: dict[Load, SideLoad]
+) -> Expr:
+    time = reader.order[node]
+    score: Expr = Dot()
+    scale = given["scale"]
+    if scale is None:
+        if not isinstance(dim.size, int):
+            raise Unreadable("the default scale of a symbolic head dim is not a constant", node)
+        if dim.size == 0:
+            raise Unreadable("the head dim is 0", node)
+        scale = dim.size**-0.5
+    factor = reader.scalar(scale, time)
+    if factor is None:
+        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+    score = apply("mul", score, factor)
+    mask = given["attn_mask"]
+    if mask is not None:
+        value = tensor_value(mask)
+        if value is None:
+            raise Unreadable("the mask is no tensor", node)
+        where = broadcast_position(position, reader.sizes.shape(value))
+        source, at_source, read_at = reader.through_views(mask, where, time, reader.regions.of(node))
+        known = reader.element(source, at_source, read_at)
+        load: Expr = known
+        if not isinstance(known, Const):
+            load = reader.load(source, at_source, read_at)
+            side[load] = SideLoad(source, read_at, mask, where, time)
+        if value.dtype == torch.bool:
+            score = apply("where", load, score, Const(float("-inf")))
+        else:
+            score = apply("add", score, load)
+    if given["is_causal"]:
+        score = apply("where", apply("le", _index(position[-1]), _index(position[-2])), score, Const(float("-inf")))
+    return score
+
+
+def _index(index: Any) -> Expr:
+    return Const(index) if isinstance(index, int) else IndexValue(index)

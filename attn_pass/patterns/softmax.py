@@ -1,0 +1,302 @@
+"""Attention written by hand: a softmax whose result reaches one side of a product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
+from attn_pass.model.index import Axis, axes, axis_index
+from attn_pass.patterns.base import Site, check_uses, check_window, refused
+from attn_pass.reading.describe import Parts, describe, _with_dot
+from attn_pass.reading.lift import Reader, Spine, Unreadable, tensor_dims
+from attn_pass.reading.products import Product
+from attn_pass.reading.views import broadcast_position
+
+FORM = "eager"
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """A softmax, however it is spelled: its input, its dimension, the nodes it is made of."""
+
+    input: Node
+    dim: int
+    nodes: tuple[Node, ...]
+    empty_row_is_nan: bool
+
+
+def read_softmax(reader: Reader, node: Node) -> Softmax | None:
+    """The softmax a node computes; None when it is none."""
+    call = reader.call(node)
+    value = tensor_value(node)
+    if call is None or value is None or value.dim() == 0:
+        return None
+    if call.op == "softmax":
+        dims = tensor_dims(call, "dim", value.dim()) if call.get("dim") is not None else None
+        if dims is None or len(dims) != 1 or not isinstance(call["input"], Node):
+            return None
+        safe = node.target is torch.ops.aten._safe_softmax.default
+        return Softmax(call["input"], dims[0], (node,), not safe)
+    return _by_hand(reader, node) if call.op == "div" else None
+
+
+def _by_hand(reader: Reader, node: Node) -> Softmax | None:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))``, with and without the maximum."""
+    call = reader.call(node)
+    assert call is not None
+    top, bottom = call["input"], call["other"]
+    if not isinstance(top, Node) or not isinstance(bottom, Node) or call.get("rounding_mode") is not None:
+        return None
+    exp, total = reader.call(top), reader.call(bottom)
+    value = tensor_value(top)
+    if exp is None or total is None or value is None or exp.op != "exp" or total.op != "sum" or total["input"] is not top:
+        return None
+    dims = tensor_dims(total, "dim", value.dim()) if total["dim"] is not None else None
+    if dims is None or len(dims) != 1 or not total["keepdim"] or exp.in_place or call.in_place:
+        return None
+    inner = exp["input"]
+    nodes = [node, bottom, top]
+    difference = reader.call(inner) if isinstance(inner, Node) else None
+    if difference is not None and difference.op == "sub" and difference["alpha"] == 1 and not difference.in_place:
+        maximum = _row_maximum(reader, difference["other"], difference["input"], dims[0], value.dim())
+        if maximum is not None:
+            return Softmax(difference["input"], dims[0], (*nodes, inner, *maximum), True)
+    return Softmax(inner, dims[0], tuple(nodes), True) if isinstance(inner, Node) else None
+
+
+def _row_maximum(reader: Reader, node: object, scores: Node, dim: int, rank: int) -> tuple[Node, ...] | None:
+    """The nodes that compute the row maximum of ``scores`` with the dimension kept; None for anything else."""
+    nodes: list[Node] = []
+    while isinstance(node, Node):
+        call = reader.call(node)
+        if call is None:
+            return None
+        nodes.append(node)
+        if call.op == "detach" or (call.op == "getitem" and call["index"] == 0) or (
+            call.op == "getattr" and call["name"] == "values"
+        ):  # fmt: skip
+            node = call["input"]
+            continue
+        if call.op == "amax":
+            dims, keeps = tensor_dims(call, "dim", rank), call["keepdim"]
+        elif call.op == "max" and isinstance(call.get("dim", call["other"]), int):
+            dims, keeps = (call.get("dim", call["other"]) % rank,), call["keepdim"]
+        else:
+            return None
+        return tuple(nodes) if dims == (dim,) and keeps and call["input"] is scores else None
+    return None
+
+
+def find(reader: Reader) -> Iterator[Site]:
+    """Every product with weights on one side, and every softmax of a product that reaches none."""
+    reached: set[Node] = set()
+    for node in reader.graph.nodes:
+        product = reader.product(node)
+        if product is None:
+            continue
+        for weights in (product.left, product.right):
+            for softmax in reader.softmaxes.get(weights, ()):
+                if not _reads_product(reader, softmax):
+                    continue
+                reached.add(softmax)
+                yield _read(reader, product, weights, softmax)
+                break
+            else:
+                continue
+            break
+    for node, found in list(reader.softmaxes.items()):
+        if found == {node} and node not in reached and _reads_product(reader, node):
+            yield _near_miss(reader, node)
+
+
+def _reads_product(reader: Reader, softmax: Node) -> bool:
+    read = read_softmax(reader, softmax)
+    return read is not None and bool(reader.products.get(read.input))
+
+
+def _near_miss(reader: Reader, softmax: Node) -> Site:
+    region = reader.regions.of(softmax)
+    users = [u for u in softmax.users]
+    after = next((u for u in users if u.op != "output"), None)
+    reason = "the softmax of a product reaches no product"
+    if after is None and users:
+        reason = "the softmax of a product is returned by the model"
+    elif after is not None:
+        reason += f"; {after.name} comes next"
+    return refused(softmax, FORM, region, Unreadable(reason, after or softmax))
+
+
+def _read(reader: Reader, product: Product, weights: Node, softmax: Node) -> Site:
+    region = reader.regions.of(product.node)
+    site = Site(product.node, FORM, region)
+    best: Unreadable | None = None
+    read = read_softmax(reader, softmax)
+    assert read is not None
+    if region.functorch:
+        return refused(product.node, FORM, region, Unreadable(f"it runs under {region.describe()}", product.node))
+    for candidate in sorted(reader.products[read.input], key=lambda n: reader.order[n]):
+        reader.read_times = {}
+        try:
+            parts, internal = _lift(reader, product, weights, softmax, read, candidate)
+            site.described = describe(parts)
+            site.internal = internal
+            check_uses(reader, internal, product.node)
+            check_window(reader, site.described, product.node)
+            return site
+        except Unreadable as error:
+            best = best or error
+    assert best is not None
+    return Site(
+        product.node, FORM, region, refusal=best.reason, refused_at=best.node,
+        kind="attention" if site.described is not None else "near miss",
+    )  # fmt: skip
+
+
+def _lift(
+    reader: Reader, product: Product, weights: Node, softmax: Node, read: Softmax, scores_product: Node
+) -> tuple[Parts, tuple[Node, ...]]:
+    """Lifts one site with one choice of the product of queries and keys. Raises `Unreadable`."""
+    node = product.node
+    region, order = reader.regions.of(node), reader.order
+    if product.alpha != 1 or (product.addend is not None and product.beta != 0):
+        raise Unreadable("something is added to the product of weights and values", node)
+    shape = reader.shape(node)
+    output = tuple(Axis(f"o{n}", size) for n, size in enumerate(shape))
+    keys = Axis("j", product.summed_size)
+    left, right = product.positions(tuple(axis_index(a) for a in output), keys)
+    at_weights, at_values, values = (left, right, product.right)
+    if weights is product.right:
+        at_weights, at_values, values = right, left, product.left
+
+    spine = Spine(reader, softmax, reader.softmaxes, region)
+    expression = spine.read(weights, at_weights, order[node])
+    internal = dict.fromkeys(spine.internal)
+    guarded = _check_weights(reader, expression, read, internal)
+    at_softmax = spine.leaf_position
+    assert at_softmax is not None
+    if reader.shape(softmax)[read.dim] != keys.size:
+        raise Unreadable("the product does not sum over the whole softmax", softmax)
+    if at_softmax[read.dim] != axis_index(keys) or keys in axes(
+        *at_softmax[: read.dim], *at_softmax[read.dim + 1 :]
+    ):  # fmt: skip
+        raise Unreadable("the softmax runs over another dimension than the keys", softmax)
+    if reader.regions.of(softmax) != region:
+        raise Unreadable("the softmax runs under another context than the product", softmax)
+    internal |= dict.fromkeys(read.nodes)
+
+    scores = Spine(reader, scores_product, reader.products, region)
+    time = min(order[n] for n in read.nodes)
+    score = scores.read(read.input, at_softmax, time)
+    internal |= dict.fromkeys(scores.internal)
+    inner = reader.product(scores_product)
+    assert inner is not None and scores.leaf_position is not None
+    if scores.dropout:
+        raise Unreadable("dropout is applied to the scores", scores_product)
+    score = _with_product(reader, scores, inner, score)
+    dim = Axis("d", inner.summed_size)
+    left, right = inner.positions(scores.leaf_position, dim)
+    query, key, at_query, at_key = inner.left, inner.right, left, right
+    if keys in axes(*left) or (keys.size == 1 and _is_transposed(left, right, at_softmax)):
+        query, key, at_query, at_key = inner.right, inner.left, right, left
+    if keys in axes(*at_query):
+        raise Unreadable("both sides of the score product depend on the key", scores_product)
+    rows = [p for n, p in enumerate(at_softmax) if n != read.dim]
+    value = tensor_value(read.input)
+    made = tensor_value(scores_product)
+    result = tensor_value(node)
+    assert value is not None and made is not None and result is not None
+    parts = Parts(
+        reader=reader, result=node, output=output, rows_at=(tuple(rows[:-1]), rows[-1] if rows else 0), keys=keys, dim=dim,
+        query=reader.operand(query, at_query, order[scores_product], region, factors=True),
+        key=reader.operand(key, at_key, order[scores_product], region, factors=True),
+        value=reader.operand(values, at_values, order[node], region, factors=False),
+        score=score, side=scores.loads, score_dtype=value.dtype, product_dtypes=(made.dtype, result.dtype),
+        dropout=spine.dropout, empty_row_is_nan=read.empty_row_is_nan and not guarded,
+    )  # fmt: skip
+    return parts, tuple(n for n in internal if n is not node)
+
+
+def _is_transposed(left: tuple, right: tuple, at_softmax: tuple) -> bool:  # type: ignore[type-arg]
+    """With a single key: whether the rows come from the right operand."""
+    rows = axes(*at_softmax)
+    return len(axes(*right) & rows) > len(axes(*left) & rows)
+
+
+def _with_product(reader: Reader, spine: Spine, product: Product, score: Expr) -> Expr:
+    """The score with ``alpha`` and the added matrix of ``baddbmm`` spelled out."""
+    dot: Expr = Dot()
+    if product.alpha != 1:
+        factor = reader.scalar(product.alpha, reader.order[product.node])
+        if factor is None:
+            raise Unreadable("alpha of the score product is not a number", product.node)
+        dot = apply("mul", dot, factor)
+    if product.addend is not None and product.beta != 0:
+        assert spine.leaf_position is not None
+        shape = reader.shape(product.addend)
+        addend = spine._operand(
+            product.addend, broadcast_position(spine.leaf_position, shape), reader.order[product.node]
+        )  # fmt: skip
+        if product.beta != 1:
+            factor = reader.scalar(product.beta, reader.order[product.node])
+            if factor is None:
+                raise Unreadable("beta of the score product is not a number", product.node)
+            addend = apply("mul", addend, factor)
+        dot = apply("add", dot, addend)
+    return score if isinstance(dot, Dot) else _with_dot(score, dot)
+
+
+def _check_weights(reader: Reader, expression: Expr, read: Softmax, internal: dict[Node, None]) -> bool:
+    """Whether the weights are guarded against empty rows; raises `Unreadable` if they are anything but the softmax."""
+    if isinstance(expression, Dot):
+        return False
+    if isinstance(expression, Apply) and expression.op == "where":
+        condition, yes, no = expression.args
+        negated = isinstance(condition, Apply) and condition.op == "not"
+        if isinstance(condition, Apply) and negated:
+            condition, yes, no = condition.args[0], no, yes
+        for dead, zero, kept in ((True, yes, no), (False, no, yes)):
+            if isinstance(zero, Const) and zero.value == 0 and isinstance(kept, Dot) and isinstance(condition, Load):
+                nodes = _row_is_empty(reader, reader.source_nodes[condition.source], read, dead)
+                if nodes is not None:
+                    internal |= dict.fromkeys(nodes)
+                    return True
+    name = expression.op if isinstance(expression, Apply) else "a mask"
+    raise Unreadable(f"the attention weights are changed after the softmax ({name})", read.nodes[0])
+
+
+def _row_is_empty(reader: Reader, node: Node, read: Softmax, wanted: bool) -> tuple[Node, ...] | None:
+    """The nodes of a test that every score of a row is -inf (``wanted``) or that some is not; None for another test."""
+    nodes: list[Node] = []
+    current: object = node
+    quantified = False
+    while isinstance(current, Node):
+        call = reader.call(current)
+        if call is None:
+            return None
+        if current is not node or call.op in ("not", "all", "any", "copy"):
+            nodes.append(current)
+        if call.op in ("not", "copy"):
+            wanted ^= call.op == "not"
+            current = call["input"]
+            continue
+        if call.op in ("all", "any") and not quantified:
+            value = tensor_value(call["input"])
+            dims = tensor_dims(call, "dim", value.dim()) if value is not None and call["dim"] is not None else None
+            # all(x == -inf) says "empty"; any(x != -inf) says "not empty"
+            if dims != (read.dim,) or not call["keepdim"] or (call.op == "all") != wanted:
+                return None
+            quantified = True
+            current = call["input"]
+            continue
+        if call.op in ("eq", "ne") and quantified:
+            infinite = reader.scalar(call["other"], reader.order[current])
+            is_scores = call["input"] is read.input
+            if isinstance(infinite, Const) and infinite.value == float("-inf") and is_scores and (call.op == "eq") == wanted:
+                return tuple(nodes)
+        return None
+    return None

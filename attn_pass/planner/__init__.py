@@ -1,0 +1,1 @@
+"""Which offer is taken."""

@@ -1,0 +1,1 @@
+"""From graph to description: what each node computes, element by element."""

@@ -1,0 +1,383 @@
+"""From what was lifted to an `Attention`: axes are split until every index is affine, then sorted by their role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.attention import Attention, Factor, Keep, Source, Structure
+from attn_pass.model.expression import (
+    Apply,
+    Const,
+    Expr,
+    Load,
+    apply,
+    expression_axes,
+    loads,
+    rewrite_indices,
+)
+from attn_pass.model.index import (
+    Axis,
+    Index,
+    Poly,
+    axes,
+    axis_index,
+    divide_exactly,
+    substitute,
+    unsplit_axis,
+)
+from attn_pass.model.views import NoView, _digit_axes, view_steps
+from attn_pass.reading.lift import OperandForm, Reader, SideLoad, Unreadable
+from attn_pass.reading.masks import name_mask, text_of
+from attn_pass.reading.scores import NotAffine, Scores, normalise
+from attn_pass.reading.views import Position
+
+NO_GRAD_DTYPES = (torch.bool, torch.int64, torch.int32)
+
+
+@dataclass
+class Parts:
+    """What a finder lifted of one site, before it is sorted out."""
+
+    reader: Reader
+    result: Node
+    output: tuple[Axis, ...]  # an axis a dimension of the result
+    rows_at: tuple[Position, Index]  # the softmax's position without its key dimension: outer dimensions, row
+    keys: Axis
+    dim: Axis
+    query: list[OperandForm]
+    key: list[OperandForm]
+    value: list[OperandForm]
+    score: Expr
+    side: dict[Load, SideLoad]
+    score_dtype: torch.dtype
+    product_dtypes: tuple[torch.dtype, torch.dtype]  # of the two products
+    dropout: float = 0.0
+    empty_row_is_nan: bool = True
+    where_is_explicit: bool = True
+    chosen: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Described:
+    """An attention, the node behind each of its sources, and the time from which each must hold its value."""
+
+    attention: Attention
+    nodes: tuple[Node, ...]
+    read_at: dict[int, int]
+    copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
+
+
+def describe(parts: Parts) -> Described:
+    """Sorts the parts out. Raises `Unreadable` with the first thing that did not fit."""
+    forms = {"query": parts.query, "key": parts.key, "value": parts.value}
+    parts.chosen = {name: len(found) - 1 for name, found in forms.items()}
+    while True:
+        try:
+            return _Assembly(parts, {n: forms[n][parts.chosen[n]] for n in forms}).build()
+        except _Shallower as shallower:
+            if parts.chosen[shallower.operand] == 0:
+                raise Unreadable(f"the {shallower.operand} is no view of a tensor: {shallower.why}", parts.result) from None
+            parts.chosen[shallower.operand] -= 1
+
+
+class _Shallower(Exception):
+    def __init__(self, operand: str, why: str) -> None:
+        super().__init__(operand)
+        self.operand, self.why = operand, why
+
+
+class _Assembly:
+    def __init__(self, parts: Parts, forms: dict[str, OperandForm]) -> None:
+        self.parts = parts
+        self.forms = forms
+        self.positions = {name: form.position for name, form in forms.items()}
+        self.outer, self.row = parts.rows_at
+        self.score = parts.score
+        self.output: list[tuple[Axis, ...]] = [(a,) if a.size != 1 else () for a in parts.output]
+        self.split: dict[Axis, Index] = {}
+        self.factors = [f for name in ("query", "key") for f in forms[name].factors]
+
+    # ------------------------------------------------------------ axes
+
+    def build(self) -> Described:
+        self._split_axes()
+        try:
+            rows = _chain(self.row)
+            outer = [a for p in self.outer for a in _chain(p)]
+        except NoView as error:
+            raise Unreadable(f"the rows of the softmax cannot be told apart: {error}", self.parts.result) from None
+        shared = self._shared(outer + list(rows))
+        outer += [a for a in rows if a not in shared]
+        rows = tuple(a for a in rows if a in shared)
+        known = set(outer) | set(rows)
+        self._check_operands(known)
+        value_dim = tuple(a for dims in self.output for a in dims if a not in known)
+        if not axes(*self.positions["value"]) >= {a for a in value_dim if a.size != 1}:
+            raise Unreadable("the values do not have the result's last dimension", self.parts.result)
+        last = _chain(self.outer[-1]) if self.outer else ()
+        batch, heads = _batch_and_heads(outer, shared, tuple(a for a in last if a in outer))
+        scores = self._normalised()
+        return self._finish(batch, heads, rows, value_dim, scores)
+
+    def _split_axes(self) -> None:
+        for _ in range(24):
+            found = unsplit_axis(self._indices())
+            if found is None:
+                return
+            axis, by = found
+            size = divide_exactly(axis.size, by)
+            if size is None or axis in (self.parts.keys, self.parts.dim):
+                self._give_up(axis)
+                continue
+            high, low = Axis(f"{axis.key}h", size), Axis(f"{axis.key}l", by)
+            self._substitute({axis: axis_index(high) * by + axis_index(low)})
+            self.output = [tuple(b for a in dims for b in ((high, low) if a == axis else (a,)) if b.size != 1)
+                           for dims in self.output]  # fmt: skip
+        raise Unreadable("the layout has too many nested groups", self.parts.result)
+
+    def _give_up(self, axis: Axis) -> None:
+        """An axis that cannot be split: whichever operand or mask asked for it is taken less far back."""
+        for name, position in self.positions.items():
+            if unsplit_axis(position) is not None and self.parts.chosen[name] > 0:
+                raise _Shallower(name, f"axis {axis.key} is divided")
+        for load in loads(self.score):
+            if unsplit_axis(load.index) is not None:
+                self._replace_by_written(load)
+                return
+        raise Unreadable("a view divides an axis unevenly", self.parts.result)
+
+    def _replace_by_written(self, load: Load) -> None:
+        original = next((k for k, v in self._live.items() if v == load), None)
+        side = None if original is None else self.parts.side.get(original)
+        if side is None or side.node is side.written:
+            raise Unreadable("a mask is read in an order that is no view of it", self.parts.result)
+        reader = self.parts.reader
+        shallow = reader.load(side.written, tuple(substitute(i, self.split) for i in side.written_position), side.written_at)
+        self._side_times[shallow] = side.written_at
+        self.score = _with(self.score, {load: shallow})
+
+    @property
+    def _live(self) -> dict[Load, Load]:
+        """The side loads as they are after the splits so far."""
+        return {k: Load(k.source, tuple(substitute(i, self.split) for i in k.index)) for k in self.parts.side}
+
+    @property
+    def _side_times(self) -> dict[Load, int]:
+        return self.__dict__.setdefault("side_times", {})
+
+    def _indices(self) -> Iterable[Index]:
+        yield from self.outer
+        yield self.row
+        for position in self.positions.values():
+            yield from position
+        for load in loads(self.score):
+            yield from load.index
+        for factor, _ in self.factors:
+            for load in loads(factor):
+                yield from load.index
+
+    def _substitute(self, values: dict[Axis, Index]) -> None:
+        self.split = {a: substitute(i, values) for a, i in self.split.items()} | values
+        self.outer = tuple(substitute(i, values) for i in self.outer)
+        self.row = substitute(self.row, values)
+        self.positions = {n: tuple(substitute(i, values) for i in p) for n, p in self.positions.items()}
+        self.score = rewrite_indices(self.score, values)
+        self.factors = [(rewrite_indices(f, values), inverse) for f, inverse in self.factors]
+
+    def _shared(self, candidates: Sequence[Axis]) -> set[Axis]:
+        used = axes(*self.positions["key"], *self.positions["value"])
+        return {a for a in candidates if a not in used}
+
+    def _check_operands(self, known: set[Axis]) -> None:
+        parts = self.parts
+        allowed = {
+            "query": known | {parts.dim},
+            "key": known | {parts.dim, parts.keys},
+            "value": known | {parts.keys} | {a for dims in self.output for a in dims},
+        }
+        for name, position in self.positions.items():
+            if not axes(*position) <= allowed[name]:
+                raise Unreadable(f"the {name} depends on an index it may not depend on", parts.result)
+        for name in ("key", "value"):
+            if parts.keys.size != 1 and parts.keys not in axes(*self.positions[name]):
+                raise Unreadable(f"the {name} is the same for every key", parts.result)
+        if not expression_axes(self.score) <= known | {parts.keys}:
+            raise Unreadable("a mask depends on something that is no query or key index", parts.result)
+
+    # ------------------------------------------------------------ scores
+
+    def _normalised(self) -> Scores:
+        try:
+            scores = normalise(self.score, self.parts.keys, self.parts.score_dtype)
+        except NotAffine as error:
+            raise Unreadable(str(error), self.parts.result) from None
+        scale = scores.scale
+        for name in ("query", "key"):
+            scale *= self.forms[name].scale
+        extra = []
+        for factor, inverse in self.factors:
+            if expression_axes(factor) & {self.parts.keys, self.parts.dim}:
+                name = "key" if any(f is factor for f, _ in self.forms["key"].factors) else "query"
+                raise _Shallower(name, "a factor differs from key to key or along the head dim")
+            extra.append(Factor(factor, inverse))
+        return replace(scores, scale=scale, factors=(*scores.factors, *extra))
+
+    def _deep(self, expression: Expr | None) -> Expr | None:
+        """The expression with every load lifted down to index arithmetic where that is possible."""
+        if expression is None:
+            return None
+        reader = self.parts.reader
+        live = {v: self.parts.side[k] for k, v in self._live.items()}
+        values: dict[Load, Expr] = {}
+        for load in loads(expression):
+            side = live.get(load)
+            at = self._side_times.get(load, side.at if side is not None else reader.order[self.parts.result])
+            values[load] = reader.element(reader.source_nodes[load.source], load.index, at)
+        return _with(expression, values)
+
+    def _finish(
+        self, batch: tuple[Axis, ...], heads: tuple[Axis, ...], rows: tuple[Axis, ...], value_dim: tuple[Axis, ...],
+        scores: Scores,
+    ) -> Described:  # fmt: skip
+        parts, reader = self.parts, self.parts.reader
+        deep_keep = None if scores.keep is None else self._deep(scores.keep.condition)
+        named = name_mask(
+            scores.bias, scores.keep, self._deep(scores.bias), deep_keep, parts.keys, rows, parts.score_dtype
+        )  # fmt: skip
+        operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
+        groups = {
+            "query": (batch, heads, rows, (parts.dim,)),
+            "key": (batch, heads, (parts.keys,), (parts.dim,)),
+            "value": (batch, heads, (parts.keys,), value_dim),
+        }
+        for name, load in operands.items():
+            try:
+                view_steps(reader.sources[load.source].shape, load.index, groups[name])
+            except NoView as error:
+                raise _Shallower(name, str(error)) from None
+        used = list(operands.values())
+        for expression in (named.bias, named.keep.condition if named.keep else None, *(f.value for f in scores.factors)):
+            if expression is not None:
+                used += loads(expression)
+        all_loads = used + [x for x in loads(self.score)]
+        numbers = sorted({load.source for load in all_loads})
+        position = {number: index for index, number in enumerate(numbers)}
+        sources = tuple(replace(reader.sources[n], id=position[n]) for n in numbers)
+        nodes = tuple(reader.source_nodes[n] for n in numbers)
+        read_at: dict[int, int] = {}
+        times = {f.node: f.at for f in self.forms.values()}
+        for load in used:
+            node = reader.source_nodes[load.source]
+            at = min(times.get(node, 1 << 60), reader.read_times.get(node, 1 << 60))
+            read_at[position[load.source]] = min(at, reader.order[parts.result])
+
+        def renumber(expression: Expr) -> Expr:
+            return _with(expression, {x: Load(position[x.source], x.index) for x in loads(expression)})
+
+        result = parts.result
+        value = tensor_value(result)
+        assert value is not None
+        score = self._whole_score(scores)
+        attention = Attention(
+            batch=batch, heads=heads, rows=rows, keys=parts.keys, dim=parts.dim, value_dim=value_dim,
+            query=_moved(operands["query"], position), key=_moved(operands["key"], position),
+            value=_moved(operands["value"], position),
+            score=renumber(score), scale=scores.scale, sources=sources,
+            output=tuple(self.output), compute_dtype=self._compute_dtype(value.dtype), output_dtype=value.dtype,
+            factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
+            bias=None if named.bias is None else renumber(named.bias),
+            keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
+            structure=named.structure, rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
+            dropout=parts.dropout, empty_row_is_nan=parts.empty_row_is_nan,
+            needs_grad=bool(value.requires_grad), mask_text=text_of(named, named.bias),
+            fill_is_added=named.from_bias,
+        )  # fmt: skip
+        return Described(attention, nodes, read_at, self._copies())
+
+    def _copies(self) -> tuple[Node, ...]:
+        forms = {"query": self.parts.query, "key": self.parts.key, "value": self.parts.value}
+        found = []
+        for name, form in self.forms.items():
+            written, source = tensor_value(forms[name][0].node), tensor_value(form.node)
+            if written is None or source is None:
+                continue
+            if written.untyped_storage()._cdata != source.untyped_storage()._cdata:
+                found.append(forms[name][0].node)
+        return tuple(found)
+
+    def _whole_score(self, scores: Scores) -> Expr:
+        """The score as written, with what was folded out of the operands multiplied back in."""
+        score = self.score
+        extra: Expr | None = None
+        number = self.forms["query"].scale * self.forms["key"].scale
+        if number != 1.0:
+            extra = Const(number)
+        from attn_pass.model.expression import Dot
+
+        dot: Expr = Dot()
+        if extra is not None:
+            dot = apply("mul", dot, extra)
+        for factor, inverse in self.factors:
+            dot = apply("div" if inverse else "mul", dot, factor)
+        return score if isinstance(dot, Dot) else _with_dot(score, dot)
+
+    def _compute_dtype(self, output: torch.dtype) -> torch.dtype:
+        kinds = [output]
+        for name, product in (("query", 0), ("key", 0), ("value", 1)):
+            own, made = self.forms[name].dtype, self.parts.product_dtypes[product]
+            kinds.append(own if torch.promote_types(own, made) == made else made)
+        out = kinds[0]
+        for kind in kinds[1:]:
+            out = torch.promote_types(out, kind)
+        return out
+
+
+def _moved(load: Load, position: dict[int, int]) -> Load:
+    return Load(position[load.source], load.index)
+
+
+def _with(expression: Expr, values: dict[Load, Expr] | dict[Load, Load]) -> Expr:
+    """The expression with loads replaced."""
+    if isinstance(expression, Load):
+        return values.get(expression, expression)
+    if isinstance(expression, Apply):
+        return apply(expression.op, *(_with(a, values) for a in expression.args), dtype=expression.dtype)
+    return expression
+
+
+def _with_dot(expression: Expr, dot: Expr) -> Expr:
+    from attn_pass.model.expression import Dot
+
+    if isinstance(expression, Dot):
+        return dot
+    if isinstance(expression, Apply):
+        return apply(expression.op, *(_with_dot(a, dot) for a in expression.args), dtype=expression.dtype)
+    return expression
+
+
+def _chain(position: Index) -> tuple[Axis, ...]:
+    """The axes of a mixed-radix position, slowest first. Raises `NoView`."""
+    return _digit_axes(position)[1]
+
+
+def _batch_and_heads(
+    outer: Sequence[Axis], shared: set[Axis], last: tuple[Axis, ...]
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """Batch axes and head axes; heads that share keys and values come after the ones that have their own."""
+    if len(outer) <= 1:
+        return ((), tuple(outer)) if outer and outer[0] in shared else (tuple(outer), ())
+    if len(last) > 1 and any(a in shared for a in last) and not all(a in shared for a in last):
+        heads = tuple(a for a in last if a not in shared) + tuple(a for a in last if a in shared)
+        return tuple(a for a in outer if a not in last), heads
+    own = [n for n, a in enumerate(outer) if a not in shared]
+    if own and own[-1] < len(outer) - 1:
+        return tuple(outer[: own[-1]]), tuple(outer[own[-1] :])
+    return tuple(outer[:-1]), tuple(outer[-1:])
+
+
+__all__ = ["Described", "Parts", "Poly", "Source", "describe"]

@@ -1,0 +1,557 @@
+"""Lifting: what the element of a node at a position is, as an expression, at a point in the program's time.
+
+`Reader` holds what is known of one graph. A `Spine` walks from one node back to a chosen leaf (the product of
+queries and keys, or the softmax) through views and pointwise operations; everything off that path is loaded from
+the tensor it lies in. `Reader.operand` walks back through the views of an operand, and `Reader.element` lifts a
+tensor down to index arithmetic where it can, which is how masks are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.model.attention import Source, SourceKind
+from attn_pass.model.expression import (
+    OPERATIONS,
+    Apply,
+    Const,
+    Dot,
+    Expr,
+    IndexValue,
+    Load,
+    apply,
+    as_index,
+)
+from attn_pass.model.index import Index
+from attn_pass.reading.products import PRODUCTS, Product, product_of
+from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
+from attn_pass.reading.vocabulary import Call, one_or_many, understand
+
+
+class Unreadable(Exception):
+    """What did not fit, in words, and the node it was found at."""
+
+    def __init__(self, reason: str, node: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+# Pointwise operations a spine may pass; the operands by name.
+_POINTWISE: Mapping[str, tuple[str, ...]] = {
+    "add": ("input", "other"), "sub": ("input", "other"), "rsub": ("input", "other"), "mul": ("input", "other"),
+    "div": ("input", "other"), "neg": ("input",), "tanh": ("input",), "sigmoid": ("input",), "abs": ("input",),
+    "exp": ("input",), "log": ("input",), "maximum": ("input", "other"), "minimum": ("input", "other"),
+    "max": ("input", "other"), "clamp": ("input",), "where": ("condition", "input", "other"),
+    "method_where": ("condition", "input", "other"), "masked_fill": ("input", "mask"), "eq": ("input", "other"),
+    "ne": ("input", "other"), "lt": ("input", "other"), "le": ("input", "other"), "gt": ("input", "other"),
+    "ge": ("input", "other"), "and": ("input", "other"), "or": ("input", "other"), "not": ("input",),
+}  # fmt: skip
+_TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout"})
+
+
+@dataclass(frozen=True)
+class Read:
+    """A node whose memory is read as it is at position ``at`` of the graph."""
+
+    node: Node
+    at: int
+
+
+@dataclass(frozen=True)
+class OperandForm:
+    """One way to see an operand: ``scale * product(factors) * node[position]``."""
+
+    node: Node
+    position: Position
+    at: int
+    dtype: torch.dtype
+    scale: float = 1.0
+    factors: tuple[tuple[Expr, bool], ...] = ()
+
+
+class Reader:
+    """What is known of one graph: operations, effects, regions, which products and softmaxes reach a node."""
+
+    def __init__(self, graph: Graph, sizes: Sizes, effects: Effects, regions: Regions) -> None:
+        self.graph = graph
+        self.sizes = sizes
+        self.effects = effects
+        self.regions = regions
+        self.order = effects.position
+        self.sources: list[Source] = []
+        self.source_nodes: list[Node] = []
+        self._source_of: dict[Node, int] = {}
+        self._calls: dict[Node, Call | None] = {}
+        self._elements: dict[tuple[Node, Position, int], Expr] = {}
+        self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
+        self.products: dict[Node, frozenset[Node]] = {}
+        self.softmaxes: dict[Node, frozenset[Node]] = {}
+        self.read_times: dict[Node, int] = {}  # for each node loaded by the present site, the earliest time it is read at
+
+    # ------------------------------------------------------------ nodes
+
+    def call(self, node: Node) -> Call | None:
+        """The operation of a node, remembered."""
+        if node not in self._calls:
+            self._calls[node] = understand(node)
+        return self._calls[node]
+
+    def product(self, node: Node) -> Product | None:
+        """The product a node computes, if it is one."""
+        call = self.call(node)
+        return product_of(node, call, self.sizes) if call is not None and call.op in PRODUCTS else None
+
+    def shape(self, node: Node) -> Position:
+        """The shape of a tensor node, as indices."""
+        value = tensor_value(node)
+        if value is None:
+            raise Unreadable(f"{node.name} has no tensor value", node)
+        return self.sizes.shape(value)
+
+    def source(self, node: Node) -> int:
+        """The number of the source a node is, registered on first use."""
+        known = self._source_of.get(node)
+        if known is None:
+            known = self._source_of[node] = len(self.sources)
+            self.source_nodes.append(node)
+            value = fake_value(node)
+            if isinstance(value, torch.Tensor):
+                shape, dtype, device = self.sizes.shape(value), value.dtype, value.device
+                grad = value.requires_grad
+            else:
+                dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
+                shape, device, grad = (), torch.device("cpu"), False
+            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad))
+        return known
+
+    def find_reach(self, is_softmax: Any) -> None:
+        """One pass over the graph: which products and which softmaxes each node's elements come from.
+
+        Only through views, casts and pointwise operations; at most eight of each are remembered.
+        """
+        none: frozenset[Node] = frozenset()
+        for node in self.graph.nodes:
+            call = self.call(node)
+            if call is None:
+                continue
+            if is_softmax(node):
+                self.softmaxes[node] = frozenset((node,))
+                continue
+            if call.op in PRODUCTS:
+                self.products[node] = frozenset((node,))
+                continue
+            inputs = self._inputs(call)
+            for reach in (self.products, self.softmaxes):
+                found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
+                if found and len(found) <= 8:
+                    reach[node] = found
+        # An in-place operation changes what every alias of its target holds from then on.
+
+    def _inputs(self, call: Call) -> list[Node]:
+        if call.op in _POINTWISE:
+            values = [call.args.get(n) for n in _POINTWISE[call.op]]
+        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind"):
+            values = [call.args.get("input")]
+        else:
+            return []
+        return [v for v in values if isinstance(v, Node)]
+
+    # ------------------------------------------------------------ time
+
+    def definition(self, node: Node, at: int) -> tuple[Node, Call | None]:
+        """The operation that gave ``node`` the elements it has at time ``at``, and what it is.
+
+        An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write means
+        the value is only known by reading it, which is reported as no operation at all.
+        """
+        mutation = self.effects.last_mutation(node, at)
+        if mutation is None:
+            return node, self.call(node)
+        if mutation.whole and self.effects.same_geometry(mutation.target, node):
+            return mutation.node, self.call(mutation.node)
+        call = self.call(node)
+        if call is not None and call.op in VIEWS and self._is_alias(node, call):
+            return node, call
+        return node, None
+
+    def _is_alias(self, node: Node, call: Call) -> bool:
+        source = call.args.get("input")
+        a, b = tensor_value(node), tensor_value(source)
+        if isinstance(source, Node) and b is None:  # a piece of a split
+            return True
+        return a is not None and b is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+    def back(self, node: Node, position: Position, at: int) -> tuple[Node, Position, int] | None:
+        """One view back: the node whose element this is, its position, and the time it is read at."""
+        defined, call = self.definition(node, at)
+        if call is None or defined is not node or call.op not in VIEWS:
+            return None
+        found = view_of(node, call, position, self.sizes)
+        if found is None:
+            return None
+        return (*found, at if self._is_alias(node, call) else self.order[node])
+
+    def through_views(self, node: Node, position: Position, at: int, region: Region | None) -> tuple[Node, Position, int]:
+        """Back through views and copies for as long as they can be followed within the region."""
+        while True:
+            if region is not None and self.regions.of(node) != region and self._matters(node):
+                return node, position, at
+            found = self.back(node, position, at) or self._through_copy(node, position, at)
+            if found is None:
+                return node, position, at
+            node, position, at = found
+
+    def _matters(self, node: Node) -> bool:
+        """Whether the region a node runs in can change what it computes or whether it has a gradient."""
+        value = tensor_value(node)
+        return value is None or value.requires_grad or self.regions.of(node).functorch != ()
+
+    def _through_copy(self, node: Node, position: Position, at: int) -> tuple[Node, Position, int] | None:
+        defined, call = self.definition(node, at)
+        if call is None or defined is not node or call.in_place:
+            return None
+        source = call.args.get("input")
+        before, after = tensor_value(source), tensor_value(node)
+        if not isinstance(source, Node) or before is None or after is None or before.device != after.device:
+            return None
+        same = call.op == "copy" or (call.op == "cast" and before.dtype == after.dtype)
+        if call.op == "detach" and not before.requires_grad:
+            same = True
+        if call.op == "dropout" and (call["training"] is False or call["p"] == 0):
+            same = True
+        return (source, position, self.order[node]) if same else None
+
+    # ------------------------------------------------------------ operands
+
+    def operand(self, node: Node, position: Position, at: int, region: Region, factors: bool) -> list[OperandForm]:
+        """Every way to see an operand, from the tensor itself to the furthest it can be followed back."""
+        value = tensor_value(node)
+        assert value is not None
+        form = OperandForm(node, position, at, value.dtype)
+        forms = [form]
+        while True:
+            if self.regions.of(form.node) != region and self._matters(form.node):
+                return forms
+            found = self.back(form.node, form.position, form.at) or self._through_copy(
+                form.node, form.position, form.at
+            )  # fmt: skip
+            if found is not None:
+                form = replace(form, node=found[0], position=found[1], at=found[2])
+            else:
+                deeper = self._through_upcast(form) or (self._through_factor(form, region) if factors else None)
+                if deeper is None:
+                    return forms
+                form = deeper
+            if tensor_value(form.node) is not None:
+                forms.append(form)
+
+    def _through_upcast(self, form: OperandForm) -> OperandForm | None:
+        """Through a cast that loses nothing (bfloat16 to float32)."""
+        defined, call = self.definition(form.node, form.at)
+        if call is None or defined is not form.node or call.op != "cast" or call.in_place:
+            return None
+        before, after = tensor_value(call["input"]), tensor_value(form.node)
+        if before is None or after is None or before.device != after.device or not before.is_floating_point():
+            return None
+        if torch.promote_types(before.dtype, after.dtype) != after.dtype or after.dtype == before.dtype:
+            return None
+        return replace(form, node=call["input"], at=self.order[form.node], dtype=before.dtype)
+
+    def _through_factor(self, form: OperandForm, region: Region) -> OperandForm | None:
+        """Through a multiplication or division by a number, or by a tensor that is not as large as the operand."""
+        defined, call = self.definition(form.node, form.at)
+        if call is None or call.op not in ("mul", "div") or call.get("rounding_mode") is not None:
+            return None
+        time = self.order[defined]
+        left, right = call["input"], call["other"]
+        tensor, factor = (left, right) if _rank(left) >= _rank(right) else (right, left)
+        value = tensor_value(tensor)
+        if not isinstance(tensor, Node) or value is None or (call.op == "div" and tensor is not left):
+            return None
+        after = tensor_value(form.node)
+        if after is None or value.dtype != after.dtype or self.shape(tensor) != self.shape(form.node):
+            return None
+        inverse = call.op == "div"
+        expression = self.scalar(factor, time)
+        form = replace(form, node=tensor, at=time)
+        if isinstance(expression, Const):
+            number = float(expression.value)
+            if number == 0 or number != number or abs(number) == float("inf"):
+                return None
+            return replace(form, scale=form.scale / number if inverse else form.scale * number)
+        if expression is None:
+            if not isinstance(factor, Node) or tensor_value(factor) is None:
+                return None
+            where = broadcast_position(form.position, self.shape(factor))
+            source, where, read_at = self.through_views(factor, where, time, region)
+            expression = self.load(source, where, read_at)
+        return replace(form, factors=(*form.factors, (expression, inverse)))
+
+    def scalar(self, value: Any, at: int) -> Expr | None:
+        """A Python number, a symbolic number or a tensor of one known element, as an expression; else None."""
+        if isinstance(value, (bool, int, float)):
+            return Const(value)
+        if not isinstance(value, Node):
+            return None
+        held = fake_value(value)
+        if isinstance(held, (bool, int, float)):
+            return Const(held)
+        if isinstance(held, (torch.SymInt, torch.SymFloat)):
+            return Load(self.source(value), ())
+        if isinstance(held, torch.Tensor) and all(s == 1 for s in self.sizes.shape(held)):
+            element = self.element(value, tuple(0 for _ in held.shape), at)
+            if isinstance(element, Const):
+                return element
+            return self.load(value, tuple(0 for _ in held.shape), at)
+        return None
+
+    def load(self, node: Node, position: Position, at: int) -> Load:
+        """An element of a node's tensor, to be read where the node stands; remembers the time it must hold from."""
+        self.read_times[node] = min(at, self.read_times.get(node, at))
+        return Load(self.source(node), position)
+
+    # ------------------------------------------------------------ values
+
+    def element(self, node: Node, position: Position, at: int, depth: int = 0) -> Expr:
+        """The element of a node as far down as it can be read: constants, index arithmetic, loads of the rest."""
+        mutation = self.effects.last_mutation(node, at)
+        key = (node, position, -1 if mutation is None else mutation.position)
+        known = self._elements.get(key)
+        if known is None:
+            known = self._elements[key] = self._element(node, position, at, depth)
+        return known
+
+    def _element(self, node: Node, position: Position, at: int, depth: int) -> Expr:
+        start = (node, position, at)
+        node, position, at = self.through_views(node, position, at, None)
+        if (node, position, at) != start and depth < 60:
+            return self.element(node, position, at, depth + 1)
+        if node in self.bindings and depth < 60:
+            outer, argument, time = self.bindings[node]
+            found = outer.element(argument, position, time, depth + 1)
+            return found if not _has_load(found) else Load(self.source(node), position)
+        defined, call = self.definition(node, at)
+        if call is None or depth >= 60 or tensor_value(node) is None:
+            return Load(self.source(node), position)
+        from attn_pass.reading.creation import created
+
+        time = self.order[defined]
+        found_value = created(self, defined, call, position, depth)
+        if found_value is not None:
+            return found_value
+        if call.op in _POINTWISE or call.op == "cast":
+            try:
+                return self.pointwise(
+                    defined, call, position, lambda v, p: self._value(v, p, time, depth + 1)
+                )  # fmt: skip
+            except Unreadable:
+                pass
+        return Load(self.source(node), position)
+
+    def _value(self, value: Any, position: Position, at: int, depth: int) -> Expr:
+        if isinstance(value, (bool, int, float)):
+            return Const(value)
+        if isinstance(value, Node):
+            held = fake_value(value)
+            if isinstance(held, torch.Tensor):
+                return self.element(value, broadcast_position(position, self.sizes.shape(held)), at, depth)
+            if isinstance(held, (bool, int, float)):
+                return Const(held)
+            if isinstance(held, torch.SymInt):
+                return IndexValue(self.sizes.index(held))
+            if isinstance(held, torch.SymFloat):
+                return Load(self.source(value), ())
+        raise Unreadable("an operand has no value that can be read")
+
+    def pointwise(self, node: Node, call: Call, position: Position, read: Any) -> Expr:
+        """A pointwise call as an expression; ``read(value, position)`` gives its operands."""
+        a = call.args
+        op = call.op
+        if op in ("add", "sub", "rsub"):
+            left, right = read(a["input"], position), read(a["other"], position)
+            alpha = a.get("alpha", 1)
+            if op == "rsub":
+                left, right = right, left
+            if alpha != 1:
+                if not isinstance(alpha, (int, float)):
+                    raise Unreadable("a symbolic alpha", node)
+                if op == "rsub":
+                    left, right = left, apply("mul", right, Const(alpha))
+                else:
+                    right = apply("mul", right, Const(alpha))
+            return apply("sub" if op == "rsub" else op, left, right)
+        if op == "div" and a.get("rounding_mode") is not None:
+            raise Unreadable("a rounding division", node)
+        if op in ("where", "method_where"):
+            return apply("where", read(a["condition"], position), read(a["input"], position), read(a["other"], position))
+        if op == "masked_fill":
+            return apply(
+                "where", read(a["mask"], position), read(a["value"], position), read(a["input"], position)
+            )  # fmt: skip
+        if op == "max":
+            if not isinstance(a["other"], Node) or tensor_value(node) is None:
+                raise Unreadable("a maximum along a dimension", node)
+            return apply("maximum", read(a["input"], position), read(a["other"], position))
+        if op == "clamp":
+            out = read(a["input"], position)
+            for bound, name in ((a.get("min"), "maximum"), (a.get("max"), "minimum")):
+                if bound is not None:
+                    out = apply(name, out, read(bound, position))
+            return out
+        if op == "cast":
+            before, after = tensor_value(a["input"]), tensor_value(node)
+            if before is None or after is None:
+                raise Unreadable("a cast of something without a value", node)
+            inner = read(a["input"], position)
+            return inner if before.dtype == after.dtype else apply("cast", inner, dtype=after.dtype)
+        if op in ("and", "or", "not"):
+            value = tensor_value(node)
+            if value is None or value.dtype != torch.bool:
+                raise Unreadable("bitwise logic of integers", node)
+        if op not in OPERATIONS:
+            raise Unreadable(f"{op} is not pointwise", node)
+        return apply(op, *(read(a[name], position) for name in _POINTWISE[op]))
+
+
+def _has_load(expression: Expr) -> bool:
+    from attn_pass.model.expression import loads
+
+    return bool(loads(expression))
+
+
+def _rank(value: Any) -> int:
+    held = tensor_value(value)
+    return -1 if held is None else held.dim()
+
+
+def _kind(node: Node) -> SourceKind:
+    if node.op == "placeholder":
+        value = tensor_value(node)
+        return "parameter" if isinstance(value, torch.nn.Parameter) else "input"
+    return "buffer" if node.op == "get_attr" else "computed"
+
+
+@dataclass(frozen=True)
+class SideLoad:
+    """A tensor off the spine: where its elements were followed back to, and how it was written there."""
+
+    node: Node
+    at: int
+    written: Node
+    written_position: Position
+    written_at: int
+
+
+@dataclass
+class Spine:
+    """A walk from a node back to one leaf; ``read`` gives the expression, with `Dot` standing for the leaf."""
+
+    reader: Reader
+    leaf: Node
+    reach: Mapping[Node, frozenset[Node]]
+    region: Region
+    internal: dict[Node, None] = field(default_factory=dict)  # every node passed, in order of the walk
+    leaf_position: Position | None = None
+    leaf_at: int = 0
+    dropout: float = 0.0
+    loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
+
+    def read(self, node: Node, position: Position, at: int) -> Expr:
+        """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
+        reader = self.reader
+        if node is self.leaf:
+            if self.leaf_position not in (None, position):
+                raise Unreadable("the scores are read at two places at once", node)
+            self.leaf_position, self.leaf_at = position, at
+            self.internal[node] = None
+            return Dot()
+        defined, call = reader.definition(node, at)
+        if call is None:
+            raise Unreadable(f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node)
+        if reader.regions.of(defined) != self.region:
+            raise Unreadable(f"{_name(defined)} runs under another context ({reader.regions.of(defined).describe()})", defined)
+        self.internal[node] = None
+        self.internal[defined] = None
+        time = reader.order[defined]
+        if call.op in VIEWS:
+            found = view_of(defined, call, position, reader.sizes)
+            if found is None:
+                raise Unreadable(f"the view {_name(defined)} cannot be followed", defined)
+            return self.read(*found, at if reader._is_alias(defined, call) else time)
+        if call.op in ("copy", "detach", "dropout"):
+            self._check_transparent(call, defined)
+            return self.read(call["input"], position, time)
+        if call.op == "cast":
+            before, after = tensor_value(call["input"]), tensor_value(defined)
+            if before is None or after is None or before.device != after.device:
+                raise Unreadable("the scores move between devices", defined)
+            inner = self.read(call["input"], position, time)
+            if not (before.is_floating_point() and after.is_floating_point()):
+                raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
+            return inner
+        if call.op not in _POINTWISE:
+            raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
+        return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
+
+    def _check_transparent(self, call: Call, node: Node) -> None:
+        value = tensor_value(call["input"])
+        if call.op == "detach" and value is not None and value.requires_grad:
+            raise Unreadable("detach() stops the gradient of the scores", node)
+        if call.op == "dropout" and call["training"] is not False and call["p"] != 0:
+            if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool) or self.dropout:
+                raise Unreadable("the dropout is applied twice, or its rate is not a constant", node)
+            self.dropout = float(call["p"])
+
+    def _operand(self, value: Any, position: Position, at: int) -> Expr:
+        reader = self.reader
+        if not isinstance(value, Node):
+            if isinstance(value, (bool, int, float)):
+                return Const(value)
+            raise Unreadable("an operand of the scores has no value that can be read")
+        scalar = reader.scalar(value, at)
+        if scalar is not None and value is not self.leaf and self.leaf not in self.reach.get(value, ()):
+            return scalar
+        held = tensor_value(value)
+        if held is None:
+            raise Unreadable("an operand of the scores has no value that can be read", value)
+        shape = reader.sizes.shape(held)
+        position = broadcast_position(position, shape)
+        if value is self.leaf or self.leaf in self.reach.get(value, ()) or self._written_from_leaf(value, at):
+            return self.read(value, position, at)
+        source, where, read_at = reader.through_views(value, position, at, self.region)
+        found = reader.element(source, where, read_at)
+        if isinstance(found, Const):
+            return found
+        load = reader.load(source, where, read_at)
+        self.loads[load] = SideLoad(source, read_at, value, position, at)
+        return load
+
+    def _written_from_leaf(self, node: Node, at: int) -> bool:
+        """Whether the last in-place write of the node's memory put the leaf's elements there."""
+        mutation = self.reader.effects.last_mutation(node, at)
+        return mutation is not None and self.leaf in self.reach.get(mutation.node, ())
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    return str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def tensor_dims(call: Call, name: str, rank: int) -> tuple[int, ...] | None:
+    """A ``dim`` argument as a tuple of non-negative dimensions; None when it is not constant."""
+    dims = one_or_many(call.get(name))
+    if any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
+        return None
+    return tuple(d % rank for d in dims)
+
+
+__all__ = ["Apply", "Index", "OperandForm", "Read", "Reader", "Spine", "Unreadable", "as_index", "tensor_dims"]

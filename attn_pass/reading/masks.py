@@ -1,0 +1,142 @@
+"""Naming a mask: what is proved about a keep-condition and a bias from their index arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.model.attention import Keep, Structure
+from attn_pass.model.expression import (
+    FALSE,
+    TRUE,
+    Apply,
+    Const,
+    Expr,
+    IndexValue,
+    apply,
+    as_index,
+    expression_axes,
+    walk,
+)
+from attn_pass.model.index import Axis, Index, Poly, axis_index
+from attn_pass.reading.scores import is_masking
+
+
+@dataclass(frozen=True)
+class NamedMask:
+    """What a mask turned out to be: the parts still needed, its structure, whether a row can be empty."""
+
+    bias: Expr | None
+    keep: Keep | None
+    structure: Structure
+    rows_never_empty: bool
+    from_bias: bool = False  # the keep-condition was an additive matrix of zeros and a masking fill
+
+
+def constant_parts(bias: Expr) -> tuple[Expr, Const, Const] | None:
+    """``(condition, yes, no)`` of a bias that is one of two constants."""
+    if isinstance(bias, Apply) and bias.op == "cast" and bias.dtype is not None and bias.dtype.is_floating_point:
+        inner = constant_parts(bias.args[0])
+        if inner is None:
+            return None
+        yes, no = (apply("cast", c, dtype=bias.dtype) for c in inner[1:])
+        return (inner[0], yes, no) if isinstance(yes, Const) and isinstance(no, Const) else None
+    if isinstance(bias, Apply) and bias.op == "where":
+        condition, yes, no = bias.args
+        if isinstance(yes, Const) and isinstance(no, Const):
+            return condition, yes, no
+        # where(a, where(b, x, y), z) with two equal constants
+        if isinstance(no, Const):
+            inner = constant_parts(yes)
+            if inner is not None and inner[2].value == no.value:
+                return apply("and", condition, inner[0]), inner[1], no
+    return None
+
+
+def name_mask(
+    bias: Expr | None, keep: Keep | None, deep_bias: Expr | None, deep_keep: Expr | None,
+    keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype,
+) -> NamedMask:  # fmt: skip
+    """Names bias and keep-condition. ``deep_*`` are the same expressions lifted down to index arithmetic.
+
+    An additive matrix of zeros and a masking fill becomes a keep-condition; what is constant along the keys and
+    finite vanishes; ``key <= query`` is causal.
+    """
+    from_bias = False
+    condition = deep_keep
+    if deep_bias is not None and keys not in expression_axes(deep_bias) and _is_finite(deep_bias):
+        bias = deep_bias = None
+    if deep_bias is not None and keep is None:
+        parts = constant_parts(deep_bias)
+        if parts is not None:
+            found = _as_keep(*parts, dtype)
+            if found is not None:
+                condition, fill = found
+                keep, bias, from_bias = Keep(condition, fill), None, True
+    if keep is None:
+        structure = Structure.NONE if bias is None else Structure.DENSE
+        return NamedMask(bias, None, structure, bias is None)
+    assert condition is not None
+    if condition == TRUE:
+        return NamedMask(bias, None, Structure.NONE if bias is None else Structure.DENSE, bias is None)
+    causal = is_causal_top_left(condition, keys, rows)
+    if causal and bias is None:
+        return NamedMask(None, Keep(condition, keep.fill), Structure.CAUSAL, True, from_bias)
+    return NamedMask(bias, keep, Structure.DENSE, causal, from_bias)
+
+
+def _as_keep(condition: Expr, yes: Const, no: Const, dtype: torch.dtype) -> tuple[Expr, float] | None:
+    if yes.value == 0 and is_masking(float(no.value), dtype):
+        return condition, float(no.value)
+    if no.value == 0 and is_masking(float(yes.value), dtype):
+        return apply("not", condition), float(yes.value)
+    if yes.value == 0 and no.value == 0:
+        return TRUE, 0.0
+    return None
+
+
+def _is_finite(expression: Expr) -> bool:
+    """Whether an expression of constants alone is finite; loads are not known to be."""
+    return all(
+        not isinstance(e, Const) or (e.value == e.value and abs(e.value) != float("inf"))
+        for e in walk(expression)
+    ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))  # fmt: skip
+
+
+def is_causal_top_left(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> bool:
+    """Proves the condition to be ``key <= query``, the alignment ``is_causal`` has."""
+    real = tuple(a for a in rows if a.size != 1)
+    if len(real) > 1:
+        return False
+    query: Index = axis_index(real[0]) if real else 0
+    return _is_below(condition, axis_index(keys), query)
+
+
+def _is_below(condition: Expr, key: Index, query: Index) -> bool:
+    """Whether the condition is ``key <= query`` in one of its spellings."""
+    if not isinstance(condition, Apply) or len(condition.args) != 2:
+        return False
+    left, right = (as_index(a) for a in condition.args)
+    if left is None or right is None:
+        return False
+    difference = {"le": right - left, "ge": left - right, "lt": right - left - 1, "gt": left - right - 1}
+    found = difference.get(condition.op)
+    return found is not None and found == query - key
+
+
+def text_of(named: NamedMask, bias: Expr | None) -> str:
+    """A few words for the report."""
+    if named.structure is Structure.NONE:
+        return "none"
+    if named.structure is Structure.CAUSAL:
+        return "causal"
+    parts = []
+    if named.bias is not None:
+        parts.append("additive")
+    if named.keep is not None:
+        parts.append("boolean")
+    return " and ".join(parts)
+
+
+__all__ = ["FALSE", "NamedMask", "Poly", "constant_parts", "is_causal_top_left", "name_mask", "text_of"]

@@ -1,0 +1,170 @@
+"""The scores' expression, normalised: ``scale * factors * dot + bias`` where kept, a fill elsewhere.
+
+Works on expressions alone. What is no such form is refused with the first operation that did not fit; the
+expression itself stays available for targets that take any score function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_pass.model.attention import Factor, Keep
+from attn_pass.model.expression import (
+    Apply,
+    Const,
+    Dot,
+    Expr,
+    apply,
+    contains_dot,
+    expression_axes,
+    is_boolean,
+)
+from attn_pass.model.index import Axis
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+class NotAffine(Exception):
+    """The scores are not a scaled dot product plus a bias; the message names what stands in the way."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere."""
+
+    scale: float = 1.0
+    factors: tuple[Factor, ...] = ()
+    bias: Expr | None = None
+    keep: Keep | None = None
+
+
+def is_masking(fill: float, dtype: torch.dtype) -> bool:
+    """Whether a fill is low enough to mean "not attended to" in scores of ``dtype`` (the numerics contract)."""
+    if dtype == torch.float16:
+        return fill <= torch.finfo(torch.float16).min / 2
+    return fill <= -1e9
+
+
+def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
+    """Normalises the scores; ``dtype`` is the type they are computed in. Raises `NotAffine`."""
+    if isinstance(expression, Dot):
+        return Scores()
+    if not isinstance(expression, Apply) or not contains_dot(expression):
+        raise NotAffine("the scores do not contain a product of queries and keys")
+    rule = _RULES.get(expression.op)
+    if rule is None:
+        raise NotAffine(f"{_WORDS.get(expression.op, expression.op)} of the scores is no scale, bias or mask")
+    return rule(expression, keys, dtype)
+
+
+_WORDS = {"tanh": "tanh (a soft cap)", "exp": "exp", "sigmoid": "sigmoid", "maximum": "a maximum", "minimum": "a clamp"}
+
+
+def _one_with_dot(expression: Apply) -> tuple[Expr, Expr, bool]:
+    """``(the operand with the dot product, the other, whether the first was the left one)`` of a binary op."""
+    left, right = expression.args
+    if contains_dot(left) and contains_dot(right):
+        raise NotAffine(f"{expression.op} combines the scores with themselves")
+    return (left, right, True) if contains_dot(left) else (right, left, False)
+
+
+def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
+    inner, term, left = _one_with_dot(expression)
+    scores = _without_keep(normalise(inner, keys, dtype))
+    if expression.op == "sub":
+        if not left:
+            scores = _scaled(scores, Const(-1.0), False, keys, dtype)
+        else:
+            term = apply("neg", term)
+    if is_boolean(term):
+        term = apply("cast", term, dtype=torch.float32)
+    if isinstance(term, Const) and term.value == term.value and abs(term.value) != float("inf"):
+        return scores  # the same for every key: the softmax does not see it
+    bias = term if scores.bias is None else apply("add", scores.bias, term)
+    return replace(scores, bias=bias)
+
+
+def _mul(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
+    inner, factor, left = _one_with_dot(expression)
+    if expression.op == "div" and not left:
+        raise NotAffine("something is divided by the scores")
+    return _scaled(normalise(inner, keys, dtype), factor, expression.op == "div", keys, dtype)
+
+
+def _neg(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
+    return _scaled(normalise(expression.args[0], keys, dtype), Const(-1.0), False, keys, dtype)
+
+
+def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torch.dtype) -> Scores:
+    op = "div" if inverse else "mul"
+    keep = scores.keep
+    if isinstance(factor, Const):
+        number = float(factor.value)
+        if number == 0 or number != number or abs(number) == float("inf"):
+            raise NotAffine(f"the scores are {'divided' if inverse else 'multiplied'} by {number}")
+        number = 1 / number if inverse else number
+        if keep is not None:
+            fill = keep.fill * number
+            if not is_masking(fill, dtype):
+                raise NotAffine(f"the mask's fill becomes {fill:g} by a factor of {number:g}: too weak to mask")
+            keep = replace(keep, fill=fill)
+        bias = None if scores.bias is None else apply("mul", scores.bias, Const(number))
+        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep)
+    if keys in expression_axes(factor):
+        raise NotAffine("the scores are multiplied by something that differs from key to key")
+    if keep is not None:
+        raise NotAffine("masked scores are multiplied by a tensor")
+    bias = None if scores.bias is None else apply(op, scores.bias, factor)
+    return replace(scores, factors=(*scores.factors, Factor(factor, inverse)), bias=bias)
+
+
+def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
+    condition, yes, no = expression.args
+    if contains_dot(condition):
+        raise NotAffine("the mask depends on the scores")
+    if contains_dot(yes) and contains_dot(no):
+        raise NotAffine("where chooses between two forms of the scores")
+    inner, fill = (yes, no) if contains_dot(yes) else (no, yes)
+    if inner is no:
+        condition = apply("not", condition)
+    if not isinstance(fill, Const):
+        raise NotAffine("masked scores are filled with something that is no constant")
+    value = float(fill.value)
+    if not is_masking(value, dtype):
+        raise NotAffine(f"masked scores are filled with {value:g}, which does not mask in {str(dtype)[6:]}")
+    scores = normalise(inner, keys, dtype)
+    if scores.keep is not None and scores.keep.fill == value:
+        return replace(scores, keep=Keep(apply("and", scores.keep.condition, condition), value))
+    return replace(_without_keep(scores), keep=Keep(condition, value))
+
+
+def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
+    inner, bound, _ = _one_with_dot(expression)
+    if not isinstance(bound, Const) or not is_masking(float(bound.value), dtype):
+        raise NotAffine("the scores are clamped from below by something that is no mask value")
+    scores = _without_keep(normalise(inner, keys, dtype))
+    if scores.bias is None:
+        return scores
+    return replace(scores, bias=apply("maximum", scores.bias, bound))
+
+
+def _without_keep(scores: Scores) -> Scores:
+    """The same scores with the mask as part of the bias, so that what comes after it applies to it too."""
+    if scores.keep is None:
+        return scores
+    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(scores.keep.fill))
+    return replace(scores, bias=bias, keep=None)
+
+
+_RULES: dict[str, Callable[[Apply, Axis, torch.dtype], Scores]] = {
+    "add": _add,
+    "sub": _add,
+    "mul": _mul,
+    "div": _mul,
+    "neg": _neg,
+    "where": _where,
+    "maximum": _maximum,
+}

@@ -1,0 +1,331 @@
+"""The spellings: which call of which dialect is which operation, as one table. A new spelling is one row."""
+
+from __future__ import annotations
+
+import builtins
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+# op, parameters in order ("*x" takes the rest, "x=v" has a default), then every spelling:
+#   torch.* and F.* functions, operator.* functions (op.), methods (.name), aten overloads (aten.).
+# An in-place spelling is not listed: a trailing underscore, operator.i* and setitem are recognised by rule.
+_TABLE: tuple[tuple[str, str, str], ...] = (
+    # views: shapes are taken from the fake values, never from arguments
+    (
+        "reshape",
+        "input, *shape",
+        "torch.reshape torch.flatten torch.unsqueeze torch.squeeze torch.unflatten torch.ravel torch.atleast_2d "
+        ".view .reshape .flatten .unflatten .unsqueeze .squeeze .view_as .reshape_as .ravel "
+        "aten.view.default aten.reshape.default aten._unsafe_view.default aten.unsqueeze.default aten.squeeze.dim "
+        "aten.squeeze.dims aten.squeeze.default aten.flatten.using_ints aten.unflatten.int aten._reshape_alias.default "
+        "aten.view_as.default",
+    ),
+    (
+        "permute",
+        "input, *dims",
+        "torch.permute .permute aten.permute.default",
+    ),
+    (
+        "transpose",
+        "input, dim0, dim1",
+        "torch.transpose torch.swapaxes torch.swapdims .transpose .swapaxes .swapdims aten.transpose.int "
+        "aten.swapaxes.default aten.swapdims.default",
+    ),
+    ("movedim", "input, source, destination", "torch.movedim torch.moveaxis .movedim .moveaxis aten.movedim.int"),
+    ("t", "input", "torch.t .t aten.t.default aten.numpy_T.default aten.mT.default"),
+    (
+        "expand",
+        "input, *shape",
+        "torch.broadcast_to .expand .expand_as .broadcast_to aten.expand.default aten.broadcast_to.default "
+        "aten.expand_as.default",
+    ),
+    (
+        "copy",
+        "input, memory_format=None",
+        "torch.clone .contiguous .clone .detach_copy aten.clone.default aten.contiguous.default aten.alias.default "
+        "aten.lift_fresh_copy.default aten.lift_fresh.default",
+    ),
+    ("detach", "input", "torch.detach .detach aten.detach.default"),
+    (
+        "cast",
+        "input, *rest",
+        ".to .float .half .bfloat16 .double .type .type_as .int .long .bool .cpu torch.Tensor.to "
+        "aten.to.dtype aten.to.device aten.to.dtype_layout aten.to.other aten._to_copy.default aten.type_as.default "
+        "prims.convert_element_type.default",
+    ),
+    ("select", "input, dim, index", "torch.select .select aten.select.int"),
+    ("slice", "input, dim=0, start=None, end=None, step=1", "aten.slice.Tensor"),
+    ("narrow", "input, dim, start, length", "torch.narrow .narrow aten.narrow.default"),
+    ("getitem", "input, index", "op.getitem"),
+    ("getattr", "input, name", "builtins.getattr"),
+    (
+        "pieces",
+        "input, size=None, dim=0",
+        "torch.split torch.chunk torch.tensor_split .split .chunk .tensor_split torch.functional.split "
+        "aten.split.Tensor aten.split_with_sizes.default aten.chunk.default aten.split.sizes",
+    ),
+    ("unbind", "input, dim=0", "torch.unbind .unbind aten.unbind.int"),
+    (
+        "repeat_interleave",
+        "input, repeats, dim=None",
+        "torch.repeat_interleave .repeat_interleave aten.repeat_interleave.self_int",
+    ),
+    ("repeat", "input, *repeats", ".repeat .tile torch.tile aten.repeat.default aten.tile.default"),
+    # products
+    ("matmul", "input, other", "torch.matmul torch.bmm torch.mm op.matmul .matmul .bmm .mm .__matmul__ "
+     "aten.matmul.default aten.bmm.default aten.mm.default"),
+    (
+        "baddbmm",
+        "input, batch1, batch2, beta=1, alpha=1",
+        "torch.baddbmm .baddbmm torch.addmm .addmm aten.baddbmm.default aten.addmm.default",
+    ),
+    ("einsum", "equation, *operands", "torch.einsum torch.functional.einsum aten.einsum.default"),
+    # softmax and what stands between it and its product
+    (
+        "softmax",
+        "input, dim=None, _stacklevel=3, dtype=None",
+        "torch.nn.functional.softmax",
+    ),
+    (
+        "softmax",
+        "input, dim=None, dtype=None",
+        "torch.softmax .softmax torch.special.softmax aten.softmax.int aten._safe_softmax.default",
+    ),
+    ("softmax", "input, dim, half_to_float=False", "aten._softmax.default"),
+    ("dropout", "input, p=0.5, training=True, inplace=False", "torch.nn.functional.dropout torch.dropout "
+     "aten.dropout.default torch._C._nn.dropout"),
+    ("exp", "input", "torch.exp .exp aten.exp.default"),
+    ("sum", "input, dim=None, keepdim=False, dtype=None", "torch.sum .sum aten.sum.dim_IntList"),
+    ("amax", "input, dim=None, keepdim=False", "torch.amax .amax aten.amax.default"),
+    ("all", "input, dim=None, keepdim=False", "torch.all .all aten.all.dim aten.all.dims"),
+    ("any", "input, dim=None, keepdim=False", "torch.any .any aten.any.dim aten.any.dims"),
+    # pointwise
+    ("add", "input, other, alpha=1", "torch.add op.add .add .__add__ .__radd__ aten.add.Tensor aten.add.Scalar"),
+    ("sub", "input, other, alpha=1", "torch.sub torch.subtract op.sub .sub .subtract aten.sub.Tensor aten.sub.Scalar"),
+    ("rsub", "input, other, alpha=1", "torch.rsub aten.rsub.Tensor aten.rsub.Scalar .__rsub__"),
+    ("mul", "input, other", "torch.mul torch.multiply op.mul .mul .multiply aten.mul.Tensor aten.mul.Scalar"),
+    (
+        "div",
+        "input, other, rounding_mode=None",
+        "torch.div torch.divide torch.true_divide op.truediv .div .divide .true_divide "
+        "aten.div.Tensor aten.div.Scalar aten.true_divide.Tensor",
+    ),
+    ("neg", "input", "torch.neg op.neg .neg aten.neg.default"),
+    ("tanh", "input", "torch.tanh .tanh aten.tanh.default"),
+    ("sigmoid", "input", "torch.sigmoid .sigmoid aten.sigmoid.default"),
+    ("abs", "input", "torch.abs .abs op.abs aten.abs.default"),
+    ("log", "input", "torch.log .log aten.log.default"),
+    ("maximum", "input, other", "torch.maximum .maximum aten.maximum.default"),
+    ("minimum", "input, other", "torch.minimum .minimum aten.minimum.default"),
+    ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other"),
+    ("clamp", "input, min=None, max=None", "torch.clamp torch.clip .clamp .clip aten.clamp.default aten.clamp.Tensor"),
+    ("clamp", "input, min=None", "torch.clamp_min .clamp_min aten.clamp_min.default aten.clamp_min.Tensor"),
+    ("where", "condition, input, other", "torch.where aten.where.self aten.where.ScalarOther aten.where.ScalarSelf "
+     "aten.where.Scalar"),
+    ("method_where", "input, condition, other", ".where"),
+    ("masked_fill", "input, mask, value", "torch.masked_fill .masked_fill aten.masked_fill.Scalar "
+     "aten.masked_fill.Tensor"),
+    ("eq", "input, other", "torch.eq op.eq .eq aten.eq.Tensor aten.eq.Scalar"),
+    ("ne", "input, other", "torch.ne torch.not_equal op.ne .ne aten.ne.Tensor aten.ne.Scalar"),
+    ("lt", "input, other", "torch.lt torch.less op.lt .lt aten.lt.Tensor aten.lt.Scalar"),
+    ("le", "input, other", "torch.le torch.less_equal op.le .le aten.le.Tensor aten.le.Scalar"),
+    ("gt", "input, other", "torch.gt torch.greater op.gt .gt aten.gt.Tensor aten.gt.Scalar"),
+    ("ge", "input, other", "torch.ge torch.greater_equal op.ge .ge aten.ge.Tensor aten.ge.Scalar"),
+    (
+        "and",
+        "input, other",
+        "torch.logical_and torch.bitwise_and op.and_ .logical_and .bitwise_and .__and__ aten.logical_and.default "
+        "aten.bitwise_and.Tensor aten.__and__.Tensor",
+    ),
+    (
+        "or",
+        "input, other",
+        "torch.logical_or torch.bitwise_or op.or_ .logical_or .bitwise_or .__or__ aten.logical_or.default "
+        "aten.bitwise_or.Tensor aten.__or__.Tensor",
+    ),
+    (
+        "not",
+        "input",
+        "torch.logical_not torch.bitwise_not op.invert .logical_not .bitwise_not aten.logical_not.default "
+        "aten.bitwise_not.default",
+    ),
+    ("tril", "input, diagonal=0", "torch.tril .tril aten.tril.default"),
+    ("triu", "input, diagonal=0", "torch.triu .triu aten.triu.default"),
+    # tensors made of nothing
+    ("arange", "*bounds", "torch.arange aten.arange.default aten.arange.start aten.arange.start_step"),
+    ("zeros", "*size", "torch.zeros torch.zeros_like .new_zeros aten.zeros.default aten.zeros_like.default "
+     "aten.new_zeros.default"),
+    ("ones", "*size", "torch.ones torch.ones_like .new_ones aten.ones.default aten.ones_like.default "
+     "aten.new_ones.default"),
+    ("full", "size, fill_value", "torch.full torch.full_like aten.full.default aten.full_like.default"),
+    ("full", "input, size, fill_value", ".new_full aten.new_full.default"),
+    ("scalar", "value", "torch.tensor torch.scalar_tensor torch.as_tensor aten.scalar_tensor.default"),
+    ("diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff .diff aten.diff.default"),
+    ("cumsum", "input, dim", "torch.cumsum .cumsum aten.cumsum.default"),
+)  # fmt: skip
+
+_IN_PLACE_OPERATORS = {
+    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
+    operator.iand: "and", operator.ior: "or",
+}  # fmt: skip
+_SELF_NAMES = {"self": "input", "tensor": "input", "axis": "dim", "mat1": "batch1", "mat2": "batch2", "a": "input",
+               "keepdims": "keepdim", "split_size_or_sections": "size", "split_size": "size", "chunks": "size",
+               "split_sizes": "size", "indices_or_sections": "size"}  # fmt: skip
+_OPERATOR_ALIASES = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+                     "and_": operator.and_, "or_": operator.or_, "abs": operator.abs}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation's parameters, as one group of spellings orders them."""
+
+    op: str
+    names: tuple[str, ...]
+    defaults: tuple[tuple[str, Any], ...]
+    rest: str | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node understood as an operation: its arguments by name, whatever the spelling."""
+
+    op: str
+    args: dict[str, Any]
+    in_place: bool
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An argument, or ``default`` when the spelling has none of that name."""
+        return self.args.get(name, default)
+
+
+def _parse(op: str, parameters: str) -> Row:
+    names: list[str] = []
+    defaults: list[tuple[str, Any]] = []
+    rest: str | None = None
+    for text in (p.strip() for p in parameters.split(",")):
+        if text.startswith("*"):
+            rest = text[1:]
+        elif "=" in text:
+            name, value = text.split("=")
+            names.append(name)
+            defaults.append((name, {"None": None, "True": True, "False": False}.get(value, _number(value))))
+        else:
+            names.append(text)
+    return Row(op, tuple(names), tuple(defaults), rest)
+
+
+def _number(text: str) -> float | int | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _resolve(spelling: str) -> Any:
+    """The callable a spelling names in this torch, or None when this torch has none."""
+    root, _, rest = spelling.partition(".")
+    owner: Any = {
+        "torch": torch, "op": operator, "builtins": builtins, "aten": torch.ops.aten, "prims": torch.ops.prims,
+    }[root]  # fmt: skip
+    try:
+        for name in rest.split("."):
+            owner = getattr(owner, name)
+    except (AttributeError, RuntimeError):
+        return None
+    return owner
+
+
+@lru_cache(maxsize=1)
+def _rows() -> tuple[dict[Callable[..., Any], Row], dict[str, Row]]:
+    functions: dict[Callable[..., Any], Row] = {}
+    methods: dict[str, Row] = {}
+    for op, parameters, spellings in _TABLE:
+        row = _parse(op, parameters)
+        for spelling in spellings.split():
+            if spelling.startswith("."):
+                methods[spelling[1:]] = row
+                continue
+            target = _resolve(spelling)
+            if target is not None:
+                functions[target] = row
+    return functions, methods
+
+
+@lru_cache(maxsize=4096)
+def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
+    """The row of a target, and whether the spelling writes its input."""
+    functions, methods = _rows()
+    if kind == "call_method":
+        if target in methods:
+            return methods[target], False
+        if target.endswith("_") and not target.endswith("__") and target[:-1] in methods:
+            return methods[target[:-1]], True
+        return None
+    if target in functions:
+        return functions[target], False
+    if target in _IN_PLACE_OPERATORS:
+        return functions[_OPERATOR_ALIASES.get(_operator_name(target), operator.add)], True
+    if isinstance(target, torch._ops.OpOverload):
+        packet, overload = target._schema.name.split("::")[1], target._overloadname
+        if packet.endswith("_"):
+            plain = _resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
+            if plain in functions:
+                return functions[plain], True
+        return None
+    name = getattr(target, "__name__", "")
+    if name.endswith("_") and not name.endswith("__"):
+        plain = getattr(torch, name[:-1], None)
+        if plain in functions:
+            return functions[plain], True
+    return None
+
+
+def _operator_name(target: Any) -> str:
+    return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "iand": "and_", "ior": "or_"}[
+        target.__name__
+    ]
+
+
+def understand(node: Node) -> Call | None:
+    """The operation a node is, or None for one that is not in the table."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    try:
+        found = _row_of(node.op, node.target)
+    except TypeError:  # an unhashable target
+        return None
+    if found is None:
+        return None
+    row, in_place = found
+    args: dict[str, Any] = dict(row.defaults)
+    for position, value in enumerate(node.args):
+        if position < len(row.names):
+            args[row.names[position]] = value
+        elif row.rest is not None:
+            args[row.rest] = node.args[position:]
+            break
+        else:
+            return None
+    for name, value in node.kwargs.items():
+        args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in row.names else name] = value
+    if any(name not in args for name in row.names) or "out" in node.kwargs:
+        return None
+    return Call(row.op, args, in_place or bool(args.get("inplace", False)))
+
+
+def one_or_many(values: Any) -> tuple[Any, ...]:
+    """``permute(0, 1)`` and ``permute((0, 1))`` are the same."""
+    if isinstance(values, (tuple, list)) and len(values) == 1 and isinstance(values[0], (tuple, list, torch.Size)):
+        return tuple(values[0])
+    return tuple(values) if isinstance(values, (tuple, list, torch.Size)) else (values,)

@@ -1,0 +1,386 @@
+"""One record for each attention site: what it became, why, what that costs and what was assumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from io import StringIO
+from typing import Any, Literal
+
+import torch
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Outcome = Literal["rewritten", "decomposed", "left"]
+Kind = Literal["attention", "near miss"]
+
+_LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
+_HISTORY_SIZE = 256
+_TABLE_WIDTH = 160
+
+_BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)  # a rule under the header, nothing else
+
+
+@dataclass(eq=False, kw_only=True)
+class SiteReport:
+    """What was decided for one site. Two identical layers are two records, so records compare by identity.
+
+    Attributes:
+        outcome: "rewritten" to one fused call, "decomposed" into plain operations, or "left" as it was.
+        kind: "attention", or "near miss" for a softmax that looks like attention and could not be proven to be.
+        target: the target that was taken; None when the site is left.
+        reason: why, in words a user understands.
+        form: how it was written: "sdpa", "eager", ...
+        where: source line, "file.py:123 in forward".
+        count: calls of the shared body the site is in (1 outside shared bodies).
+        shapes: "query", "key", "value" to their sizes; a symbolic size is its name.
+        dtype, device: of the operands, "bfloat16", "cuda:0".
+        mask: what the mask is, in words ("causal", "dense additive", "none").
+        poor_cases: names of the poor cases whose variant was taken.
+        refusals: target to the reason it did not take the site.
+        assumptions: what the user's options let us assume.
+        predicted_us: predicted time in microseconds of each offer, "leave" included.
+        verified_error: greatest absolute difference from the original when verified; None when not verified.
+        module: path of the module ("model.layers.0.self_attn"), "" if unknown.
+        node: name of the graph node the site ends in.
+    """
+
+    outcome: Outcome
+    reason: str
+    kind: Kind = "attention"
+    target: str | None = None
+    form: str = "eager"
+    where: str = "unknown source line"
+    count: int = 1
+    shapes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
+    dtype: str = ""
+    device: str = ""
+    mask: str = "none"
+    poor_cases: tuple[str, ...] = ()
+    refusals: dict[str, str] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+    predicted_us: dict[str, float] = field(default_factory=dict)
+    verified_error: float | None = None
+    module: str = ""
+    node: str = ""
+
+    def mark_left(self, reason: str) -> None:
+        """Record that the site stays as it was after all; what had been chosen becomes a refusal with this reason."""
+        if self.target is not None:
+            self.refusals = {**self.refusals, self.target: reason}
+        self.outcome, self.target, self.reason = "left", None, reason
+        self.poor_cases, self.assumptions, self.verified_error = (), (), None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with lists for tuples and no object of torch: ready for JSON."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(eq=False)
+class Report:
+    """The sites of one or more graphs, in graph order. ``str(report)`` is a table.
+
+    Attributes:
+        sites: one SiteReport a site; other threads may be adding, so add by `append` and `extend`.
+        seconds: time attn_pass itself took, in seconds.
+        graphs: root graphs looked at.
+    """
+
+    sites: list[SiteReport] = field(default_factory=list)
+    seconds: float = 0.0
+    graphs: int = 0
+
+    @property
+    def rewritten(self) -> list[SiteReport]:
+        """The sites that changed: rewritten or decomposed."""
+        return [site for site in tuple(self.sites) if site.outcome != "left"]
+
+    @property
+    def left(self) -> list[SiteReport]:
+        """The sites that stay as they were, near misses included."""
+        return [site for site in tuple(self.sites) if site.outcome == "left"]
+
+    def append(self, site: SiteReport) -> None:
+        """Add one site; safe from any thread."""
+        with _LOCK:
+            self.sites.append(site)
+
+    def extend(self, other: Report) -> None:
+        """Add the sites (the same records, not copies), seconds and graphs of another report."""
+        if other is self:
+            return
+        with _LOCK:
+            known = {id(site) for site in self.sites}
+            self.sites.extend(site for site in other.sites if id(site) not in known)
+            self.seconds += other.seconds
+            self.graphs += other.graphs
+
+    def mark_left(self, reason: str) -> None:
+        """Record that the whole graph was left after all: every site that had changed is left for this reason."""
+        for site in self.rewritten:
+            site.mark_left(reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"graphs", "seconds", "rewritten", "left" (counts), "sites" (a list of dicts)}, ready for JSON."""
+        with _LOCK:
+            return {
+                "graphs": self.graphs,
+                "seconds": self.seconds,
+                "rewritten": len(self.rewritten),
+                "left": len(self.left),
+                "sites": [site.to_dict() for site in self.sites],
+            }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
+        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    def summary(self) -> str:
+        """One line: how many sites, what became of them, how long it took."""
+        took = f"{_counted(self.graphs, 'graph')}, {self.seconds:.3f} s in attn_pass"
+        sites = tuple(self.sites)
+        if not sites:
+            return f"attn_pass: no attention found ({took})"
+        outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
+        told = ", ".join(f"{number} {name}" for number, name in outcomes if number)
+        misses = sum(site.kind == "near miss" for site in sites)
+        what = _counted(len(sites) - misses, "attention site")
+        if misses:
+            near = _counted(misses, "near miss", "near misses")
+            what = near if misses == len(sites) else f"{what} and {near}"
+        return f"attn_pass: {what}: {told} ({took})"
+
+    def table(self, width: int | None = None) -> str:
+        """The table as plain text; equal rows are one row with how many they are.
+
+        Args:
+            width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+        """
+        groups: dict[str, list[SiteReport]] = {}
+        for site in tuple(self.sites):
+            groups.setdefault(_row_key(site), []).append(site)
+        if not groups:
+            return self.summary()
+        table = Table(box=_BOX, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+        for title, ratio in _COLUMNS:
+            table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
+        for group in groups.values():
+            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group)))
+        out = StringIO()
+        console = Console(
+            file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False
+        )
+        console.print(table)
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        return "\n".join([self.summary(), *(line for line in lines if line)])
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+# ---- recording: who sees what was decided ----
+
+_ACTIVE: ContextVar[tuple[Report, ...]] = ContextVar("attn_pass_active_reports", default=())
+_HISTORY: deque[Report] = deque(maxlen=_HISTORY_SIZE)
+
+
+@contextmanager
+def record() -> Iterator[Report]:
+    """A Report that fills with every site decided inside, in this thread, by whatever entry; may be nested."""
+    report = Report()
+    token = _ACTIVE.set((*_ACTIVE.get(), report))
+    try:
+        yield report
+    finally:
+        _ACTIVE.reset(token)
+
+
+def publish(report: Report, *, compiled: bool = True) -> None:
+    """Hand a decided graph's report to every active recording, and to `reports` if it is being compiled.
+
+    Recordings get the same SiteReport objects, so a later `mark_left` is seen by everyone. Call it once a graph,
+    when the report has all its sites.
+    """
+    for recording in _ACTIVE.get():
+        recording.extend(report)
+    if compiled:
+        with _LOCK:
+            if not any(known is report for known in _HISTORY):
+                _HISTORY.append(report)
+
+
+def reports() -> list[Report]:
+    """The reports of the graphs compiled in this process so far, oldest first; the newest 256 are kept."""
+    with _LOCK:
+        return list(_HISTORY)
+
+
+def clear_reports() -> None:
+    """Forget the reports of what was compiled so far."""
+    with _LOCK:
+        _HISTORY.clear()
+
+
+# ---- where a node was written ----
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+# A program exported elsewhere carries the paths of that machine.
+_TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]|^<eval_with_key>")
+
+
+def source_line(node_meta: Mapping[str, Any]) -> str:
+    """Where the user wrote a node: "file.py:123 in forward", the innermost frame that is not torch's own.
+
+    Without such a frame the module it ran in ("in MultiheadAttention (layers.0.self_attn)"), then the innermost
+    frame of torch, then "unknown source line".
+
+    Args:
+        node_meta: ``node.meta``, with "stack_trace" and "nn_module_stack" as Dynamo and torch.export leave them.
+    """
+    frames = [match.groupdict() for match in _FRAME.finditer(str(node_meta.get("stack_trace") or ""))]
+    users = [f for f in frames if not f["file"].startswith(_TORCH_ROOT) and not _TORCH_ELSEWHERE.search(f["file"])]
+    if users:
+        return _told(users[-1])
+    path, module_class = _innermost_module(node_meta)
+    if module_class:
+        return f"in {module_class} ({path})" if path else f"in {module_class}"
+    return _told(frames[-1]) if frames else "unknown source line"
+
+
+def module_path(node_meta: Mapping[str, Any]) -> str:
+    """Path of the innermost module a node ran in, "layers.0.self_attn"; "" for the root module or when unknown."""
+    return _innermost_module(node_meta)[0]
+
+
+def _told(frame: Mapping[str, str]) -> str:
+    base = re.split(r"[/\\]", frame["file"])[-1]
+    return f"{base}:{frame['line']} in {frame['function']}"
+
+
+def _innermost_module(node_meta: Mapping[str, Any]) -> tuple[str, str]:
+    """(path, class name) of the last entry of "nn_module_stack"; empty strings when there is none.
+
+    Dynamo writes ("L['self'].layers.0", class), torch.export ("layers.0", "package.module.Class").
+    """
+    stack = node_meta.get("nn_module_stack")
+    if not isinstance(stack, Mapping) or not stack:
+        return "", ""
+    entry = list(stack.values())[-1]
+    if not isinstance(entry, tuple | list) or len(entry) != 2:
+        return "", ""
+    path = re.sub(r"^L\[[^\]]*\]|^L__\w*self_*", "", str(entry[0]))
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]|\[['\"]?([^'\"\]]+)['\"]?\]", lambda m: f".{m[1] or m[2]}", path)
+    module_class = entry[1]
+    name = module_class.__name__ if isinstance(module_class, type) else str(module_class).rsplit(".", 1)[-1]
+    return path.strip("."), name
+
+
+# ---- the table's cells ----
+
+_COLUMNS = (
+    ("sites", None),
+    ("outcome", 4),
+    ("form", 2),
+    ("where", 8),
+    ("shapes", 7),
+    ("mask", 4),
+    ("why", 14),
+)
+
+
+def _row(group: Sequence[SiteReport]) -> tuple[str, ...]:
+    site = group[0]
+    number = f"x{len(group)}" if len(group) > 1 else "1"
+    if site.count > 1:
+        number += f" ({site.count} calls)"
+    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
+    if site.kind == "near miss":
+        outcome = f"near miss, {outcome}"
+    module = _common_module([member.module for member in group])
+    return (
+        number,
+        outcome,
+        site.form,
+        "\n".join(filter(None, (site.where, module))),
+        "\n".join(filter(None, (*_shapes(site), f"{site.dtype} {site.device}".strip()))),
+        site.mask,
+        "\n".join(_why(site)),
+    )
+
+
+def _why(site: SiteReport) -> Iterator[str]:
+    yield site.reason
+    if site.poor_cases:
+        yield f"poor cases: {', '.join(site.poor_cases)}"
+    if site.assumptions:
+        yield f"assumed: {'; '.join(site.assumptions)}"
+    if site.predicted_us:
+        cheapest_first = sorted(site.predicted_us.items(), key=lambda offer: offer[1])
+        yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
+    if site.verified_error is not None:
+        yield f"verified: error {site.verified_error:.2g}"
+    if site.outcome == "left":
+        yield from (f"{target}: {why}" for target, why in site.refusals.items() if why != site.reason)
+
+
+def _row_key(site: SiteReport) -> str:
+    """Equal for sites whose rows may be shown as one: all fields but the layer they are in."""
+    told = site.to_dict()
+    del told["node"], told["module"]
+    told["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
+    return json.dumps(told, sort_keys=True) + "/".join(_pattern(site.module))
+
+
+def _pattern(module: str) -> list[str]:
+    return ["*" if part.isdigit() else part for part in module.split(".")]
+
+
+def _common_module(modules: Sequence[str]) -> str:
+    """One path for all: "model.layers.*.self_attn" where only layer numbers differ."""
+    parts = [module.split(".") for module in modules]
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*parts, strict=True))
+
+
+def _shapes(site: SiteReport) -> list[str]:
+    """One line for each shape, with the operands that have it: "query (1, 8, 1, 64)", "key, value (1, 8, 77, 64)"."""
+    names: dict[str, list[str]] = {}
+    for name, shape in site.shapes.items():
+        names.setdefault(f"({', '.join(map(str, shape))})", []).append(name)
+    return [f"{', '.join(having)} {shape}" if len(names) > 1 else shape for shape, having in names.items()]
+
+
+def _width() -> int:
+    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH
+
+
+def _counted(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,22 @@
+"""The forms an attention can be given: one file a kernel, each with its conditions, reasons and emission."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.metadata import entry_points
+
+from attn_pass.targets.base import Target
+from attn_pass.targets.decomposed import Decomposed
+from attn_pass.targets.sdpa import Sdpa
+
+GROUP = "attn_pass.targets"  # the entry-point group third parties register targets in
+
+
+@lru_cache(maxsize=1)
+def _registered() -> tuple[Target, ...]:
+    return tuple(entry.load()() for entry in entry_points(group=GROUP))
+
+
+def all_targets() -> tuple[Target, ...]:
+    """Every target: the built-in ones, then those of installed packages."""
+    return (Sdpa(), Decomposed(), *_registered())

@@ -1,0 +1,68 @@
+"""`Target`: something an attention can become; `Offer` and `Refusal`: what it says when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value
+from attn_pass.hardware.device import Device
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Index
+
+
+def _static(index: Index) -> int:
+    """The hint of a size where nobody gave one: itself, or 1."""
+    return index if isinstance(index, int) else 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a target must know besides the attention itself."""
+
+    device: Device
+    program: str  # "compile", "export" or "aoti"
+    numerics: str = "default"
+    assume_nonempty_rows: bool = False
+    autocast: torch.dtype | None = None  # the dtype autocast gives to products on this device, where it is on
+    allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
+    fallback_random: bool = False
+    eager_form: bool = True  # written out by hand; False for a call that already is attention
+    hint: Callable[[Index], int] = _static
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A target takes the attention at a predicted cost in microseconds, under these assumptions."""
+
+    target: str
+    variant: str
+    attention: Attention
+    microseconds: float
+    fused: bool
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A target does not take the attention, and why, in words."""
+
+    target: str
+    reason: str
+
+
+class Target(Protocol):
+    """A kernel or a form: says whether it takes an attention, and emits it."""
+
+    name: str
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """An offer with its cost, or a refusal with its reason. Looks at the description alone."""
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the calls and returns the value that replaces the site's result; ``nodes`` are the sources."""

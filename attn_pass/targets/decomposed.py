@@ -1,0 +1,78 @@
+"""Two products and a softmax: for work so small that a fused call costs more, and where only math is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.hardware import cost
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.views import Permute
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import moved_query_bytes, problem_of
+
+
+class Decomposed:
+    """``matmul``, scale, mask, ``softmax``, ``matmul``, with grouped heads as a dimension that broadcasts."""
+
+    name = "decomposed"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes a call that is already attention; what was written by hand is decomposed already."""
+        if setting.eager_form:
+            return Refusal(self.name, "it is written as products and a softmax already")
+        if setting.device.type != "cpu":
+            return Refusal(self.name, f"no measured rule for {setting.device.type} devices yet")
+        if attention.dropout:
+            return Refusal(self.name, "dropout is left to the call")
+        if setting.autocast is not None:
+            return Refusal(self.name, "autocast would treat products and softmax differently from the call")
+        if attention.compute_dtype in (torch.float16, torch.bfloat16) or attention.needs_grad:
+            return Refusal(self.name, "half precision and training keep the call's own rounding and backward")
+        if attention.groups != 1:
+            return Refusal(self.name, "grouped heads are packed into rows instead")
+        if 0 in (attention.kv_len, attention.head_dim):
+            return Refusal(self.name, "a size is 0")
+        bias = [load for e in (attention.bias,) if e is not None for load in loads(e)]
+        if bias and setting.numerics == "strict":
+            return Refusal(self.name, "numerics='strict': a row may be masked out entirely")
+        problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
+        return Offer(self.name, variant, attention, cost.unfused(setting.device, problem), fused=False)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the products; an empty row gives zero, as the call it replaces does."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        dtype = a.compute_dtype
+        query = lower.query(dtype)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype)
+        query = plan.call(aten.mul.Scalar, query, a.scale)
+        scores: Value = plan.call(aten.matmul.default, query, plan.steps(key, [Permute((0, 1, 3, 2))]))
+        mask = self._mask(lower)
+        weights: Value
+        if mask is None:
+            weights = plan.call(aten.softmax.int, scores, -1)
+        else:
+            scores = plan.call(aten.add.Tensor, scores, mask)
+            weights = plan.call(aten._safe_softmax.default, scores, -1)
+        return lower.result(plan.call(aten.matmul.default, weights, value))
+
+    def _mask(self, lower: Lowering) -> Value | None:
+        a = lower.attention
+        if not a.has_mask:
+            return None
+        bias: Expr = a.bias if a.bias is not None else Const(0.0)
+        if a.keep is not None:
+            bias = apply("where", a.keep.condition, bias, Const(a.keep.fill))
+        mask = lower.expression(bias, lower.mask_groups())
+        if fake_of(mask).dtype != a.compute_dtype:
+            mask = lower.plan.call(aten.to.dtype, mask, a.compute_dtype)
+        return mask
+
+

@@ -1,0 +1,201 @@
+"""Lowering shared by the targets: operands, expressions and the result as planned calls on (B, H, L, D) tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Planned, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, expression_axes
+from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
+from attn_pass.model.views import Expand, Group, view_steps
+
+_POINTWISE = {
+    "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor,
+    "neg": aten.neg.default, "abs": aten.abs.default, "exp": aten.exp.default, "log": aten.log.default,
+    "tanh": aten.tanh.default, "sigmoid": aten.sigmoid.default, "maximum": aten.maximum.default,
+    "minimum": aten.minimum.default, "and": aten.logical_and.default, "or": aten.logical_or.default,
+    "not": aten.logical_not.default,
+}  # fmt: skip
+_COMPARISONS = {"eq": aten.eq, "ne": aten.ne, "lt": aten.lt, "le": aten.le, "gt": aten.gt, "ge": aten.ge}
+
+
+class Lowering:
+    """Emits the parts of one attention into one plan."""
+
+    def __init__(self, plan: Plan, nodes: Sequence[Node], attention: Attention) -> None:
+        self.plan = plan
+        self.nodes = nodes
+        self.attention = attention
+
+    def operand(self, load: Load, groups: Sequence[Group], dtype: torch.dtype, expand: bool = False) -> Value:
+        """An operand as a tensor with a dimension a group, in ``dtype``; shared groups at size 1 unless ``expand``."""
+        source = self.attention.sources[load.source]
+        value: Value = self.nodes[load.source]
+        steps = list(view_steps(source.shape, load.index, groups))
+        value = self.plan.steps(value, steps)
+        if source.dtype != dtype:
+            value = self.plan.call(aten.to.dtype, value, dtype)
+        if expand:
+            have = axes(*load.index)
+            full = tuple(product(a.size for a in g) for g in groups)
+            held = tuple(f if any(a in have for a in g) else 1 for f, g in zip(full, groups))
+            if held != full:
+                value = self.plan.steps(value, [Expand(full)])
+        return value
+
+    def query(self, dtype: torch.dtype) -> Value:
+        """The query (B, H, L, D) with the scores' tensor factors multiplied in."""
+        a = self.attention
+        value = self.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
+        for factor in a.factors:
+            other = self.scalar(factor.value)
+            if other is None:
+                other = self.expression(factor.value, (a.batch, a.heads, a.rows, (a.dim,)))
+            value = self.plan.call(aten.div.Tensor if factor.inverse else aten.mul.Tensor, value, other)
+            if fake_of(value).dtype != dtype:
+                value = self.plan.call(aten.to.dtype, value, dtype)
+        return value
+
+    def scalar(self, expression: Expr) -> Value | float | None:
+        """A number or a symbolic number as an argument; None for anything that is a tensor."""
+        if isinstance(expression, Const):
+            return float(expression.value)
+        if isinstance(expression, Load) and expression.index == ():
+            node = self.nodes[expression.source]
+            if not isinstance(fake_of(node), torch.Tensor):
+                return node
+        return None
+
+    # ------------------------------------------------------------ masks
+
+    def mask_groups(self) -> tuple[Group, ...]:
+        """The groups of a (B, H, L, S) mask."""
+        a = self.attention
+        return (a.batch, a.heads, a.rows, (a.keys,))
+
+    def expression(self, expression: Expr, groups: Sequence[Group]) -> Value:
+        """An expression as a tensor with a dimension a group, at size 1 where it does not vary."""
+        found = self._lower(expression, groups)
+        if isinstance(found, float | int):
+            a = self.attention.sources[self.attention.query.source]
+            return self.plan.call(aten.full.default, [1] * len(groups), found, dtype=torch.float32, device=a.device)
+        return found
+
+    def _lower(self, expression: Expr, groups: Sequence[Group]) -> Value | float | int | bool:
+        if isinstance(expression, Const):
+            return expression.value
+        if isinstance(expression, Load):
+            scalar = self.scalar(expression)
+            if scalar is not None:
+                return scalar
+            source = self.attention.sources[expression.source]
+            steps = view_steps(source.shape, expression.index, groups)
+            return self.plan.steps(self.nodes[expression.source], steps)
+        if isinstance(expression, IndexValue):
+            return self._index(expression.index, groups)
+        assert isinstance(expression, Apply)
+        args = [self._lower(a, groups) for a in expression.args]
+        return self._apply(expression, args)
+
+    def _apply(self, expression: Apply, args: list[Value | float | int | bool]) -> Value:
+        op, call = expression.op, self.plan.call
+        if op == "cast":
+            return call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
+        if op == "where":
+            yes, no = args[1:]
+            overload = {
+                (True, True): aten.where.self, (False, True): aten.where.ScalarSelf, (True, False): aten.where.ScalarOther,
+                (False, False): aten.where.Scalar,
+            }[(_is_tensor(yes), _is_tensor(no))]  # fmt: skip
+            return call(overload, self._tensor(args[0]), yes, no)
+        if op in _COMPARISONS:
+            left, right = args
+            if not _is_tensor(left):
+                left = self._tensor(left)
+            return call(_COMPARISONS[op].Tensor if _is_tensor(right) else _COMPARISONS[op].Scalar, left, right)
+        if op in ("maximum", "minimum", "and", "or", "not"):
+            tensors = [self._tensor(a) for a in args]
+            if len(tensors) == 2 and fake_of(tensors[0]).dtype != fake_of(tensors[1]).dtype and op[0] == "m":
+                wide = torch.promote_types(fake_of(tensors[0]).dtype, fake_of(tensors[1]).dtype)
+                tensors = [call(aten.to.dtype, t, wide) for t in tensors]
+            return call(_POINTWISE[op], *tensors)
+        if op in ("add", "sub", "mul", "div") and not _is_tensor(args[0]):
+            args[0] = self._tensor(args[0])
+        return call(_POINTWISE[op], *args)
+
+    def _tensor(self, value: Value | float | int | bool) -> Value:
+        if _is_tensor(value):
+            return value  # type: ignore[return-value]
+        device = self.attention.sources[self.attention.query.source].device
+        kind = torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else torch.int64
+        return self.plan.call(aten.full.default, [], value, dtype=kind, device=device)
+
+    def _index(self, index: Index, groups: Sequence[Group]) -> Value:
+        """Index arithmetic from arange, an axis at its place among the groups."""
+        call = self.plan.call
+        total: Value | int = 0
+        for monomial, coefficient in index.terms.items() if isinstance(index, Poly) else (((), index),):
+            term: Value | int = coefficient
+            for atom in monomial:
+                if isinstance(atom, Axis):
+                    factor: Value = self._axis(atom, groups)
+                elif isinstance(atom, Quotient):
+                    divisor = self._index(atom.divisor, groups) if not isinstance(atom.divisor, int) else atom.divisor
+                    factor = call(_floor_divide(divisor), self._index(atom.value, groups), divisor)
+                elif isinstance(atom, Remainder):
+                    divisor = self._index(atom.divisor, groups) if not isinstance(atom.divisor, int) else atom.divisor
+                    overload = aten.remainder.Scalar if isinstance(divisor, int) else aten.remainder.Tensor
+                    factor = call(overload, self._index(atom.value, groups), divisor)
+                else:
+                    factor = self.plan.size(Poly.of(atom))  # type: ignore[assignment]
+                term = factor if term == 1 else self._arithmetic(aten.mul.Tensor, factor, term)
+            total = term if isinstance(total, int) and total == 0 else self._arithmetic(aten.add.Tensor, term, total)
+        return self._tensor(total)
+
+    def _arithmetic(self, op: object, left: Value | int, right: Value | int) -> Value:
+        if not _is_tensor(left):
+            left, right = right, left
+        return self.plan.call(op, self._tensor(left), right)  # type: ignore[arg-type]
+
+    def _axis(self, axis: Axis, groups: Sequence[Group]) -> Value:
+        device = self.attention.sources[self.attention.query.source].device
+        size = self.plan.size(axis.size)
+        values = self.plan.call(aten.arange.default, size, device=device)
+        return self.plan.steps(values, view_steps((axis.size,), (axis_index(axis),), groups))
+
+    # ------------------------------------------------------------ the result
+
+    def result(self, value: Value, *, keep_layout: bool = True) -> Value:
+        """The kernel's (B, H, L, Dv) in the shape and dtype of the site, laid out so that nobody can tell."""
+        a = self.attention
+        groups = (a.batch, a.heads, a.rows, a.value_dim)
+        shape = tuple(product(x.size for x in g) for g in groups)
+        value = self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.output))
+        if fake_of(value).dtype != a.output_dtype:
+            value = self.plan.call(aten.to.dtype, value, a.output_dtype)
+        if keep_layout and not self.plan.keeps_layout(value):
+            value = self.plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+        return value
+
+
+def _floor_divide(divisor: object) -> object:
+    return aten.floor_divide.Scalar if isinstance(divisor, int) else aten.floor_divide.default
+
+
+def _merged(group: Group) -> Index:
+    """The index of a merged dimension, slowest axis first."""
+    total: Index = 0
+    for axis in group:
+        total = total * axis.size + axis_index(axis)
+    return total
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Planned) or hasattr(value, "meta")
+
+
+__all__ = ["Lowering", "expression_axes"]

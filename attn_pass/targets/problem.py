@@ -1,0 +1,63 @@
+"""From an attention to the plain numbers the cost model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attn_pass.hardware.cost import Problem
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Expr, Load, expression_axes
+from attn_pass.model.index import Axis, Index, axes, product
+
+
+def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
+    """The sizes of an attention; symbolic ones at their hint."""
+    shared = set(attention.shared_axes)
+    own = [a for a in attention.batch if a not in shared]
+    return Problem(
+        batch=hint(attention.batch_size),
+        heads=hint(attention.query_heads),
+        kv_batch=hint(product(a.size for a in own)),
+        kv_heads=hint(product(a.size for a in attention.kv_heads)),
+        q_len=hint(attention.q_len),
+        kv_len=hint(attention.kv_len),
+        head_dim=hint(attention.head_dim),
+        value_dim=hint(attention.value_head_dim),
+        dtype=attention.compute_dtype,
+        mask_elements=mask_elements(attention, hint),
+        mask_bytes=attention.compute_dtype.itemsize,
+        copied_bytes=copied_bytes,
+    )
+
+
+def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:
+    """Elements of the mask as it would lie in memory: broadcast axes count once."""
+    parts = [attention.bias, attention.keep.condition if attention.keep else None]
+    used: set[Axis] = set()
+    for part in parts:
+        used |= _axes_of(part)
+    if used & set(attention.rows):
+        used |= set(attention.rows)  # rows are merged, so a mask that varies along one is repeated along the others
+    return hint(product(a.size for a in used)) if any(p is not None for p in parts) else 0
+
+
+def _axes_of(expression: Expr | None) -> set[Axis]:
+    return set() if expression is None else expression_axes(expression)
+
+
+def moved_query_bytes(attention: Attention, hint: Callable[[Index], int]) -> int:
+    """Bytes of query and result to copy when several row axes do not lie next to each other in memory."""
+    real = [a for a in attention.rows if a.size != 1]
+    if len(real) < 2:
+        return 0
+    outer = [a for a in attention.batch + attention.heads if a.size != 1]
+    if _lies_in_order(attention.query, [*outer, *real]):
+        return 0
+    rows = hint(product(a.size for a in (*outer, *real)))
+    return rows * hint(attention.head_dim + attention.value_head_dim) * attention.compute_dtype.itemsize
+
+
+def _lies_in_order(load: Load, order: list[Axis]) -> bool:
+    """Whether the axes occur in the load's dimensions in the order given, slowest first."""
+    found = [a for index in load.index for a in order if a in axes(index)]
+    return found == order

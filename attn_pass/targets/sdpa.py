@@ -1,0 +1,201 @@
+"""One canonical `scaled_dot_product_attention` call: rank 4, explicit scale, a mask of a legal dtype.
+
+On the CPU torch then takes its fused kernel; the rules below are those of ``use_flash_attention_cpp``
+(aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, torch 2.11 to 2.13), so that nothing is offered that would fall
+to the unfused path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.hardware import cost
+from attn_pass.model.attention import Attention, Structure
+from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import moved_query_bytes, problem_of
+
+_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LOWEST = torch.finfo(torch.float32).min
+
+
+class Sdpa:
+    """`torch.nn.functional.scaled_dot_product_attention`."""
+
+    name = "sdpa"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes whatever torch has a fused CPU kernel for, padding unequal head dims."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        hint = setting.hint
+        copied = moved_query_bytes(attention, hint)
+        problem = problem_of(attention, hint, copied)
+        causal = mask_kind(attention, setting) == "causal"
+        padded = _padded_bytes(attention, setting)
+        problem = cost.Problem(**{
+            **problem.__dict__, "causal": causal, "copied_bytes": copied + padded,
+            "mask_elements": 0 if mask_kind(attention, setting) in ("none", "causal") else problem.mask_elements,
+            "head_dim": max(problem.head_dim, problem.value_dim), "value_dim": max(problem.head_dim, problem.value_dim),
+        })  # fmt: skip
+        assumptions = ()
+        if attention.keep is not None and _is_finite_fill(attention) and not attention.rows_never_empty:
+            assumptions = ("no row is masked out entirely",) if setting.assume_nonempty_rows else ()
+        return Offer(
+            self.name, variant, attention, cost.fused(setting.device, problem), fused=True, assumptions=assumptions
+        )  # fmt: skip
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if setting.device.type != "cpu":
+            return f"no measured rule for {setting.device.type} devices yet"
+        if a.compute_dtype not in _CPU_DTYPES:
+            return f"{str(a.compute_dtype)[6:]} has no fused kernel"
+        if a.dropout:
+            return f"dropout {a.dropout:g}: no fused CPU kernel draws dropout"
+        if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):
+            return "head dims of keys and values differ and are not known"
+        if 0 in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim, a.batch_size, a.query_heads):
+            return "a size is 0"
+        if setting.allowed_backends is not None and "FLASH_ATTENTION" not in setting.allowed_backends:
+            return f"sdpa_kernel allows only {', '.join(setting.allowed_backends) or 'nothing'}"
+        if setting.autocast is not None and setting.autocast != a.compute_dtype:
+            return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+        return self._mask_refusal(a, setting)
+
+    def _mask_refusal(self, a: Attention, setting: Setting) -> str | None:
+        parts = [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
+        if any(a.sources[load.source].needs_grad for e in parts for load in loads(e)):
+            return "the bias needs a gradient, which the fused kernel does not give"
+        strict = setting.numerics == "strict" and not a.rows_never_empty
+        if strict and parts and a.empty_row_is_nan:
+            return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+        finite = a.keep is not None and _is_finite_fill(a) and not a.rows_never_empty
+        if finite and not setting.assume_nonempty_rows and a.needs_grad and not a.fill_is_added:
+            return "a row may be masked out entirely, and its gradient would differ from a filled row's"
+        if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and setting.eager_form:
+            return "autocast to float16 would change an additive mask"
+        return None
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call. Operands get a dense last dimension, which the kernel asks for."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        dtype = a.compute_dtype
+        shared = set(a.shared_axes)
+        kv_heads = a.kv_heads
+        expand_batch = any(x in shared for x in a.batch)
+        batch = a.batch
+        query = lower.query(dtype)
+        key = lower.operand(a.key, (batch, kv_heads, (a.keys,), (a.dim,)), dtype, expand=expand_batch)
+        value = lower.operand(a.value, (batch, kv_heads, (a.keys,), a.value_dim), dtype, expand=expand_batch)
+        if a.head_dim != a.value_head_dim:
+            assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
+            width = max(a.head_dim, a.value_head_dim)
+            query, key = (_pad(plan, x, width - a.head_dim) for x in (query, key))
+            value = _pad(plan, value, width - a.value_head_dim)
+        query, key, value = (_dense(plan, x) for x in (query, key, value))
+        mask, causal = self._mask(lower, setting)
+        arguments: dict[str, object] = {"scale": a.scale}
+        if a.groups != 1:
+            arguments["enable_gqa"] = True
+        target = sdpa_function(plan)
+        out: Value = plan.call(target, query, key, value, mask, 0.0, causal, **arguments)
+        if a.head_dim != a.value_head_dim:
+            out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        return lower.result(out)
+
+    def _mask(self, lower: Lowering, setting: Setting) -> tuple[Value | None, bool]:
+        a = lower.attention
+        kind = mask_kind(a, setting)
+        if kind == "none":
+            return None, False
+        if kind == "causal":
+            return None, True
+        groups = lower.mask_groups()
+        if kind == "boolean":
+            assert a.keep is not None
+            mask = lower.expression(a.keep.condition, groups)
+            if fake_of(mask).dtype != torch.bool:
+                mask = lower.plan.call(aten.to.dtype, mask, torch.bool)
+            return mask, False
+        return self._additive(lower, setting), False
+
+    def _additive(self, lower: Lowering, setting: Setting) -> Value:
+        """Bias and keep-condition as one matrix added to the scores.
+
+        A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
+        key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
+        """
+        a, plan = lower.attention, lower.plan
+        bias: Expr = a.bias if a.bias is not None else Const(0.0)
+        if a.keep is not None:
+            fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
+            bias = apply("where", a.keep.condition, bias, Const(fill))
+        mask = lower.expression(bias, lower.mask_groups())
+        made = fake_of(mask).dtype
+        if not made.is_floating_point:
+            mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+        elif made == torch.float16 and setting.eager_form:
+            lowest = torch.finfo(torch.float16).min / 2
+            masked = plan.call(aten.le.Scalar, mask, lowest)
+            wide = plan.call(aten.to.dtype, mask, torch.float32)
+            infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
+            low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
+            mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
+        elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
+            mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+        if setting.autocast is not None and setting.eager_form and fake_of(mask).dtype != setting.autocast:
+            # Autocast would round float32's lowest number to -inf.
+            mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
+        return mask
+
+
+def mask_kind(a: Attention, setting: Setting) -> str:
+    """"none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
+    if not a.has_mask:
+        return "none"
+    rows = [x for x in a.rows if x.size != 1]
+    if a.structure is Structure.CAUSAL and len(rows) <= 1:
+        return "causal"
+    if a.bias is not None:
+        return "additive"
+    assert a.keep is not None
+    nonempty = a.rows_never_empty or setting.assume_nonempty_rows
+    return "boolean" if nonempty or not _is_finite_fill(a) else "additive"
+
+
+def _is_finite_fill(a: Attention) -> bool:
+    return a.keep is not None and a.keep.fill != float("-inf")
+
+
+def _padded_bytes(a: Attention, setting: Setting) -> int:
+    if a.head_dim == a.value_head_dim:
+        return 0
+    problem = problem_of(a, setting.hint)
+    return problem.operand_bytes
+
+
+def _pad(plan: Plan, value: Value, amount: int) -> Value:
+    return plan.call(aten.constant_pad_nd.default, value, [0, amount], 0.0) if amount > 0 else value
+
+
+def _dense(plan: Plan, value: Value) -> Value:
+    """The operand with its last dimension dense in memory."""
+    tensor = fake_of(value)
+    stride = plan.sizes.index(tensor.stride(-1))
+    if stride == 1 or plan.sizes.index(tensor.shape[-1]) == 1:
+        return value
+    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def sdpa_function(plan: Plan) -> object:
+    """The call in the dialect of the graph."""
+    if "example_value" in plan.result.meta:
+        return torch.nn.functional.scaled_dot_product_attention
+    return aten.scaled_dot_product_attention.default

@@ -1,0 +1,531 @@
+"""Seed S4 (pytorch/pytorch#151287): many one-token queries against one shared K and V, compiled in every way.
+
+    python -m bench.s4 [--json FILE] [--half] [--rounds N] [--device cpu]
+
+q is (1000, 4, 1, 32), k and v are (1, 4, 2048, 32), the batch of q is dynamic from 1 to 2048. Because k and v have to
+be broadcast over the batch, no fused kernel takes the call as it stands; folding the batch into the query length is
+the same function, and one they do take. The candidates are timed in turns, so that a busy machine slows all of them,
+and the stock package runs twice under two names: the ratio of those two rows is the noise of the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.benchmark import Timer
+
+BATCH, HEADS, KV_LEN, HEAD_DIM = 1000, 4, 2048, 32
+MAX_BATCH = 2048
+# Where the answer is checked: the batch of the report, an odd one, and the smallest, which export may specialise on.
+CHECKED_BATCHES = (BATCH, 7, 1)
+# Largest error against float64 that counts as right, relative to the largest output.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+REPORTED = "reported with torch 2.5.1 for 1000 calls: FX graph 11.03 s, AOTInductor 11.29 s, decomposed 4.44 s"
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Runner = Callable[..., torch.Tensor]
+
+
+class SharedKeys(nn.Module):
+    """The call as users write it: q (B, H, 1, D), k and v (1, H, S, D); in bfloat16 autocast if `half`."""
+
+    def __init__(self, device: str = "cpu", half: bool = False) -> None:
+        super().__init__()
+        self.device = device
+        self.half_precision = half
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self.half_precision:
+            return self.attend(q, k, v)
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            return self.attend(q, k, v)
+
+
+class Folded(SharedKeys):
+    """The same function as a specialist writes it: q folded to (1, H, B, D), attended once and unfolded."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query.permute(2, 1, 0, 3), key, value).permute(2, 1, 0, 3)
+
+
+def make_inputs(batch: int = BATCH, device: str = "cpu") -> Inputs:
+    """Random float32 q (batch, 4, 1, 32), k and v (1, 4, 2048, 32); the same batch gives the same numbers."""
+    generator = torch.Generator().manual_seed(batch)
+    shapes = ((batch, HEADS, 1, HEAD_DIM), (1, HEADS, KV_LEN, HEAD_DIM), (1, HEADS, KV_LEN, HEAD_DIM))
+    q, k, v = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
+    return q, k, v
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The attention in float64, spelled out, a few queries at a time because the broadcast copies of k are large."""
+    k64, v64 = k.double(), v.double()
+    chunks = [((chunk.double() @ k64.mT) / math.sqrt(HEAD_DIM)).softmax(-1) @ v64 for chunk in q.split(50)]
+    return torch.cat(chunks)
+
+
+# ---- the ways to run it ----
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a run happens; `folder` holds the packages while it lasts."""
+
+    folder: Path
+    device: str = "cpu"
+    half: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.half else torch.float32
+
+    def module(self, kind: type[SharedKeys] = SharedKeys) -> SharedKeys:
+        return kind(self.device, self.half).eval()
+
+
+def dynamic_shapes() -> dict[str, Any]:
+    return {"q": {0: torch.export.Dim("batch", min=1, max=MAX_BATCH)}, "k": None, "v": None}
+
+
+def _export(setting: Setting, kind: type[SharedKeys] = SharedKeys) -> torch.export.ExportedProgram:
+    return torch.export.export(
+        setting.module(kind), make_inputs(device=setting.device), dynamic_shapes=dynamic_shapes()
+    )
+
+
+def _package(program: torch.export.ExportedProgram, path: Path) -> Path:
+    return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(path)))
+
+
+def _stock_package(setting: Setting) -> Path:
+    return _package(_export(setting), setting.folder / "stock.pt2")
+
+
+def _decomposed_package(setting: Setting) -> Path:
+    return _package(_export(setting).run_decompositions(), setting.folder / "decomposed.pt2")
+
+
+def _folded_package(setting: Setting) -> Path:
+    return _package(_export(setting, Folded), setting.folder / "folded.pt2")
+
+
+def _pass_package(setting: Setting) -> Path:
+    import attn_pass
+
+    path = setting.folder / "attn_pass.pt2"
+    attn_pass.aot_compile(
+        setting.module(),
+        make_inputs(device=setting.device),
+        dynamic_shapes=dynamic_shapes(),
+        package_path=str(path),
+    )
+    return path
+
+
+def _eager(setting: Setting) -> Runner:
+    return setting.module()
+
+
+def _stock_compile(setting: Setting) -> Runner:
+    return torch.compile(setting.module())
+
+
+def _pass_compile(setting: Setting) -> Runner:
+    import attn_pass
+
+    return torch.compile(setting.module(), backend=attn_pass.backend)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One row of the table: `package` makes a .pt2 file, or else `callable` makes something that runs here."""
+
+    name: str
+    package: Callable[[Setting], Path] | None = None
+    callable: Callable[[Setting], Runner] | None = None
+
+
+EAGER = Way("eager", callable=_eager)
+STOCK_COMPILE = Way("torch.compile, stock", callable=_stock_compile)
+PASS_COMPILE = Way("torch.compile, attn_pass", callable=_pass_compile)
+STOCK = Way("AOTInductor, stock", package=_stock_package)
+# Built by nobody: it is the stock package, loaded and timed once more.
+STOCK_AGAIN = Way("AOTInductor, stock (A/A)", package=_stock_package)
+DECOMPOSED = Way("AOTInductor, decomposed", package=_decomposed_package)
+PASS = Way("AOTInductor, attn_pass", package=_pass_package)
+FOLDED = Way("AOTInductor, folded by hand", package=_folded_package)
+
+PACKAGES: tuple[Way, ...] = (STOCK, STOCK_AGAIN, DECOMPOSED, PASS)
+ALL: tuple[Way, ...] = (EAGER, STOCK_COMPILE, PASS_COMPILE, STOCK, STOCK_AGAIN, DECOMPOSED, PASS, FOLDED)
+
+
+# ---- measuring ----
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way that is ready to run, with what it took to get there."""
+
+    name: str
+    run: Runner
+    compile_s: float
+    package_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one candidate; `peak_bytes` is the memory one call adds, None where it cannot be read."""
+
+    name: str
+    median_us: float
+    p10_us: float
+    relative_error: float
+    compile_s: float
+    package_bytes: int | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows of one run, with the conditions they hold under."""
+
+    rows: tuple[Row, ...]
+    tolerance: float
+    dtype: str
+    rounds: int
+    device: str
+    threads: int
+    versions: dict[str, str]
+    command: str
+
+    @property
+    def wrong(self) -> tuple[Row, ...]:
+        # `not <=` and so NaN counts as wrong.
+        return tuple(row for row in self.rows if not row.relative_error <= self.tolerance)
+
+    def row(self, way: Way) -> Row | None:
+        return next((row for row in self.rows if row.name == way.name), None)
+
+    def ratio(self, slower: Way, faster: Way) -> float | None:
+        """Median time of `slower` over that of `faster`; None if one of them was not measured."""
+        above, below = self.row(slower), self.row(faster)
+        return above.median_us / below.median_us if above and below else None
+
+
+@contextmanager
+def private_caches(folder: Path) -> Iterator[None]:
+    """Keep Inductor's disk caches of this block in `folder`, so that compile times are those of a first compile."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def warm_compiler(folder: Path) -> None:
+    """Compile something trivial: the first compile in a fresh cache also builds Inductor's precompiled headers."""
+
+    class Increment(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    _package(torch.export.export(Increment(), (torch.zeros(8),)), folder / "warm_up.pt2")
+
+
+def prepare(ways: Sequence[Way], setting: Setting, tell: Callable[[str], None]) -> list[Candidate]:
+    """Compile and load every way, warmed up by one call; `tell` hears what is being done."""
+    inputs = make_inputs(device=setting.device)
+    built: dict[Callable[[Setting], Path], tuple[Path, float]] = {}
+    candidates = []
+    for way in ways:
+        start = time.perf_counter()
+        size = None
+        if way.package is not None:
+            if way.package not in built:
+                path = way.package(setting)
+                built[way.package] = path, time.perf_counter() - start
+            path, seconds = built[way.package]
+            size = path.stat().st_size
+            run: Runner = torch._inductor.aoti_load_package(str(path))
+            run(*inputs)
+        else:
+            assert way.callable is not None
+            run = way.callable(setting)
+            # A compiled function compiles in its first call.
+            run(*inputs)
+            seconds = 0.0 if way is EAGER else time.perf_counter() - start
+        tell(f"{way.name}: ready in {time.perf_counter() - start:.1f} s")
+        candidates.append(Candidate(way.name, run, seconds, size))
+    return candidates
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference over the largest expected value; NaN for a NaN in `got`, inf for another shape."""
+    if got.shape != want.shape:
+        return math.inf
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def errors(candidates: Sequence[Candidate], setting: Setting) -> list[float]:
+    """The worst error against float64 of every candidate over CHECKED_BATCHES."""
+    worst = [0.0] * len(candidates)
+    for batch in CHECKED_BATCHES:
+        inputs = make_inputs(batch, setting.device)
+        want = reference(*inputs)
+        for index, candidate in enumerate(candidates):
+            error = relative_error(candidate.run(*inputs), want)
+            # max() would drop a NaN.
+            worst[index] = error if math.isnan(error) or error > worst[index] else worst[index]
+    return worst
+
+
+def interleaved_us(candidates: Sequence[Candidate], inputs: Inputs, rounds: int) -> list[list[float]]:
+    """Microseconds a call, one sample a candidate a round; every round starts with another candidate."""
+    timers = [
+        Timer("run(*inputs)", globals={"run": candidate.run, "inputs": inputs}, num_threads=torch.get_num_threads())
+        for candidate in candidates
+    ]
+    # About 20 ms a sample: enough calls to drown the clock, few enough to change candidates often.
+    calls = [max(1, round(0.02 / timer.timeit(1).mean)) for timer in timers]
+    samples: list[list[float]] = [[] for _ in candidates]
+    for first in range(rounds):
+        for offset in range(len(candidates)):
+            index = (first + offset) % len(candidates)
+            samples[index].append(timers[index].timeit(calls[index]).mean * 1e6)
+    return samples
+
+
+def _status_kib(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
+    """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        candidate.run(*inputs)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        # What earlier calls freed is still resident and would be reused unseen: hand it back first (malloc_trim(3)).
+        ctypes.CDLL(None).malloc_trim(0)
+        # Linux: writing 5 resets the high-water mark of resident memory (proc(5), clear_refs).
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_kib("VmRSS")
+        candidate.run(*inputs)
+        return max(0, _status_kib("VmHWM") - before) * 1024
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def percentile_10(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
+
+
+def measure(ways: Sequence[Way], setting: Setting, rounds: int, tell: Callable[[str], None]) -> Result:
+    """Prepare, check and time the ways under no_grad."""
+    # Without the graph caches: two ways that end in the same graph must both pay for compiling it.
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with torch.no_grad(), private_caches(setting.folder), uncached:
+        start = time.perf_counter()
+        warm_compiler(setting.folder)
+        tell(f"compiler warmed up in {time.perf_counter() - start:.1f} s")
+        candidates = prepare(ways, setting, tell)
+        inputs = make_inputs(device=setting.device)
+        tell(f"timing {len(candidates)} candidates in turns, {rounds} rounds")
+        samples = interleaved_us(candidates, inputs, rounds)
+        peaks = [peak_bytes(candidate, inputs) for candidate in candidates]
+        # Last: other batches make torch.compile compile again, for any batch, and that is not what was timed.
+        tell("comparing with float64")
+        found = errors(candidates, setting)
+    rows = tuple(
+        Row(
+            candidate.name,
+            statistics.median(taken),
+            percentile_10(taken),
+            error,
+            candidate.compile_s,
+            candidate.package_bytes,
+            peak,
+        )
+        for candidate, taken, error, peak in zip(candidates, samples, found, peaks, strict=True)
+    )
+    return Result(
+        rows=rows,
+        tolerance=TOLERANCE[setting.dtype],
+        dtype="autocast bfloat16" if setting.half else "float32",
+        rounds=rounds,
+        device=device_name(setting.device),
+        threads=torch.get_num_threads(),
+        versions=versions(),
+        command=command(),
+    )
+
+
+# ---- telling ----
+
+
+def device_name(device: str) -> str:
+    """The processor in words, with the number of cores this process may use."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    try:
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        ours = version("attn-pass")
+    except PackageNotFoundError:
+        ours = "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": ours}
+
+
+def command() -> str:
+    """The command line, with folders cut off: a result file says what was run, not where."""
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    module = Path(sys.argv[0]).stem
+    return " ".join(["python -m", f"bench.{module}", *words])
+
+
+# A redirected output has no width of its own; the tables of this folder need this much.
+WIDTH = 150
+COLUMNS = ("how", "median ms", "p10 ms", "against stock", "error", "compile s", "package KiB", "peak MiB")
+
+
+def cells(result: Result) -> list[tuple[str, ...]]:
+    """The table's text, one tuple a row in the order of COLUMNS; `against stock` above 1 is faster than stock."""
+    stock = result.row(STOCK)
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    return [
+        (
+            row.name,
+            f"{row.median_us / 1e3:.3f}",
+            f"{row.p10_us / 1e3:.3f}",
+            number(stock.median_us / row.median_us if stock else None, ".2f") + ("x" if stock else ""),
+            f"{row.relative_error:.1e}" + (" WRONG" if row in result.wrong else ""),
+            f"{row.compile_s:.1f}",
+            number(row.package_bytes / 1024 if row.package_bytes is not None else None, ".0f"),
+            number(row.peak_bytes / 2**20 if row.peak_bytes is not None else None, ".1f"),
+        )
+        for row in result.rows
+    ]
+
+
+def conditions(result: Result) -> str:
+    known = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return (
+        f"q ({BATCH}, {HEADS}, 1, {HEAD_DIM}), k and v (1, {HEADS}, {KV_LEN}, {HEAD_DIM}), "
+        f"batch 1..{MAX_BATCH}, {result.dtype}; "
+        f"{result.device}, {result.threads} threads; {known}; {result.rounds} rounds in turns; "
+        f"error: largest against float64 over batches {', '.join(map(str, CHECKED_BATCHES))}, "
+        f"tolerance {result.tolerance:.0e}; "
+        "peak: memory one call adds"
+    )
+
+
+def plain_console() -> Console:
+    """A console wide enough for the tables where the output is redirected, and free of the libraries' notices."""
+    # They announce changes to come in torch; none is about what is measured.
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def rich_table(result: Result) -> Table:
+    table = Table(title="S4: one shared K and V", caption=conditions(result), caption_justify="left")
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in cells(result):
+        table.add_row(*row)
+    return table
+
+
+def markdown(result: Result) -> str:
+    lines = [
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---" + "|---:" * (len(COLUMNS) - 1) + "|",
+        *("| " + " | ".join(row) + " |" for row in cells(result)),
+    ]
+    return "\n".join([*lines, "", f"{conditions(result)}; {REPORTED}.", "", f"Command: `{result.command}`", ""])
+
+
+def write(result: Result, path: Path) -> Path:
+    """Write the numbers to `path` as JSON and the table beside it as Markdown; returns the Markdown path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    table = path.with_suffix(".md")
+    table.write_text(markdown(result))
+    return table
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write here, and a Markdown table beside it.")
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="Run the model in bfloat16 autocast.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of every candidate.")] = 15,
+    device: Annotated[str, typer.Option(help="The device to measure on.")] = "cpu",
+) -> None:
+    """Measure seed S4; the exit status is 1 if an answer is further from float64 than the tolerance."""
+    console = plain_console()
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(
+            ALL,
+            Setting(Path(folder), device, half),
+            rounds,
+            lambda line: console.print(f"[{time.perf_counter() - start:6.1f} s] {line}", markup=False, highlight=False),
+        )
+    console.print(rich_table(result))
+    if json_file is not None:
+        console.print(f"written: {json_file} and {write(result, json_file)}", markup=False, highlight=False)
+    if result.wrong:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

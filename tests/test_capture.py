@@ -1,0 +1,206 @@
+"""`explain`: says what would be done, and leaves no trace in what torch.compile knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import toy_engine as toy
+from torch._dynamo.testing import CompileCounter
+
+import attn_pass
+
+
+@pytest.fixture(autouse=True)
+def quiet_torch() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("explain compiled something")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", refuse)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.ran: list[tuple[bool, bool, torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+        return torch.relu(self.linear(x) + shift)
+
+
+class Broken(torch.nn.Module):
+    """Two graphs, with a graph break in the middle of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x)
+        torch._dynamo.graph_break()
+        return self.inner(y)
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2, 4)
+
+
+def test_explain_tells_the_sites_and_runs_the_model_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy.use(monkeypatch, toy.unlowerable())
+    seen: list[torch.Tensor] = []
+    model = Model()
+    model.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    before = len(attn_pass.reports())
+    with attn_pass.record() as recorded:
+        report = attn_pass.explain(model, ones(), shift=100.0, attn_pass_options={"choose": "fused"})
+    assert [site.outcome for site in report.sites] == ["rewritten"] and recorded.sites == report.sites
+    assert report.sites[0].where.startswith("test_capture.py:")
+    assert engine.options[0].choose == "fused" and report.graphs == 1
+    assert len(attn_pass.reports()) == before
+    assert seen and seen[0].min() > 50  # the original ran, with the keyword
+    assert str(report).startswith("attn_pass: 1 attention site")
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_training_and_gradient_modes_stay(monkeypatch: pytest.MonkeyPatch, training: bool, grad: bool) -> None:
+    seen: list[bool] = []
+
+    def look(gm: torch.fx.GraphModule, **kwargs: Any) -> bool:
+        seen.append(torch.is_grad_enabled())
+        targets = [str(node.target) for node in gm.graph.nodes]
+        dropout = next(node for node in gm.graph.nodes if "dropout" in str(node.target))
+        seen.append(dropout.args[2])
+        assert targets
+        return False
+
+    toy.use(monkeypatch, look)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).train(training)
+    with torch.set_grad_enabled(grad):
+        attn_pass.explain(model, ones())
+    assert seen == [grad, training] and model.training is training
+
+
+def test_a_compiled_model_is_captured_again_and_stays_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.left())
+    model, backend = Model(), CompileCounter()
+    compiled = torch.compile(model, backend=backend)
+    compiled(ones())
+    assert backend.frame_count == 1
+    for candidate in (compiled, model, compiled):
+        assert len(attn_pass.explain(candidate, ones()).sites) == 1
+    compiled(ones())
+    assert backend.frame_count == 1
+    function = torch.compile(lambda x: torch.relu(x), backend=backend)
+    function(ones())
+    assert len(attn_pass.explain(function, ones()).sites) == 1
+    assert backend.frame_count == 2
+
+
+def test_a_module_compiled_in_place_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.left())
+    model = Model()
+    model.compile(backend="eager")
+    model(ones())
+    assert len(attn_pass.explain(model, ones()).sites) == 1
+    outer = torch.nn.Sequential(model, torch.nn.ReLU())
+    assert len(attn_pass.explain(outer, ones()).sites) == 2
+
+
+def test_explaining_often_spends_nothing_of_the_models_recompile_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.left())
+    model, backend = Broken(), CompileCounter()
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert len(attn_pass.explain(model, ones()).sites) == 2
+    torch.compile(model, backend=backend)(ones())
+    assert backend.frame_count == 2
+
+
+def test_other_shapes_do_not_make_it_dynamic_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[list[Any]] = []
+
+    def look(gm: torch.fx.GraphModule, **kwargs: Any) -> bool:
+        values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+        shapes.append([type(s) for v in values if isinstance(v, torch.Tensor) and v.ndim == 2 for s in v.shape])
+        return False
+
+    toy.use(monkeypatch, look)
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 2
+
+    for rows in (2, 3, 5):
+        attn_pass.explain(double, torch.ones(rows, 4))
+    assert all(sizes == [int, int] for sizes in shapes)
+    marked = torch.ones(6, 4)
+    torch._dynamo.mark_dynamic(marked, 0)
+    attn_pass.explain(double, marked)
+    assert shapes[-1] == [torch.SymInt, int]
+    # ... and what was explained does not make a later compile dynamic.
+    torch.compile(double, backend=attn_pass.wrap("eager"))(torch.ones(7, 4))
+    assert shapes[-1] == [int, int]
+
+
+def test_pieces_of_a_broken_graph_are_all_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.capped())
+    report = attn_pass.explain(Broken(), ones())
+    assert len(report.sites) == 2 and report.graphs == 2
+
+
+def test_an_exported_program_is_explained_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy.use(monkeypatch, toy.capped())
+    program = torch.export.export(Model(), (ones(),))
+    before = program.graph_module.code
+    assert len(attn_pass.explain(program).rewritten) == 1
+    assert program.graph_module.code == before and engine.programs == ["export"]
+
+
+def test_a_failing_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.left())
+    with pytest.raises(attn_pass.CaptureError, match="(?s)Model could not be captured.*Check that it runs eagerly"):
+        attn_pass.explain(Model(), torch.ones(2, 5))
+    with pytest.raises(attn_pass.CaptureError, match="takes a module, a function or an ExportedProgram, got Tensor"):
+        attn_pass.explain(ones(), ones())
+    with pytest.raises(attn_pass.CaptureError, match="captured no graph of disabled.*disable"):
+        attn_pass.explain(disabled, ones())
+    with pytest.raises(attn_pass.CaptureError, match="captured no graph of Model"):
+        with torch.compiler.set_stance("force_eager"):
+            attn_pass.explain(Model(), ones())
+    with pytest.raises(attn_pass.OptionError, match="did you mean 'choose'"):
+        attn_pass.explain(Model(), ones(), attn_pass_options={"chose": "fused"})
+
+
+@torch.compiler.disable
+def disabled(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
+def test_an_error_the_engine_is_asked_to_raise_arrives_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(gm: torch.fx.GraphModule, **kwargs: Any) -> bool:
+        raise attn_pass.RewriteError("the reading failed")
+
+    toy.use(monkeypatch, failing)
+    with pytest.raises(attn_pass.RewriteError, match="^the reading failed$"):
+        attn_pass.explain(Model(), ones())
+
+
+def test_threads_explain_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy.use(monkeypatch, toy.left())
+    model, found = Model(), []
+    threads = [threading.Thread(target=lambda: found.append(len(attn_pass.explain(model, ones()).sites))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [1, 1]

@@ -1,0 +1,165 @@
+"""The command line: explain on a file or a module, its output forms, and exit code 2 with a sentence on bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import attn_pass
+from attn_pass.cli import app
+from attn_pass.errors import CaptureError
+from attn_pass.report import Report, SiteReport
+
+MODEL = """
+import torch
+
+class Attention(torch.nn.Module):
+    def forward(self, q, k, v, scale=1.0):
+        return torch.softmax(q @ k.mT * scale, -1) @ v
+
+def build():
+    x = torch.randn(1, 2, 8, 4)
+    return Attention(), (x, x, x), {"scale": 0.5}
+
+def positional():
+    x = torch.randn(1, 2, 8, 4)
+    return Attention(), [x, x, x]
+
+def broken():
+    raise OSError("no weights here")
+
+def single():
+    return Attention()
+
+def unpacked():
+    return Attention(), 3
+
+def listed():
+    return Attention(), (), [1]
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("CHOOSE", "ON_ERROR", "VERIFY"):
+        monkeypatch.delenv(f"ATTN_PASS_{name}", raising=False)
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    sys.path[:] = path
+    for name in ("cli_example", "cli_broken"):
+        if name not in modules:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "cli_example.py"
+    path.write_text(MODEL)
+    return path
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What explain was called with; stands in for the real one, which has tests of its own."""
+    calls: list[dict[str, Any]] = []
+
+    def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
+        calls.append({"model": model, "args": args, "kwargs": kwargs, "choose": os.environ.get("ATTN_PASS_CHOOSE")})
+        return Report([SiteReport(outcome="left", reason="a reason", where="model.py:6 in forward")], graphs=1)
+
+    monkeypatch.setattr(attn_pass, "explain", explain, raising=False)
+    return calls
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+def test_explain_prints_the_table(model_file: Path, called: list[dict[str, Any]]) -> None:
+    result = run("explain", f"{model_file}:build")
+    assert result.exit_code == 0, result.output
+    assert "1 attention site: 1 left" in result.stdout and "model.py:6 in forward" in result.stdout
+    assert type(called[0]["model"]).__name__ == "Attention" and called[0]["kwargs"] == {"scale": 0.5}
+    assert [a.shape for a in called[0]["args"]] == [torch.Size([1, 2, 8, 4])] * 3
+
+
+def test_explain_takes_a_module_of_the_current_directory_and_two_results(
+    model_file: Path, called: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_file.parent)
+    assert run("explain", "cli_example:positional").exit_code == 0
+    assert len(called[0]["args"]) == 3 and called[0]["kwargs"] == {}
+
+
+def test_explain_json(model_file: Path, called: list[dict[str, Any]]) -> None:
+    told = json.loads(run("explain", f"{model_file}:build", "--json").stdout)
+    assert told["sites"][0]["reason"] == "a reason"
+
+
+def test_choose_reaches_explain_and_nothing_after(model_file: Path, called: list[dict[str, Any]]) -> None:
+    assert run("explain", f"{model_file}:build", "--choose", "fused").exit_code == 0
+    assert called[0]["choose"] == "fused" and "ATTN_PASS_CHOOSE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("{file}", "does not name a function"),
+        ("{file}:", "does not name a function"),
+        ("{file}:missing", "has no function 'missing'"),
+        ("{file}:number", "has no function 'number'"),
+        ("{file}:broken", "raised OSError: no weights here"),
+        ("{file}:single", "returned Attention; return (model, args) or (model, args, kwargs)"),
+        ("{file}:unpacked", "returned int as args; return a tuple"),
+        ("{file}:listed", "returned list of 1 as kwargs; return a dict"),
+        ("/nowhere/model.py:build", "there is no file /nowhere/model.py"),
+        ("no_such_module_at_all:build", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(
+    model_file: Path, called: list[dict[str, Any]], target: str, said: str
+) -> None:
+    result = run("explain", target.format(file=model_file))
+    assert result.exit_code == 2
+    assert said in result.stderr and result.stderr.startswith("attn-pass: ")
+    assert result.stdout == "" and called == []
+
+
+def test_a_file_that_does_not_parse(tmp_path: Path) -> None:
+    (tmp_path / "cli_broken.py").write_text("def f(:\n")
+    result = run("explain", f"{tmp_path / 'cli_broken.py'}:f")
+    assert result.exit_code == 2 and "cannot be imported: SyntaxError" in result.stderr
+
+
+def test_a_bad_choice_is_told_before_the_model_is_built(model_file: Path, called: list[dict[str, Any]]) -> None:
+    result = run("explain", f"{model_file}:broken", "--choose", "fussed")
+    assert result.exit_code == 2 and "did you mean 'fused'" in result.stderr
+
+
+def test_a_model_that_cannot_be_captured(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explain(*args: Any, **kwargs: Any) -> Report:
+        raise CaptureError("the model cannot be captured: do this")
+
+    monkeypatch.setattr(attn_pass, "explain", explain, raising=False)
+    result = run("explain", f"{model_file}:build")
+    assert result.exit_code == 2 and result.stderr == "attn-pass: the model cannot be captured: do this\n"
+
+
+def test_version() -> None:
+    assert f"torch {torch.__version__}" in run("version").stdout
+    assert json.loads(run("version", "--json").stdout)["torch"] == str(torch.__version__)
+
+
+def test_no_command_shows_the_commands() -> None:
+    result = run()
+    assert result.exit_code == 2 and "explain" in result.output and "version" in result.output

@@ -1,0 +1,150 @@
+"""Options: names, values, environment defaults, and the split of torch.compile's options dict."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from attn_pass.errors import AttnPassError, OptionError
+from attn_pass.options import OPTION_NAMES, Options, make_options, split_options
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHOOSE", "ON_ERROR", "VERIFY"):
+        monkeypatch.delenv(f"ATTN_PASS_{name}", raising=False)
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(make_options()) == {
+        "choose": "cheapest",
+        "numerics": "default",
+        "targets": None,
+        "poor_cases": None,
+        "tune": False,
+        "verify": "off",
+        "on_error": "warn",
+        "assume_constant_buffers": False,
+        "assume_nonempty_rows": False,
+        "shield": True,
+        "device": None,
+    }
+
+
+def test_lists_become_tuples_and_options_hash() -> None:
+    made = make_options(targets=["flash", "sdpa"], poor_cases=[], choose="fused", device="cuda:0")
+    assert made.targets == ("flash", "sdpa") and made.poor_cases == ()
+    assert hash(made) == hash(make_options(targets=("flash", "sdpa"), poor_cases=(), choose="fused", device="cuda:0"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.choose = "cheapest"  # type: ignore[misc]
+
+
+def test_every_field_is_documented() -> None:
+    for name in OPTION_NAMES:
+        assert f"\n        {name}: " in (Options.__doc__ or ""), name
+
+
+def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
+    with pytest.raises(OptionError, match="unknown attn_pass option 'chose'; did you mean 'choose'") as caught:
+        make_options(chose="fused")
+    assert all(repr(name) in str(caught.value) for name in OPTION_NAMES)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, AttnPassError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("choose", "fussed", "'fussed' .str.; did you mean 'fused'.; accepted: 'cheapest', 'fused'"),
+        ("choose", None, "None .NoneType.; accepted: 'cheapest', 'fused'"),
+        ("numerics", 3, "3 .int.; accepted: 'default', 'strict'"),
+        ("targets", "sdpa", r"did you mean \('sdpa',\)"),
+        ("targets", {"sdpa"}, "accepted: a list or tuple of names, or None"),
+        ("targets", ["sdpa", 3], "accepted: a list or tuple of names, or None"),
+        ("poor_cases", [""], "accepted: a list or tuple of names, or None"),
+        ("shield", 1, "1 .int.; accepted: True or False"),
+        ("device", 0, "accepted: a device"),
+        ("device", " ", "accepted: a device"),
+        ("on_error", "Raise", "did you mean 'raise'"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_accepted(name: str, value: object, said: str) -> None:
+    with pytest.raises(OptionError, match=said) as caught:
+        make_options(**{name: value})
+    assert f"option {name!r}" in str(caught.value)
+    with pytest.raises(OptionError):
+        Options(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [("tune", True), ("verify", "graph"), ("verify", "kernel")])
+def test_what_is_not_built_yet_is_refused_not_ignored(name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"{name}=.* is not available yet"):
+        make_options(**{name: value})
+
+
+def test_environment_gives_defaults_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_PASS_CHOOSE", "fused")
+    monkeypatch.setenv("ATTN_PASS_ON_ERROR", "raise")
+    monkeypatch.setenv("ATTN_PASS_VERIFY", "")
+    assert (Options().choose, Options().on_error, Options().verify) == ("fused", "raise", "off")
+    assert make_options(choose="cheapest").choose == "cheapest"
+    assert split_options(None)[0].choose == "fused"
+
+
+@pytest.mark.parametrize(("name", "field"), [("CHOOSE", "choose"), ("ON_ERROR", "on_error"), ("VERIFY", "verify")])
+def test_a_bad_environment_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, field: str) -> None:
+    monkeypatch.setenv(f"ATTN_PASS_{name}", "bogus")
+    with pytest.raises(OptionError, match=f"ATTN_PASS_{name}='bogus': accepted are"):
+        make_options()
+    assert field in OPTION_NAMES
+
+
+def test_split_sends_each_key_to_its_owner() -> None:
+    ours, inductor, mode = split_options(
+        {"choose": "fused", "targets": ["sdpa"], "max-autotune": True, "triton.cudagraphs": False, "mode": "default"}
+    )
+    assert ours == make_options(choose="fused", targets=("sdpa",))
+    assert inductor == {"max_autotune": True, "triton.cudagraphs": False}
+    assert mode == "default"
+
+
+def test_no_option_of_ours_hides_one_of_inductor() -> None:
+    from torch._inductor import list_options
+
+    assert not {*OPTION_NAMES, "mode"} & set(list_options())
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("chose", "choose"),
+        ("max_autotun", "max_autotune"),
+        ("modes", "mode"),
+        ("triton.cudagraph", "triton.cudagraphs"),
+    ],
+)
+def test_split_names_the_nearest_of_either(key: str, nearest: str) -> None:
+    with pytest.raises(OptionError, match=f"unknown option {key!r}; did you mean {nearest!r}") as caught:
+        split_options({key: True})
+    assert "'assume_nonempty_rows'" in str(caught.value) and "torch._inductor.config" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_autotune": "yes"}, "'max_autotune' takes a value of type bool, got 'yes'"),
+        ({"mode": "max-autotun"}, "did you mean 'max-autotune'"),
+        ({"on_error": "raise", "on-error": "warn"}, "'on_error' is given twice"),
+        ({3: True}, "option names are strings, got 3"),
+        (["choose"], "options must be a dict"),
+        ({"choose": "slow"}, "accepted: 'cheapest', 'fused'"),
+    ],
+)
+def test_split_rejects_with_a_sentence(options: object, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        split_options(options)  # type: ignore[arg-type]
+
+
+def test_split_takes_inductor_values_torch_takes() -> None:
+    values = {"joint_custom_pre_pass": (print,), "cpp.threads": 4, "worker_log_path": "/tmp/log"}
+    assert split_options(values)[1] == values
