@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attn_pass.dynamo import Snapshot, decide, first_line
+from attn_pass.dynamo import Snapshot, decide, told
 from attn_pass.errors import AttnPassError, CaptureError
 from attn_pass.options import Options, make_options
 from attn_pass.report import Report, publish
-
-_numbers = itertools.count()
 
 
 def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
@@ -43,6 +41,9 @@ def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None 
         report = _captured(model, args, kwargs, options)
     publish(report, compiled=False)
     return report
+
+
+_OWN = "_compiled_call_impl"
 
 
 class _Reader:
@@ -73,16 +74,14 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     name = _name(model)
     reader = _Reader(options)
     breaks = Counter(counters["graph_break"])
-    # A region of its own keeps what is captured here out of the model's recompile limit (torch 2.13).
-    known = inspect.signature(torch.compile).parameters
-    isolated: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **isolated)
+    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **_isolation())
     try:
-        with config.patch(automatic_dynamic_shapes=False):  # earlier calls, other shapes: no reason to be dynamic here
+        # Earlier calls had other shapes: no reason to be dynamic here.
+        with config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):
             compiled(*args, **kwargs)
     except Exception as error:
         raise CaptureError(
-            f"{name} could not be captured: {first_line(error)}\nCheck that it runs eagerly with these inputs "
+            f"{name} could not be captured: {told(error)}\nCheck that it runs eagerly with these inputs "
             "(explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
             "torch.compile(model, backend='eager') says"
         ) from error
@@ -112,15 +111,31 @@ def _uncompiled(model: Any) -> Any:
     return innermost_fn(model)
 
 
+@contextmanager
+def _own_compile_off(model: Any) -> Iterator[None]:
+    """For a while, forget what `Module.compile()` made of the modules: behind a graph break it would take over."""
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    own = [(module, vars(module).pop(_OWN)) for module in modules if _OWN in vars(module)]
+    try:
+        yield
+    finally:
+        for module, compiled in own:
+            vars(module)[_OWN] = compiled
+
+
 def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the model, whose code Dynamo has not seen: it keeps what it compiled by code object."""
+    """A function that calls the model, whose code Dynamo has not seen: it counts what it compiled by code object."""
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    # What Dynamo learns of sizes it keeps by name and line.
-    explained.__code__ = explained.__code__.replace(co_name=f"explained_{next(_numbers)}")
+    explained.__code__ = explained.__code__.replace()
     return explained
+
+
+def _isolation() -> dict[str, Any]:
+    """For torch.compile: keep the frames captured here out of the model's own recompile limit (torch 2.13)."""
+    return {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
 
 def _name(model: Any) -> str:

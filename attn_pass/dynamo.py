@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -58,12 +61,11 @@ def backend(
 
 def _reset() -> None:
     """What torch._dynamo.reset() asks of a backend: forget CUDA graphs, as torch's own Inductor backend does."""
-    if torch.cuda.is_available():
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-        reset_cudagraph_trees()
+    if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
+        trees.reset_cudagraph_trees()
 
 
+backend.__name__ = "attn_pass"  # in Dynamo's errors and in its repro scripts, where a backend is looked up by name
 setattr(backend, "reset", _reset)  # noqa: B010  a function has no such attribute to a type checker
 
 
@@ -178,8 +180,11 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
+    began = time.perf_counter()
     original = Snapshot(gm)
+    kept = time.perf_counter() - began
     report, changed = decide(gm, options, "compile")
+    report.seconds += kept
     if not changed:
         compiled = compile_graph(gm, example_inputs, None)
         publish(report)
@@ -234,6 +239,22 @@ def first_line(error: BaseException) -> str:
     return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
 
 
+def told(error: BaseException) -> str:
+    """What a capture error says, on one line: without torch's hints on how to log more, and nothing said twice."""
+    text = _LOGGING_HINTS.sub("", re.split(_AFTERTHOUGHTS, str(error))[0])
+    lines = dict.fromkeys(line.strip() for line in text.splitlines())
+    words = " ".join(line for line in lines if line)
+    return f"{type(error).__name__}: {words if len(words) <= 800 else words[:797] + '...'}"
+
+
+_AFTERTHOUGHTS = "The error above occurred when calling|\n *from user code:"
+_LOGGING_HINTS = re.compile(
+    r"^\s*(Developer debug context|For more |For extended logs|If you suspect|Set TORCH).*$"
+    r"|For more information, run with \S+|\(Size-like symbols: none\)",
+    re.MULTILINE,
+)
+
+
 def _marked(gm: GraphModule) -> GraphModule:
     gm.meta[DECIDED] = True
     return gm
@@ -279,9 +300,7 @@ class Snapshot:
         self._members: dict[str, Any] = {}
         for node in gm.graph.nodes:
             if node.op in ("get_attr", "call_module") and node.target not in self._members:
-                member: Any = gm
-                for name in node.target.split("."):
-                    member = getattr(member, name)
+                member = attrgetter(node.target)(gm)
                 self._members[node.target] = Snapshot(member) if isinstance(member, GraphModule) else member
 
     def module(self) -> GraphModule:

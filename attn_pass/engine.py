@@ -6,7 +6,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
@@ -22,7 +22,7 @@ from attn_pass.model.index import Index
 from attn_pass.options import Options, unknown_name
 from attn_pass.patterns import calls, composite, softmax
 from attn_pass.patterns.base import Site
-from attn_pass.planner.choose import AsWritten, Choice, choose
+from attn_pass.planner.choose import Choice, choose
 from attn_pass.poor_cases import CASES
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
@@ -142,7 +142,8 @@ class _Graph:
         attention = described.attention
         setting = self._setting(site, attention)
         copied = sum(_bytes(n, self.sizes) for n in described.copies)
-        written = AsWritten(site.fused_as_called and setting.allowed_backends is None, copied)
+        fused = site.written.fused and setting.allowed_backends is None
+        written = replace(site.written, fused=fused, copied_bytes=copied)
         choice = choose(
             attention, written, setting, prefer=self.options.choose, allowed_targets=self.options.targets,
             allowed_cases=self.options.poor_cases,

@@ -25,6 +25,7 @@ from attn_pass.dynamo import (
     first_line,
     inductor_patches,
     leave_all,
+    told,
 )
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
 from attn_pass.options import Options, make_options, split_options, unknown_name
@@ -176,7 +177,7 @@ def _exported(
         if dynamic_shapes is not None:
             given += f" and dynamic_shapes={dynamic_shapes!r}"
         raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__} with {given}: {_told(error)}\nCheck that "
+            f"torch.export cannot capture {type(model).__name__} with {given}: {told(error)}\nCheck that "
             "the model runs with these inputs, and that every size declared dynamic may really differ from the "
             "example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
         ) from error
@@ -299,13 +300,6 @@ def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> str:
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _told(error: BaseException) -> str:
-    """The first lines of an export error that say something, without torch's hints how to log more."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("For more information", "Developer debug"))]
-    return f"{type(error).__name__}: {' '.join(lines[:6])[:800]}"
 
 
 # ---- metadata of a bare GraphModule ----

@@ -98,6 +98,22 @@ def test_the_original_of_a_body_comes_back_too(monkeypatch: pytest.MonkeyPatch) 
     assert "and 1 more" in message
 
 
+def test_the_original_of_a_shared_body_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What AOTAutograd made of the rewritten body it keeps by name: it must not be taken for the original's."""
+    toy.use(monkeypatch, toy.unlowerable())
+    layer = torch.compiler.nested_compile_region(lambda x: torch.relu(x) - 1)
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        return layer(layer(x))
+
+    x = above_six().requires_grad_()
+    with toy.refused_by_inductor(), pytest.warns(attn_pass.AttnPassWarning):
+        out = torch.compile(layers, backend=attn_pass.backend)(x)
+        out.sum().backward()
+    assert torch.equal(out, torch.relu(torch.relu(x) - 1) - 1)
+    assert torch.equal(x.grad, (x > 1).float())
+
+
 def test_on_error_raise_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(monkeypatch, toy.unlowerable())
     compiled = torch.compile(model, backend=attn_pass.backend, options={"on_error": "raise"})

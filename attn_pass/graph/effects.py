@@ -119,7 +119,7 @@ class Effects:
     def geometry_changes_after(self, node: Node, position: int) -> bool:
         """Whether ``node``'s fake tensor shows a shape or storage it gets after ``position`` only.
 
-        ``t_``, ``unsqueeze_``, ``set_`` and the like change the fake tensor in the metadata of every node that holds it,
+        ``t_``, ``unsqueeze_``, ``set_`` and the like change the fake tensor in the metadata of every node that has it,
         so sizes read from metadata are those of the end of the graph. Believe none of them where this is true.
         """
         return any(self._rebound.get(root, -1) >= position for root in self._roots_of(node))
@@ -166,6 +166,7 @@ class Effects:
         self.position = {}
         self._parents: dict[int, int] = {}
         self._unnamed = 0
+        self._has_values = False
         memory: dict[Node, tuple[int, ...]] = {}
         self._memory = memory
         owners: dict[int, list[_Owner]] = {}
@@ -180,7 +181,10 @@ class Effects:
             value = meta.get("example_value")
             if value is None:
                 value = meta.get("val")
-            keys = _storages(value) if type(value) is FakeTensor else None
+            keys = None
+            if type(value) is FakeTensor:
+                keys = _storages(value)
+                self._has_values = True
             if keys is None:
                 keys = self._place(node, value)
             memory[node] = keys
@@ -236,22 +240,22 @@ class Effects:
             return (self._new_key(),) if keys is None else keys
         if node.op == "placeholder":
             return (self._new_key(),)
-        if value is None and not node.users:
-            return ()
+        if self._has_values and not node.users:
+            return ()  # a write or a check that returns nothing
         return self._place_by_views(node)
 
     def _place_by_views(self, node: Node) -> tuple[int, ...]:
         """The memories of a result nothing is known of but how it was computed."""
-        inputs = [key for n in node.all_input_nodes for key in self._memory.get(n, ())]
-        if node.op in ("call_function", "call_method"):
-            traits = _traits(node.op, node.target)
-            if traits.view or traits.write is not None:
-                source = _first_node(node)
-                keys = self._memory.get(source, ()) if source is not None else ()
-                return keys or (self._new_key(),)
-            if not traits.unknown:
-                return (self._new_key(),)
-        return tuple(dict.fromkeys((*inputs, self._new_key())))
+        traits = _traits(node.op, node.target) if node.op in ("call_function", "call_method") else _Traits(unknown=True)
+        sources = [write.target for write in _call_writes(node)]
+        if traits.unknown:
+            sources = node.all_input_nodes
+        elif traits.view and not sources and (first := _first_node(node)) is not None:
+            sources = [first]
+        keys = dict.fromkeys(key for n in sources for key in self._memory.get(n, ()))
+        if traits.unknown or not keys:
+            keys[self._new_key()] = None
+        return tuple(keys)
 
     def _merge_input(self, node: Node, keys: tuple[int, ...]) -> None:
         """Dropout that may return its input: the fake tensor says copy, eager says alias."""

@@ -57,6 +57,16 @@ class Structure(Enum):
 
 
 @dataclass(frozen=True)
+class AsWritten:
+    """What the program would run if nothing were done."""
+
+    fused: bool  # a call torch has a fused kernel for, as it is called
+    mask_elements: int = 0  # of the mask the call is given, whatever it turned out to be
+    causal: bool = False  # the call's own flag
+    copied_bytes: int = 0  # operands copied before the products or the call
+
+
+@dataclass(frozen=True)
 class Attention:
     """``softmax(scale * factors * dot(query, key) + bias where keep, else fill) @ value``.
 

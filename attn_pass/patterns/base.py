@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.regions import Region
+from attn_pass.model.attention import AsWritten
 from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader, Unreadable
 
@@ -33,7 +34,7 @@ class Site:
     internal: tuple[Node, ...] = field(default_factory=tuple)
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
-    fused_as_called: bool = False  # a call torch already has a fused kernel for on this device
+    written: AsWritten = AsWritten(fused=False)  # what would run if nothing were done
 
 
 def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str = "near miss") -> Site:
@@ -70,3 +71,14 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
         mutation = reader.effects.mutation_between(node, at - 1, reader.order[result])
         if mutation is not None:
             raise Unreadable(f"{node.name} is written in place by {mutation.node.name} before the result is computed", mutation.node)
+
+
+def with_shape_uses(reader: Reader, internal: Iterable[Node]) -> tuple[Node, ...]:
+    """The inner nodes and the ``zeros_like`` and the like that take no more than a shape from them."""
+    inside = dict.fromkeys(internal)
+    for node in list(inside):
+        for user in node.users:
+            call = reader.call(user)
+            if call is not None and call.op in ("zeros", "ones", "full") and all(u in inside for u in user.users):
+                inside[user] = None
+    return tuple(inside)

@@ -9,8 +9,9 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
+from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
-from attn_pass.model.index import Axis, axis_index, divide, divide_exactly
+from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import Site, check_window, refused
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import Reader, SideLoad, Unreadable
@@ -46,9 +47,17 @@ def find(reader: Reader) -> Iterator[Site]:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             described = describe(_lift(reader, node, given))
             check_window(reader, described, node)
-            yield Site(node, FORM, region, described, fused_as_called=_cpu_fuses(reader, given))
+            yield Site(node, FORM, region, described, written=_as_written(reader, node, given))
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
+
+
+def _as_written(reader: Reader, node: Node, given: dict[str, Any]) -> AsWritten:
+    mask, out = tensor_value(given["attn_mask"]), tensor_value(node)
+    elements = 0
+    if mask is not None and out is not None:
+        elements = reader.sizes.hint(product(reader.sizes.shape(mask)))
+    return AsWritten(_cpu_fuses(reader, given), elements, given["is_causal"])
 
 
 def _cpu_fuses(reader: Reader, given: dict[str, Any]) -> bool:

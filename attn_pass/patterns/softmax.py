@@ -11,7 +11,7 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
 from attn_pass.model.index import Axis, axes, axis_index
-from attn_pass.patterns.base import Site, check_uses, check_window, refused
+from attn_pass.patterns.base import Site, check_uses, check_window, refused, with_shape_uses
 from attn_pass.reading.describe import Parts, describe, _with_dot
 from attn_pass.reading.lift import Reader, Spine, Unreadable, tensor_dims
 from attn_pass.reading.products import Product
@@ -218,7 +218,7 @@ def _lift(
         score=score, side=scores.loads, score_dtype=value.dtype, product_dtypes=(made.dtype, result.dtype),
         dropout=spine.dropout, empty_row_is_nan=read.empty_row_is_nan and not guarded,
     )  # fmt: skip
-    return parts, tuple(n for n in internal if n is not node)
+    return parts, tuple(n for n in with_shape_uses(reader, internal) if n is not node)
 
 
 def _is_transposed(left: tuple, right: tuple, at_softmax: tuple) -> bool:  # type: ignore[type-arg]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attn_pass.hardware import cost
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.poor_cases import variants
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import Offer, Refusal, Setting, Target
@@ -14,14 +14,6 @@ from attn_pass.targets.problem import problem_of
 
 LEAVE = "leave"
 _BETTER = 0.99  # an offer must be cheaper than leaving by more than a rounding of the model
-
-
-@dataclass(frozen=True)
-class AsWritten:
-    """What the program would run if nothing were done."""
-
-    fused: bool  # a call torch has a fused kernel for, as it is called
-    copied_bytes: int = 0  # operands copied before the products or the call
 
 
 @dataclass
@@ -40,8 +32,7 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     problem = problem_of(attention, setting.hint)
     copies = cost.traffic(setting.device, 2 * written.copied_bytes)
     if written.fused:
-        if attention.keep is not None and attention.bias is None and not problem.mask_elements:
-            problem = cost.Problem(**{**problem.__dict__, "causal": True})
+        problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
         return cost.fused(setting.device, problem) + copies
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
     return cost.unfused(setting.device, problem) + scaled + copies

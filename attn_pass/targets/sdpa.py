@@ -8,6 +8,7 @@ to the unfused path.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -37,14 +38,13 @@ class Sdpa:
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
-        causal = mask_kind(attention, setting) == "causal"
-        padded = _padded_bytes(attention, setting)
-        problem = cost.Problem(**{
-            **problem.__dict__, "causal": causal, "copied_bytes": copied + padded,
-            "mask_elements": 0 if mask_kind(attention, setting) in ("none", "causal") else problem.mask_elements,
-            "head_dim": max(problem.head_dim, problem.value_dim), "value_dim": max(problem.head_dim, problem.value_dim),
-        })  # fmt: skip
-        assumptions = ()
+        kind = mask_kind(attention, setting)
+        width = max(problem.head_dim, problem.value_dim)
+        problem = replace(
+            problem, causal=kind == "causal", copied_bytes=copied + _padded_bytes(attention, setting), head_dim=width,
+            value_dim=width, mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
+        )  # fmt: skip
+        assumptions: tuple[str, ...] = ()
         if attention.keep is not None and _is_finite_fill(attention) and not attention.rows_never_empty:
             assumptions = ("no row is masked out entirely",) if setting.assume_nonempty_rows else ()
         return Offer(
