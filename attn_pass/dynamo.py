@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, cast
 
@@ -141,23 +141,44 @@ def _callable_name(function: Any) -> str:
 # ---- deciding, with the original kept ----
 
 
-def decide(gm: GraphModule, options: Options, program: str) -> tuple[Report, bool]:
-    """Rewrite a root graph in place; returns the report and whether anything was changed.
+@dataclass(frozen=True)
+class Decision:
+    """What became of a root graph: the sites' report, whether the graph is another one now, and what it was."""
+
+    report: Report
+    changed: bool
+    original: Snapshot
+
+
+def decide(gm: GraphModule, options: Options, program: str) -> Decision:
+    """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
 
     Args:
         gm: the root graph.
         options: what the user asked for.
         program: "compile", "export" or "aoti", where the graph comes from.
+
+    Raises:
+        OptionError: an option names something that does not exist.
+        Exception: what went wrong, if options.on_error is "raise".
     """
     from attn_pass import engine
 
-    report = Report()
-    began = time.perf_counter()
-    changed = engine.rewrite_graph(gm, options=options, report=report, program=program)
-    report.seconds = report.seconds or time.perf_counter() - began
-    report.graphs = report.graphs or 1
+    began, report = time.perf_counter(), Report()
+    original = Snapshot(gm)
+    try:
+        changed = engine.rewrite_graph(gm, options=options, report=report, program=program)
+    except OptionError:
+        raise
+    except Exception as error:
+        if options.on_error == "raise":
+            raise
+        original.restore()
+        changed = False
+        leave_all(report, f"attn_pass failed on this graph ({first_line(error)})")
+    report.seconds, report.graphs = time.perf_counter() - began, 1
     gm.meta[DECIDED] = True
-    return report, changed
+    return Decision(report, changed, original)
 
 
 def compile_rewritten(
@@ -180,16 +201,13 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    began = time.perf_counter()
-    original = Snapshot(gm)
-    kept = time.perf_counter() - began
-    report, changed = decide(gm, options, "compile")
-    report.seconds += kept
-    if not changed:
+    decision = decide(gm, options, "compile")
+    report = decision.report
+    if not decision.changed:
         compiled = compile_graph(gm, example_inputs, None)
         publish(report)
         return compiled
-    restore, failure = _tracing_state(), ""
+    restore_tracing, failure = _tracing_state(), ""
     try:
         compiled = compile_graph(gm, list(example_inputs), report)
     except _control_flow():
@@ -199,8 +217,10 @@ def compile_rewritten(
         if options.on_error == "raise":
             raise does_not_compile(failure) from error
     if failure:
-        restore()
-        compiled = compile_graph(_marked(original.module()), example_inputs, None)
+        restore_tracing()
+        original = decision.original.module()
+        original.meta[DECIDED] = True
+        compiled = compile_graph(original, example_inputs, None)
         leave_all(report, could_not_lower(failure))
     publish(report)
     return compiled
@@ -220,12 +240,11 @@ def could_not_lower(failure: str) -> str:
 
 def leave_all(report: Report, reason: str) -> None:
     """Mark every changed site left for this reason, with one warning that names the first of them."""
-    changed, where = len(report.rewritten), _first_where(report)
-    others = f" and {changed - 1} more" if changed > 1 else ""
+    changed = len(report.rewritten)
+    what = f"the attention at {_first_where(report)}" if changed else "a graph"
+    others = f" (and {changed - 1} more)" if changed > 1 else ""
     report.mark_left(reason)
-    warnings.warn(
-        f"attn_pass left the attention at {where}{others} as written: {reason}", AttnPassWarning, stacklevel=3
-    )
+    warnings.warn(f"attn_pass left {what}{others} as written: {reason}", AttnPassWarning, stacklevel=3)
 
 
 def _first_where(report: Report) -> str:
@@ -255,11 +274,6 @@ _LOGGING_HINTS = re.compile(
 )
 
 
-def _marked(gm: GraphModule) -> GraphModule:
-    gm.meta[DECIDED] = True
-    return gm
-
-
 def _control_flow() -> tuple[type[Exception], ...]:
     """Exceptions by which a backend talks to Dynamo: trace again, or run this frame eagerly."""
     from torch._dynamo import exc
@@ -286,16 +300,17 @@ def _tracing_state() -> Callable[[], None]:
 
 
 class Snapshot:
-    """A graph as it is now, to be made a module again later. Parameters, buffers and constants are shared, not copied.
+    """A graph as it is now, bodies included, to come back to. Parameters, buffers and constants are shared, not copied.
 
     Cheaper than copying the GraphModule, whose code would be generated at once. What `Graph.__deepcopy__` drops is
     kept: attributes of nodes such as `_dynamo_source`, which Dynamo needs to guard on aliases.
     """
 
     def __init__(self, gm: GraphModule) -> None:
+        self._gm = gm
         self._graph = _copied_graph(gm.graph)
         self._class_name = type(gm).__name__
-        self._attributes = dict(vars(gm))
+        self._attributes = {**vars(gm), "_modules": dict(gm._modules)}
         self._meta = dict(gm.meta)
         self._members: dict[str, Any] = {}
         for node in gm.graph.nodes:
@@ -303,8 +318,20 @@ class Snapshot:
                 member = attrgetter(node.target)(gm)
                 self._members[node.target] = Snapshot(member) if isinstance(member, GraphModule) else member
 
+    def restore(self) -> None:
+        """Put the GraphModule back to what it was; to be called once, instead of `module`."""
+        for target, member in self._members.items():
+            if isinstance(member, Snapshot):
+                member.restore()
+                holder, _, name = target.rpartition(".")
+                setattr(self._gm.get_submodule(holder), name, member._gm)
+        for name in [name for name in self._gm._modules if name not in self._attributes["_modules"]]:
+            delattr(self._gm, name)
+        self._gm.graph = self._graph
+        self._gm.meta = self._meta
+
     def module(self) -> GraphModule:
-        """The graph as a GraphModule; to be called once."""
+        """The graph as a new GraphModule; to be called once."""
         members = {k: m.module() if isinstance(m, Snapshot) else m for k, m in self._members.items()}
         gm = GraphModule(members, self._graph, class_name=self._class_name)
         for name, value in self._attributes.items():

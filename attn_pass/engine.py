@@ -128,6 +128,8 @@ class _Graph:
             return self._apply_composite(site, record)
         if site.described is None or site.refusal:
             record.reason = site.refusal + _at(site.refused_at, site.node)
+            if site.error is not None:
+                self._complain(record, "a site could not be read and is left as it was", site.error)
             return False
         try:
             return self._replace(site, record)

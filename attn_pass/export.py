@@ -124,7 +124,7 @@ def rewrite(
                     "attn_pass.rewrite(program, args)"
                 )
             _propagate(program, tuple(args or ()), dict(kwargs or {}))
-        report, _ = decide(program, ours, "export" if _is_aten(program) else "compile")
+        report = decide(program, ours, "export" if _is_aten(program) else "compile").report
         program.recompile()
     else:
         raise RewriteError(
@@ -186,10 +186,10 @@ def _exported(
 def _rewritten(program: ExportedProgram, options: Options) -> tuple[Report, bool]:
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
-    original, outputs = Snapshot(gm), _output_names(gm)
-    report, changed = decide(gm, options, "export")
-    if not changed:
-        return report, False
+    outputs = _output_names(gm)
+    decision = decide(gm, options, "export")
+    if not decision.changed:
+        return decision.report, False
     try:
         gm.recompile()
         _rename_outputs(program, dict(zip(outputs, _output_names(gm), strict=True)))
@@ -199,10 +199,10 @@ def _rewritten(program: ExportedProgram, options: Options) -> tuple[Report, bool
         if options.on_error == "raise":
             raise RewriteError(f"the rewritten program is no valid exported program: {failure}") from error
         _rename_outputs(program, dict(zip(_output_names(gm), outputs, strict=False)))
-        program._graph_module = original.module()
-        leave_all(report, f"the rewritten program is no valid exported program ({failure})")
-        return report, False
-    return report, True
+        decision.original.restore()
+        leave_all(decision.report, f"the rewritten program is no valid exported program ({failure})")
+        return decision.report, False
+    return decision.report, True
 
 
 def _output_names(gm: GraphModule) -> list[str]:

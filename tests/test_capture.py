@@ -215,7 +215,7 @@ def test_an_error_the_engine_is_asked_to_raise_arrives_as_it_is(monkeypatch: pyt
 
     toy.use(monkeypatch, failing)
     with pytest.raises(attn_pass.RewriteError, match=r"^the reading failed$"):
-        attn_pass.explain(Model(), ones())
+        attn_pass.explain(Model(), ones(), attn_pass_options={"on_error": "raise"})
 
 
 def test_threads_explain_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

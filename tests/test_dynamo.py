@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -96,6 +98,37 @@ def test_the_original_of_a_body_comes_back_too(monkeypatch: pytest.MonkeyPatch) 
     assert len(report.left) == 2 and not report.rewritten
     (message,) = warned(caught)
     assert "and 1 more" in message
+
+
+def test_a_defect_of_ours_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an engine has done before it fails is undone: in the root, in bodies, in attributes."""
+    rewrite = toy.capped()
+
+    def fails(gm: torch.fx.GraphModule, **kwargs: Any) -> bool:
+        rewrite(gm, **kwargs)
+        gm.extra = torch.nn.Linear(1, 1)
+        for name, body in list(gm.named_children()):
+            setattr(gm, name, Snapshot(body).module() if isinstance(body, torch.fx.GraphModule) else body)
+        raise ZeroDivisionError("a defect")
+
+    toy.use(monkeypatch, fails)
+
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x * 3)
+        return torch.cond(x.sum() > 0, lambda t: torch.relu(t) + 1, lambda t: torch.relu(-t), (y,))
+
+    def look(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        assert not hasattr(gm, "extra")
+        return gm.forward
+
+    x = above_six()
+    with attn_pass.record() as report, pytest.warns(attn_pass.AttnPassWarning, match="ZeroDivisionError: a defect"):
+        out = torch.compile(branching, backend=attn_pass.wrap(look))(x)
+    assert torch.equal(out, branching(x))
+    assert len(report.left) == 3 and report.graphs == 1
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="a defect"):
+        torch.compile(branching, backend=attn_pass.wrap(look, on_error="raise"))(x)
 
 
 def test_the_original_of_a_shared_body_comes_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +262,12 @@ def test_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.options[0].numerics == "strict"
 
 
+def test_importing_attn_pass_does_not_import_inductor() -> None:
+    """It takes longer than everything else, and the reading needs nothing of it."""
+    code = "import attn_pass, sys; sys.exit(any(name.startswith('torch._inductor') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # ---- wrap ----
 
 
@@ -302,6 +341,21 @@ def test_a_request_to_skip_the_frame_is_no_failure(monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("error", attn_pass.AttnPassWarning)
         assert torch.equal(torch.compile(model, backend=attn_pass.wrap(skipping))(x), model(x))
     assert not report.sites
+
+
+def test_a_request_to_trace_again_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So does AOTAutograd ask when a float it took for dynamic turns out to be a constant."""
+    engine = toy.use(monkeypatch, toy.capped())
+
+    def hesitant(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        if len(engine.programs) == 1:
+            raise torch._dynamo.exc.TensorifyScalarRestartAnalysis(restart_reason="once more")
+        return gm.forward
+
+    x = above_six()
+    with attn_pass.record() as report:
+        assert torch.equal(torch.compile(model, backend=attn_pass.wrap(hesitant))(x), (x * 3).clamp(0, 6) + 1)
+    assert len(engine.programs) == 2 and len(report.sites) == 1
 
 
 def test_equal_wraps_do_not_compile_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,8 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
         condition, yes, no = args
         if isinstance(condition, Const):
             return yes if condition.value else no
+        if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
+            return as_boolean(condition, yes, no)
         return yes if yes == no and not isinstance(yes, Apply) else None
     if op == "cast":
         return _fold_cast(args[0], dtype)

@@ -13,7 +13,7 @@ guard is added to anybody's shape environment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Union
 
@@ -23,8 +23,8 @@ class Symbol:
     """A size known only at run time: ``lower <= size`` (and ``<= upper`` when that is given)."""
 
     key: str
-    lower: int = field(default=0, compare=False)
-    upper: int | None = field(default=None, compare=False)
+    lower: int = 0
+    upper: int | None = None
 
     def __str__(self) -> str:
         return self.key
@@ -32,10 +32,13 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An index variable running over ``0 .. size - 1``; two axes are the same when their names are."""
+    """An index variable running over ``0 .. size - 1``; two axes are the same when names and sizes are.
+
+    The size is part of what an axis is: results proved for one size are remembered, and must not serve another.
+    """
 
     key: str
-    size: Index = field(compare=False)
+    size: Index
 
     def __str__(self) -> str:
         return self.key

@@ -34,6 +34,7 @@ class Site:
     internal: tuple[Node, ...] = field(default_factory=tuple)
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
+    error: Exception | None = None  # a defect of attn_pass met while reading it
     written: AsWritten = AsWritten(fused=False)  # what would run if nothing were done
 
 
@@ -43,6 +44,12 @@ def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str 
         node, form, region, refusal=error.reason, refused_at=error.node,
         kind="attention" if kind == "attention" else "near miss",
     )  # fmt: skip
+
+
+def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
+    """The site left because reading it failed: a defect, told as one, that concerns no other site."""
+    reason = f"internal error: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return Site(node, form, region, refusal=reason, error=error)
 
 
 class UsedElsewhere(Unreadable):

@@ -12,7 +12,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
-from attn_pass.patterns.base import Site, check_window, refused
+from attn_pass.patterns.base import Site, check_window, failed, refused
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import Reader, SideLoad, Unreadable
 from attn_pass.reading.views import Position, broadcast_position
@@ -50,6 +50,8 @@ def find(reader: Reader) -> Iterator[Site]:
             yield Site(node, FORM, region, described, written=_as_written(reader, node, given))
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
+        except Exception as error:
+            yield failed(node, FORM, region, error)
 
 
 def _as_written(reader: Reader, node: Node, given: dict[str, Any]) -> AsWritten:

@@ -11,8 +11,8 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
 from attn_pass.model.index import Axis, axes, axis_index
-from attn_pass.patterns.base import Site, check_uses, check_window, refused, with_shape_uses
-from attn_pass.reading.describe import Parts, describe, _with_dot
+from attn_pass.patterns.base import Site, check_uses, check_window, failed, refused, with_shape_uses
+from attn_pass.reading.describe import Parts, _with_dot, describe
 from attn_pass.reading.lift import Reader, Spine, Unreadable, tensor_dims
 from attn_pass.reading.products import Product
 from attn_pass.reading.views import broadcast_position
@@ -150,6 +150,8 @@ def _read(reader: Reader, product: Product, weights: Node, softmax: Node) -> Sit
             return site
         except Unreadable as error:
             best = best or error
+        except Exception as error:
+            return failed(product.node, FORM, region, error)
     assert best is not None
     return Site(
         product.node, FORM, region, refusal=best.reason, refused_at=best.node,

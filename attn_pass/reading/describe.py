@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.attention import Attention, Factor, Keep, Source, Structure
+from attn_pass.model.attention import Attention, Factor, Keep, Structure
 from attn_pass.model.expression import (
     Apply,
     Const,
@@ -23,7 +23,6 @@ from attn_pass.model.expression import (
 from attn_pass.model.index import (
     Axis,
     Index,
-    Poly,
     axes,
     axis_index,
     divide_exactly,
@@ -294,7 +293,7 @@ class _Assembly:
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
             structure=named.structure, rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
             dropout=parts.dropout, empty_row_is_nan=parts.empty_row_is_nan,
-            needs_grad=bool(value.requires_grad), mask_text=text_of(named, named.bias),
+            needs_grad=bool(value.requires_grad), mask_text=text_of(named),
             fill_is_added=named.from_bias,
         )  # fmt: skip
         return Described(attention, nodes, read_at, self._copies())
@@ -379,5 +378,3 @@ def _batch_and_heads(
         return tuple(outer[: own[-1]]), tuple(outer[own[-1] :])
     return tuple(outer[:-1]), tuple(outer[-1:])
 
-
-__all__ = ["Described", "Parts", "Poly", "Source", "describe"]

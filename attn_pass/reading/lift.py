@@ -211,9 +211,9 @@ class Reader:
             node, position, at = found
 
     def _matters(self, node: Node) -> bool:
-        """Whether the region a node runs in can change what it computes or whether it has a gradient."""
-        value = tensor_value(node)
-        return value is None or value.requires_grad or self.regions.of(node).functorch != ()
+        """Whether the region a node runs in can change what it computes, or whether what it reads has a gradient."""
+        values = [tensor_value(n) for n in (node, *node.all_input_nodes)]
+        return self.regions.of(node).functorch != () or any(v is not None and v.requires_grad for v in values)
 
     def _through_copy(self, node: Node, position: Position, at: int) -> tuple[Node, Position, int] | None:
         defined, call = self.definition(node, at)

@@ -8,7 +8,6 @@ import torch
 
 from attn_pass.model.attention import Keep, Structure
 from attn_pass.model.expression import (
-    FALSE,
     TRUE,
     Apply,
     Const,
@@ -19,7 +18,7 @@ from attn_pass.model.expression import (
     expression_axes,
     walk,
 )
-from attn_pass.model.index import Axis, Index, Poly, axis_index
+from attn_pass.model.index import Axis, Index, axis_index
 from attn_pass.reading.scores import is_masking
 
 
@@ -63,27 +62,34 @@ def name_mask(
     An additive matrix of zeros and a masking fill becomes a keep-condition; what is constant along the keys and
     finite vanishes; ``key <= query`` is causal.
     """
-    from_bias = False
-    condition = deep_keep
     if deep_bias is not None and keys not in expression_axes(deep_bias) and _is_finite(deep_bias):
         bias = deep_bias = None
-    if deep_bias is not None and keep is None:
-        parts = constant_parts(deep_bias)
-        if parts is not None:
-            found = _as_keep(*parts, dtype)
-            if found is not None:
-                condition, fill = found
-                keep, bias, from_bias = Keep(condition, fill), None, True
+    if keep is None and deep_bias is not None:
+        return _name_bias(bias, deep_bias, keys, rows, dtype)
     if keep is None:
-        structure = Structure.NONE if bias is None else Structure.DENSE
-        return NamedMask(bias, None, structure, bias is None)
-    assert condition is not None
-    if condition == TRUE:
+        return NamedMask(None, None, Structure.NONE, True)
+    assert deep_keep is not None
+    if deep_keep == TRUE:
         return NamedMask(bias, None, Structure.NONE if bias is None else Structure.DENSE, bias is None)
-    causal = is_causal_top_left(condition, keys, rows)
+    causal = is_causal_top_left(deep_keep, keys, rows)
     if causal and bias is None:
-        return NamedMask(None, Keep(condition, keep.fill), Structure.CAUSAL, True, from_bias)
-    return NamedMask(bias, keep, Structure.DENSE, causal, from_bias)
+        return NamedMask(None, Keep(deep_keep, keep.fill), Structure.CAUSAL, True)
+    return NamedMask(bias, keep, Structure.DENSE, False)
+
+
+def _name_bias(
+    bias: Expr | None, deep: Expr, keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype
+) -> NamedMask:  # fmt: skip
+    """Names a matrix that is added to the scores. A dense one stays the tensor it is: reused, never rebuilt."""
+    parts = constant_parts(deep)
+    found = None if parts is None else _as_keep(*parts, dtype)
+    if found is not None:
+        condition, fill = found
+        if condition == TRUE:
+            return NamedMask(None, None, Structure.NONE, True)
+        if is_causal_top_left(condition, keys, rows):
+            return NamedMask(None, Keep(condition, fill), Structure.CAUSAL, True, from_bias=True)
+    return NamedMask(bias, None, Structure.DENSE, False)
 
 
 def _as_keep(condition: Expr, yes: Const, no: Const, dtype: torch.dtype) -> tuple[Expr, float] | None:
@@ -125,18 +131,9 @@ def _is_below(condition: Expr, key: Index, query: Index) -> bool:
     return found is not None and found == query - key
 
 
-def text_of(named: NamedMask, bias: Expr | None) -> str:
+def text_of(named: NamedMask) -> str:
     """A few words for the report."""
-    if named.structure is Structure.NONE:
-        return "none"
-    if named.structure is Structure.CAUSAL:
-        return "causal"
-    parts = []
-    if named.bias is not None:
-        parts.append("additive")
-    if named.keep is not None:
-        parts.append("boolean")
-    return " and ".join(parts)
+    if named.structure is not Structure.DENSE:
+        return "causal" if named.structure is Structure.CAUSAL else "none"
+    return " and ".join(word for word, part in (("additive", named.bias), ("boolean", named.keep)) if part is not None)
 
-
-__all__ = ["FALSE", "NamedMask", "Poly", "constant_parts", "is_causal_top_left", "name_mask", "text_of"]

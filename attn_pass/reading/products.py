@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.index import Axis, Index
-from attn_pass.reading.vocabulary import Call
 from attn_pass.reading.views import Position
+from attn_pass.reading.vocabulary import Call
 
 PRODUCTS = frozenset({"matmul", "baddbmm", "einsum"})
 

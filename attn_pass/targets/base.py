@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value

@@ -87,13 +87,9 @@ class Sdpa:
         a = offer.attention
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype
-        shared = set(a.shared_axes)
-        kv_heads = a.kv_heads
-        expand_batch = any(x in shared for x in a.batch)
-        batch = a.batch
         query = lower.query(dtype)
-        key = lower.operand(a.key, (batch, kv_heads, (a.keys,), (a.dim,)), dtype, expand=expand_batch)
-        value = lower.operand(a.value, (batch, kv_heads, (a.keys,), a.value_dim), dtype, expand=expand_batch)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
         if a.head_dim != a.value_head_dim:
             assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
             width = max(a.head_dim, a.value_head_dim)

@@ -1,4 +1,4 @@
-"""Aliases and mutations, against what running the graph really does, on graphs of Dynamo and torch.export (T1 to T4)."""
+"""Aliases and mutations, against what running the graph really does, in graphs of Dynamo and torch.export (T1-T4)."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_decomposed_graphs_are_functional(function: Callable[..., Any]) -> None:
 def test_a_mask_filled_by_slices_is_not_a_mask_of_zeros() -> None:
     gm, _ = dynamo_graph(slice_assignment, torch.randn(4, 8, 8))
     effects = Effects(gm.graph)
-    mask, reader = named(gm, "m" if any(n.name == "m" for n in gm.graph.nodes) else "mask"), named(gm, "add_1")
+    mask, reader = named(gm, "mask"), named(gm, "add_1")
     partial, whole = effects.mutations(mask)
     assert (partial.node.name, partial.target, partial.whole) == ("setitem", mask, False)
     assert (whole.node.name, whole.target, whole.whole) == ("setitem_1", mask, True)
@@ -471,10 +471,9 @@ def test_a_write_in_an_exported_autocast_body_is_a_write_of_the_operand() -> Non
 def test_two_levels_of_bodies() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        with torch.no_grad():
-            with torch.autocast("cpu", torch.bfloat16):
-                y.add_(1)
-                z = y @ x
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            y.add_(1)
+            z = y @ x
         return z + y
 
     gm = exported(f, torch.randn(4, 4)).graph_module
@@ -663,7 +662,7 @@ def test_erasing_what_is_pure_and_unused_changes_nothing() -> None:
             kept.append(node.name)
     gm.recompile()
     assert torch.equal(gm(*inputs)[0], expected)
-    assert {"mul_", "add_1", "_assert_async", "rand"} <= {k.replace("rand_1", "rand") for k in kept}
+    assert {"mul_", "add_1", "_assert_async"} <= set(kept) and any(name.startswith("rand") for name in kept)
     assert not {"sin", "dropout", "view"} & set(kept)
 
 

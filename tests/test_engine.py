@@ -1,0 +1,239 @@
+"""The engine as a user meets it: real programs, faults that must stay with their site, bodies, and the time it takes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx import Node
+from toy_engine import UNLOWERABLE, refused_by_inductor
+
+import attn_pass
+from attn_pass import engine
+from attn_pass.errors import AttnPassWarning
+from attn_pass.graph.edit import Plan, Value
+from attn_pass.patterns import softmax
+from attn_pass.planner import choose as choose_module
+from attn_pass.targets.base import Offer, Setting
+from attn_pass.targets.sdpa import Sdpa
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Hand-written attention without a mask."""
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.size(-1)), -1) @ v
+
+
+class Twice(nn.Module):
+    """Two attentions, so that a fault in one can be told from the other."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        first = attention(q, k, v)
+        return attention(first + q, k, v)
+
+
+def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 3, n, 16, generator=generator) for n in (7, 11, 11))
+
+
+def run(model: Any, args: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor, attn_pass.Report]:
+    torch._dynamo.reset()
+    with attn_pass.record() as report, torch.no_grad():
+        out = torch.compile(model, backend=attn_pass.wrap("aot_eager", choose="fused", **options))(*args)
+    return out, report
+
+
+def test_both_sites_are_rewritten_and_equal_eager() -> None:
+    args = inputs()
+    out, report = run(Twice(), args)
+    assert [s.outcome for s in report.sites] == ["rewritten", "rewritten"]
+    torch.testing.assert_close(out, Twice()(*args))
+
+
+def test_a_fault_in_the_reading_of_one_site_leaves_that_site_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = softmax.describe, []
+
+    def faulty(parts: Any) -> Any:
+        calls.append(parts)
+        if len(calls) == 1:
+            raise ZeroDivisionError("injected")
+        return original(parts)
+
+    monkeypatch.setattr(softmax, "describe", faulty)
+    args = inputs()
+    with pytest.warns(AttnPassWarning, match=r"test_engine.py:\d+ in attention") as caught:
+        out, report = run(Twice(), args)
+    assert len(caught) == 1
+    assert [s.outcome for s in report.sites] == ["left", "rewritten"]
+    torch.testing.assert_close(out, Twice()(*args))
+
+
+def test_a_fault_in_an_emission_leaves_the_site_and_names_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = Sdpa.emit, []
+
+    def faulty(self: Sdpa, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        calls.append(offer)
+        if len(calls) == 2:
+            raise RuntimeError("injected")
+        return original(self, plan, nodes, offer, setting)
+
+    monkeypatch.setattr(Sdpa, "emit", faulty)
+    args = inputs()
+    with pytest.warns(AttnPassWarning, match=r"test_engine.py:\d+ in attention"):
+        out, report = run(Twice(), args)
+    assert [s.outcome for s in report.sites] == ["rewritten", "left"]
+    assert "injected" in report.sites[1].reason
+    torch.testing.assert_close(out, Twice()(*args))
+
+
+def test_with_on_error_raise_the_fault_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*_: Any) -> Value:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(Sdpa, "emit", faulty)
+    with pytest.raises(Exception, match="injected"):
+        run(Twice(), inputs(), on_error="raise")
+
+
+class Unlowerable(Sdpa):
+    """Emits an operator that Inductor refuses to lower."""
+
+    name = "unlowerable"
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        return plan.call(UNLOWERABLE, super().emit(plan, nodes, offer, setting))
+
+
+def test_what_inductor_cannot_lower_compiles_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = (Unlowerable(),)
+    monkeypatch.setattr(choose_module, "all_targets", lambda: targets)
+    monkeypatch.setattr(engine, "all_targets", lambda: targets)
+    args = inputs()
+    torch._dynamo.reset()
+    with (
+        refused_by_inductor(),
+        torch._inductor.config.patch(force_disable_caches=True),
+        attn_pass.record() as report,
+        torch.no_grad(),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        out = torch.compile(Twice(), backend=attn_pass.backend, options={"choose": "fused"})(*args)
+    ours = [w for w in caught if issubclass(w.category, AttnPassWarning)]
+    assert len(ours) == 1 and "test_engine.py" in str(ours[0].message)
+    assert [s.outcome for s in report.sites] == ["left", "left"]
+    assert all("could not lower" in s.reason for s in report.sites)
+    torch.testing.assert_close(out, Twice()(*args))
+
+
+def test_an_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(Exception, match="sdpa"):
+        run(Twice(), inputs(), targets=("spda",))
+
+
+# ---------------------------------------------------------------- bodies of higher-order operators
+
+
+class Checkpointed(nn.Module):
+    """A causal mask made outside the checkpointed body: inside it is a bare placeholder (trap T16)."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+
+        def body(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            scores = (q @ k.transpose(-1, -2)).masked_fill(~keep, float("-inf"))
+            return torch.softmax(scores, -1) @ v
+
+        return torch.utils.checkpoint.checkpoint(body, q, k, v, keep, use_reentrant=False)
+
+
+def test_a_checkpointed_body_is_read_with_what_its_caller_passes() -> None:
+    q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+        gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
+    assert [(s.outcome, s.mask) for s in report.sites] == [("rewritten", "causal")]
+    expected = Checkpointed()(q, k, v)
+    torch.testing.assert_close(out, expected)
+    for got, want in zip(gradients, torch.autograd.grad(expected.sin().sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+class Branches(nn.Module):
+    """Attention in both branches of torch.cond."""
+
+    def forward(self, flag: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.cond(
+            flag.sum() > 0, lambda q, k, v: attention(q, k, v), lambda q, k, v: attention(q, k, v) * 2.0, (q, k, v)
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_both_branches_of_a_cond_are_rewritten(positive: bool) -> None:
+    args = (torch.ones(2) if positive else -torch.ones(2), *inputs())
+    out, report = run(Branches(), args)
+    assert [s.outcome for s in report.sites] == ["rewritten", "rewritten"]
+    want = attention(*args[1:]) * (1.0 if positive else 2.0)
+    torch.testing.assert_close(out, want)
+
+
+class SharedKeysHalf(nn.Module):
+    """Seed S4 as it was reported: half autocast, which export turns into a higher-order region (trap T15)."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_seed_s4_folds_inside_an_exported_autocast_region(decompose: bool) -> None:
+    q, k, v = torch.randn(33, 4, 1, 32), torch.randn(1, 4, 64, 32), torch.randn(1, 4, 64, 32)
+    shapes = {"q": {0: torch.export.Dim("b", min=1, max=2048)}, "k": None, "v": None}
+    with torch.no_grad():
+        program = torch.export.export(SharedKeysHalf(), (q, k, v), dynamic_shapes=shapes)
+        if decompose:
+            program = program.run_decompositions()
+        report = attn_pass.rewrite(program)
+        assert [s.outcome for s in report.sites] == ["rewritten"], str(report)
+        assert report.sites[0].poor_cases == ("shared K/V over the batch",)
+        for batch in (1, 7, 33, 100):
+            other = torch.randn(batch, 4, 1, 32)
+            want = F.scaled_dot_product_attention(other.double(), k.double(), v.double())
+            got = program.module()(other, k, v)
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.double(), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported_programs_are_rewritten_in_both_dialects(decompose: bool) -> None:
+    args = inputs()
+    with torch.no_grad():
+        program = torch.export.export(Twice(), args)
+        if decompose:
+            program = program.run_decompositions()
+        report = attn_pass.rewrite(program, choose="fused")
+        assert [s.outcome for s in report.sites] == ["rewritten", "rewritten"], str(report)
+        torch.testing.assert_close(program.module()(*args), Twice()(*args))
+
+
+def test_the_pass_adds_no_guard_under_dynamic_shapes() -> None:
+    seen: list[int] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+        env = next(v.node.shape_env for v in example_inputs if isinstance(v, torch.SymInt))
+        seen.append(len(env.guards))
+        return attn_pass.wrap(lambda g, _: seen.append(len(env.guards)) or g.forward, choose="fused")(gm, example_inputs)
+
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(Twice(), backend=backend, dynamic=True)
+        compiled(*inputs())
+    assert len(report.rewritten) == 2
+    assert seen[0] == seen[1]
