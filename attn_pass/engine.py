@@ -1,4 +1,4 @@
-"""One root graph: sites, their descriptions, the choice, the edit, the record. Errors stay with the site they concern."""
+"""One root graph: sites, descriptions, the choice, the edit, the record. Errors stay with the site they concern."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from attn_pass.errors import AttnPassWarning, RewriteError
-from attn_pass.graph.edit import Plan, SizeNodes
+from attn_pass.graph.edit import Plan, SizeNodes, fake_of
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
-from attn_pass.model.index import Index
+from attn_pass.model.index import Index, product
 from attn_pass.options import Options, unknown_name
 from attn_pass.patterns import calls, composite, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Choice, choose
-from attn_pass.poor_cases import CASES
+from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
@@ -147,8 +147,8 @@ class _Graph:
         fused = site.written.fused and setting.allowed_backends is None
         written = replace(site.written, fused=fused, copied_bytes=copied)
         choice = choose(
-            attention, written, setting, prefer=self.options.choose, allowed_targets=self.options.targets,
-            allowed_cases=self.options.poor_cases,
+            attention, variants(attention, self.options.poor_cases), written, setting, prefer=self.options.choose,
+            allowed=self.options.targets,
         )  # fmt: skip
         record.refusals = choice.refusals
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
@@ -170,7 +170,7 @@ class _Graph:
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects)
         with plan.running():
             value = choice.target.emit(plan, nodes, choice.offer, setting)
-        old, new = tensor_value(site.node), value.fake
+        old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
             raise RewriteError(f"{choice.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
                                f"{None if old is None else (old.dtype, tuple(old.shape))}")  # fmt: skip
@@ -213,8 +213,8 @@ class _Graph:
             record.mask = a.mask_text
             record.shapes = {
                 "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
-                "key": _words((a.batch_size, _product(a.kv_heads), a.kv_len, a.head_dim)),
-                "value": _words((a.batch_size, _product(a.kv_heads), a.kv_len, a.value_head_dim)),
+                "key": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.head_dim)),
+                "value": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.value_head_dim)),
             }
         return record
 
@@ -245,19 +245,10 @@ def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in sizes)
 
 
-def _product(axes: tuple) -> Index:  # type: ignore[type-arg]
-    from attn_pass.model.index import product
-
-    return product(a.size for a in axes)
-
-
 def _bytes(node: Node, sizes: Sizes) -> int:
     value = tensor_value(node)
     if value is None:
         return 0
-    count = 1
-    for size in sizes.shape(value):
-        count *= sizes.hint(size)
-    return count * value.element_size()
+    return sizes.hint(product(sizes.shape(value))) * value.element_size()
 
 

@@ -94,13 +94,10 @@ class Effects:
         return tuple(sorted(found, key=_position_of))
 
     def last_mutation(self, node: Node, before: int) -> Mutation | None:
-        """The last write strictly before position ``before``, and after ``node``'s memory was created."""
+        """The last write strictly before position ``before``; it may come before ``node``, if ``node`` is a view."""
         mutations = self.mutations(node)
         index = bisect_left(mutations, before, key=_position_of) - 1
-        if index < 0:
-            return None
-        created = min((self._created[root] for root in self._roots_of(node)), default=-1)
-        return mutations[index] if mutations[index].position > created else None
+        return mutations[index] if index >= 0 else None
 
     def mutation_between(self, node: Node, after: int, until: int) -> Mutation | None:
         """The first write with ``after < position < until``."""
@@ -221,7 +218,6 @@ class Effects:
         self._owners: dict[int, list[_Owner]] = {}
         for key, found in owners.items():
             self._owners.setdefault(self._find(key), []).extend(found)
-        self._created = {r: -1 if r in self._owners else self.position[n[0]] for r, n in self._members.items()}
         self._writes: dict[int, list[Mutation]] = {}
         for mutation in writes:
             for root in self._roots_of(mutation.target):
@@ -371,7 +367,7 @@ def is_pure(node: Node) -> bool:
             return True
         bodies = called_bodies(node)
         return bool(bodies) and all(body.kind != "other" and _computes_only(body.module.graph) for body in bodies)
-    return traits.pure and "out" not in node.kwargs and not _call_writes(node)
+    return traits.pure and not _call_writes(node)
 
 
 def _computes_only(graph: Graph) -> bool:
@@ -412,12 +408,12 @@ def _storages(value: Any) -> tuple[int, ...] | None:
             return None
     if isinstance(value, torch.Tensor):
         functorch = torch._C._functorch
-        while functorch.is_functorch_wrapped_tensor(value):  # BatchedTensor, TensorWrapper: no storage of their own
-            value = functorch.get_unwrapped(value)
-        if is_traceable_wrapper_subclass(value):
-            names, _ = value.__tensor_flatten__()
-            return _storages([getattr(value, name) for name in names])
         try:
+            while functorch.is_functorch_wrapped_tensor(value):  # BatchedTensor, TensorWrapper: no storage of their own
+                value = functorch.get_unwrapped(value)
+            if is_traceable_wrapper_subclass(value):
+                names, _ = value.__tensor_flatten__()
+                return _storages([getattr(value, name) for name in names])
             return (value.untyped_storage()._cdata,)
         except (NotImplementedError, RuntimeError):
             return None
@@ -636,7 +632,8 @@ def _method_traits(name: str) -> _Traits:
         return _Traits(_writes_item, pure=False)
     if name.endswith("_") and not name.endswith("__"):
         return _Traits(_writes_first(name), pure=False)
-    return _Traits(view=name in _VIEWS, pure=name not in _IMPURE_METHODS, unknown=not hasattr(torch.Tensor, name))
+    known = hasattr(torch.Tensor, name)  # streams and events have methods too
+    return _Traits(view=name in _VIEWS, pure=known and name not in _IMPURE_METHODS, unknown=not known)
 
 
 def _overload_traits(target: OpOverload) -> _Traits:
@@ -719,14 +716,13 @@ def _function_writer(target: Callable[..., Any], module: str, name: str) -> _Wri
             return _writes_renormed
     elif name in _STATISTICS:
         return _writes_statistics(*_STATISTICS[name])
-    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")) and name.endswith("_"):
-        return _writes_all_inputs
-    if name.endswith("_") and not name.endswith("__"):
-        return _writes_first(name)
     if inspect.isbuiltin(target):
         schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
         written = {w for schema in schemas for w in _written_arguments(schema, outs=False)}
-        return _writes_arguments(tuple(sorted(written)), False, False, name) if written else None
+        if written:
+            return _writes_arguments(tuple(sorted(written)), len(written) == 1 and name.endswith("_"), False, name)
+    if name.endswith("_") and not name.endswith("__"):
+        return _writes_first(name)
     index = _inplace_parameter(target)
     return _writes_if_inplace(index) if index is not None else None
 

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
-from attn_pass.model.expression import Expr, Load, expression_axes
-from attn_pass.model.index import Axis, Index, axes, product
+from attn_pass.model.expression import Apply, Expr, Load, as_index, expression_axes
+from attn_pass.model.index import Axis, Index, axes, axis_index, product
 
 SourceKind = Literal["input", "parameter", "buffer", "computed"]
 
@@ -46,6 +46,27 @@ class Keep:
 
     condition: Expr
     fill: float
+
+
+def is_causal_top_left(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> bool:
+    """Proves the condition to be ``key <= query``, the alignment ``is_causal`` has."""
+    real = tuple(a for a in rows if a.size != 1)
+    if len(real) > 1:
+        return False
+    query: Index = axis_index(real[0]) if real else 0
+    return _is_below(condition, axis_index(keys), query)
+
+
+def _is_below(condition: Expr, key: Index, query: Index) -> bool:
+    """Whether the condition is ``key <= query`` in one of its spellings."""
+    if not isinstance(condition, Apply) or len(condition.args) != 2:
+        return False
+    left, right = (as_index(a) for a in condition.args)
+    if left is None or right is None:
+        return False
+    difference = {"le": right - left, "ge": left - right, "lt": right - left - 1, "gt": left - right - 1}
+    found = difference.get(condition.op)
+    return found is not None and found == query - key
 
 
 class Structure(Enum):
@@ -151,6 +172,13 @@ class Attention:
     def batch_is_shared(self) -> bool:
         """Whether some batch axis has the same keys and values everywhere."""
         return any(a in self.batch for a in self.shared_axes)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the whole mask is ``key <= row`` for the rows as they are grouped now, `Structure.CAUSAL` or not."""
+        return self.bias is None and self.keep is not None and is_causal_top_left(
+            self.keep.condition, self.keys, self.rows
+        )  # fmt: skip
 
     @property
     def has_mask(self) -> bool:

@@ -124,9 +124,7 @@ def reference(
     value_width = product(pv.shape[width + 1 :])
     assert isinstance(value_width, int)
     value = pv.load(attention.value).expand(pv.shape).reshape(*lead, keys, value_width)
-    out = (weights.reshape(*lead, rows, keys) @ value).reshape(
-        *lead, *qk.shape[width:-2], *pv.shape[width + 1 :]
-    )  # fmt: skip
+    out = (weights.reshape(*lead, rows, keys) @ value).reshape([*lead, *qk.shape[width:-2], *pv.shape[width + 1 :]])
     order = list(outer + attention.rows + attention.value_dim)
     wanted = [a for dims in attention.output for a in dims]
     out = out.permute([order.index(a) for a in wanted] + [i for i, a in enumerate(order) if a not in wanted])

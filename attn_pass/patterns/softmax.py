@@ -180,7 +180,8 @@ def _lift(
     internal = dict.fromkeys(spine.internal)
     guarded = _check_weights(reader, expression, read, internal)
     at_softmax = spine.leaf_position
-    assert at_softmax is not None
+    if at_softmax is None:
+        raise Unreadable("the weights do not come from the softmax", node)
     if reader.shape(softmax)[read.dim] != keys.size:
         raise Unreadable("the product does not sum over the whole softmax", softmax)
     if at_softmax[read.dim] != axis_index(keys) or keys in axes(
@@ -196,7 +197,8 @@ def _lift(
     score = scores.read(read.input, at_softmax, time)
     internal |= dict.fromkeys(scores.internal)
     inner = reader.product(scores_product)
-    assert inner is not None and scores.leaf_position is not None
+    if inner is None or scores.leaf_position is None:
+        raise Unreadable("the product of queries and keys cannot be read", scores_product)
     if scores.dropout:
         raise Unreadable("dropout is applied to the scores", scores_product)
     score = _with_product(reader, scores, inner, score)
@@ -217,10 +219,16 @@ def _lift(
         query=reader.operand(query, at_query, order[scores_product], region, factors=True),
         key=reader.operand(key, at_key, order[scores_product], region, factors=True),
         value=reader.operand(values, at_values, order[node], region, factors=False),
-        score=score, side=scores.loads, score_dtype=value.dtype, product_dtypes=(made.dtype, result.dtype),
+        score=score, side=scores.loads, score_dtype=_score_dtype(made.dtype, value.dtype),
+        product_dtypes=(made.dtype, result.dtype),
         dropout=spine.dropout, empty_row_is_nan=read.empty_row_is_nan and not guarded,
     )  # fmt: skip
     return parts, tuple(n for n in with_shape_uses(reader, internal) if n is not node)
+
+
+def _score_dtype(product: torch.dtype, softmax: torch.dtype) -> torch.dtype:
+    """The type a fill has to mask in: scores of a float16 product stay within its range where only the softmax is wider."""
+    return product if product == torch.float16 else softmax
 
 
 def _is_transposed(left: tuple, right: tuple, at_softmax: tuple) -> bool:  # type: ignore[type-arg]

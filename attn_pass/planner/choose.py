@@ -1,13 +1,12 @@
-"""The choice: every variant is put to every target, and the cheapest offer wins; leaving the site alone is one of them."""
+"""The choice: every form is put to every target and the cheapest offer wins; leaving the site alone is one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from attn_pass.hardware import cost
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.poor_cases import variants
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import problem_of
@@ -39,17 +38,26 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
 
 
 def choose(
-    attention: Attention, written: AsWritten, setting: Setting, *, prefer: str, allowed_targets: tuple[str, ...] | None,
-    allowed_cases: tuple[str, ...] | None,
-) -> Choice:  # fmt: skip
-    """Chooses among all offers. ``prefer`` is "cheapest", or "fused" to take the best fused one whatever it costs."""
+    attention: Attention,
+    forms: Iterable[tuple[tuple[str, ...], Attention]],
+    written: AsWritten,
+    setting: Setting,
+    *,
+    prefer: str,
+    allowed: tuple[str, ...] | None,
+) -> Choice:
+    """Chooses among the offers that all allowed targets make for all forms of the attention.
+
+    ``prefer`` is "cheapest", or "fused" to take the best fused offer whatever it costs. ``forms`` come with the names of
+    the poor cases that were applied to get them.
+    """
     targets: Sequence[Target] = [
-        t for t in all_targets() if allowed_targets is None or t.name in allowed_targets
-    ]  # fmt: skip
+        t for t in all_targets() if allowed is None or t.name in allowed
+    ]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(None, None, "", predicted_us={LEAVE: leaving})
     offers: list[tuple[Offer, Target]] = []
-    for names, form in variants(attention, allowed_cases):
+    for names, form in forms:
         for target in targets:
             answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
@@ -60,20 +68,18 @@ def choose(
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     if not offers:
-        choice.reason = _why_none(choice.refusals, allowed_targets)
+        choice.reason = _why_none(choice.refusals, allowed)
         return choice
     candidates = offers
     if prefer == "fused":
         candidates = [o for o in offers if o[0].fused] or offers
     best, target = min(candidates, key=lambda o: o[0].microseconds)
     forced = prefer == "fused" and best.fused
+    predicted = f"{leaving:.0f} us predicted as it is, {best.microseconds:.0f} us as {_label(best)}"
     if not forced and best.microseconds >= leaving * _BETTER:
-        choice.reason = (
-            f"already the cheapest form: {leaving:.0f} us predicted as it is, {best.microseconds:.0f} us as {_label(best)}"
-        )  # fmt: skip
+        choice.reason = f"already the cheapest form: {predicted}"
         return choice
-    choice.offer, choice.target = best, target
-    choice.reason = f"{leaving:.0f} us predicted as it is, {best.microseconds:.0f} us as {_label(best)}"
+    choice.offer, choice.target, choice.reason = best, target, predicted
     return choice
 
 

@@ -16,12 +16,15 @@ CASES: dict[str, PoorCase] = {
 
 
 def variants(attention: Attention, allowed: tuple[str, ...] | None) -> Iterator[tuple[tuple[str, ...], Attention]]:
-    """The attention itself and every form the allowed cases give it, with the names of the cases applied."""
-    waiting: list[tuple[tuple[str, ...], Attention]] = [((), attention)]
+    """The attention itself and every form the allowed cases give it, with the names of the cases applied.
+
+    Cases combine, each once, in the order of `CASES`.
+    """
+    names = [name for name in CASES if allowed is None or name in allowed]
+    waiting: list[tuple[int, tuple[str, ...], Attention]] = [(0, (), attention)]
     while waiting:
-        names, current = waiting.pop(0)
-        yield names, current
-        for name, case in CASES.items():
-            if name in names or (allowed is not None and name not in allowed):
-                continue
-            waiting += [((*names, name), v) for v in case(current) if (*names, name) == tuple(sorted((*names, name), key=list(CASES).index))]
+        first, applied, current = waiting.pop(0)
+        yield applied, current
+        for position in range(first, len(names)):
+            name = names[position]
+            waiting += [(position + 1, (*applied, name), form) for form in CASES[name](current)]

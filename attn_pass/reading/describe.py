@@ -99,6 +99,7 @@ class _Assembly:
         self.score = parts.score
         self.output: list[tuple[Axis, ...]] = [(a,) if a.size != 1 else () for a in parts.output]
         self.split: dict[Axis, Index] = {}
+        self.side_times: dict[Load, int] = {}
         self.factors = [f for name in ("query", "key") for f in forms[name].factors]
 
     # ------------------------------------------------------------ axes
@@ -157,17 +158,13 @@ class _Assembly:
             raise Unreadable("a mask is read in an order that is no view of it", self.parts.result)
         reader = self.parts.reader
         shallow = reader.load(side.written, tuple(substitute(i, self.split) for i in side.written_position), side.written_at)
-        self._side_times[shallow] = side.written_at
+        self.side_times[shallow] = side.written_at
         self.score = _with(self.score, {load: shallow})
 
     @property
     def _live(self) -> dict[Load, Load]:
         """The side loads as they are after the splits so far."""
         return {k: Load(k.source, tuple(substitute(i, self.split) for i in k.index)) for k in self.parts.side}
-
-    @property
-    def _side_times(self) -> dict[Load, int]:
-        return self.__dict__.setdefault("side_times", {})
 
     def _indices(self) -> Iterable[Index]:
         yield from self.outer
@@ -235,7 +232,7 @@ class _Assembly:
         values: dict[Load, Expr] = {}
         for load in loads(expression):
             side = live.get(load)
-            at = self._side_times.get(load, side.at if side is not None else reader.order[self.parts.result])
+            at = self.side_times.get(load, side.at if side is not None else reader.order[self.parts.result])
             values[load] = reader.element(reader.source_nodes[load.source], load.index, at)
         return _with(expression, values)
 
@@ -259,10 +256,16 @@ class _Assembly:
                 view_steps(reader.sources[load.source].shape, load.index, groups[name])
             except NoView as error:
                 raise _Shallower(name, str(error)) from None
+        mask_groups = (batch, heads, rows, (parts.keys,))
         used = list(operands.values())
         for expression in (named.bias, named.keep.condition if named.keep else None, *(f.value for f in scores.factors)):
             if expression is not None:
                 used += loads(expression)
+        for load in used[len(operands) :]:
+            if self._is_view(load, mask_groups):
+                continue
+            self._replace_by_written(load)
+            return self._finish(batch, heads, rows, value_dim, self._normalised())
         all_loads = used + [x for x in loads(self.score)]
         numbers = sorted({load.source for load in all_loads})
         position = {number: index for index, number in enumerate(numbers)}
@@ -308,6 +311,13 @@ class _Assembly:
             if written.untyped_storage()._cdata != source.untyped_storage()._cdata:
                 found.append(forms[name][0].node)
         return tuple(found)
+
+    def _is_view(self, load: Load, groups: Sequence[tuple[Axis, ...]]) -> bool:
+        try:
+            view_steps(self.parts.reader.sources[load.source].shape, load.index, groups)
+        except NoView:
+            return False
+        return True
 
     def _whole_score(self, scores: Scores) -> Expr:
         """The score as written, with what was folded out of the operands multiplied back in."""

@@ -8,7 +8,7 @@ tensor down to index arithmetic where it can, which is how masks are named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,15 +55,8 @@ _POINTWISE: Mapping[str, tuple[str, ...]] = {
     "ne": ("input", "other"), "lt": ("input", "other"), "le": ("input", "other"), "gt": ("input", "other"),
     "ge": ("input", "other"), "and": ("input", "other"), "or": ("input", "other"), "not": ("input",),
 }  # fmt: skip
+ReadOperand = Callable[[Any, Position], Expr]
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout"})
-
-
-@dataclass(frozen=True)
-class Read:
-    """A node whose memory is read as it is at position ``at`` of the graph."""
-
-    node: Node
-    at: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,13 @@ class Reader:
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
         call = self.call(node)
-        return product_of(node, call, self.sizes) if call is not None and call.op in PRODUCTS else None
+        if call is None or call.op not in PRODUCTS or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
+            return None
+        return product_of(node, call, self.sizes)
+
+    def is_reshaped_in_place(self, node: Node) -> bool:
+        """Whether ``transpose_`` or the like changes the node's shape: its fake value shows the last one only."""
+        return self.effects.geometry_changes_after(node, 0)
 
     def shape(self, node: Node) -> Position:
         """The shape of a tensor node, as indices."""
@@ -121,6 +120,8 @@ class Reader:
         """The number of the source a node is, registered on first use."""
         known = self._source_of.get(node)
         if known is None:
+            if self.is_reshaped_in_place(node):
+                raise Unreadable(f"{node.name} changes its shape in place", node)
             known = self._source_of[node] = len(self.sources)
             self.source_nodes.append(node)
             value = fake_value(node)
@@ -173,6 +174,8 @@ class Reader:
         An in-place operation on the whole of ``node``'s memory counts as the functional one; a partial write means
         the value is only known by reading it, which is reported as no operation at all.
         """
+        if self.is_reshaped_in_place(node):
+            return node, None
         mutation = self.effects.last_mutation(node, at)
         if mutation is None:
             return node, self.call(node)
@@ -372,7 +375,7 @@ class Reader:
                 return Load(self.source(value), ())
         raise Unreadable("an operand has no value that can be read")
 
-    def pointwise(self, node: Node, call: Call, position: Position, read: Any) -> Expr:
+    def pointwise(self, node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
         """A pointwise call as an expression; ``read(value, position)`` gives its operands."""
         a = call.args
         op = call.op
@@ -553,5 +556,3 @@ def tensor_dims(call: Call, name: str, rank: int) -> tuple[int, ...] | None:
         return None
     return tuple(d % rank for d in dims)
 
-
-__all__ = ["Apply", "Index", "OperandForm", "Read", "Reader", "Spine", "Unreadable", "as_index", "tensor_dims"]

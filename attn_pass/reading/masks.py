@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_pass.model.attention import Keep, Structure
+from attn_pass.model.attention import Keep, Structure, is_causal_top_left
 from attn_pass.model.expression import (
     TRUE,
     Apply,
@@ -14,11 +14,10 @@ from attn_pass.model.expression import (
     Expr,
     IndexValue,
     apply,
-    as_index,
     expression_axes,
     walk,
 )
-from attn_pass.model.index import Axis, Index, axis_index
+from attn_pass.model.index import Axis
 from attn_pass.reading.scores import is_masking
 
 
@@ -108,27 +107,6 @@ def _is_finite(expression: Expr) -> bool:
         not isinstance(e, Const) or (e.value == e.value and abs(e.value) != float("inf"))
         for e in walk(expression)
     ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))  # fmt: skip
-
-
-def is_causal_top_left(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> bool:
-    """Proves the condition to be ``key <= query``, the alignment ``is_causal`` has."""
-    real = tuple(a for a in rows if a.size != 1)
-    if len(real) > 1:
-        return False
-    query: Index = axis_index(real[0]) if real else 0
-    return _is_below(condition, axis_index(keys), query)
-
-
-def _is_below(condition: Expr, key: Index, query: Index) -> bool:
-    """Whether the condition is ``key <= query`` in one of its spellings."""
-    if not isinstance(condition, Apply) or len(condition.args) != 2:
-        return False
-    left, right = (as_index(a) for a in condition.args)
-    if left is None or right is None:
-        return False
-    difference = {"le": right - left, "ge": left - right, "lt": right - left - 1, "gt": left - right - 1}
-    found = difference.get(condition.op)
-    return found is not None and found == query - key
 
 
 def text_of(named: NamedMask) -> str:

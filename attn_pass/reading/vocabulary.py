@@ -95,7 +95,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (
         "softmax",
         "input, dim=None, dtype=None",
-        "torch.softmax .softmax torch.special.softmax aten.softmax.int aten._safe_softmax.default",
+        "torch.softmax .softmax torch.special.softmax aten.softmax.int aten.special_softmax.default "
+        "aten._safe_softmax.default",
     ),
     ("softmax", "input, dim, half_to_float=False", "aten._softmax.default"),
     ("dropout", "input, p=0.5, training=True, inplace=False", "torch.nn.functional.dropout torch.dropout "
@@ -170,15 +171,13 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("cumsum", "input, dim", "torch.cumsum .cumsum aten.cumsum.default"),
 )  # fmt: skip
 
-_IN_PLACE_OPERATORS = {
-    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
-    operator.iand: "and", operator.ior: "or",
+_IN_PLACE_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv, operator.iand: operator.and_, operator.ior: operator.or_,
 }  # fmt: skip
 _SELF_NAMES = {"self": "input", "tensor": "input", "axis": "dim", "mat1": "batch1", "mat2": "batch2", "a": "input",
                "keepdims": "keepdim", "split_size_or_sections": "size", "split_size": "size", "chunks": "size",
                "split_sizes": "size", "indices_or_sections": "size"}  # fmt: skip
-_OPERATOR_ALIASES = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
-                     "and_": operator.and_, "or_": operator.or_, "abs": operator.abs}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
     if target in functions:
         return functions[target], False
     if target in _IN_PLACE_OPERATORS:
-        return functions[_OPERATOR_ALIASES.get(_operator_name(target), operator.add)], True
+        return functions[_IN_PLACE_OPERATORS[target]], True
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target._schema.name.split("::")[1], target._overloadname
         if packet.endswith("_"):
@@ -289,12 +288,6 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         if plain in functions:
             return functions[plain], True
     return None
-
-
-def _operator_name(target: Any) -> str:
-    return {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "iand": "and_", "ior": "or_"}[
-        target.__name__
-    ]
 
 
 def understand(node: Node) -> Call | None:

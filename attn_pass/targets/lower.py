@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Planned, Value, aten, fake_of
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, expression_axes
+from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
 from attn_pass.model.views import Expand, Group, view_steps
 
@@ -156,10 +157,10 @@ class Lowering:
             total = term if isinstance(total, int) and total == 0 else self._arithmetic(aten.add.Tensor, term, total)
         return self._tensor(total)
 
-    def _arithmetic(self, op: object, left: Value | int, right: Value | int) -> Value:
+    def _arithmetic(self, op: Callable[..., Any], left: Value | int, right: Value | int) -> Value:
         if not _is_tensor(left):
             left, right = right, left
-        return self.plan.call(op, self._tensor(left), right)  # type: ignore[arg-type]
+        return self.plan.call(op, self._tensor(left), right)
 
     def _axis(self, axis: Axis, groups: Sequence[Group]) -> Value:
         device = self.attention.sources[self.attention.query.source].device
@@ -169,7 +170,7 @@ class Lowering:
 
     # ------------------------------------------------------------ the result
 
-    def result(self, value: Value, *, keep_layout: bool = True) -> Value:
+    def result(self, value: Value) -> Value:
         """The kernel's (B, H, L, Dv) in the shape and dtype of the site, laid out so that nobody can tell."""
         a = self.attention
         groups = (a.batch, a.heads, a.rows, a.value_dim)
@@ -177,12 +178,14 @@ class Lowering:
         value = self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.output))
         if fake_of(value).dtype != a.output_dtype:
             value = self.plan.call(aten.to.dtype, value, a.output_dtype)
-        if keep_layout and not self.plan.keeps_layout(value):
+        written_later = a.needs_grad and self.plan.effects.mutations(self.plan.result)
+        if written_later or not self.plan.keeps_layout(value):
+            # Written in place later: the kernel saves its result for the backward, which a matmul does not.
             value = self.plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
         return value
 
 
-def _floor_divide(divisor: object) -> object:
+def _floor_divide(divisor: object) -> Callable[..., Any]:
     return aten.floor_divide.Scalar if isinstance(divisor, int) else aten.floor_divide.default
 
 
@@ -197,5 +200,3 @@ def _merged(group: Group) -> Index:
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Planned) or hasattr(value, "meta")
 
-
-__all__ = ["Lowering", "expression_axes"]

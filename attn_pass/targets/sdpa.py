@@ -7,15 +7,16 @@ to the unfused path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
-from attn_pass.model.attention import Attention, Structure
+from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
@@ -156,8 +157,7 @@ def mask_kind(a: Attention, setting: Setting) -> str:
     """"none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
     if not a.has_mask:
         return "none"
-    rows = [x for x in a.rows if x.size != 1]
-    if a.structure is Structure.CAUSAL and len(rows) <= 1:
+    if a.is_causal:
         return "causal"
     if a.bias is not None:
         return "additive"
@@ -190,7 +190,7 @@ def _dense(plan: Plan, value: Value) -> Value:
     return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
-def sdpa_function(plan: Plan) -> object:
+def sdpa_function(plan: Plan) -> Callable[..., Any]:
     """The call in the dialect of the graph."""
     if "example_value" in plan.result.meta:
         return torch.nn.functional.scaled_dot_product_attention

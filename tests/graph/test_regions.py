@@ -352,6 +352,7 @@ def test_the_forward_of_a_custom_function_records_nothing() -> None:
     (call,) = forward.calls
     outer = captured.regions().of(call.node)
     assert outer.grad_enabled is True
+    assert region_of_body(call.node, outer).grad_enabled is False
     inner = Regions(forward.module.graph, region_of_body(call.node, outer))
     assert {inner.of(n).grad_enabled for n in forward.module.graph.nodes if n.name == "outs"} == {False}
 

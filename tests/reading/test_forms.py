@@ -169,7 +169,7 @@ class Form:
             "where": lambda: torch.where(keep, s, fill),
             "where drop": lambda: torch.where(~keep, fill, s),
             "where tensor": lambda: torch.where(keep, s, torch.full_like(s, fill)),
-            "method where": lambda: s.where(keep, torch.tensor(fill, dtype=s.dtype)),
+            "method where": lambda: s.where(keep, s.new_full((), fill)),
             "add where": lambda: s + torch.where(keep, 0.0, fill),
             "one minus": lambda: s + (1.0 - keep.to(s.dtype)) * torch.finfo(s.dtype).min,
             "tril": lambda: s.masked_fill(~torch.tril(lower), fill),
@@ -186,12 +186,12 @@ class Form:
             "torch": lambda: torch.softmax(s, s.dim() - 1),
             "method": lambda: s.softmax(-1),
             "special": lambda: torch.special.softmax(s, -1),
-            "float32": lambda: F.softmax(s, dim=-1, dtype=torch.float32).to(s.dtype),
-            "upcast": lambda: s.float().softmax(-1).type_as(s),
+            "float32": lambda: F.softmax(s, dim=-1, dtype=torch.float32).to(self.dtype),
+            "upcast": lambda: s.float().softmax(-1).to(self.dtype),
             "by hand": lambda: _divided((s - s.amax(-1, keepdim=True)).exp()),
             "by hand, no maximum": lambda: _divided(torch.exp(s)),
         }
-        return forms[self.softmax]()
+        return forms[self.softmax]().to(self.dtype)
 
     def _after(self, name: str, w: Tensor, v: Tensor) -> Tensor:
         forms: dict[str, Callable[[], Tensor]] = {
@@ -291,7 +291,7 @@ def forms(draw: Any) -> Form:
         product = "baddbmm"
     mask = pick("", "", *MASKS)
     fills = [-INF, torch.finfo(dtype).min] + ([] if dtype == torch.float16 else [-1e9, -1e30])
-    last = draw(st.booleans()) and mask not in ("one minus", "add where")
+    last = scale in ("mul", "left mul", "div") and mask not in ("one minus", "add where") and draw(st.booleans())
     if last:
         fills = [-INF]
     softmax = pick(*SOFTMAXES)
