@@ -81,7 +81,7 @@ class Effects:
         """All nodes whose memory is, or may be, that of ``node``, itself included, in graph order."""
         roots = self._roots_of(node)
         if len(roots) == 1:
-            return self._members[roots[0]]
+            return tuple(self._members[roots[0]])
         found = {member for root in roots for member in self._members[root]} | {node}
         return tuple(sorted(found, key=self.position.__getitem__))
 
@@ -170,6 +170,7 @@ class Effects:
         writes: list[Mutation] = []
         rebinding: list[Mutation] = []
         position = self.position
+        traits_of: dict[Target, _Traits] = {}
         for index, node in enumerate(graph.nodes):
             position[node] = index
             op, meta = node.op, node.meta
@@ -178,15 +179,20 @@ class Effects:
             value = meta.get("example_value")
             if value is None:
                 value = meta.get("val")
-            keys = None
+            keys: tuple[int, ...] | None
             if type(value) is FakeTensor:
                 keys = _storages(value)
                 self._has_values = True
+            else:
+                keys = () if type(value) in _WITHOUT_MEMORY else None
             if keys is None:
                 keys = self._place(node, value)
             memory[node] = keys
             if op == "call_function" or op == "call_method":
-                traits = _traits(op, node.target)
+                target = node.target
+                traits = traits_of.get(target)
+                if traits is None:
+                    traits = traits_of[target] = _traits(op, target)
                 if traits.higher_order:
                     writes += (Mutation(node, n, index, False) for n in self._written_by_bodies(node))
                 elif traits.write is not None or "out" in node.kwargs:
@@ -207,14 +213,18 @@ class Effects:
 
     def _settle(self, writes: list[Mutation], rebinding: list[Mutation], owners: dict[int, list[_Owner]]) -> None:
         """Sorts nodes and writes by memory, once all memories that are one are known to be."""
-        if self._parents:
-            for node, keys in self._memory.items():
-                self._memory[node] = tuple(dict.fromkeys(self._find(key) for key in keys))
+        parents = self._parents
         members: dict[int, list[Node]] = {}
         for node, keys in self._memory.items():
+            if parents and not parents.keys().isdisjoint(keys):
+                keys = self._memory[node] = tuple(dict.fromkeys(self._find(key) for key in keys))
             for key in keys:
-                members.setdefault(key, []).append(node)
-        self._members = {root: tuple(nodes) for root, nodes in members.items()}
+                known = members.get(key)
+                if known is None:
+                    members[key] = [node]
+                else:
+                    known.append(node)
+        self._members = members
         self._owners: dict[int, list[_Owner]] = {}
         for key, found in owners.items():
             self._owners.setdefault(self._find(key), []).extend(found)
@@ -392,6 +402,9 @@ def is_metadata_assertion(node: Node) -> bool:
 
 
 # ---------------------------------------------------------------- fake values
+
+
+_WITHOUT_MEMORY = frozenset({int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size})
 
 
 def _fake(node: Node) -> Any:

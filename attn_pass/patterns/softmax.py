@@ -13,8 +13,9 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
 from attn_pass.model.index import Axis, axes, axis_index
 from attn_pass.patterns.base import Site, check_uses, check_window, failed, refused, with_shape_uses
 from attn_pass.reading.describe import Parts, _with_dot, describe
-from attn_pass.reading.lift import Reader, Spine, Unreadable, tensor_dims
+from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
 from attn_pass.reading.products import Product
+from attn_pass.reading.spine import Spine
 from attn_pass.reading.views import broadcast_position
 
 FORM = "eager"
@@ -219,16 +220,17 @@ def _lift(
         query=reader.operand(query, at_query, order[scores_product], region, factors=True),
         key=reader.operand(key, at_key, order[scores_product], region, factors=True),
         value=reader.operand(values, at_values, order[node], region, factors=False),
-        score=score, side=scores.loads, score_dtype=_score_dtype(made.dtype, value.dtype),
+        score=score, side=scores.loads, score_dtype=_score_dtype(scores, value.dtype),
         product_dtypes=(made.dtype, result.dtype),
         dropout=spine.dropout, empty_row_is_nan=read.empty_row_is_nan and not guarded,
     )  # fmt: skip
     return parts, tuple(n for n in with_shape_uses(reader, internal) if n is not node)
 
 
-def _score_dtype(product: torch.dtype, softmax: torch.dtype) -> torch.dtype:
-    """The type a fill has to mask in: scores of a float16 product stay within its range where only the softmax is wider."""
-    return product if product == torch.float16 else softmax
+def _score_dtype(scores: Spine, softmax: torch.dtype) -> torch.dtype:
+    """The narrowest type the scores pass through: a fill has to mask there, wherever the softmax itself is computed."""
+    dtypes = {value.dtype for node in scores.internal if (value := tensor_value(node)) is not None}
+    return torch.float16 if torch.float16 in dtypes else softmax
 
 
 def _is_transposed(left: tuple, right: tuple, at_softmax: tuple) -> bool:  # type: ignore[type-arg]

@@ -30,9 +30,10 @@ from attn_pass.model.index import (
     unsplit_axis,
 )
 from attn_pass.model.views import NoView, _digit_axes, view_steps
-from attn_pass.reading.lift import OperandForm, Reader, SideLoad, Unreadable
+from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import name_mask, text_of
 from attn_pass.reading.scores import NotAffine, Scores, normalise
+from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
 NO_GRAD_DTYPES = (torch.bool, torch.int64, torch.int32)

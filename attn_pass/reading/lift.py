@@ -1,15 +1,13 @@
 """Lifting: what the element of a node at a position is, as an expression, at a point in the program's time.
 
-`Reader` holds what is known of one graph. A `Spine` walks from one node back to a chosen leaf (the product of
-queries and keys, or the softmax) through views and pointwise operations; everything off that path is loaded from
-the tensor it lies in. `Reader.operand` walks back through the views of an operand, and `Reader.element` lifts a
-tensor down to index arithmetic where it can, which is how masks are named.
+`Reader` holds what is known of one graph. `Reader.operand` walks back through the views of an operand, and
+`Reader.element` lifts a tensor down to index arithmetic where it can, which is how masks are named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,16 +19,12 @@ from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.attention import Source, SourceKind
 from attn_pass.model.expression import (
     OPERATIONS,
-    Apply,
     Const,
-    Dot,
     Expr,
     IndexValue,
     Load,
     apply,
-    as_index,
 )
-from attn_pass.model.index import Index
 from attn_pass.reading.products import PRODUCTS, Product, product_of
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call, one_or_many, understand
@@ -46,7 +40,7 @@ class Unreadable(Exception):
 
 
 # Pointwise operations a spine may pass; the operands by name.
-_POINTWISE: Mapping[str, tuple[str, ...]] = {
+POINTWISE: Mapping[str, tuple[str, ...]] = {
     "add": ("input", "other"), "sub": ("input", "other"), "rsub": ("input", "other"), "mul": ("input", "other"),
     "div": ("input", "other"), "neg": ("input",), "tanh": ("input",), "sigmoid": ("input",), "abs": ("input",),
     "exp": ("input",), "log": ("input",), "maximum": ("input", "other"), "minimum": ("input", "other"),
@@ -158,8 +152,8 @@ class Reader:
         # An in-place operation changes what every alias of its target holds from then on.
 
     def _inputs(self, call: Call) -> list[Node]:
-        if call.op in _POINTWISE:
-            values = [call.args.get(n) for n in _POINTWISE[call.op]]
+        if call.op in POINTWISE:
+            values = [call.args.get(n) for n in POINTWISE[call.op]]
         elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind"):
             values = [call.args.get("input")]
         else:
@@ -182,11 +176,11 @@ class Reader:
         if mutation.whole and self.effects.same_geometry(mutation.target, node):
             return mutation.node, self.call(mutation.node)
         call = self.call(node)
-        if call is not None and call.op in VIEWS and self._is_alias(node, call):
+        if call is not None and call.op in VIEWS and self.is_alias(node, call):
             return node, call
         return node, None
 
-    def _is_alias(self, node: Node, call: Call) -> bool:
+    def is_alias(self, node: Node, call: Call) -> bool:
         source = call.args.get("input")
         a, b = tensor_value(node), tensor_value(source)
         if isinstance(source, Node) and b is None:  # a piece of a split
@@ -201,7 +195,7 @@ class Reader:
         found = view_of(node, call, position, self.sizes)
         if found is None:
             return None
-        return (*found, at if self._is_alias(node, call) else self.order[node])
+        return (*found, at if self.is_alias(node, call) else self.order[node])
 
     def through_views(self, node: Node, position: Position, at: int, region: Region | None) -> tuple[Node, Position, int]:
         """Back through views and copies for as long as they can be followed within the region."""
@@ -351,7 +345,7 @@ class Reader:
         found_value = created(self, defined, call, position, depth)
         if found_value is not None:
             return found_value
-        if call.op in _POINTWISE or call.op == "cast":
+        if call.op in POINTWISE or call.op == "cast":
             try:
                 return self.pointwise(
                     defined, call, position, lambda v, p: self._value(v, p, time, depth + 1)
@@ -422,7 +416,7 @@ class Reader:
                 raise Unreadable("bitwise logic of integers", node)
         if op not in OPERATIONS:
             raise Unreadable(f"{op} is not pointwise", node)
-        return apply(op, *(read(a[name], position) for name in _POINTWISE[op]))
+        return apply(op, *(read(a[name], position) for name in POINTWISE[op]))
 
 
 def _has_load(expression: Expr) -> bool:
@@ -443,116 +437,9 @@ def _kind(node: Node) -> SourceKind:
     return "buffer" if node.op == "get_attr" else "computed"
 
 
-@dataclass(frozen=True)
-class SideLoad:
-    """A tensor off the spine: where its elements were followed back to, and how it was written there."""
-
-    node: Node
-    at: int
-    written: Node
-    written_position: Position
-    written_at: int
-
-
-@dataclass
-class Spine:
-    """A walk from a node back to one leaf; ``read`` gives the expression, with `Dot` standing for the leaf."""
-
-    reader: Reader
-    leaf: Node
-    reach: Mapping[Node, frozenset[Node]]
-    region: Region
-    internal: dict[Node, None] = field(default_factory=dict)  # every node passed, in order of the walk
-    leaf_position: Position | None = None
-    leaf_at: int = 0
-    dropout: float = 0.0
-    loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
-
-    def read(self, node: Node, position: Position, at: int) -> Expr:
-        """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
-        reader = self.reader
-        if node is self.leaf:
-            if self.leaf_position not in (None, position):
-                raise Unreadable("the scores are read at two places at once", node)
-            self.leaf_position, self.leaf_at = position, at
-            self.internal[node] = None
-            return Dot()
-        defined, call = reader.definition(node, at)
-        if call is None:
-            raise Unreadable(f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node)
-        if reader.regions.of(defined) != self.region:
-            raise Unreadable(f"{_name(defined)} runs under another context ({reader.regions.of(defined).describe()})", defined)
-        self.internal[node] = None
-        self.internal[defined] = None
-        time = reader.order[defined]
-        if call.op in VIEWS:
-            found = view_of(defined, call, position, reader.sizes)
-            if found is None:
-                raise Unreadable(f"the view {_name(defined)} cannot be followed", defined)
-            return self.read(*found, at if reader._is_alias(defined, call) else time)
-        if call.op in ("copy", "detach", "dropout"):
-            self._check_transparent(call, defined)
-            return self.read(call["input"], position, time)
-        if call.op == "cast":
-            before, after = tensor_value(call["input"]), tensor_value(defined)
-            if before is None or after is None or before.device != after.device:
-                raise Unreadable("the scores move between devices", defined)
-            inner = self.read(call["input"], position, time)
-            if not (before.is_floating_point() and after.is_floating_point()):
-                raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
-            return inner
-        if call.op not in _POINTWISE:
-            raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
-        return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
-
-    def _check_transparent(self, call: Call, node: Node) -> None:
-        value = tensor_value(call["input"])
-        if call.op == "detach" and value is not None and value.requires_grad:
-            raise Unreadable("detach() stops the gradient of the scores", node)
-        if call.op == "dropout" and call["training"] is not False and call["p"] != 0:
-            if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool) or self.dropout:
-                raise Unreadable("the dropout is applied twice, or its rate is not a constant", node)
-            self.dropout = float(call["p"])
-
-    def _operand(self, value: Any, position: Position, at: int) -> Expr:
-        reader = self.reader
-        if not isinstance(value, Node):
-            if isinstance(value, (bool, int, float)):
-                return Const(value)
-            raise Unreadable("an operand of the scores has no value that can be read")
-        scalar = reader.scalar(value, at)
-        if scalar is not None and value is not self.leaf and self.leaf not in self.reach.get(value, ()):
-            return scalar
-        held = tensor_value(value)
-        if held is None:
-            raise Unreadable("an operand of the scores has no value that can be read", value)
-        shape = reader.sizes.shape(held)
-        position = broadcast_position(position, shape)
-        if value is self.leaf or self.leaf in self.reach.get(value, ()) or self._written_from_leaf(value, at):
-            return self.read(value, position, at)
-        source, where, read_at = reader.through_views(value, position, at, self.region)
-        found = reader.element(source, where, read_at)
-        if isinstance(found, Const):
-            return found
-        load = reader.load(source, where, read_at)
-        self.loads[load] = SideLoad(source, read_at, value, position, at)
-        return load
-
-    def _written_from_leaf(self, node: Node, at: int) -> bool:
-        """Whether the last in-place write of the node's memory put the leaf's elements there."""
-        mutation = self.reader.effects.last_mutation(node, at)
-        return mutation is not None and self.leaf in self.reach.get(mutation.node, ())
-
-
-def _name(node: Node) -> str:
-    target = node.target
-    return str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
 def tensor_dims(call: Call, name: str, rank: int) -> tuple[int, ...] | None:
     """A ``dim`` argument as a tuple of non-negative dimensions; None when it is not constant."""
     dims = one_or_many(call.get(name))
     if any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
         return None
     return tuple(d % rank for d in dims)
-

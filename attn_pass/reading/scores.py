@@ -45,7 +45,7 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
     """Whether a fill is low enough to mean "not attended to" in scores of ``dtype`` (the numerics contract)."""
     if dtype == torch.float16:
         return fill <= torch.finfo(torch.float16).min / 2
-    return fill <= -1e9
+    return fill <= -0.99e9  # -1e9 is -999292928 in bfloat16
 
 
 def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:

@@ -98,7 +98,10 @@ class Sdpa:
             value = _pad(plan, value, width - a.value_head_dim)
         query, key, value = (_dense(plan, x) for x in (query, key, value))
         mask, causal = self._mask(lower, setting)
-        arguments: dict[str, object] = {"scale": a.scale}
+        if a.scale < 0:
+            # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
+            query = plan.call(aten.neg.default, query)
+        arguments: dict[str, object] = {"scale": abs(a.scale)}
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)

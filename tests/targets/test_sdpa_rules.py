@@ -98,3 +98,14 @@ def test_a_kernel_restriction_is_honoured() -> None:
     picked, report, out = seen_backends(fn, *CASES["plain"])
     assert picked == [] and "MATH" in report.sites[0].refusals["sdpa"]
     torch.testing.assert_close(out, sdpa(*CASES["plain"]))
+
+
+def test_a_negative_scale_under_a_causal_mask_gives_numbers() -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+        return torch.softmax((q * -0.5 @ k.mT).masked_fill(~keep, float("-inf")), -1) @ v
+
+    args = (r(2, 3, 6, 16), r(2, 3, 6, 16), r(2, 3, 6, 16))
+    _, report, out = seen_backends(fn, *args)
+    assert (report.sites[0].outcome, report.sites[0].mask) == ("rewritten", "causal")
+    torch.testing.assert_close(out, fn(*args))

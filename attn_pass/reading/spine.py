@@ -1,0 +1,122 @@
+"""A spine: the walk from a node back to one leaf through views and pointwise operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from attn_pass.graph.regions import Region
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.expression import Const, Dot, Expr, Load
+from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
+from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
+from attn_pass.reading.vocabulary import Call
+
+
+@dataclass(frozen=True)
+class SideLoad:
+    """A tensor off the spine: where its elements were followed back to, and how it was written there."""
+
+    node: Node
+    at: int
+    written: Node
+    written_position: Position
+    written_at: int
+
+
+@dataclass
+class Spine:
+    """A walk from a node back to one leaf; ``read`` gives the expression, with `Dot` standing for the leaf."""
+
+    reader: Reader
+    leaf: Node
+    reach: Mapping[Node, frozenset[Node]]
+    region: Region
+    internal: dict[Node, None] = field(default_factory=dict)  # every node passed, in order of the walk
+    leaf_position: Position | None = None
+    leaf_at: int = 0
+    dropout: float = 0.0
+    loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
+
+    def read(self, node: Node, position: Position, at: int) -> Expr:
+        """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
+        reader = self.reader
+        if node is self.leaf:
+            if self.leaf_position not in (None, position):
+                raise Unreadable("the scores are read at two places at once", node)
+            self.leaf_position, self.leaf_at = position, at
+            self.internal[node] = None
+            return Dot()
+        defined, call = reader.definition(node, at)
+        if call is None:
+            raise Unreadable(f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node)
+        if reader.regions.of(defined) != self.region:
+            raise Unreadable(f"{_name(defined)} runs under another context ({reader.regions.of(defined).describe()})", defined)
+        self.internal[node] = None
+        self.internal[defined] = None
+        time = reader.order[defined]
+        if call.op in VIEWS:
+            found = view_of(defined, call, position, reader.sizes)
+            if found is None:
+                raise Unreadable(f"the view {_name(defined)} cannot be followed", defined)
+            return self.read(*found, at if reader.is_alias(defined, call) else time)
+        if call.op in ("copy", "detach", "dropout"):
+            self._check_transparent(call, defined)
+            return self.read(call["input"], position, time)
+        if call.op == "cast":
+            before, after = tensor_value(call["input"]), tensor_value(defined)
+            if before is None or after is None or before.device != after.device:
+                raise Unreadable("the scores move between devices", defined)
+            inner = self.read(call["input"], position, time)
+            if not (before.is_floating_point() and after.is_floating_point()):
+                raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
+            return inner
+        if call.op not in POINTWISE:
+            raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
+        return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
+
+    def _check_transparent(self, call: Call, node: Node) -> None:
+        value = tensor_value(call["input"])
+        if call.op == "detach" and value is not None and value.requires_grad:
+            raise Unreadable("detach() stops the gradient of the scores", node)
+        if call.op == "dropout" and call["training"] is not False and call["p"] != 0:
+            if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool) or self.dropout:
+                raise Unreadable("the dropout is applied twice, or its rate is not a constant", node)
+            self.dropout = float(call["p"])
+
+    def _operand(self, value: Any, position: Position, at: int) -> Expr:
+        reader = self.reader
+        if not isinstance(value, Node):
+            if isinstance(value, (bool, int, float)):
+                return Const(value)
+            raise Unreadable("an operand of the scores has no value that can be read")
+        scalar = reader.scalar(value, at)
+        if scalar is not None and value is not self.leaf and self.leaf not in self.reach.get(value, ()):
+            return scalar
+        held = tensor_value(value)
+        if held is None:
+            raise Unreadable("an operand of the scores has no value that can be read", value)
+        shape = reader.sizes.shape(held)
+        position = broadcast_position(position, shape)
+        if value is self.leaf or self.leaf in self.reach.get(value, ()) or self._written_from_leaf(value, at):
+            return self.read(value, position, at)
+        source, where, read_at = reader.through_views(value, position, at, self.region)
+        found = reader.element(source, where, read_at)
+        if isinstance(found, Const):
+            return found
+        load = reader.load(source, where, read_at)
+        self.loads[load] = SideLoad(source, read_at, value, position, at)
+        return load
+
+    def _written_from_leaf(self, node: Node, at: int) -> bool:
+        """Whether the last in-place write of the node's memory put the leaf's elements there."""
+        mutation = self.reader.effects.last_mutation(node, at)
+        return mutation is not None and self.leaf in self.reach.get(mutation.node, ())
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    return str(target) if isinstance(target, str) else getattr(target, "__name__", str(target))
