@@ -351,7 +351,9 @@ class Effects:
         return self._unnamed
 
     def _find(self, key: int) -> int:
-        while (parent := self._parents.get(key)) is not None:
+        parents = self._parents
+        while (parent := parents.get(key)) is not None:
+            parents[key] = parents.get(parent, parent)  # path halving
             key = parent
         return key
 
@@ -377,7 +379,9 @@ def is_pure(node: Node) -> bool:
             return True
         bodies = called_bodies(node)
         return bool(bodies) and all(body.kind != "other" and _computes_only(body.module.graph) for body in bodies)
-    return traits.pure and not _call_writes(node)
+    if not traits.pure or (not traits.drops and node.is_impure()):  # FX knows what libraries registered as effectful
+        return False
+    return not _call_writes(node)
 
 
 def _computes_only(graph: Graph) -> bool:
@@ -515,7 +519,10 @@ class _Traits(NamedTuple):
     view: bool = False
     """The result is, or may be, a view of the first argument; asked only where metadata does not tell."""
     returns_input: bool = False
+    """A dropout, which returns its first argument itself when it drops nothing."""
     pure: bool = True
+    drops: bool = False
+    """Random in that it may drop elements only."""
     unknown: bool = False
     higher_order: bool = False
 
@@ -621,7 +628,6 @@ _READING_ONLY = frozenset(
 """Attention functions from elsewhere that only read; not ``flash_attn_with_kvcache``, which writes its cache."""
 
 _CHECKS_AND_SWITCHES = ("_assert", "_check", "_functional_assert", "sym_constrain", "_log_api", "set_", "use_", "_set_")
-_SIDE_EFFECTS: Set[Any] = getattr(torch.fx.node, "_side_effectful_functions", frozenset())
 _EFFECTFUL_NAMESPACES = ("c10d", "_c10d", "symm_mem", "profiler", "streams", "_dtensor", "rngprims", "debugprims")
 
 
@@ -662,13 +668,13 @@ def _overload_traits(target: OpOverload) -> _Traits:
     impure = (
         bool(written)
         or not schema.returns
-        or (torch.Tag.nondeterministic_seeded in target.tags and not _drops_only(name))
+        or (torch.Tag.nondeterministic_seeded in target.tags and not _may_drop(name))
         or namespace.startswith(_EFFECTFUL_NAMESPACES)
         or name.startswith(_CHECKS_AND_SWITCHES)
-        or target in _SIDE_EFFECTS
     )
     view = name in _VIEWS or any(a.alias_info is not None for a in schema.arguments)
-    return _Traits(write, view, returns_input=namespace == "aten" and name in _DROPOUTS, pure=not impure)
+    returns_input = namespace == "aten" and name in _DROPOUTS
+    return _Traits(write, view, returns_input, pure=not impure, drops=_may_drop(name))
 
 
 def _packet_traits(target: OpOverloadPacket) -> _Traits:
@@ -686,6 +692,7 @@ def _packet_traits(target: OpOverloadPacket) -> _Traits:
         view=any(t.view for t in traits),
         returns_input=any(t.returns_input for t in traits),
         pure=bool(traits) and all(t.pure for t in traits),
+        drops=_may_drop(name),
     )
 
 
@@ -704,20 +711,16 @@ def _function_traits(target: Callable[..., Any]) -> _Traits:
     if module == "torch._tensor" and str(getattr(target, "__qualname__", "")).startswith("Tensor."):
         return _method_traits(name)
     if name in _READING_ONLY:
-        return _Traits()
+        return _Traits(drops=True)
     if not f"{module}.".startswith(_TRUSTED) or module.startswith("torch.distributed"):
         return _Traits(_writes_all_inputs, pure=False, unknown=True)
     if module in ("_operator", "operator", "math"):
         return _Traits(view=target is operator.getitem)
     if module == "builtins":
         return _Traits(view=target is getattr, pure=target in _PURE_BUILTINS)
-    pure = (
-        module in _PURE_MODULES
-        and not name.startswith(_CHECKS_AND_SWITCHES)
-        and name not in _RANDOM
-        and target not in _SIDE_EFFECTS
-    )
-    return _Traits(_function_writer(target, module, name), name in _VIEWS, name in _DROPOUTS, pure)
+    pure = module in _PURE_MODULES and not name.startswith(_CHECKS_AND_SWITCHES) and name not in _RANDOM
+    write = _function_writer(target, module, name)
+    return _Traits(write, name in _VIEWS, name in _DROPOUTS, pure, drops=_may_drop(name))
 
 
 def _function_writer(target: Callable[..., Any], module: str, name: str) -> _Writer | None:
@@ -748,7 +751,7 @@ def _inplace_parameter(target: Callable[..., Any]) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _drops_only(name: str) -> bool:
+def _may_drop(name: str) -> bool:
     return "dropout" in name or "attention" in name
 
 

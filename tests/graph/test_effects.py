@@ -770,10 +770,10 @@ def test_five_thousand_nodes_take_milliseconds() -> None:
     assert count > 1500
 
     def once() -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         Effects(gm.graph)
         Regions(gm.graph, Region.ambient())
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
-    # 22 ms for 5,000 nodes on an idle machine; the bound leaves room for a busy one.
-    assert min(once() for _ in range(10)) * 5000 / count < 0.1
+    # 10 to 20 ms of processor time for 5,000 nodes; the bound leaves room for a slower machine.
+    assert min(once() for _ in range(10)) * 5000 / count < 0.06

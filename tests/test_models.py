@@ -1,0 +1,142 @@
+"""Small real architectures with random weights: every site rewritten, equal to eager, in each mode a user has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import attn_pass
+
+transformers = pytest.importorskip("transformers")
+Built = tuple[nn.Module, dict[str, torch.Tensor], int]
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 90, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def gpt2() -> Built:
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return transformers.GPT2Model(config), {"input_ids": _tokens(2, 12)}, 2
+
+
+def bert() -> Built:
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=100,
+        attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    mask = torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 8:] = 0
+    return transformers.BertModel(config), {"input_ids": _tokens(2, 12), "attention_mask": mask}, 2
+
+
+def llama() -> Built:
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
+        vocab_size=100, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaModel(config), {"input_ids": _tokens(2, 12)}, 2
+
+
+def t5() -> Built:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=32, vocab_size=100, dropout_rate=0.0, use_cache=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.T5Model(config), {"input_ids": _tokens(2, 12), "decoder_input_ids": _tokens(2, 7)}, 3
+
+
+def swin() -> Built:
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4, attn_implementation="eager",
+        drop_path_rate=0.0,
+    )  # fmt: skip
+    return transformers.SwinModel(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, 2
+
+
+MODELS: dict[str, Callable[[], Built]] = {"gpt2": gpt2, "bert": bert, "llama": llama, "t5": t5, "swin": swin}
+
+
+def build(name: str) -> Built:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return MODELS[name]()
+
+
+def first(output: Any) -> torch.Tensor:
+    return output[0]
+
+
+def wrapped(**options: Any) -> Any:
+    return attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **options)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inference(name: str, dynamic: bool) -> None:
+    if name == "swin" and dynamic:
+        pytest.skip("Dynamo specialises the window partition")
+    model, inputs, sites = build(name)
+    model.eval()
+    with torch.no_grad(), attn_pass.record() as report:
+        want = first(model(**inputs))
+        got = first(torch.compile(model, backend=wrapped(), dynamic=dynamic)(**inputs))
+    assert [s.outcome for s in report.sites] == ["rewritten"] * sites, str(report)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_training_without_dropout(name: str) -> None:
+    model, inputs, sites = build(name)
+    model.train()
+
+    def gradients(run: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        first(run(**inputs)).sin().sum().backward()
+        # torch.compile gives zeros where eager gives no gradient (BERT's unused pooler).
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+    want = gradients(model)
+    with attn_pass.record() as report:
+        got = gradients(torch.compile(model, backend=wrapped()))
+    assert len(report.sites) == sites
+    assert all(s.outcome == "rewritten" or "needs a gradient" in s.reason for s in report.sites), str(report)
+    for parameter, gradient in want.items():
+        torch.testing.assert_close(got[parameter], gradient, atol=2e-4, rtol=2e-4, msg=parameter)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported_programs(name: str, decompose: bool) -> None:
+    model, inputs, sites = build(name)
+    model.eval()
+    with torch.no_grad():
+        want = first(model(**inputs))
+        program = torch.export.export(model, (), inputs, strict=False)
+        if decompose:
+            program = program.run_decompositions()
+        report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+        got = first(program.module()(**inputs))
+    assert [s.outcome for s in report.sites] == ["rewritten"] * sites, str(report)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_eager(dtype: torch.dtype) -> None:
+    model, inputs, sites = build("llama")
+    model.eval()
+    with torch.no_grad(), attn_pass.record() as report:
+        exact = first(model.double()(**inputs))
+        model.to(dtype)
+        eager = first(model(**inputs))
+        got = first(torch.compile(model, backend=wrapped())(**inputs))
+    assert len(report.rewritten) == sites
+    error = (eager.double() - exact).abs().max()
+    assert (got.double() - exact).abs().max() <= 2 * error
