@@ -179,6 +179,19 @@ class Plan:
             return True
         return not _layout_matters(self.result, after, 0)
 
+    def in_layout_of_result(self, value: Value) -> Value:
+        """A copy of the value in the memory order of the value it replaces. Raises `ValueError` if that is no order."""
+        old = tensor_value(self.result)
+        assert old is not None
+        strides = [self.sizes.hint(self.sizes.index(s)) for s in old.stride()]
+        order = sorted(range(old.dim()), key=lambda d: -strides[d])
+        moved = self.call(aten.permute.default, value, order)
+        copied = self.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+        back = self.call(aten.permute.default, copied, [order.index(d) for d in range(old.dim())])
+        if not self.keeps_layout(back):
+            raise ValueError(f"the strides {tuple(old.stride())} of {self.result.name} cannot be kept")
+        return back
+
     def _strides(self, tensor: torch.Tensor) -> tuple[Index, ...]:
         shape = self.sizes.shape(tensor)
         return tuple(self.sizes.index(s) for s, n in zip(tensor.stride(), shape) if n != 1)

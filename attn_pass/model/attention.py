@@ -110,6 +110,7 @@ class Attention:
     output: tuple[tuple[Axis, ...], ...]  # the site's own result: the axes of each of its dimensions, slowest first
     compute_dtype: torch.dtype  # no operand, score or result was wider than this in the program
     output_dtype: torch.dtype
+    score_dtype: torch.dtype = torch.float32  # of the scores as the program computed them
     factors: tuple[Factor, ...] = ()
     bias: Expr | None = None
     keep: Keep | None = None

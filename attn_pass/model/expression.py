@@ -132,7 +132,8 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
     if op == "where":
         condition, yes, no = args
         if isinstance(condition, Const):
-            return yes if condition.value else no
+            chosen, other = (yes, no) if condition.value else (no, yes)
+            return chosen if not may_be_boolean(chosen) or is_boolean(other) else None
         if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
             return as_boolean(condition, yes, no)
         return yes if yes == no and not isinstance(yes, Apply) else None
@@ -158,12 +159,20 @@ def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
             return Const(bool(value.value))
         if dtype.is_floating_point:
             return Const(_rounded(float(value.value), dtype))
-        return Const(int(value.value)) if value.value == value.value and abs(value.value) < 2**31 else None
+        return _truncated(value.value, dtype)
     if isinstance(value, IndexValue) and dtype in _INTEGRAL[:2]:
         return value
     if isinstance(value, Apply) and value.op == "cast" and value.dtype == dtype:
         return value
     return None
+
+
+def _truncated(value: Scalar, dtype: torch.dtype) -> Const | None:
+    """The number as an integer type holds it; None where it does not fit or is none."""
+    if dtype not in _INTEGRAL or value != value or abs(value) >= 2**63:
+        return None
+    limits = torch.iinfo(dtype)
+    return Const(int(value)) if limits.min <= int(value) <= limits.max else None
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -175,8 +184,13 @@ def _fold_logic(op: str, args: tuple[Expr, ...]) -> Expr | None:
     left, right = args
     for one, other in ((left, right), (right, left)):
         if isinstance(one, Const):
-            return Const(absorbing) if bool(one.value) == absorbing else other
-    return left if left == right else None
+            return Const(absorbing) if bool(one.value) == absorbing else _truth(other)
+    return _truth(left) if left == right else None
+
+
+def _truth(value: Expr) -> Expr:
+    """The value as the logic sees it: numbers are true unless 0."""
+    return value if is_boolean(value) else apply("cast", value, dtype=torch.bool)
 
 
 _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
@@ -187,7 +201,7 @@ def _fold_not(value: Expr) -> Expr | None:
         return Const(not value.value)
     if isinstance(value, Apply):
         if value.op == "not":
-            return value.args[0]
+            return _truth(value.args[0])
         if value.op in _OPPOSITE and all(isinstance(a, (IndexValue, Const)) for a in value.args):
             # Only of integers: for floats NaN is neither below nor at least.
             if all(isinstance(a, IndexValue) or isinstance(a.value, int) for a in value.args):  # type: ignore[union-attr]
@@ -252,11 +266,22 @@ def is_boolean(value: Expr) -> bool:
     )
 
 
+def may_be_boolean(value: Expr) -> bool:
+    """Whether the elements could be truth values, for all its form says: a load may hold anything."""
+    if isinstance(value, Apply):
+        if value.op in ("where", "maximum", "minimum", "add", "mul"):
+            return all(may_be_boolean(a) for a in value.args[-2:])
+        return is_boolean(value)
+    return isinstance(value, Load) or is_boolean(value)
+
+
 def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
     a, b = as_index(left), as_index(right)
     if a is not None and b is not None:
         total = a + b if op == "add" else a - b if op == "sub" else a * b
         return Const(total) if isinstance(total, int) else IndexValue(total)
+    if may_be_boolean(left) or may_be_boolean(right):  # arithmetic makes numbers of truth values, or a logic of its own
+        return None
     if isinstance(left, Const) and isinstance(right, Const):
         x, y = left.value, right.value
         return Const(x + y if op == "add" else x - y if op == "sub" else x * y)
@@ -264,9 +289,9 @@ def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
         for one, other in ((left, right), (right, left)):
             if isinstance(one, Const) and one.value == 1:
                 return other
-    if op in ("add", "sub") and isinstance(right, Const) and right.value == 0 and not is_boolean(left):
+    if op in ("add", "sub") and isinstance(right, Const) and right.value == 0:
         return left
-    if op == "add" and isinstance(left, Const) and left.value == 0 and not is_boolean(right):
+    if op == "add" and isinstance(left, Const) and left.value == 0:
         return right
     return None
 

@@ -327,8 +327,8 @@ def divide(value: Index, divisor: Index) -> tuple[Index, Index]:
             rest = rest + term
     if is_nonnegative(rest) and is_less(rest, divisor):
         return whole, rest
-    if isinstance(rest, int):
-        # Only a symbolic divisor gets here: not comparable, so nothing was gained by splitting.
+    if isinstance(rest, int) or not is_nonnegative(rest):
+        # A symbolic divisor is not comparable with a number; and what is below a division must not be negative.
         whole, rest = 0, value
     if isinstance(rest, int):
         rest_poly = Poly({_ONE: rest})

@@ -291,7 +291,7 @@ class _Assembly:
             query=_moved(operands["query"], position), key=_moved(operands["key"], position),
             value=_moved(operands["value"], position),
             score=renumber(score), scale=scores.scale, sources=sources,
-            output=tuple(self.output), compute_dtype=self._compute_dtype(value.dtype), output_dtype=value.dtype,
+            output=tuple(self.output), compute_dtype=self._compute_dtype(value.dtype), output_dtype=value.dtype, score_dtype=parts.score_dtype,
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),

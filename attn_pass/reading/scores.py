@@ -21,10 +21,12 @@ from attn_pass.model.expression import (
     contains_dot,
     expression_axes,
     is_boolean,
+    walk,
 )
 from attn_pass.model.index import Axis
 
 NEGATIVE_INFINITY = float("-inf")
+LOWEST = torch.finfo(torch.float32).min
 
 
 class NotAffine(Exception):
@@ -111,6 +113,8 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
             if not is_masking(fill, dtype):
                 raise NotAffine(f"the mask's fill becomes {fill:g} by a factor of {number:g}: too weak to mask")
             keep = replace(keep, fill=fill)
+        if scores.bias is not None and not 0 < number <= 1 and _has_fill(scores.bias):
+            raise NotAffine(f"masked scores are multiplied by {number:g}")
         bias = None if scores.bias is None else apply("mul", scores.bias, Const(number))
         return replace(scores, scale=scores.scale * number, bias=bias, keep=keep)
     if keys in expression_axes(factor):
@@ -155,8 +159,15 @@ def _without_keep(scores: Scores) -> Scores:
     """The same scores with the mask as part of the bias, so that what comes after it applies to it too."""
     if scores.keep is None:
         return scores
-    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(scores.keep.fill))
+    # Whatever the fill, once it masks it must go on masking when more is added to it.
+    fill = scores.keep.fill if scores.keep.fill == NEGATIVE_INFINITY else LOWEST
+    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(fill))
     return replace(scores, bias=bias, keep=None)
+
+
+def _has_fill(bias: Expr) -> bool:
+    """Whether a finite mask value was made part of the bias."""
+    return any(isinstance(e, Const) and NEGATIVE_INFINITY < e.value <= -1e9 for e in walk(bias))
 
 
 _RULES: dict[str, Callable[[Apply, Axis, torch.dtype], Scores]] = {

@@ -181,7 +181,7 @@ class Lowering:
         written_later = a.needs_grad and self.plan.effects.mutations(self.plan.result)
         if written_later or not self.plan.keeps_layout(value):
             # Written in place later: the kernel saves its result for the backward, which a matmul does not.
-            value = self.plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+            value = self.plan.in_layout_of_result(value)
         return value
 
 

@@ -135,17 +135,18 @@ class Sdpa:
         a, plan = lower.attention, lower.plan
         bias: Expr = a.bias if a.bias is not None else Const(0.0)
         if a.keep is not None:
+            if a.bias is not None:
+                bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
             fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
             bias = apply("where", a.keep.condition, bias, Const(fill))
         mask = lower.expression(bias, lower.mask_groups())
         made = fake_of(mask).dtype
         if not made.is_floating_point:
             mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
-        elif made == torch.float16 and setting.eager_form:
-            lowest = torch.finfo(torch.float16).min / 2
-            masked = plan.call(aten.le.Scalar, mask, lowest)
-            wide = plan.call(aten.to.dtype, mask, torch.float32)
+        elif a.score_dtype == torch.float16 and setting.eager_form:
+            masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
             infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
+            wide = plan.call(aten.to.dtype, mask, torch.float32)
             low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
             mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
         elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
