@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.attn_pass_ready
 # Where the issue collection lies, if there is one beside this checkout.
-CASES ?= ../shared/cases/run.py
+CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types cases bench-s4

@@ -43,7 +43,7 @@ def require_inductor(entry: str) -> None:
 def pre_grad_slot_takes_list() -> bool:
     """Whether Inductor's custom graph-pass slots take a list or tuple (2.13), or one callable only (2.11).
 
-    Asked of the installed torch, because 2.12 was not read (facts/inductor.md section 2).
+    Asked of the installed torch, because 2.12 was not read.
     """
     from torch._inductor import custom_graph_pass
 

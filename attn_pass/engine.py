@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import GraphModule, Node
 
-from attn_pass.errors import AttnPassWarning, RewriteError
-from attn_pass.graph.edit import Plan, SizeNodes, fake_of
+from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.graph.edit import Plan, SizeNodes, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
@@ -27,7 +28,7 @@ from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
-from attn_pass.targets.base import Setting
+from attn_pass.targets.base import EMPTY_ROWS, Setting
 
 
 def rewrite_graph(gm: GraphModule, *, options: Options, report: Report, program: str) -> bool:
@@ -55,6 +56,11 @@ def _check_names(options: Options) -> None:
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
+    if options.device is not None:
+        try:
+            torch.device(options.device)
+        except RuntimeError as error:
+            raise OptionError(f"device={options.device!r} is no device torch knows: {_first_line(error)}") from None
 
 
 @dataclass
@@ -189,19 +195,31 @@ class _Graph:
         )  # fmt: skip
 
     def _apply_composite(self, site: Site, record: SiteReport) -> bool:
-        assert site.composite is not None
-        record.kind, record.target = "attention", site.composite.target
-        record.reason = site.composite.reason
-        if not site.composite.changes:
+        composite = site.composite
+        assert composite is not None
+        record.kind, record.reason = "attention", composite.refusal or ""
+        device = torch.device(self.options.device or record.device or "cpu").type
+        if self.options.targets is not None and "sdpa" not in self.options.targets:
+            record.reason = record.reason or "the target sdpa is not allowed"
+        elif device != "cpu":
+            record.reason = record.reason or f"no measured rule for {device} devices yet"
+        elif composite.masked and self.options.numerics == "strict":
+            record.reason = record.reason or "numerics='strict': a row may be masked out entirely"
+        if record.reason:
             return False
-        site.composite.apply()
-        record.outcome = "rewritten"
+        replace_arguments(composite.node, *composite.without_weights)
+        record.outcome, record.target = "rewritten", "sdpa"
+        record.reason = "nobody takes the attention weights: it is asked for none"
+        if composite.masked:
+            record.assumptions = (EMPTY_ROWS,)
         return True
 
     # ------------------------------------------------------------ telling
 
     def _record(self, site: Site) -> SiteReport:
         value = tensor_value(site.node)
+        if value is None and site.node.args:
+            value = tensor_value(site.node.args[0])  # a composite call gives a tuple
         record = SiteReport(
             outcome="left", reason="", kind=site.kind, form=site.form, where=source_line(site.node.meta), count=self.count,
             module=module_path(site.node.meta), node=site.node.name,

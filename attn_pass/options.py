@@ -16,7 +16,12 @@ Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
 
 # Values a field's type has room for, but nothing implements so far: refused, never ignored.
-_NOT_YET: tuple[tuple[str, Any], ...] = (("tune", True), ("verify", "graph"), ("verify", "kernel"))
+_NOT_YET: tuple[tuple[str, Any], ...] = (
+    ("tune", True),
+    ("verify", "graph"),
+    ("verify", "kernel"),
+    ("assume_constant_buffers", True),
+)
 
 
 def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[], Any]:
@@ -44,16 +49,17 @@ class Options:
             Default from the environment variable ATTN_PASS_CHOOSE.
         numerics: "default" equals eager to the dtype's rounding wherever eager's row is defined; "strict" also keeps
             what eager gives on rows whose every key is masked, or leaves the site.
-        targets: names of the targets allowed, best first; None allows every target of the device.
+        targets: names of the targets allowed; None allows every target of the device.
         poor_cases: names of the poor cases allowed to make variants; None allows all, an empty tuple none.
         tune: measure the best offers instead of trusting predictions. Not available yet.
         verify: "graph" compares old and new graph on data, "kernel" also each target with the reference. Not
             available yet; default from ATTN_PASS_VERIFY.
         on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
             Default from ATTN_PASS_ON_ERROR.
-        assume_constant_buffers: buffers keep the values they have now, so facts may be read from them.
-        assume_nonempty_rows: no query has all its keys masked, so nothing is emitted to repair such rows.
-        shield: keep Inductor's own attention patterns off the softmaxes that were read and left.
+        assume_constant_buffers: buffers keep the values they have now, so facts may be read from them. Not
+            available yet.
+        assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
+        shield: keep Inductor's own attention patterns off the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda", "cuda:0", ...) instead of the one the tensors are on.
 
     Raises:

@@ -46,11 +46,11 @@ class SiteReport:
         where: source line, "file.py:123 in forward".
         count: calls of the shared body the site is in (1 outside shared bodies).
         shapes: "query", "key", "value" to their sizes; a symbolic size is its name.
-        dtype, device: of the operands, "bfloat16", "cuda:0".
-        mask: what the mask is, in words ("causal", "dense additive", "none").
+        dtype, device: of the result, "bfloat16", "cuda".
+        mask: what the mask is, in words ("causal", "additive", "boolean", "none").
         poor_cases: names of the poor cases whose variant was taken.
         refusals: target to the reason it did not take the site.
-        assumptions: what the user's options let us assume.
+        assumptions: what was assumed, or differs in a way the numerics contract allows.
         predicted_us: predicted time in microseconds of each offer, "leave" included.
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.

@@ -1,7 +1,7 @@
 """Keeps Inductor's own attention patterns off the softmaxes that attn_pass left, and knows Inductor's pass slots.
 
 Inductor's patterns ignore literals, so code that only looks like attention is rewritten to something else
-(pytorch/pytorch#196468, #195320; facts/inductor.md section 6). A pattern match is dropped when its nodes lie in more
+(pytorch/pytorch#196468, #195320). A pattern match is dropped when its nodes lie in more
 than one mutation region (`torch._inductor.pattern_matcher.PatternMatcherPass.apply`), and every attention pattern
 holds the softmax's exponential: a region of its own for that one node refuses them all and changes nothing else.
 """
@@ -126,11 +126,17 @@ def _separate_softmaxes(graph: Graph) -> None:
         node.meta[_REGION] = -own_region  # Inductor numbers regions from 0 upwards
 
 
+def _is_on_cpu(node: Node) -> bool:
+    """Where attn_pass has no rules of its own yet, what Inductor does is left to it: never slower than stock."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+
+
 def _softmaxes(graph: Graph) -> Iterator[Node]:
     """One node of each softmax: the call, or the exponential that its own sum divides once it is decomposed."""
     aten = torch.ops.aten
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or not _is_on_cpu(node):
             continue
         if node.target in _WHOLE_SOFTMAX or (
             node.target is aten.exp.default and any(user.target is aten.sum.dim_IntList for user in node.users)

@@ -141,7 +141,7 @@ def test_an_unknown_target_names_the_nearest() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A causal mask made outside the checkpointed body: inside it is a bare placeholder (trap T16)."""
+    """A causal mask made outside the checkpointed body: inside it is a bare placeholder."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
@@ -185,7 +185,7 @@ def test_both_branches_of_a_cond_are_rewritten(positive: bool) -> None:
 
 
 class SharedKeysHalf(nn.Module):
-    """Seed S4 as it was reported: half autocast, which export turns into a higher-order region (trap T15)."""
+    """Seed S4 as it was reported: half autocast, which export turns into a higher-order region."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -48,6 +48,11 @@ def fake_of(value: Value) -> Any:
     return value.fake if isinstance(value, Planned) else fake_value(value)
 
 
+def replace_arguments(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gives a call other arguments that change neither the shape nor the type of what is taken from its result."""
+    node.args, node.kwargs = args, kwargs
+
+
 class SizeNodes:
     """The nodes of a graph that hold symbolic integers, and the tensors whose dimensions do."""
 

@@ -1,7 +1,7 @@
 """Who writes memory, and when: aliases and in-place writes of an FX graph that is not functional yet.
 
 Before AOTAutograd a graph still holds ``m[:, 5:] = -inf``, ``matmul(a, b, out=s)``, ``v.masked_fill_(...)`` on a
-view of ``s``, and writes inside the bodies of higher-order operators (traps T1, T2, T3). The value of a node is then a
+view of ``s``, and writes inside the bodies of higher-order operators. The value of a node is then a
 question of time, which this file answers for graphs of Dynamo and of torch.export, decomposed or not.
 
 Two nodes share memory when their fake tensors share a storage, which is exact where torch itself is. What fake tensors
@@ -12,23 +12,21 @@ chains decide. All that is in doubt counts as shared and as written. One pass, n
 
 from __future__ import annotations
 
-import inspect
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from attn_pass.graph.memory import WITHOUT_MEMORY, sees_same_elements, storages, tensor_inputs
 from attn_pass.graph.subgraphs import attribute, called_bodies, operator_name, placeholders
+from attn_pass.graph.values import fake_value
+from attn_pass.graph.writes import FUNCTIONAL_HIGHER_ORDER, Traits, call_writes, drops_something, traits_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Effects:
             return True
         if not self._rebound.keys().isdisjoint(self._roots_of(a)):
             return False
-        return _sees_same_elements(_fake(a), _fake(b))
+        return sees_same_elements(fake_value(a), fake_value(b))
 
     def geometry_changes_after(self, node: Node, position: int) -> bool:
         """Whether ``node``'s fake tensor shows a shape or storage it gets after ``position`` only.
@@ -170,7 +168,7 @@ class Effects:
         writes: list[Mutation] = []
         rebinding: list[Mutation] = []
         position = self.position
-        traits_of: dict[Target, _Traits] = {}
+        known_traits: dict[Target, Traits] = {}
         for index, node in enumerate(graph.nodes):
             position[node] = index
             op, meta = node.op, node.meta
@@ -181,22 +179,22 @@ class Effects:
                 value = meta.get("val")
             keys: tuple[int, ...] | None
             if type(value) is FakeTensor:
-                keys = _storages(value)
+                keys = storages(value)
                 self._has_values = True
             else:
-                keys = () if type(value) in _WITHOUT_MEMORY else None
+                keys = () if type(value) in WITHOUT_MEMORY else None
             if keys is None:
                 keys = self._place(node, value)
             memory[node] = keys
             if op == "call_function" or op == "call_method":
                 target = node.target
-                traits = traits_of.get(target)
+                traits = known_traits.get(target)
                 if traits is None:
-                    traits = traits_of[target] = _traits(op, target)
+                    traits = known_traits[target] = traits_of(op, target)
                 if traits.higher_order:
                     writes += (Mutation(node, n, index, False) for n in self._written_by_bodies(node))
                 elif traits.write is not None or "out" in node.kwargs:
-                    for write in _call_writes(node):
+                    for write in call_writes(node):
                         writes.append(Mutation(node, write.target, index, write.whole))
                         if write.rebinds:
                             rebinding.append(writes[-1])
@@ -237,12 +235,12 @@ class Effects:
 
     def _place(self, node: Node, value: Any) -> tuple[int, ...]:
         """The memories of a node's value, which is anything but a plain fake tensor."""
-        keys = _storages(value)
+        keys = storages(value)
         if keys is not None and (keys or value is not None):
             return keys
         if node.op == "get_attr":
             held = attribute(node)
-            keys = None if held is None else _storages(held)
+            keys = None if held is None else storages(held)
             return (self._new_key(),) if keys is None else keys
         if node.op == "placeholder":
             return (self._new_key(),)
@@ -252,8 +250,8 @@ class Effects:
 
     def _place_by_views(self, node: Node) -> tuple[int, ...]:
         """The memories of a result nothing is known of but how it was computed."""
-        traits = _traits(node.op, node.target) if node.op in ("call_function", "call_method") else _Traits(unknown=True)
-        sources = [write.target for write in _call_writes(node)]
+        traits = traits_of(node.op, node.target) if node.op in ("call_function", "call_method") else Traits(unknown=True)
+        sources = [write.target for write in call_writes(node)]
         if traits.unknown:
             sources = node.all_input_nodes
         elif traits.view and not sources and (first := _first_node(node)) is not None:
@@ -265,7 +263,7 @@ class Effects:
 
     def _merge_input(self, node: Node, keys: tuple[int, ...]) -> None:
         """Dropout that may return its input: the fake tensor says copy, eager says alias."""
-        if _drops_something(node):
+        if drops_something(node):
             return
         source = _first_node(node)
         for key in self._memory.get(source, ()) if source is not None else ():
@@ -274,7 +272,7 @@ class Effects:
     def _merge_rebound(self, graph: Graph, rebinding: list[Mutation]) -> None:
         """After ``set_`` the fake tensors of the past are gone, so all views are merged with what they view."""
         for node in graph.nodes:
-            if node.op in ("call_function", "call_method") and _traits(node.op, node.target).view:
+            if node.op in ("call_function", "call_method") and traits_of(node.op, node.target).view:
                 source = _first_node(node)
                 for key in self._memory.get(source, ()) if source is not None else ():
                     for own in self._memory[node]:
@@ -300,13 +298,13 @@ class Effects:
         name = operator_name(node)
         bodies = called_bodies(node)
         if not bodies:
-            return [] if name in _FUNCTIONAL_HIGHER_ORDER else _tensor_inputs(node)
+            return [] if name in FUNCTIONAL_HIGHER_ORDER else tensor_inputs(node)
         written: dict[Node, None] = {}
         for body in bodies:
             indices = self._summary(body.module)
             operands = [body.operands[i] for i in indices] if indices is not None else [None]
             if any(operand is None for operand in operands):
-                return _tensor_inputs(node)  # a loop variable, or memory the body holds itself
+                return tensor_inputs(node)  # a loop variable, or memory the body holds itself
             written.update((operand, None) for operand in operands if isinstance(operand, Node))
         return list(written)
 
@@ -317,16 +315,16 @@ class Effects:
         may do anything: torch's own write their input when ``inplace`` is set, others are taken to write all operands.
         """
         if node.target == "_guards_fn" or node.graph.owning_module is None:
-            return [] if node.target == "_guards_fn" else _tensor_inputs(node)
+            return [] if node.target == "_guards_fn" else tensor_inputs(node)
         module = node.graph.owning_module.get_submodule(str(node.target))
         if isinstance(module, GraphModule):
             indices = self._summary(module)
             if indices is None or node.kwargs or len(node.args) != len(placeholders(module)):
-                return [] if indices == () else _tensor_inputs(node)
+                return [] if indices == () else tensor_inputs(node)
             return [operand for i in indices if isinstance(operand := node.args[i], Node)]
         if type(module).__module__.startswith("torch.nn."):
-            return _tensor_inputs(node)[:1] if getattr(module, "inplace", False) else []
-        return _tensor_inputs(node)
+            return tensor_inputs(node)[:1] if getattr(module, "inplace", False) else []
+        return tensor_inputs(node)
 
     def _summary(self, module: GraphModule) -> tuple[int, ...] | None:
         """Which placeholders a body writes; None when it writes memory it holds itself, or that of nobody known."""
@@ -373,15 +371,15 @@ def is_pure(node: Node) -> bool:
         return True
     if node.op not in ("call_function", "call_method"):
         return False
-    traits = _traits(node.op, node.target)
+    traits = traits_of(node.op, node.target)
     if traits.higher_order:
-        if operator_name(node) in _FUNCTIONAL_HIGHER_ORDER:
+        if operator_name(node) in FUNCTIONAL_HIGHER_ORDER:
             return True
         bodies = called_bodies(node)
         return bool(bodies) and all(body.kind != "other" and _computes_only(body.module.graph) for body in bodies)
     if not traits.pure or (not traits.drops and node.is_impure()):  # FX knows what libraries registered as effectful
         return False
-    return not _call_writes(node)
+    return not call_writes(node)
 
 
 def _computes_only(graph: Graph) -> bool:
@@ -397,7 +395,7 @@ METADATA_ASSERTIONS: frozenset[Target] = frozenset(
     )
     if t is not None
 )
-"""Assertions on the dtype, device and layout of a tensor, which ``.to`` leaves behind in exported graphs (trap T4)."""
+"""Assertions on the dtype, device and layout of a tensor, which ``.to`` leaves behind in exported graphs."""
 
 
 def is_metadata_assertion(node: Node) -> bool:
@@ -408,69 +406,14 @@ def is_metadata_assertion(node: Node) -> bool:
 # ---------------------------------------------------------------- fake values
 
 
-_WITHOUT_MEMORY = frozenset({int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size})
 
 
-def _fake(node: Node) -> Any:
-    value = node.meta.get("example_value")
-    return node.meta.get("val") if value is None else value
 
 
-def _storages(value: Any) -> tuple[int, ...] | None:
-    """The storages of a value, empty for a value without memory; None when a tensor does not tell."""
-    if type(value) is FakeTensor:
-        try:
-            return (value.untyped_storage()._cdata,)
-        except NotImplementedError:  # sparse and other layouts
-            return None
-    if isinstance(value, torch.Tensor):
-        functorch = torch._C._functorch
-        try:
-            while functorch.is_functorch_wrapped_tensor(value):  # BatchedTensor, TensorWrapper: no storage of their own
-                value = functorch.get_unwrapped(value)
-            if is_traceable_wrapper_subclass(value):
-                names, _ = value.__tensor_flatten__()
-                return _storages([getattr(value, name) for name in names])
-            return (value.untyped_storage()._cdata,)
-        except (NotImplementedError, RuntimeError):
-            return None
-    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        found: dict[int, None] = {}
-        for element in value:
-            keys = _storages(element)
-            if keys is None:
-                return None
-            found.update(dict.fromkeys(keys))
-        return tuple(found)
-    return _storages(list(value.values())) if isinstance(value, dict) else ()
 
 
-def _sees_same_elements(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return False
-    if a is b:
-        return True
-    if type(a) is not FakeTensor or type(b) is not FakeTensor:
-        return False  # a wrapper shows logical sizes
-    return (
-        a.layout is torch.strided
-        and b.layout is torch.strided
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
-        and a.dtype == b.dtype
-        and a.dim() == b.dim()
-        and all(map(_same_size, (*a.shape, *a.stride()), (*b.shape, *b.stride())))
-        and _same_size(a.storage_offset(), b.storage_offset())
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
 
 
-def _same_size(a: Any, b: Any) -> bool:
-    """Structural equality of two sizes; never asks a SymInt, which could add a guard."""
-    if a is b:
-        return True
-    a, b = (getattr(s.node, "expr", None) if isinstance(s, torch.SymInt) else s for s in (a, b))
-    return a is not None and b is not None and bool(a == b)
 
 
 def _may_overlap(a: list[_Owner], b: list[_Owner]) -> bool:
@@ -485,398 +428,6 @@ def _may_overlap(a: list[_Owner], b: list[_Owner]) -> bool:
 def _first_node(node: Node) -> Node | None:
     first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
     return first if isinstance(first, Node) else next(iter(node.all_input_nodes), None)
-
-
-def _tensor_inputs(node: Node) -> list[Node]:
-    """The inputs that hold memory, or may; not the modules a higher-order operator calls."""
-    return [n for n in node.all_input_nodes if _has_memory(n)]
-
-
-def _has_memory(node: Node) -> bool:
-    value = _fake(node)
-    if value is None:
-        return not isinstance(attribute(node), torch.nn.Module)
-    return _storages(value) != ()
-
-
-# ---------------------------------------------------------------- what operations write
-
-
-class _Write(NamedTuple):
-    target: Node
-    whole: bool
-    rebinds: bool = False
-    """The target gets another shape or another storage, so its fake tensor says nothing of earlier times."""
-
-
-_Writer = Callable[[Node], list[_Write]]
-
-
-class _Traits(NamedTuple):
-    """What the target of a node says of all its calls."""
-
-    write: _Writer | None = None
-    view: bool = False
-    """The result is, or may be, a view of the first argument; asked only where metadata does not tell."""
-    returns_input: bool = False
-    """A dropout, which returns its first argument itself when it drops nothing."""
-    pure: bool = True
-    drops: bool = False
-    """Random in that it may drop elements only."""
-    unknown: bool = False
-    higher_order: bool = False
-
-
-_IN_PLACE_NAMES = tuple(
-    name
-    for name in (
-        *("iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow"),
-        *("ilshift", "irshift", "iand", "ior", "ixor"),
-    )
-    if hasattr(torch.Tensor, f"__{name}__")  # tensors have no __imatmul__: ``a @= b`` makes a new tensor
-)
-_IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)
-_IN_PLACE_DUNDERS = frozenset(f"__{name}__" for name in _IN_PLACE_NAMES)
-
-_REBINDING = frozenset(
-    {
-        *("set_", "resize_", "resize_as_", "as_strided_", "sparse_resize_", "sparse_resize_and_clear_"),
-        *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_storage_bytes_"),
-    }
-)
-"""Operations that change the geometry or the storage of their target."""
-
-_PARTIAL = frozenset(
-    {
-        *("index_put_", "index_fill_", "index_add_", "index_copy_", "index_reduce_", "put_", "masked_scatter_"),
-        *("scatter_", "scatter_add_", "scatter_reduce_", "fill_diagonal_", "_index_put_impl_"),
-        *("detach_", "requires_grad_", "rename_", "share_memory_", "embedding_renorm_"),
-    }
-)
-"""Operations that write some elements only, or none: their change of autograd state counts as a write."""
-
-_VIEWS = frozenset(
-    {
-        *("view", "reshape", "view_as", "reshape_as", "_unsafe_view", "_reshape_alias", "flatten", "unflatten"),
-        *("ravel", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "adjoint"),
-        *("mT", "mH", "T", "H"),
-        *("expand", "expand_as", "broadcast_to", "broadcast_tensors", "squeeze", "unsqueeze", "atleast_1d"),
-        *("atleast_2d", "atleast_3d", "select", "narrow", "slice", "split", "split_with_sizes", "tensor_split"),
-        *("chunk", "unsafe_chunk", "unsafe_split", "unbind", "hsplit", "vsplit", "dsplit", "unfold", "as_strided"),
-        *("diagonal", "real", "imag", "view_as_real", "view_as_complex", "conj", "resolve_conj", "resolve_neg"),
-        *("contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short"),
-        *("bool", "cpu", "cuda", "npu", "detach", "alias", "lift", "lift_fresh", "data", "getitem", "__getitem__"),
-        *("getattr", "as_subclass", "positive", "_add_batch_dim", "_remove_batch_dim", "_wrap_for_grad"),
-        *("_unwrap_for_grad", "_make_dual", "_unpack_dual", "_set_tensor_requires_grad", "rearrange"),
-    }
-)
-
-_DROPOUTS = frozenset(
-    {
-        *("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
-        *("dropout1d", "dropout2d", "dropout3d"),
-    }
-)
-
-# (running_mean, running_var, whether they are written): schemas of aten do not mark these writes.
-_STATISTICS_OF_F = {"batch_norm": (1, 2, "training"), "instance_norm": (1, 2, "use_input_stats")}
-_STATISTICS = {
-    "batch_norm": (3, 4, "training"),
-    "instance_norm": (3, 4, "use_input_stats"),
-    "native_batch_norm": (3, 4, "training"),
-    "_batch_norm_impl_index": (3, 4, "training"),
-    "cudnn_batch_norm": (3, 4, "training"),
-    "miopen_batch_norm": (3, 4, "training"),
-}
-_STATISTICS_FLAG = 5
-
-_FUNCTIONAL_HIGHER_ORDER = frozenset(
-    {
-        *("auto_functionalized", "auto_functionalized_v2", "triton_kernel_wrapper_functional", "out_dtype"),
-        *("inline_asm_elementwise", "flex_attention", "flex_attention_backward"),
-    }
-)
-
-_RANDOM = frozenset(
-    {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
-        *("multinomial", "normal", "poisson", "binomial", "rrelu", "gumbel_softmax", "_sample_dirichlet"),
-        *("_standard_gamma", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices"),
-        "fractional_max_pool3d_with_indices",
-    }
-)
-
-_IMPURE_METHODS = frozenset({"backward", "register_hook", "retain_grad", "record_stream", "tolist", "numpy"})
-_PURE_BUILTINS = frozenset({getattr, len, max, min, abs, round, int, float, bool, sum, pow, divmod, slice, tuple, list})
-_PURE_MODULES = frozenset(
-    {
-        *("torch", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._C._nn", "torch._C._linalg"),
-        *("torch._C._special", "torch._C._fft", "torch._C._nested", "torch._C._sparse", "torch._VF"),
-        *("_operator", "operator", "math", "einops", "einops.einops"),
-    }
-)
-_TRUSTED = ("torch.", "_operator.", "operator.", "math.", "builtins.", "einops.", "sympy.")
-"""Where functions come from that write nothing unless they are known to; any other may write all its tensors."""
-
-_READING_ONLY = frozenset(
-    {
-        *("npu_fusion_attention", "npu_prompt_flash_attention", "npu_incre_flash_attention"),
-        *("npu_fused_infer_attention_score", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func"),
-        *("memory_efficient_attention", "flash_attention"),
-    }
-)
-"""Attention functions from elsewhere that only read; not ``flash_attn_with_kvcache``, which writes its cache."""
-
-_CHECKS_AND_SWITCHES = ("_assert", "_check", "_functional_assert", "sym_constrain", "_log_api", "set_", "use_", "_set_")
-_EFFECTFUL_NAMESPACES = ("c10d", "_c10d", "symm_mem", "profiler", "streams", "_dtensor", "rngprims", "debugprims")
-
-
-@lru_cache(maxsize=4096)
-def _traits(op: str, target: Target) -> _Traits:
-    if isinstance(target, str):
-        return _method_traits(target)
-    if isinstance(target, HigherOrderOperator):
-        return _Traits(higher_order=True, pure=False, unknown=True)
-    if isinstance(target, OpOverload):
-        return _overload_traits(target)
-    if isinstance(target, OpOverloadPacket):
-        return _packet_traits(target)
-    return _function_traits(target)
-
-
-def _method_traits(name: str) -> _Traits:
-    if name in _IN_PLACE_DUNDERS:
-        return _Traits(_writes_first(whole=True), pure=False)
-    if name == "__setitem__":
-        return _Traits(_writes_item, pure=False)
-    if name.endswith("_") and not name.endswith("__"):
-        return _Traits(_writes_first(name), pure=False)
-    known = hasattr(torch.Tensor, name)  # streams and events have methods too
-    return _Traits(view=name in _VIEWS, pure=known and name not in _IMPURE_METHODS, unknown=not known)
-
-
-def _overload_traits(target: OpOverload) -> _Traits:
-    schema = target._schema
-    namespace, _, name = schema.name.partition("::")
-    written = _written_arguments(schema)
-    write: _Writer | None = None
-    if written:
-        whole = len(written) == 1 and name.endswith("_") and namespace in ("aten", "prims")
-        write = _writes_arguments(written, whole, any(a.is_out for a in schema.arguments), name)
-    elif name in _STATISTICS:
-        write = _writes_statistics(*_STATISTICS[name])
-    impure = (
-        bool(written)
-        or not schema.returns
-        or (torch.Tag.nondeterministic_seeded in target.tags and not _may_drop(name))
-        or namespace.startswith(_EFFECTFUL_NAMESPACES)
-        or name.startswith(_CHECKS_AND_SWITCHES)
-    )
-    view = name in _VIEWS or any(a.alias_info is not None for a in schema.arguments)
-    returns_input = namespace == "aten" and name in _DROPOUTS
-    return _Traits(write, view, returns_input, pure=not impure, drops=_may_drop(name))
-
-
-def _packet_traits(target: OpOverloadPacket) -> _Traits:
-    """A packet does not say which overload runs: what any of them writes counts, ``out=`` apart."""
-    overloads = [getattr(target, name) for name in target.overloads()]
-    overloads = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
-    traits = [_overload_traits(o) for o in overloads]
-    written = tuple(dict.fromkeys(w for o in overloads for w in _written_arguments(o._schema)))
-    name = str(target.__name__)
-    write = next((t.write for t in traits if t.write is not None), None)
-    if written:
-        write = _writes_arguments(written, len(written) == 1 and name.endswith("_"), False, name)
-    return _Traits(
-        write,
-        view=any(t.view for t in traits),
-        returns_input=any(t.returns_input for t in traits),
-        pure=bool(traits) and all(t.pure for t in traits),
-        drops=_may_drop(name),
-    )
-
-
-def _function_traits(target: Callable[..., Any]) -> _Traits:
-    if target is operator.setitem:
-        return _Traits(_writes_item, pure=False)
-    if target is setattr:
-        return _Traits(_writes_attribute, pure=False)
-    if target in _IN_PLACE_OPERATORS:
-        return _Traits(_writes_first(whole=True))  # of a SymInt it writes nothing
-    name = str(getattr(target, "__name__", ""))
-    owner = getattr(target, "__objclass__", None)
-    if owner is not None and issubclass(torch.Tensor, owner):  # torch.Tensor.add_ and its like, as call_function
-        return _method_traits(name)
-    module = str(getattr(target, "__module__", None) or "")
-    if module == "torch._tensor" and str(getattr(target, "__qualname__", "")).startswith("Tensor."):
-        return _method_traits(name)
-    if name in _READING_ONLY:
-        return _Traits(drops=True)
-    if not f"{module}.".startswith(_TRUSTED) or module.startswith("torch.distributed"):
-        return _Traits(_writes_all_inputs, pure=False, unknown=True)
-    if module in ("_operator", "operator", "math"):
-        return _Traits(view=target is operator.getitem)
-    if module == "builtins":
-        return _Traits(view=target is getattr, pure=target in _PURE_BUILTINS)
-    pure = module in _PURE_MODULES and not name.startswith(_CHECKS_AND_SWITCHES) and name not in _RANDOM
-    write = _function_writer(target, module, name)
-    return _Traits(write, name in _VIEWS, name in _DROPOUTS, pure, drops=_may_drop(name))
-
-
-def _function_writer(target: Callable[..., Any], module: str, name: str) -> _Writer | None:
-    """What a function of torch writes besides ``out=``."""
-    if module == "torch.nn.functional":
-        if name in _STATISTICS_OF_F:
-            return _writes_statistics(*_STATISTICS_OF_F[name])
-        if name in ("embedding", "embedding_bag"):
-            return _writes_renormed
-    elif name in _STATISTICS:
-        return _writes_statistics(*_STATISTICS[name])
-    if inspect.isbuiltin(target):
-        schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-        written = {w for schema in schemas for w in _written_arguments(schema, outs=False)}
-        if written:
-            return _writes_arguments(tuple(sorted(written)), len(written) == 1 and name.endswith("_"), False, name)
-    if name.endswith("_") and not name.endswith("__"):
-        return _writes_first(name)
-    index = _inplace_parameter(target)
-    return _writes_if_inplace(index) if index is not None else None
-
-
-def _inplace_parameter(target: Callable[..., Any]) -> int | None:
-    try:
-        names = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return names.index("inplace") if "inplace" in names else None
-
-
-def _may_drop(name: str) -> bool:
-    return "dropout" in name or "attention" in name
-
-
-def _drops_something(node: Node) -> bool:
-    """Whether a dropout surely makes a new tensor: training, with a probability that is not 0."""
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    default = "alpha" not in str(getattr(node.target, "__name__", ""))  # of torch.nn.functional; others take no default
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", default))
-    return training is True and isinstance(p, float) and p > 0
-
-
-# ---------------------------------------------------------------- the writes of one call
-
-
-def _call_writes(node: Node) -> list[_Write]:
-    if node.op not in ("call_function", "call_method"):
-        return []
-    write = _traits(node.op, node.target).write
-    found = write(node) if write is not None else []
-    if "out" in node.kwargs and not isinstance(node.target, OpOverload):
-        found = [*found, *(_Write(n, _fills(node, n)) for n in _nodes_in(node.kwargs["out"]))]
-    return found
-
-
-def _nodes_in(argument: Any) -> Iterator[Node]:
-    if isinstance(argument, Node):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for element in argument:
-            yield from _nodes_in(element)
-
-
-def _fills(node: Node, out: Node) -> bool:
-    """Whether a result written to ``out`` has exactly its elements, so that nothing was resized."""
-    return _sees_same_elements(_fake(node), _fake(out))
-
-
-def _writes_first(name: str = "", whole: bool = False) -> _Writer:
-    whole = whole or (name not in _PARTIAL and name not in _REBINDING and hasattr(torch.Tensor, name))
-    rebinds = name in _REBINDING
-
-    def write(node: Node) -> list[_Write]:
-        first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-        targets = [n for n in _nodes_in(first) if _has_memory(n)]
-        return [_Write(n, whole and isinstance(first, Node), rebinds) for n in targets]
-
-    return write
-
-
-def _writes_item(node: Node) -> list[_Write]:
-    target = node.args[0]
-    return [_Write(target, _is_everything(node.args[1]))] if isinstance(target, Node) and _has_memory(target) else []
-
-
-def _is_everything(index: Any) -> bool:
-    if isinstance(index, tuple):
-        return all(map(_is_everything, index))
-    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
-
-
-def _writes_attribute(node: Node) -> list[_Write]:
-    target = node.args[0]
-    return [_Write(target, False, node.args[1] == "data")] if isinstance(target, Node) else []
-
-
-def _writes_all_inputs(node: Node) -> list[_Write]:
-    return [_Write(n, False) for n in _tensor_inputs(node)]
-
-
-def _writes_if_inplace(index: int) -> _Writer:
-    first = _writes_first(whole=True)
-
-    def write(node: Node) -> list[_Write]:
-        flag = node.args[index] if len(node.args) > index else node.kwargs.get("inplace", False)
-        return first(node) if flag is not False else []
-
-    return write
-
-
-def _writes_statistics(mean: int, variance: int, flag: str) -> _Writer:
-    def write(node: Node) -> list[_Write]:
-        training = node.args[_STATISTICS_FLAG] if len(node.args) > _STATISTICS_FLAG else node.kwargs.get(flag, True)
-        if training is False:
-            return []
-        found = [
-            node.args[index] if len(node.args) > index else node.kwargs.get(name)
-            for index, name in ((mean, "running_mean"), (variance, "running_var"))
-        ]
-        return [_Write(n, False) for n in found if isinstance(n, Node)]
-
-    return write
-
-
-def _writes_renormed(node: Node) -> list[_Write]:
-    """F.embedding and F.embedding_bag: ``max_norm`` (fourth of both) renormalises the weight (second) in place."""
-    if (node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")) is None:
-        return []
-    weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-    return [_Write(n, False) for n in _nodes_in(weight)]
-
-
-def _writes_arguments(written: tuple[tuple[int, str], ...], whole: bool, out: bool, name: str) -> _Writer:
-    whole = whole and name not in _PARTIAL and name not in _REBINDING
-    rebinds = name in _REBINDING
-
-    def write(node: Node) -> list[_Write]:
-        found = []
-        for index, argument in written:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument)
-            if given is None and argument == "self":
-                given = node.kwargs.get("input")
-            for target in _nodes_in(given):
-                fills = _fills(node, target) if out else whole and isinstance(given, Node)
-                found.append(_Write(target, fills, rebinds))
-        return found
-
-    return write
-
-
-def _written_arguments(schema: Any, outs: bool = True) -> tuple[tuple[int, str], ...]:
-    return tuple(
-        (index, str(argument.name))
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and (outs or not argument.is_out)
-    )
 
 
 __all__ = ["METADATA_ASSERTIONS", "Effects", "Mutation", "is_metadata_assertion", "is_pure"]

@@ -1,8 +1,8 @@
 """What ambient state each node runs under: autocast, grad mode, allowed SDPA backends, functorch levels and the like.
 
 The same node means something else under another state: ``f32 @ f32`` is bfloat16 under autocast, and a product under
-``no_grad`` has no gradient (traps T10 to T14). Dynamo graphs switch state with nodes, exported graphs with higher-order
-operators whose bodies run under it (T15), and what holds around a compiled function is in no node at all.
+``no_grad`` has no gradient. Dynamo graphs switch state with nodes, exported graphs with higher-order
+operators whose bodies run under it, and what holds around a compiled function is in no node at all.
 """
 
 from __future__ import annotations

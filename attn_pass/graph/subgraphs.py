@@ -1,6 +1,6 @@
 """The GraphModules that higher-order operators call: what each is, and what its callers feed to its placeholders.
 
-Why it matters (traps T15, T16): torch.export puts autocast and no_grad regions into bodies of their own, and activation
+Why it matters: torch.export puts autocast and no_grad regions into bodies of their own, and activation
 checkpointing hands a body its mask as a bare placeholder, so a reader must both enter bodies and look back out.
 """
 
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 class Body:
     """A GraphModule that higher-order operators of one graph call, with all its calls in graph order.
 
-    A fact about a placeholder must hold at every call; a body's signature is never changed (T16).
+    A fact about a placeholder must hold at every call; a body's signature is never changed.
     """
 
     module: GraphModule

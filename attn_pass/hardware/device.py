@@ -38,7 +38,7 @@ class Device:
 
 
 # A core's rates, measured on an AVX-512 x86 machine with two cores (docs/results/cpu-constants.md); a machine with
-# more cores is taken to scale with them in arithmetic and up to four cores' worth in memory.
+# more cores is taken to scale with them in arithmetic and up to eight cores' worth in memory.
 _CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 40.0}
 _CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
 

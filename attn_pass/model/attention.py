@@ -108,7 +108,7 @@ class Attention:
     scale: float
     sources: tuple[Source, ...]
     output: tuple[tuple[Axis, ...], ...]  # the site's own result: the axes of each of its dimensions, slowest first
-    compute_dtype: torch.dtype  # no operand, score or result was wider than this in the program
+    compute_dtype: torch.dtype  # holds every operand and the result as they are; the kernel's products are exact in it
     output_dtype: torch.dtype
     score_dtype: torch.dtype = torch.float32  # of the scores as the program computed them
     factors: tuple[Factor, ...] = ()
@@ -119,7 +119,6 @@ class Attention:
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     needs_grad: bool = False
-    fill_is_added: bool = False  # the keep-condition was written as a matrix added to the scores
     mask_text: str = "none"
 
     @property
@@ -201,4 +200,6 @@ class Attention:
         assert sorted(a.key for a in out.batch + out.heads + out.rows) == sorted(
             a.key for a in self.batch + self.heads + self.rows
         )
+        if out.rows != self.rows and self.structure is Structure.CAUSAL:
+            out = replace(out, structure=Structure.DENSE)  # a row of several axes is no position any more
         return out

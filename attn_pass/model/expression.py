@@ -220,14 +220,12 @@ def as_index(value: Expr) -> Index | None:
 
 def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
     if isinstance(left, Const) and isinstance(right, Const):
-        return Const(_COMPARISONS[op](left.value, right.value))
+        return _compared(op, left.value, right.value)
     if isinstance(left, Apply) and left.op == "where" and isinstance(right, Const):
         condition, yes, no = left.args
         if isinstance(yes, Const) and isinstance(no, Const):
-            return apply(
-                "where", condition, Const(_COMPARISONS[op](yes.value, right.value)),
-                Const(_COMPARISONS[op](no.value, right.value)),
-            )  # fmt: skip
+            if_yes, if_no = _compared(op, yes.value, right.value), _compared(op, no.value, right.value)
+            return None if if_yes is None or if_no is None else apply("where", condition, if_yes, if_no)
     if isinstance(left, Apply) and left.op == "cast" and isinstance(right, Const) and is_boolean(left.args[0]):
         inner = left.args[0]
         yes_no = Const(_COMPARISONS[op](1, right.value)), Const(_COMPARISONS[op](0, right.value))
@@ -245,6 +243,14 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
     }
     holds, fails = proofs[op]
     return TRUE if holds else FALSE if fails else None
+
+
+def _compared(op: str, left: Scalar, right: Scalar) -> Const | None:
+    """A comparison of numbers; None for floats so close that the type they are compared in may make them equal."""
+    close = left != right and abs(left - right) <= 0.01 * max(abs(left), abs(right)) < float("inf")
+    if close and (isinstance(left, float) or isinstance(right, float)):
+        return None
+    return Const(_COMPARISONS[op](left, right))
 
 
 def as_boolean(condition: Expr, yes: Const, no: Const) -> Expr:

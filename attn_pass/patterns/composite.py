@@ -1,4 +1,4 @@
-"""Calls that hide attention in one node: ``F.multi_head_attention_forward`` (trap T17).
+"""Calls that hide attention in one node: ``F.multi_head_attention_forward``.
 
 With ``need_weights=True``, the default, torch computes products and a softmax to have weights to return. Where nobody
 takes them, ``need_weights=False`` computes the same output through its own ``scaled_dot_product_attention`` call.
@@ -6,9 +6,11 @@ takes them, ``need_weights=False`` computes the same output through its own ``sc
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,48 +19,49 @@ from attn_pass.patterns.base import Site
 from attn_pass.reading.lift import Reader
 
 FORM = "nn.MultiheadAttention"
-_NEED_WEIGHTS = 17  # its place among the positional arguments
+_FORWARD = torch.nn.functional.multi_head_attention_forward
+_PARAMETERS = inspect.signature(_FORWARD).parameters
+NEED_WEIGHTS = "need_weights"
 
 
 @dataclass(frozen=True)
 class Composite:
-    """What is done to a composite call, and why."""
+    """A call that hides attention: why it is left, or None where asking it for no weights is exact."""
 
     node: Node
-    target: str | None
-    reason: str
-    changes: bool
+    refusal: str | None
+    masked: bool = False  # a row may be padded entirely, and then the two ways differ
 
-    def apply(self) -> None:
-        """Asks the call for no weights."""
-        node = self.node
-        if len(node.args) > _NEED_WEIGHTS:
-            node.args = (*node.args[:_NEED_WEIGHTS], False, *node.args[_NEED_WEIGHTS + 1 :])
-        else:
-            node.kwargs = {**node.kwargs, "need_weights": False}
+    @property
+    def without_weights(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with ``need_weights=False``."""
+        place = list(_PARAMETERS).index(NEED_WEIGHTS)
+        args, kwargs = self.node.args, self.node.kwargs
+        if len(args) > place:
+            return (*args[:place], False, *args[place + 1 :]), dict(kwargs)
+        return args, {**kwargs, NEED_WEIGHTS: False}
 
 
 def find(reader: Reader) -> Iterator[Site]:
     """Every composite attention call of the graph."""
     for node in reader.graph.nodes:
-        if node.op == "call_function" and node.target is torch.nn.functional.multi_head_attention_forward:
-            yield Site(node, FORM, reader.regions.of(node), composite=_decide(node))
-        elif node.op == "call_function" and getattr(node.target, "__name__", "") == "_transformer_encoder_layer_fwd":
-            yield Site(
-                node, "nn.TransformerEncoderLayer", reader.regions.of(node),
-                composite=Composite(node, None, "torch's own fused encoder layer", False),
-            )  # fmt: skip
+        if node.op != "call_function":
+            continue
+        if node.target is _FORWARD:
+            yield Site(node, FORM, reader.regions.of(node), composite=_read(node))
+        elif getattr(node.target, "__name__", "") == "_transformer_encoder_layer_fwd":
+            layer = Composite(node, "it is torch's own fused encoder layer")
+            yield Site(node, "nn.TransformerEncoderLayer", reader.regions.of(node), composite=layer)
 
 
-def _decide(node: Node) -> Composite:
-    wanted = node.args[_NEED_WEIGHTS] if len(node.args) > _NEED_WEIGHTS else node.kwargs.get("need_weights", True)
-    if wanted is False:
-        return Composite(node, "sdpa", "it calls scaled_dot_product_attention itself", False)
+def _read(node: Node) -> Composite:
+    defaults = {n: p.default for n, p in _PARAMETERS.items()}
+    given = {**defaults, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    if given[NEED_WEIGHTS] is False:
+        return Composite(node, "it calls scaled_dot_product_attention itself")
     for user in node.users:
         if user.target is not operator.getitem or (user.args[1] != 0 and user.users):
-            return Composite(node, None, "the attention weights are used", False)
-    dropout = node.args[11] if len(node.args) > 11 else node.kwargs.get("dropout_p", 0.0)
-    training = node.args[14] if len(node.args) > 14 else node.kwargs.get("training", True)
-    if dropout != 0.0 and training is not False:
-        return Composite(node, None, f"dropout {dropout}: it would draw other numbers", False)
-    return Composite(node, "sdpa", "nobody takes the attention weights: asked for none", True)
+            return Composite(node, "the attention weights are used")
+    if given["dropout_p"] != 0.0 and given["training"] is not False:
+        return Composite(node, f"dropout {given['dropout_p']} would draw other numbers")
+    return Composite(node, None, given["attn_mask"] is not None or given["key_padding_mask"] is not None)

@@ -13,10 +13,10 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
 from attn_pass.model.index import Axis, axes, axis_index
 from attn_pass.patterns.base import Site, check_uses, check_window, failed, refused, with_shape_uses
 from attn_pass.reading.describe import Parts, _with_dot, describe
-from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
+from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, tensor_dims
 from attn_pass.reading.products import Product
 from attn_pass.reading.spine import Spine
-from attn_pass.reading.views import broadcast_position
+from attn_pass.reading.views import VIEWS, broadcast_position
 
 FORM = "eager"
 
@@ -110,14 +110,42 @@ def find(reader: Reader) -> Iterator[Site]:
             else:
                 continue
             break
+    used = {s for n in reader.products if reader.products[n] == {n} for i in n.all_input_nodes
+            for s in reader.softmaxes.get(i, ())}  # fmt: skip
     for node, found in list(reader.softmaxes.items()):
-        if found == {node} and node not in reached and _reads_product(reader, node):
+        if found != {node} or node in reached:
+            continue
+        if _reads_product(reader, node):
             yield _near_miss(reader, node)
+        elif node in used:
+            hidden = _hidden_product(reader, node)
+            if hidden is not None:
+                yield refused(node, FORM, reader.regions.of(node), hidden)
 
 
 def _reads_product(reader: Reader, softmax: Node) -> bool:
     read = read_softmax(reader, softmax)
     return read is not None and bool(reader.products.get(read.input))
+
+
+def _hidden_product(reader: Reader, softmax: Node, steps: int = 16) -> Unreadable | None:
+    """What stands between a softmax and a product it comes from, when that is no operation a reading can pass."""
+    read = read_softmax(reader, softmax)
+    waiting: list[tuple[Node, Node | None]] = [] if read is None else [(read.input, None)]
+    seen: set[Node] = set()
+    while waiting and len(seen) < steps:
+        node, stranger = waiting.pop(0)
+        seen.add(node)
+        call = reader.call(node)
+        if node in reader.products:
+            if stranger is None:
+                return None
+            name = getattr(stranger.target, "__name__", str(stranger.target))
+            return Unreadable(f"{name} stands between the scores and the softmax", stranger)
+        known = call is not None and (call.op in POINTWISE or call.op in VIEWS)
+        first = stranger or (None if known else node)
+        waiting += [(i, first) for i in node.all_input_nodes if i not in seen and i.op in ("call_function", "call_method")]
+    return None
 
 
 def _near_miss(reader: Reader, softmax: Node) -> Site:

@@ -89,6 +89,6 @@ def _label(offer: Offer) -> str:
 
 def _why_none(refusals: dict[str, str], allowed: tuple[str, ...] | None) -> str:
     if not refusals:
-        return f"no target of {', '.join(allowed or ())} is known"
+        return "no target is allowed"
     first = refusals.get("sdpa") or next(iter(refusals.values()))
     return first

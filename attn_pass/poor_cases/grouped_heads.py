@@ -1,4 +1,4 @@
-"""Grouped query heads (R2, R4): the heads of one KV head are more query rows.
+"""Grouped query heads: the heads of one KV head are more query rows.
 
 Poor: with few query rows each head of a group is a matrix-vector product that reads the keys and values of the group
 again; packed, they are one matrix product that reads them once.

@@ -213,6 +213,7 @@ class _Assembly:
             scores = normalise(self.score, self.parts.keys, self.parts.score_dtype)
         except NotAffine as error:
             raise Unreadable(str(error), self.parts.result) from None
+        self.has_factors = bool(scores.factors)
         scale = scores.scale
         for name in ("query", "key"):
             scale *= self.forms[name].scale
@@ -298,7 +299,6 @@ class _Assembly:
             structure=named.structure, rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
             dropout=parts.dropout, empty_row_is_nan=parts.empty_row_is_nan,
             needs_grad=bool(value.requires_grad), mask_text=text_of(named),
-            fill_is_added=named.from_bias,
         )  # fmt: skip
         return Described(attention, nodes, read_at, self._copies())
 
@@ -341,6 +341,8 @@ class _Assembly:
         for name, product in (("query", 0), ("key", 0), ("value", 1)):
             own, made = self.forms[name].dtype, self.parts.product_dtypes[product]
             kinds.append(own if torch.promote_types(own, made) == made else made)
+        if any(not isinstance(f, Const) for f, _ in self.factors) or self.has_factors:
+            kinds.append(self.parts.score_dtype)  # the factor was applied to scores of that type
         out = kinds[0]
         for kind in kinds[1:]:
             out = torch.promote_types(out, kind)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects
@@ -49,6 +50,7 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {
     "ne": ("input", "other"), "lt": ("input", "other"), "le": ("input", "other"), "gt": ("input", "other"),
     "ge": ("input", "other"), "and": ("input", "other"), "or": ("input", "other"), "not": ("input",),
 }  # fmt: skip
+PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)
 ReadOperand = Callable[[Any, Position], Expr]
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout"})
 
@@ -116,6 +118,8 @@ class Reader:
         if known is None:
             if self.is_reshaped_in_place(node):
                 raise Unreadable(f"{node.name} changes its shape in place", node)
+            if isinstance(fake_value(node), torch.Tensor) and not isinstance(fake_value(node), PLAIN_TENSORS):
+                raise Unreadable(f"{node.name} is a {type(fake_value(node)).__name__}, not a plain tensor", node)
             known = self._source_of[node] = len(self.sources)
             self.source_nodes.append(node)
             value = fake_value(node)
@@ -149,7 +153,6 @@ class Reader:
                 found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
                 if found and len(found) <= 8:
                     reach[node] = found
-        # An in-place operation changes what every alias of its target holds from then on.
 
     def _inputs(self, call: Call) -> list[Node]:
         if call.op in POINTWISE:
@@ -252,7 +255,9 @@ class Reader:
                 forms.append(form)
 
     def _through_upcast(self, form: OperandForm) -> OperandForm | None:
-        """Through a cast that loses nothing (bfloat16 to float32)."""
+        """Through a cast that loses nothing (bfloat16 to float32); not behind a factor, which was applied in the wider."""
+        if form.factors:
+            return None
         defined, call = self.definition(form.node, form.at)
         if call is None or defined is not form.node or call.op != "cast" or call.in_place:
             return None

@@ -29,7 +29,6 @@ class NamedMask:
     keep: Keep | None
     structure: Structure
     rows_never_empty: bool
-    from_bias: bool = False  # the keep-condition was an additive matrix of zeros and a masking fill
 
 
 def constant_parts(bias: Expr) -> tuple[Expr, Const, Const] | None:
@@ -58,8 +57,8 @@ def name_mask(
 ) -> NamedMask:  # fmt: skip
     """Names bias and keep-condition. ``deep_*`` are the same expressions lifted down to index arithmetic.
 
-    An additive matrix of zeros and a masking fill becomes a keep-condition; what is constant along the keys and
-    finite vanishes; ``key <= query`` is causal.
+    What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` is causal, written as
+    a condition or as a matrix of zeros and a masking fill.
     """
     if deep_bias is not None and keys not in expression_axes(deep_bias) and _is_finite(deep_bias):
         bias = deep_bias = None
@@ -87,7 +86,7 @@ def _name_bias(
         if condition == TRUE:
             return NamedMask(None, None, Structure.NONE, True)
         if is_causal_top_left(condition, keys, rows):
-            return NamedMask(None, Keep(condition, fill), Structure.CAUSAL, True, from_bias=True)
+            return NamedMask(None, Keep(condition, fill), Structure.CAUSAL, True)
     return NamedMask(bias, None, Structure.DENSE, False)
 
 

@@ -45,6 +45,7 @@ class Spine:
         """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
         reader = self.reader
         if node is self.leaf:
+            self._check_region(node)
             if self.leaf_position not in (None, position):
                 raise Unreadable("the scores are read at two places at once", node)
             self.leaf_position, self.leaf_at = position, at
@@ -53,8 +54,7 @@ class Spine:
         defined, call = reader.definition(node, at)
         if call is None:
             raise Unreadable(f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node)
-        if reader.regions.of(defined) != self.region:
-            raise Unreadable(f"{_name(defined)} runs under another context ({reader.regions.of(defined).describe()})", defined)
+        self._check_region(defined)
         self.internal[node] = None
         self.internal[defined] = None
         time = reader.order[defined]
@@ -77,6 +77,11 @@ class Spine:
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
         return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
+
+    def _check_region(self, node: Node) -> None:
+        region = self.reader.regions.of(node)
+        if region != self.region:
+            raise Unreadable(f"{_name(node)} runs under another context ({region.describe()})", node)
 
     def _check_transparent(self, call: Call, node: Node) -> None:
         value = tensor_value(call["input"])

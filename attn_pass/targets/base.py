@@ -20,6 +20,9 @@ def _static(index: Index) -> int:
     return index if isinstance(index, int) else 1
 
 
+EMPTY_ROWS = "a row masked out with -inf gives 0, where the program gives NaN"  # an assumption, for the report
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a target must know besides the attention itself."""
@@ -30,7 +33,6 @@ class Setting:
     assume_nonempty_rows: bool = False
     autocast: torch.dtype | None = None  # the dtype autocast gives to products on this device, where it is on
     allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
-    fallback_random: bool = False
     eager_form: bool = True  # written out by hand; False for a call that already is attention
     hint: Callable[[Index], int] = _static
 

@@ -18,7 +18,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
-from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, problem_of
 
@@ -48,6 +48,8 @@ class Sdpa:
         assumptions: tuple[str, ...] = ()
         if attention.keep is not None and _is_finite_fill(attention) and not attention.rows_never_empty:
             assumptions = ("no row is masked out entirely",) if setting.assume_nonempty_rows else ()
+        elif attention.has_mask and attention.empty_row_is_nan and not attention.rows_never_empty:
+            assumptions = (EMPTY_ROWS,)
         return Offer(
             self.name, variant, attention, cost.fused(setting.device, problem), fused=True, assumptions=assumptions
         )  # fmt: skip
@@ -77,7 +79,7 @@ class Sdpa:
         if strict and parts and a.empty_row_is_nan:
             return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
         finite = a.keep is not None and _is_finite_fill(a) and not a.rows_never_empty
-        if finite and not setting.assume_nonempty_rows and a.needs_grad and not a.fill_is_added:
+        if finite and not setting.assume_nonempty_rows and a.needs_grad:
             return "a row may be masked out entirely, and its gradient would differ from a filled row's"
         if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and setting.eager_form:
             return "autocast to float16 would change an additive mask"

@@ -1,4 +1,4 @@
-"""Aliases and mutations, against what running the graph really does, in graphs of Dynamo and torch.export (T1-T4)."""
+"""Aliases and mutations, against what running the graph really does, in graphs of Dynamo and torch.export."""
 
 from __future__ import annotations
 
@@ -660,7 +660,7 @@ def test_a_conjugate_view_does_not_see_the_same_elements() -> None:
 
 
 def test_erasing_what_is_pure_and_unused_changes_nothing() -> None:
-    """Unlike ``Graph.eliminate_dead_code``, which deletes ``mul_`` and ``add(out=)`` from such a graph (T3)."""
+    """Unlike ``Graph.eliminate_dead_code``, which deletes ``mul_`` and ``add(out=)`` from such a graph."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x + 1

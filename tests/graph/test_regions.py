@@ -1,4 +1,4 @@
-"""The state each node runs under, against the state torch is really in there, in both dialects (T10 to T15)."""
+"""The state each node runs under, against the state torch is really in there, in both dialects."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_a_stream_is_a_state_though_it_is_only_an_annotation() -> None:
     assert regions.of(captured.named("mul")) == regions.of(captured.named("l_x_")) == captured.ambient
 
 
-# ---------------------------------------------------------------- exported graphs (T15)
+# ---------------------------------------------------------------- exported graphs
 
 
 def _exported(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> GraphModule:

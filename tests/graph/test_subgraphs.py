@@ -1,4 +1,4 @@
-"""Bodies of higher-order operators and what callers feed them, in graphs of Dynamo and torch.export (T15, T16)."""
+"""Bodies of higher-order operators and what callers feed them, in graphs of Dynamo and torch.export."""
 
 from __future__ import annotations
 

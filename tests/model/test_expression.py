@@ -155,7 +155,7 @@ def test_a_cast_mask_compared_is_the_mask() -> None:
 
 
 def test_casts_to_integers_truncate_and_wrap() -> None:
-    """Casts are no decoration: buckets of relative positions are made by truncation (trap T8)."""
+    """Casts are no decoration: buckets of relative positions are made by truncation."""
     assert apply("cast", Const(2.7), dtype=torch.int64) == Const(2)
     assert apply("cast", Const(-2.7), dtype=torch.int64) == Const(-2)
     assert apply("cast", Const(0.1), dtype=torch.float16) == Const(float(torch.tensor(0.1, dtype=torch.float16)))
@@ -182,3 +182,13 @@ def test_every_operation_runs_on_tensors(op: str) -> None:
     if op == "where":
         args[0] = torch.tensor([True, False])
     assert OPERATIONS[op](*args).shape == (2,)
+
+
+def test_floats_that_a_narrow_type_makes_equal_are_not_compared_for_it() -> None:
+    """``full(-1e9, dtype=bfloat16) == -1e9`` holds in torch, where the full holds -999292928."""
+    filled = apply("cast", Const(-1e9), dtype=torch.bfloat16)
+    assert filled != Const(-1e9)
+    compared = apply("eq", filled, Const(-1e9))
+    assert compared == Apply("eq", (filled, Const(-1e9)))
+    assert apply("eq", filled, Const(0.0)) == FALSE and apply("eq", Const(0.5), Const(0.5)) == TRUE
+    assert apply("lt", Const(-math.inf), Const(-1e9)) == TRUE and apply("ne", Const(math.nan), Const(0.0)) == TRUE
