@@ -46,8 +46,8 @@ class Sdpa:
             value_dim=width, mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
         )  # fmt: skip
         assumptions: tuple[str, ...] = ()
-        if attention.keep is not None and _is_finite_fill(attention) and not attention.rows_never_empty:
-            assumptions = ("no row is masked out entirely",) if setting.assume_nonempty_rows else ()
+        if setting.assume_nonempty_rows and not attention.rows_never_empty:
+            assumptions = ("no row is masked out entirely",)
         elif attention.has_mask and attention.empty_row_is_nan and not attention.rows_never_empty:
             assumptions = (EMPTY_ROWS,)
         return Offer(
@@ -78,10 +78,12 @@ class Sdpa:
         strict = setting.numerics == "strict" and not a.rows_never_empty
         if strict and parts and a.empty_row_is_nan:
             return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
-        finite = a.keep is not None and _is_finite_fill(a) and not a.rows_never_empty
-        if finite and not setting.assume_nonempty_rows and a.needs_grad:
-            return "a row may be masked out entirely, and its gradient would differ from a filled row's"
-        if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and setting.eager_form:
+        additive = mask_kind(a, setting) == "additive"
+        if additive and a.needs_grad and setting.eager_form and not (a.rows_never_empty or setting.assume_nonempty_rows):
+            # The fused backward recomputes exp(score + mask - logsumexp): 1 instead of 1 / kv_len in a row of
+            # float32's lowest number (seen in torch 2.13.0).
+            return "a row may be masked out entirely, and the fused kernel's gradient is wrong there"
+        if additive and setting.autocast == torch.float16 and setting.eager_form:
             return "autocast to float16 would change an additive mask"
         return None
 
