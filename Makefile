@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.attn_pass_ready
-# Where the issue collection lies, if there is one beside this checkout.
+# Where a collection of cases from the field lies, if there is one.
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help

@@ -80,7 +80,8 @@ class _Graph:
         graph = self.gm.graph
         self.effects = Effects(graph)
         self.regions = Regions(graph, self.outer)
-        self.reader = Reader(graph, self.sizes, self.effects, self.regions)
+        knows = self.program == "compile"
+        self.reader = Reader(graph, self.sizes, self.effects, self.regions, knows_gradients=knows)
         self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
         self.replaced: dict[Node, Node] = {}
         self.size_nodes: SizeNodes | None = None
@@ -106,9 +107,14 @@ class _Graph:
         if len(regions) != 1:
             return False
         inner = _Graph(
-            body.module, self.sizes, regions.pop(), self.options, self.report, self.program,
+            body.module,
+            self.sizes,
+            regions.pop(),
+            self.options,
+            self.report,
+            self.program,
             self.count * len(body.calls),
-        )  # fmt: skip
+        )
         inner.prepare()
         if len(body.calls) == 1:
             (call,) = body.calls
@@ -150,12 +156,15 @@ class _Graph:
         attention = described.attention
         setting = self._setting(site, attention)
         copied = sum(_bytes(n, self.sizes) for n in described.copies)
-        fused = site.written.fused and setting.allowed_backends is None
-        written = replace(site.written, fused=fused, copied_bytes=copied)
+        written = replace(site.written, fused=setting.fused_as_written, copied_bytes=copied)
         choice = choose(
-            attention, variants(attention, self.options.poor_cases), written, setting, prefer=self.options.choose,
+            attention,
+            variants(attention, self.options.poor_cases),
+            written,
+            setting,
+            prefer=self.options.choose,
             allowed=self.options.targets,
-        )  # fmt: skip
+        )
         record.refusals = choice.refusals
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
         record.reason = choice.reason
@@ -178,8 +187,10 @@ class _Graph:
             value = choice.target.emit(plan, nodes, choice.offer, setting)
         old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
-            raise RewriteError(f"{choice.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
-                               f"{None if old is None else (old.dtype, tuple(old.shape))}")  # fmt: skip
+            raise RewriteError(
+                f"{choice.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
+                f"{None if old is None else (old.dtype, tuple(old.shape))}"
+            )
         node = plan.apply(value, site.internal)
         self.replaced[site.node] = node
         self.effects.position[node] = self.effects.position[site.node]
@@ -188,11 +199,16 @@ class _Graph:
         source = attention.sources[attention.query.source]
         device = device_for(self.options.device or source.device)
         return Setting(
-            device=device, program=self.program, numerics=self.options.numerics,
+            device=device,
+            program=self.program,
+            numerics=self.options.numerics,
             assume_nonempty_rows=self.options.assume_nonempty_rows,
-            autocast=site.region.autocast_dtype(source.device.type), allowed_backends=site.region.sdpa_backends,
-            eager_form=site.form != calls.FORM, hint=self.sizes.hint,
-        )  # fmt: skip
+            autocast=site.region.autocast_dtype(source.device.type),
+            allowed_backends=site.region.sdpa_backends,
+            eager_form=site.form != calls.FORM,
+            fused_as_written=site.written.fused and site.region.sdpa_backends is None,
+            hint=self.sizes.hint,
+        )
 
     def _apply_composite(self, site: Site, record: SiteReport) -> bool:
         composite = site.composite
@@ -221,11 +237,17 @@ class _Graph:
         if value is None and site.node.args:
             value = tensor_value(site.node.args[0])  # a composite call gives a tuple
         record = SiteReport(
-            outcome="left", reason="", kind=site.kind, form=site.form, where=source_line(site.node.meta), count=self.count,
-            module=module_path(site.node.meta), node=site.node.name,
+            outcome="left",
+            reason="",
+            kind=site.kind,
+            form=site.form,
+            where=source_line(site.node.meta),
+            count=self.count,
+            module=module_path(site.node.meta),
+            node=site.node.name,
             dtype="" if value is None else str(value.dtype).removeprefix("torch."),
             device="" if value is None else str(value.device.type),
-        )  # fmt: skip
+        )
         if site.described is not None:
             a = site.described.attention
             record.mask = a.mask_text
@@ -244,8 +266,9 @@ class _Graph:
         warnings.warn(
             f"attn_pass: {where}: {what} ({type(error).__name__}: {_first_line(error)}, at "
             f"{last.filename.rpartition('/')[2]}:{last.lineno})",
-            AttnPassWarning, stacklevel=2,
-        )  # fmt: skip
+            AttnPassWarning,
+            stacklevel=2,
+        )
 
 
 def _at(node: Node | None, result: Node) -> str:
@@ -268,5 +291,3 @@ def _bytes(node: Node, sizes: Sizes) -> int:
     if value is None:
         return 0
     return sizes.hint(product(sizes.shape(value))) * value.element_size()
-
-

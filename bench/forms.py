@@ -95,10 +95,15 @@ FORMS: tuple[Form, ...] = (
     Form("call, decode (2, 8, 1 x 2048, 64)", call, lambda: _qkv(2, 8, 8, 1, 2048, 64)),
     Form("call, grouped (2, 8/2, 256, 64)", grouped_call, lambda: _qkv(2, 8, 2, 256, 256, 64)),
     Form("call, grouped decode (2, 32/4, 1 x 2048, 64)", grouped_call, lambda: _qkv(2, 32, 4, 1, 2048, 64)),
-    Form("call, shared K/V (1000, 4, 1 x 2048, 32)", call,
-         lambda: (_r(1000, 4, 1, 32), _r(1, 4, 2048, 32), _r(1, 4, 2048, 32))),
-    Form("call, heads last with copies (4, 256, 8, 64)", heads_last, lambda: tuple(_r(4, 256, 8, 64) for _ in range(3))),
-)  # fmt: skip
+    Form(
+        "call, shared K/V (1000, 4, 1 x 2048, 32)",
+        call,
+        lambda: (_r(1000, 4, 1, 32), _r(1, 4, 2048, 32), _r(1, 4, 2048, 32)),
+    ),
+    Form(
+        "call, heads last with copies (4, 256, 8, 64)", heads_last, lambda: tuple(_r(4, 256, 8, 64) for _ in range(3))
+    ),
+)
 
 
 def compiled(form: Form, **settings: Any) -> Callable[..., torch.Tensor]:
@@ -140,27 +145,39 @@ def measure(form: Form, rounds: int) -> dict[str, Any]:
                 samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
     median = {name: statistics.median(values) for name, values in samples.items()}
     site = report.sites[0]
-    chose = site.outcome if site.outcome == "left" else f"{site.target} {'(' + ', '.join(site.poor_cases) + ')' if site.poor_cases else ''}"
+    chose = (
+        site.outcome
+        if site.outcome == "left"
+        else f"{site.target} {'(' + ', '.join(site.poor_cases) + ')' if site.poor_cases else ''}"
+    )
     return {
-        "form": form.name, "median_us": median, "p10_us": {n: percentile_10(v) for n, v in samples.items()},
-        "stock_over_pass": median["stock"] / median["attn_pass"], "a_a": median["stock"] / median["stock again"],
-        "eager_over_pass": median["eager"] / median["attn_pass"], "error": error, "chose": chose.strip(),
+        "form": form.name,
+        "median_us": median,
+        "p10_us": {n: percentile_10(v) for n, v in samples.items()},
+        "stock_over_pass": median["stock"] / median["attn_pass"],
+        "a_a": median["stock"] / median["stock again"],
+        "eager_over_pass": median["eager"] / median["attn_pass"],
+        "error": error,
+        "chose": chose.strip(),
         "predicted_us": site.predicted_us,
-    }  # fmt: skip
+    }
 
 
 def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
     """The table as committed in docs/results."""
     lines = [
-        f"Device: {device_name('cpu')}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {rounds} interleaved rounds; "
-        f"`{command()}`. Error: largest against float64, relative. A/A: stock against itself.", "",
-        "| form | stock us | pass us | stock / pass | A/A | eager / pass | error | chose |", "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        f"Device: {device_name('cpu')}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {rounds} interleaved "
+        f"rounds; `{command()}`. Error: largest against float64, relative. A/A: stock against itself.",
+        "",
+        "| form | stock us | pass us | stock / pass | A/A | eager / pass | error | chose |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         lines.append(
             f"| {row['form']} | {row['median_us']['stock']:.0f} | {row['median_us']['attn_pass']:.0f} | "
-            f"{row['stock_over_pass']:.2f} | {row['a_a']:.2f} | {row['eager_over_pass']:.2f} | {row['error']:.0e} | {row['chose']} |"
-        )  # fmt: skip
+            f"{row['stock_over_pass']:.2f} | {row['a_a']:.2f} | {row['eager_over_pass']:.2f} | {row['error']:.0e} | "
+            f"{row['chose']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -176,7 +193,9 @@ def main(
     for form in FORMS:
         if only in form.name:
             rows.append(measure(form, rounds))
-            console.print(f"{form.name}: {rows[-1]['stock_over_pass']:.2f} (A/A {rows[-1]['a_a']:.2f}), {rows[-1]['chose']}")
+            console.print(
+                f"{form.name}: {rows[-1]['stock_over_pass']:.2f} (A/A {rows[-1]['a_a']:.2f}), {rows[-1]['chose']}"
+            )
     table = Table("form", "stock us", "pass us", "stock / pass", "A/A", "eager / pass", "error", "chose")
     for line in markdown(rows, rounds).splitlines()[4:]:
         table.add_row(*(cell.strip() for cell in line.strip("|").split("|")))

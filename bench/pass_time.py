@@ -30,9 +30,14 @@ def captured(layers: int) -> GraphModule:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=layers, intermediate_size=64,
-        vocab_size=128, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        intermediate_size=64,
+        vocab_size=128,
+        attn_implementation="eager",
+    )
     model = LlamaForCausalLM(config).eval()
     graphs: list[GraphModule] = []
 
@@ -61,19 +66,33 @@ def main(json_file: Annotated[Path | None, typer.Option("--json")] = None) -> No
     for layers in LAYERS:
         gm = captured(layers)
         runs = [seconds(gm) for _ in range(6)][1:]
-        rows.append({
-            "layers": layers, "nodes": len(gm.graph.nodes), "sites": runs[0][1],
-            "min_s": min(r[0] for r in runs), "max_s": max(r[0] for r in runs),
-        })  # fmt: skip
+        rows.append(
+            {
+                "layers": layers,
+                "nodes": len(gm.graph.nodes),
+                "sites": runs[0][1],
+                "min_s": min(r[0] for r in runs),
+                "max_s": max(r[0] for r in runs),
+            }
+        )
     table = Table("layers", "nodes", "sites rewritten", "pass, s (least of 5)", "pass, s (most)", "against 12 layers")
     for row in rows:
         table.add_row(
-            str(row["layers"]), str(row["nodes"]), str(row["sites"]), f"{row['min_s']:.3f}", f"{row['max_s']:.3f}",
+            str(row["layers"]),
+            str(row["nodes"]),
+            str(row["sites"]),
+            f"{row['min_s']:.3f}",
+            f"{row['max_s']:.3f}",
             f"{row['min_s'] / rows[0]['min_s']:.2f}x",
-        )  # fmt: skip
+        )
     Console().print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps({"device": device_name("cpu"), "versions": versions(), "command": command(), "rows": rows}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps(
+                {"device": device_name("cpu"), "versions": versions(), "command": command(), "rows": rows}, indent=1
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The engine as a user meets it: real programs, faults that must stay with their site, bodies, and the time it takes."""
+"""The engine as a user meets it: real programs, faults that must stay with their site, and bodies."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Branches(nn.Module):
     def forward(self, flag: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.cond(
             flag.sum() > 0, lambda q, k, v: attention(q, k, v), lambda q, k, v: attention(q, k, v) * 2.0, (q, k, v)
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("positive", [True, False])
@@ -229,7 +229,9 @@ def test_the_pass_adds_no_guard_under_dynamic_shapes() -> None:
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
         env = next(v.node.shape_env for v in example_inputs if isinstance(v, torch.SymInt))
         seen.append(len(env.guards))
-        return attn_pass.wrap(lambda g, _: seen.append(len(env.guards)) or g.forward, choose="fused")(gm, example_inputs)
+        return attn_pass.wrap(lambda g, _: seen.append(len(env.guards)) or g.forward, choose="fused")(
+            gm, example_inputs
+        )
 
     torch._dynamo.reset()
     with torch.no_grad(), attn_pass.record() as report:
@@ -237,3 +239,55 @@ def test_the_pass_adds_no_guard_under_dynamic_shapes() -> None:
         compiled(*inputs())
     assert len(report.rewritten) == 2
     assert seen[0] == seen[1]
+
+
+class Detached(nn.Module):
+    """detach() between scores and softmax: a gradient the program does not have must not appear."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax((q @ k.transpose(-1, -2)).detach(), -1) @ v
+
+
+def test_detach_is_not_looked_through_in_exported_programs() -> None:
+    args = inputs()
+    program = torch.export.export(Detached(), args)
+    report = attn_pass.rewrite(program, choose="fused")
+    assert [s.outcome for s in report.sites] == ["left"]
+    assert "detach" in report.sites[0].reason
+
+
+def test_a_product_made_without_gradients_keeps_none() -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scores = q @ k.transpose(-1, -2)
+        return torch.softmax(scores, -1) @ v
+
+    q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v).sum().backward()
+    assert report.sites[0].outcome == "left" and "another context" in report.sites[0].reason
+    assert v.grad is not None and not (q.grad is not None and q.grad.abs().max() > 0)
+
+
+def test_weights_nobody_takes_are_not_asked_for() -> None:
+    layer = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.1).eval()
+    x = torch.randn(2, 5, 16)
+    layer.requires_grad_(False)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = layer
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.attention(x + 1, x, x)[0]
+
+    model = Model().train()
+    layer.dropout = 0.0
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(model, backend=attn_pass.wrap("aot_eager"))(x)
+    sites = [s for s in report.sites if s.form == "nn.MultiheadAttention"]
+    assert [(s.outcome, s.target) for s in sites] == [("rewritten", "sdpa")], str(report)
+    torch.testing.assert_close(out, layer(x + 1, x, x)[0])

@@ -21,17 +21,31 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
 
 def gpt2() -> Built:
     config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        vocab_size=100,
+        n_positions=64,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_implementation="eager",
+        use_cache=False,
+    )
     return transformers.GPT2Model(config), {"input_ids": _tokens(2, 12)}, 2
 
 
 def bert() -> Built:
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, vocab_size=100,
-        attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, attn_implementation="eager",
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=32,
+        vocab_size=100,
+        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
     mask = torch.ones(2, 12, dtype=torch.int64)
     mask[1, 8:] = 0
     return transformers.BertModel(config), {"input_ids": _tokens(2, 12), "attention_mask": mask}, 2
@@ -39,25 +53,44 @@ def bert() -> Built:
 
 def llama() -> Built:
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
-        vocab_size=100, attn_implementation="eager", use_cache=False,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        vocab_size=100,
+        attn_implementation="eager",
+        use_cache=False,
+    )
     return transformers.LlamaModel(config), {"input_ids": _tokens(2, 12)}, 2
 
 
 def t5() -> Built:
     config = transformers.T5Config(
-        d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=32, vocab_size=100, dropout_rate=0.0, use_cache=False,
+        d_model=32,
+        d_kv=8,
+        num_heads=4,
+        num_layers=1,
+        d_ff=32,
+        vocab_size=100,
+        dropout_rate=0.0,
+        use_cache=False,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     return transformers.T5Model(config), {"input_ids": _tokens(2, 12), "decoder_input_ids": _tokens(2, 7)}, 3
 
 
 def swin() -> Built:
     config = transformers.SwinConfig(
-        image_size=32, patch_size=2, embed_dim=16, depths=[2], num_heads=[2], window_size=4, attn_implementation="eager",
+        image_size=32,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2],
+        num_heads=[2],
+        window_size=4,
+        attn_implementation="eager",
         drop_path_rate=0.0,
-    )  # fmt: skip
+    )
     return transformers.SwinModel(config), {"pixel_values": torch.randn(2, 3, 32, 32)}, 2
 
 

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -25,8 +25,16 @@ from attn_pass.model.index import Index, Poly
 from attn_pass.model.views import Expand, Permute, Reshape, Slice, Step
 
 aten = torch.ops.aten
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom",
-               "unbacked_bindings_none")  # fmt: skip
+_PROVENANCE = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "torch_fn",
+    "from_node",
+    "seq_nr",
+    "custom",
+    "unbacked_bindings_none",
+)
 
 
 @dataclass(eq=False)
@@ -40,7 +48,7 @@ class Planned:
     node: Node | None = field(default=None)
 
 
-Value = Union[Node, Planned]
+Value = Node | Planned
 
 
 def fake_of(value: Value) -> Any:
@@ -74,8 +82,13 @@ class Plan:
     """The calls that will replace one node, each already run on fake values."""
 
     def __init__(
-        self, gm: GraphModule, result: Node, region: Region, size_nodes: SizeNodes, effects: Effects,
-    ) -> None:  # fmt: skip
+        self,
+        gm: GraphModule,
+        result: Node,
+        region: Region,
+        size_nodes: SizeNodes,
+        effects: Effects,
+    ) -> None:
         self.gm = gm
         self.result = result
         self.region = region
@@ -280,34 +293,43 @@ def _erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
         waiting += inputs
 
 
-_STRIDE_SENSITIVE = frozenset({"view", "as_strided", "stride", "view_as", "is_contiguous", "data_ptr", "storage_offset"})
-_ALIASING = frozenset({"transpose", "permute", "unsqueeze", "squeeze", "expand", "swapaxes", "select", "slice", "mT", "t"})
+_VIEWING = frozenset({"view", "view_as", "_reshape_alias"})  # fails on strides it cannot view
+_ALIASING = frozenset(
+    {"transpose", "permute", "unsqueeze", "squeeze", "expand", "swapaxes", "select", "slice", "mT", "t", "getitem"}
+)
+_TELLING = frozenset({"as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset"})
 
 
 def _layout_matters(node: Node, new: torch.Tensor, depth: int) -> bool:
     """Whether some user of the node, through views of it, would fail or differ with the new strides."""
     for user in node.users:
-        if user.op == "output" or depth > 8:
+        name = _plain_name(user)
+        if name is None or depth > 8 or name in _TELLING or (name.endswith("_") and not name.endswith("__")):
             return True
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        if isinstance(user.target, torch._ops.OpOverload):
-            name = user.target._schema.name.split("::")[1]
-            if user.target.namespace not in ("aten", "prims"):
+        if name in _VIEWING or name in _ALIASING:
+            moved = _moved(user, node, new)
+            if moved is None or _layout_matters(user, moved, depth + 1):
                 return True
-        elif isinstance(user.target, torch._ops.HigherOrderOperator):
-            return True
-        if name.endswith("_") and not name.endswith("__"):
-            return True
-        if name not in _STRIDE_SENSITIVE and name not in _ALIASING and name not in ("getitem", "_reshape_alias"):
-            continue
-        if name in _STRIDE_SENSITIVE and name not in ("view", "view_as"):
-            return True
-        try:
-            args = _map(tuple(new if a is node else a for a in user.args))
-            kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
-            moved = getattr(args[0], user.target)(*args[1:], **kwargs) if user.op == "call_method" else user.target(*args, **kwargs)  # type: ignore[operator, arg-type]
-        except Exception:
-            return True
-        if isinstance(moved, torch.Tensor) and _layout_matters(user, moved, depth + 1):
-            return True
     return False
+
+
+def _plain_name(user: Node) -> str | None:
+    """The name of an operation of torch; None for the graph's output and for code that may look at strides."""
+    target = user.target
+    if user.op == "output" or isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.split("::")[1] if target.namespace in ("aten", "prims") else None
+    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+
+
+def _moved(user: Node, node: Node, new: torch.Tensor) -> torch.Tensor | None:
+    """The fake value of a view when it views ``new`` instead of ``node``; None when that fails."""
+    args = _map(tuple(new if a is node else a for a in user.args))
+    kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
+    call = getattr(args[0], user.target) if isinstance(user.target, str) else user.target
+    try:
+        moved = call(*args[1:], **kwargs) if isinstance(user.target, str) else call(*args, **kwargs)
+    except Exception:
+        return None
+    return moved if isinstance(moved, torch.Tensor) else None

@@ -250,7 +250,9 @@ class Effects:
 
     def _place_by_views(self, node: Node) -> tuple[int, ...]:
         """The memories of a result nothing is known of but how it was computed."""
-        traits = traits_of(node.op, node.target) if node.op in ("call_function", "call_method") else Traits(unknown=True)
+        traits = (
+            traits_of(node.op, node.target) if node.op in ("call_function", "call_method") else Traits(unknown=True)
+        )
         sources = [write.target for write in call_writes(node)]
         if traits.unknown:
             sources = node.all_input_nodes
@@ -404,16 +406,6 @@ def is_metadata_assertion(node: Node) -> bool:
 
 
 # ---------------------------------------------------------------- fake values
-
-
-
-
-
-
-
-
-
-
 
 
 def _may_overlap(a: list[_Owner], b: list[_Owner]) -> bool:

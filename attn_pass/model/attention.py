@@ -176,9 +176,11 @@ class Attention:
     @property
     def is_causal(self) -> bool:
         """Whether the whole mask is ``key <= row`` for the rows as they are grouped now, `Structure.CAUSAL` or not."""
-        return self.bias is None and self.keep is not None and is_causal_top_left(
-            self.keep.condition, self.keys, self.rows
-        )  # fmt: skip
+        return (
+            self.bias is None
+            and self.keep is not None
+            and is_causal_top_left(self.keep.condition, self.keys, self.rows)
+        )
 
     @property
     def has_mask(self) -> bool:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
 
 import torch
 
 from attn_pass.model.index import Axis, Index, axes, is_at_most, is_less, substitute
 
-Scalar = Union[bool, int, float]
+Scalar = bool | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,22 @@ class Apply:
         return f"{name}({', '.join(str(a) for a in self.args)})"
 
 
-Expr = Union[Dot, Const, IndexValue, Load, Apply]
+Expr = Dot | Const | IndexValue | Load | Apply
 
 _INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
-    "ge": ">=", "and": "&", "or": "|",
-}  # fmt: skip
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "and": "&",
+    "or": "|",
+}
 
 # name -> what it computes on tensors (or Python numbers wrapped as tensors)
 OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
@@ -344,7 +353,5 @@ def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:
         index = substitute(expression.index, values)
         return Const(index) if isinstance(index, int) else IndexValue(index)
     if isinstance(expression, Apply):
-        return apply(
-            expression.op, *(rewrite_indices(a, values) for a in expression.args), dtype=expression.dtype
-        )  # fmt: skip
+        return apply(expression.op, *(rewrite_indices(a, values) for a in expression.args), dtype=expression.dtype)
     return expression

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Union
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class Remainder:
         return self.key
 
 
-Atom = Union[Symbol, Axis, Quotient, Remainder]
+Atom = Symbol | Axis | Quotient | Remainder
 Monomial = tuple[Atom, ...]
-Index = Union[int, "Poly"]
+Index: TypeAlias = "int | Poly"
 _ONE: Monomial = ()
 
 
@@ -195,6 +195,11 @@ def axes(*indices: Index) -> set[Axis]:
 # ---------------------------------------------------------------- ranges
 
 
+def _is_size(atom: Atom) -> bool:
+    """Whether an atom is known before any axis is: a symbol, or a division of symbols (``s0 // 4``)."""
+    return not isinstance(atom, Axis) and (isinstance(atom, Symbol) or not axes(Poly.of(atom)))
+
+
 def _bound(index: Index, upper: bool) -> Index | None:
     """A bound of ``index`` in sizes only (no axes), or None."""
     total: Index = 0
@@ -202,7 +207,7 @@ def _bound(index: Index, upper: bool) -> Index | None:
         highest = upper == (coefficient > 0)
         term: Index = coefficient
         for atom in monomial:
-            if isinstance(atom, Symbol):
+            if _is_size(atom):
                 term = term * Poly.of(atom)
                 continue
             if not highest:
@@ -236,8 +241,7 @@ def is_nonnegative(index: Index) -> bool:
     for monomial, coefficient in low.terms.items():
         term: Index = coefficient
         for atom in monomial:
-            assert isinstance(atom, Symbol)
-            term = term * (Poly.of(atom) + atom.lower)
+            term = term * (Poly.of(atom) + (atom.lower if isinstance(atom, Symbol) else 0))
         shifted = shifted + term
     return all(c >= 0 for _, c in _terms(shifted))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
+from itertools import pairwise
 
 from attn_pass.model.index import Axis, Index, digits, product
 
@@ -47,7 +47,7 @@ class Expand:
     shape: tuple[Index, ...]
 
 
-Step = Union[Slice, Reshape, Permute, Expand]
+Step = Slice | Reshape | Permute | Expand
 Group = tuple[Axis, ...]
 
 
@@ -157,7 +157,7 @@ def _without_round_trips(shape: tuple[Index, ...], steps: list[Step]) -> tuple[S
 
 def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tuple[Axis, ...]]:
     """Runs of axes that stay next to each other from source to operand: they need not be split at all."""
-    follows = {a: b for group in groups for a, b in _pairs(tuple(x for x in group if x.size != 1))}
+    follows = {a: b for group in groups for a, b in pairwise(x for x in group if x.size != 1)}
     units: list[tuple[Axis, ...]] = []
     for chain in held:
         run: list[Axis] = []
@@ -169,10 +169,6 @@ def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tu
         if run:
             units.append(tuple(run))
     return units
-
-
-def _pairs(group: Group) -> list[tuple[Axis, Axis]]:
-    return list(zip(group, group[1:]))
 
 
 def _in_order(axes: tuple[Axis, ...], unit_of: dict[Axis, tuple[Axis, ...]]) -> list[tuple[Axis, ...]]:

@@ -35,15 +35,19 @@ class Site:
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
     error: Exception | None = None  # a defect of attn_pass met while reading it
-    written: AsWritten = AsWritten(fused=False)  # what would run if nothing were done
+    written: AsWritten = field(default_factory=lambda: AsWritten(fused=False))  # what would run if nothing were done
 
 
 def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str = "near miss") -> Site:
     """The site as a near miss, with the reason and where it was found."""
     return Site(
-        node, form, region, refusal=error.reason, refused_at=error.node,
+        node,
+        form,
+        region,
+        refusal=error.reason,
+        refused_at=error.node,
         kind="attention" if kind == "attention" else "near miss",
-    )  # fmt: skip
+    )
 
 
 def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
@@ -77,7 +81,9 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
         node = described.nodes[source]
         mutation = reader.effects.mutation_between(node, at - 1, reader.order[result])
         if mutation is not None:
-            raise Unreadable(f"{node.name} is written in place by {mutation.node.name} before the result is computed", mutation.node)
+            raise Unreadable(
+                f"{node.name} is written in place by {mutation.node.name} before the result is computed", mutation.node
+            )
 
 
 def with_shape_uses(reader: Reader, internal: Iterable[Node]) -> tuple[Node, ...]:

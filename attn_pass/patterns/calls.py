@@ -20,7 +20,13 @@ from attn_pass.reading.views import Position, broadcast_position
 
 FORM = "sdpa"
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_DEFAULTS: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_DEFAULTS: dict[str, Any] = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+}
 CALLS: dict[Any, tuple[str, ...]] = {
     torch.nn.functional.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
@@ -94,6 +100,8 @@ def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:
     keys, dim = Axis("j", k_shape[-2]), Axis("d", k_shape[-1])
     if q_shape[-1] != dim.size:
         raise Unreadable("the head dims of query and key are not provably equal", node)
+    if v_shape[-2] != keys.size:
+        raise Unreadable("the lengths of keys and values are not provably equal", node)
     outer, row = at[:-2], at[-2]
     positions = {
         "query": broadcast_position((*outer, row, axis_index(dim)), q_shape),
@@ -104,13 +112,22 @@ def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:
     side: dict[Load, SideLoad] = {}
     score = _score(reader, node, given, (*outer, row, axis_index(keys)), dim, side)
     return Parts(
-        reader=reader, result=node, output=output, rows_at=(outer, row), keys=keys, dim=dim,
+        reader=reader,
+        result=node,
+        output=output,
+        rows_at=(outer, row),
+        keys=keys,
+        dim=dim,
         query=reader.operand(query, positions["query"], time, region, factors=True),
         key=reader.operand(key, positions["key"], time, region, factors=True),
         value=reader.operand(value, positions["value"], time, region, factors=False),
-        score=score, side=side, score_dtype=q.dtype, product_dtypes=(out.dtype, out.dtype),
-        dropout=float(given["dropout_p"]), empty_row_is_nan=False,
-    )  # fmt: skip
+        score=score,
+        side=side,
+        score_dtype=q.dtype,
+        product_dtypes=(out.dtype, out.dtype),
+        dropout=float(given["dropout_p"]),
+        empty_row_is_nan=False,
+    )
 
 
 def _kv_position(outer: Position, shape: Position, own: Position, tail: Position, gqa: bool) -> Position:

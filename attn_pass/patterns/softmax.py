@@ -55,7 +55,14 @@ def _by_hand(reader: Reader, node: Node) -> Softmax | None:
         return None
     exp, total = reader.call(top), reader.call(bottom)
     value = tensor_value(top)
-    if exp is None or total is None or value is None or exp.op != "exp" or total.op != "sum" or total["input"] is not top:
+    if (
+        exp is None
+        or total is None
+        or value is None
+        or exp.op != "exp"
+        or total.op != "sum"
+        or total["input"] is not top
+    ):
         return None
     dims = tensor_dims(total, "dim", value.dim()) if total["dim"] is not None else None
     if dims is None or len(dims) != 1 or not total["keepdim"] or exp.in_place or call.in_place:
@@ -78,9 +85,11 @@ def _row_maximum(reader: Reader, node: object, scores: Node, dim: int, rank: int
         if call is None:
             return None
         nodes.append(node)
-        if call.op == "detach" or (call.op == "getitem" and call["index"] == 0) or (
-            call.op == "getattr" and call["name"] == "values"
-        ):  # fmt: skip
+        if (
+            call.op == "detach"
+            or (call.op == "getitem" and call["index"] == 0)
+            or (call.op == "getattr" and call["name"] == "values")
+        ):
             node = call["input"]
             continue
         if call.op == "amax":
@@ -110,8 +119,13 @@ def find(reader: Reader) -> Iterator[Site]:
             else:
                 continue
             break
-    used = {s for n in reader.products if reader.products[n] == {n} for i in n.all_input_nodes
-            for s in reader.softmaxes.get(i, ())}  # fmt: skip
+    used = {
+        s
+        for n in reader.products
+        if reader.products[n] == {n}
+        for i in n.all_input_nodes
+        for s in reader.softmaxes.get(i, ())
+    }
     for node, found in list(reader.softmaxes.items()):
         if found != {node} or node in reached:
             continue
@@ -144,7 +158,9 @@ def _hidden_product(reader: Reader, softmax: Node, steps: int = 16) -> Unreadabl
             return Unreadable(f"{name} stands between the scores and the softmax", stranger)
         known = call is not None and (call.op in POINTWISE or call.op in VIEWS)
         first = stranger or (None if known else node)
-        waiting += [(i, first) for i in node.all_input_nodes if i not in seen and i.op in ("call_function", "call_method")]
+        waiting += [
+            (i, first) for i in node.all_input_nodes if i not in seen and i.op in ("call_function", "call_method")
+        ]
     return None
 
 
@@ -183,9 +199,13 @@ def _read(reader: Reader, product: Product, weights: Node, softmax: Node) -> Sit
             return failed(product.node, FORM, region, error)
     assert best is not None
     return Site(
-        product.node, FORM, region, refusal=best.reason, refused_at=best.node,
+        product.node,
+        FORM,
+        region,
+        refusal=best.reason,
+        refused_at=best.node,
         kind="attention" if site.described is not None else "near miss",
-    )  # fmt: skip
+    )
 
 
 def _lift(
@@ -213,9 +233,7 @@ def _lift(
         raise Unreadable("the weights do not come from the softmax", node)
     if reader.shape(softmax)[read.dim] != keys.size:
         raise Unreadable("the product does not sum over the whole softmax", softmax)
-    if at_softmax[read.dim] != axis_index(keys) or keys in axes(
-        *at_softmax[: read.dim], *at_softmax[read.dim + 1 :]
-    ):  # fmt: skip
+    if at_softmax[read.dim] != axis_index(keys) or keys in axes(*at_softmax[: read.dim], *at_softmax[read.dim + 1 :]):
         raise Unreadable("the softmax runs over another dimension than the keys", softmax)
     if reader.regions.of(softmax) != region:
         raise Unreadable("the softmax runs under another context than the product", softmax)
@@ -244,14 +262,22 @@ def _lift(
     result = tensor_value(node)
     assert value is not None and made is not None and result is not None
     parts = Parts(
-        reader=reader, result=node, output=output, rows_at=(tuple(rows[:-1]), rows[-1] if rows else 0), keys=keys, dim=dim,
+        reader=reader,
+        result=node,
+        output=output,
+        rows_at=(tuple(rows[:-1]), rows[-1] if rows else 0),
+        keys=keys,
+        dim=dim,
         query=reader.operand(query, at_query, order[scores_product], region, factors=True),
         key=reader.operand(key, at_key, order[scores_product], region, factors=True),
         value=reader.operand(values, at_values, order[node], region, factors=False),
-        score=score, side=scores.loads, score_dtype=_score_dtype(scores, value.dtype),
+        score=score,
+        side=scores.loads,
+        score_dtype=_score_dtype(scores, value.dtype),
         product_dtypes=(made.dtype, result.dtype),
-        dropout=spine.dropout, empty_row_is_nan=read.empty_row_is_nan and not guarded,
-    )  # fmt: skip
+        dropout=spine.dropout,
+        empty_row_is_nan=read.empty_row_is_nan and not guarded,
+    )
     return parts, tuple(n for n in with_shape_uses(reader, internal) if n is not node)
 
 
@@ -280,7 +306,7 @@ def _with_product(reader: Reader, spine: Spine, product: Product, score: Expr) -
         shape = reader.shape(product.addend)
         addend = spine._operand(
             product.addend, broadcast_position(spine.leaf_position, shape), reader.order[product.node]
-        )  # fmt: skip
+        )
         if product.beta != 1:
             factor = reader.scalar(product.beta, reader.order[product.node])
             if factor is None:
@@ -336,7 +362,12 @@ def _row_is_empty(reader: Reader, node: Node, read: Softmax, wanted: bool) -> tu
         if call.op in ("eq", "ne") and quantified:
             infinite = reader.scalar(call["other"], reader.order[current])
             is_scores = call["input"] is read.input
-            if isinstance(infinite, Const) and infinite.value == float("-inf") and is_scores and (call.op == "eq") == wanted:
+            if (
+                isinstance(infinite, Const)
+                and infinite.value == float("-inf")
+                and is_scores
+                and (call.op == "eq") == wanted
+            ):
                 return tuple(nodes)
         return None
     return None

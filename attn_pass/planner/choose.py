@@ -48,12 +48,10 @@ def choose(
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
-    ``prefer`` is "cheapest", or "fused" to take the best fused offer whatever it costs. ``forms`` come with the names of
-    the poor cases that were applied to get them.
+    ``prefer`` is "cheapest", or "fused" to take the best fused offer whatever it costs. ``forms`` come with the
+    names of the poor cases that were applied to get them.
     """
-    targets: Sequence[Target] = [
-        t for t in all_targets() if allowed is None or t.name in allowed
-    ]
+    targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(None, None, "", predicted_us={LEAVE: leaving})
     offers: list[tuple[Offer, Target]] = []

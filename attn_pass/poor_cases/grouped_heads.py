@@ -3,8 +3,8 @@
 Poor: with few query rows each head of a group is a matrix-vector product that reads the keys and values of the group
 again; packed, they are one matrix product that reads them once.
 
-Exact because ``head = kv_head * groups + group`` and neither keys nor values depend on ``group`` (proved by the reading,
-interleaved order only). A mask that differs from row to row has to be repeated for the group, which is the
+Exact because ``head = kv_head * groups + group`` and neither keys nor values depend on ``group`` (proved by the
+reading, interleaved order only). A mask that differs from row to row has to be repeated for the group, which is the
 target's cost to count; ``is_causal`` does not survive, since a packed row is no position any more.
 """
 
@@ -24,4 +24,4 @@ def variants(attention: Attention) -> Iterator[Attention]:
     if moved:
         yield attention.regrouped(
             heads=tuple(a for a in attention.heads if a not in shared), rows=moved + attention.rows
-        )  # fmt: skip
+        )

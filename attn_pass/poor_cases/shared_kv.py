@@ -1,11 +1,12 @@
 """Keys and values shared over the batch: the batch is more query rows.
 
-Poor: the fused kernels want equal batches, so stock copies keys and values for every batch row (pytorch#151287: 4.2 GB a
-call where 1.6 MB would do), or reads them again for each.
+Poor: the fused kernels want equal batches, so stock copies keys and values for every batch row (pytorch#151287: 4.2 GB
+a call where 1.6 MB would do), or reads them again for each.
 
 Exact because a softmax row depends on its own query and on all keys and values, and those do not depend on the batch
-axis: ``attention[b, h, i] = f(query[b, h, i], key[h], value[h])``, so (b, i) may be one row axis. A bias or keep-condition
-is a function of (b, h, i, j) and moves along unchanged. Gradients of keys and values sum over the batch by themselves.
+axis: ``attention[b, h, i] = f(query[b, h, i], key[h], value[h])``, so (b, i) may be one row axis. A bias or
+keep-condition is a function of (b, h, i, j) and moves along unchanged. Gradients of keys and
+values sum over the batch by themselves.
 """
 
 from __future__ import annotations
@@ -24,4 +25,4 @@ def variants(attention: Attention) -> Iterator[Attention]:
     if moved:
         yield attention.regrouped(
             batch=tuple(a for a in attention.batch if a not in shared), rows=moved + attention.rows
-        )  # fmt: skip
+        )

@@ -51,7 +51,7 @@ def _constant(value: bool | int | float | None, dtype: torch.dtype) -> Expr | No
 
 
 def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor) -> Expr | None:
-    bounds = call.get("bounds", ()) or tuple(call.args[n] for n in ("start", "end") if n in call.args)
+    bounds = (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
     if value.is_floating_point() or len(position) != 1:
         return None
     start: Index = 0

@@ -81,7 +81,9 @@ def describe(parts: Parts) -> Described:
             return _Assembly(parts, {n: forms[n][parts.chosen[n]] for n in forms}).build()
         except _Shallower as shallower:
             if parts.chosen[shallower.operand] == 0:
-                raise Unreadable(f"the {shallower.operand} is no view of a tensor: {shallower.why}", parts.result) from None
+                raise Unreadable(
+                    f"the {shallower.operand} is no view of a tensor: {shallower.why}", parts.result
+                ) from None
             parts.chosen[shallower.operand] -= 1
 
 
@@ -137,8 +139,10 @@ class _Assembly:
                 continue
             high, low = Axis(f"{axis.key}h", size), Axis(f"{axis.key}l", by)
             self._substitute({axis: axis_index(high) * by + axis_index(low)})
-            self.output = [tuple(b for a in dims for b in ((high, low) if a == axis else (a,)) if b.size != 1)
-                           for dims in self.output]  # fmt: skip
+            self.output = [
+                tuple(b for a in dims for b in ((high, low) if a == axis else (a,)) if b.size != 1)
+                for dims in self.output
+            ]
         raise Unreadable("the layout has too many nested groups", self.parts.result)
 
     def _give_up(self, axis: Axis) -> None:
@@ -158,7 +162,9 @@ class _Assembly:
         if side is None or side.node is side.written:
             raise Unreadable("a mask is read in an order that is no view of it", self.parts.result)
         reader = self.parts.reader
-        shallow = reader.load(side.written, tuple(substitute(i, self.split) for i in side.written_position), side.written_at)
+        shallow = reader.load(
+            side.written, tuple(substitute(i, self.split) for i in side.written_position), side.written_at
+        )
         self.side_times[shallow] = side.written_at
         self.score = _with(self.score, {load: shallow})
 
@@ -218,9 +224,9 @@ class _Assembly:
         for name in ("query", "key"):
             scale *= self.forms[name].scale
         extra = []
-        for factor, inverse in self.factors:
+        for number, (factor, inverse) in enumerate(self.factors):
             if expression_axes(factor) & {self.parts.keys, self.parts.dim}:
-                name = "key" if any(f is factor for f, _ in self.forms["key"].factors) else "query"
+                name = "query" if number < len(self.forms["query"].factors) else "key"
                 raise _Shallower(name, "a factor differs from key to key or along the head dim")
             extra.append(Factor(factor, inverse))
         return replace(scores, scale=scale, factors=(*scores.factors, *extra))
@@ -239,14 +245,18 @@ class _Assembly:
         return _with(expression, values)
 
     def _finish(
-        self, batch: tuple[Axis, ...], heads: tuple[Axis, ...], rows: tuple[Axis, ...], value_dim: tuple[Axis, ...],
+        self,
+        batch: tuple[Axis, ...],
+        heads: tuple[Axis, ...],
+        rows: tuple[Axis, ...],
+        value_dim: tuple[Axis, ...],
         scores: Scores,
-    ) -> Described:  # fmt: skip
+    ) -> Described:
         parts, reader = self.parts, self.parts.reader
         deep_keep = None if scores.keep is None else self._deep(scores.keep.condition)
         named = name_mask(
             scores.bias, scores.keep, self._deep(scores.bias), deep_keep, parts.keys, rows, parts.score_dtype
-        )  # fmt: skip
+        )
         operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
         groups = {
             "query": (batch, heads, rows, (parts.dim,)),
@@ -260,7 +270,11 @@ class _Assembly:
                 raise _Shallower(name, str(error)) from None
         mask_groups = (batch, heads, rows, (parts.keys,))
         used = list(operands.values())
-        for expression in (named.bias, named.keep.condition if named.keep else None, *(f.value for f in scores.factors)):
+        for expression in (
+            named.bias,
+            named.keep.condition if named.keep else None,
+            *(f.value for f in scores.factors),
+        ):
             if expression is not None:
                 used += loads(expression)
         for load in used[len(operands) :]:
@@ -288,18 +302,32 @@ class _Assembly:
         assert value is not None
         score = self._whole_score(scores)
         attention = Attention(
-            batch=batch, heads=heads, rows=rows, keys=parts.keys, dim=parts.dim, value_dim=value_dim,
-            query=_moved(operands["query"], position), key=_moved(operands["key"], position),
+            batch=batch,
+            heads=heads,
+            rows=rows,
+            keys=parts.keys,
+            dim=parts.dim,
+            value_dim=value_dim,
+            query=_moved(operands["query"], position),
+            key=_moved(operands["key"], position),
             value=_moved(operands["value"], position),
-            score=renumber(score), scale=scores.scale, sources=sources,
-            output=tuple(self.output), compute_dtype=self._compute_dtype(value.dtype), output_dtype=value.dtype, score_dtype=parts.score_dtype,
+            score=renumber(score),
+            scale=scores.scale,
+            sources=sources,
+            output=tuple(self.output),
+            compute_dtype=self._compute_dtype(value.dtype),
+            output_dtype=value.dtype,
+            score_dtype=parts.score_dtype,
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
-            structure=named.structure, rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
-            dropout=parts.dropout, empty_row_is_nan=parts.empty_row_is_nan,
-            needs_grad=bool(value.requires_grad), mask_text=text_of(named),
-        )  # fmt: skip
+            structure=named.structure,
+            rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
+            dropout=parts.dropout,
+            empty_row_is_nan=parts.empty_row_is_nan,
+            needs_grad=bool(value.requires_grad),
+            mask_text=text_of(named),
+        )
         return Described(attention, nodes, read_at, self._copies())
 
     def _copies(self) -> tuple[Node, ...]:
@@ -390,4 +418,3 @@ def _batch_and_heads(
     if own and own[-1] < len(outer) - 1:
         return tuple(outer[: own[-1]]), tuple(outer[own[-1] :])
     return tuple(outer[:-1]), tuple(outer[-1:])
-

@@ -42,14 +42,34 @@ class Unreadable(Exception):
 
 # Pointwise operations a spine may pass; the operands by name.
 POINTWISE: Mapping[str, tuple[str, ...]] = {
-    "add": ("input", "other"), "sub": ("input", "other"), "rsub": ("input", "other"), "mul": ("input", "other"),
-    "div": ("input", "other"), "neg": ("input",), "tanh": ("input",), "sigmoid": ("input",), "abs": ("input",),
-    "exp": ("input",), "log": ("input",), "maximum": ("input", "other"), "minimum": ("input", "other"),
-    "max": ("input", "other"), "clamp": ("input",), "where": ("condition", "input", "other"),
-    "method_where": ("condition", "input", "other"), "masked_fill": ("input", "mask"), "eq": ("input", "other"),
-    "ne": ("input", "other"), "lt": ("input", "other"), "le": ("input", "other"), "gt": ("input", "other"),
-    "ge": ("input", "other"), "and": ("input", "other"), "or": ("input", "other"), "not": ("input",),
-}  # fmt: skip
+    "add": ("input", "other"),
+    "sub": ("input", "other"),
+    "rsub": ("input", "other"),
+    "mul": ("input", "other"),
+    "div": ("input", "other"),
+    "neg": ("input",),
+    "tanh": ("input",),
+    "sigmoid": ("input",),
+    "abs": ("input",),
+    "exp": ("input",),
+    "log": ("input",),
+    "maximum": ("input", "other"),
+    "minimum": ("input", "other"),
+    "max": ("input", "other"),
+    "clamp": ("input",),
+    "where": ("condition", "input", "other"),
+    "method_where": ("condition", "input", "other"),
+    "masked_fill": ("input", "mask"),
+    "eq": ("input", "other"),
+    "ne": ("input", "other"),
+    "lt": ("input", "other"),
+    "le": ("input", "other"),
+    "gt": ("input", "other"),
+    "ge": ("input", "other"),
+    "and": ("input", "other"),
+    "or": ("input", "other"),
+    "not": ("input",),
+}
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)
 ReadOperand = Callable[[Any, Position], Expr]
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout"})
@@ -70,7 +90,10 @@ class OperandForm:
 class Reader:
     """What is known of one graph: operations, effects, regions, which products and softmaxes reach a node."""
 
-    def __init__(self, graph: Graph, sizes: Sizes, effects: Effects, regions: Regions) -> None:
+    def __init__(
+        self, graph: Graph, sizes: Sizes, effects: Effects, regions: Regions, *, knows_gradients: bool = True
+    ) -> None:
+        self.knows_gradients = knows_gradients  # fake values of an exported graph do not tell what needs a gradient
         self.graph = graph
         self.sizes = sizes
         self.effects = effects
@@ -84,7 +107,9 @@ class Reader:
         self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
         self.products: dict[Node, frozenset[Node]] = {}
         self.softmaxes: dict[Node, frozenset[Node]] = {}
-        self.read_times: dict[Node, int] = {}  # for each node loaded by the present site, the earliest time it is read at
+        self.read_times: dict[
+            Node, int
+        ] = {}  # for each node loaded by the present site, the earliest time it is read at
 
     # ------------------------------------------------------------ nodes
 
@@ -200,7 +225,9 @@ class Reader:
             return None
         return (*found, at if self.is_alias(node, call) else self.order[node])
 
-    def through_views(self, node: Node, position: Position, at: int, region: Region | None) -> tuple[Node, Position, int]:
+    def through_views(
+        self, node: Node, position: Position, at: int, region: Region | None
+    ) -> tuple[Node, Position, int]:
         """Back through views and copies for as long as they can be followed within the region."""
         while True:
             if region is not None and self.regions.of(node) != region and self._matters(node):
@@ -215,6 +242,10 @@ class Reader:
         values = [tensor_value(n) for n in (node, *node.all_input_nodes)]
         return self.regions.of(node).functorch != () or any(v is not None and v.requires_grad for v in values)
 
+    def may_need_grad(self, value: torch.Tensor) -> bool:
+        """Whether a gradient may flow into a tensor: what detach() would stop."""
+        return value.requires_grad or (not self.knows_gradients and value.is_floating_point())
+
     def _through_copy(self, node: Node, position: Position, at: int) -> tuple[Node, Position, int] | None:
         defined, call = self.definition(node, at)
         if call is None or defined is not node or call.in_place:
@@ -224,7 +255,7 @@ class Reader:
         if not isinstance(source, Node) or before is None or after is None or before.device != after.device:
             return None
         same = call.op == "copy" or (call.op == "cast" and before.dtype == after.dtype)
-        if call.op == "detach" and not before.requires_grad:
+        if call.op == "detach" and not self.may_need_grad(before):
             same = True
         if call.op == "dropout" and (call["training"] is False or call["p"] == 0):
             same = True
@@ -243,7 +274,7 @@ class Reader:
                 return forms
             found = self.back(form.node, form.position, form.at) or self._through_copy(
                 form.node, form.position, form.at
-            )  # fmt: skip
+            )
             if found is not None:
                 form = replace(form, node=found[0], position=found[1], at=found[2])
             else:
@@ -255,7 +286,7 @@ class Reader:
                 forms.append(form)
 
     def _through_upcast(self, form: OperandForm) -> OperandForm | None:
-        """Through a cast that loses nothing (bfloat16 to float32); not behind a factor, which was applied in the wider."""
+        """Through a cast that loses nothing (bfloat16 to float32); not behind a factor, applied in the wider type."""
         if form.factors:
             return None
         defined, call = self.definition(form.node, form.at)
@@ -352,9 +383,7 @@ class Reader:
             return found_value
         if call.op in POINTWISE or call.op == "cast":
             try:
-                return self.pointwise(
-                    defined, call, position, lambda v, p: self._value(v, p, time, depth + 1)
-                )  # fmt: skip
+                return self.pointwise(defined, call, position, lambda v, p: self._value(v, p, time, depth + 1))
             except Unreadable:
                 pass
         return Load(self.source(node), position)
@@ -394,11 +423,11 @@ class Reader:
         if op == "div" and a.get("rounding_mode") is not None:
             raise Unreadable("a rounding division", node)
         if op in ("where", "method_where"):
-            return apply("where", read(a["condition"], position), read(a["input"], position), read(a["other"], position))
-        if op == "masked_fill":
             return apply(
-                "where", read(a["mask"], position), read(a["value"], position), read(a["input"], position)
-            )  # fmt: skip
+                "where", read(a["condition"], position), read(a["input"], position), read(a["other"], position)
+            )
+        if op == "masked_fill":
+            return apply("where", read(a["mask"], position), read(a["value"], position), read(a["input"], position))
         if op == "max":
             if not isinstance(a["other"], Node) or tensor_value(node) is None:
                 raise Unreadable("a maximum along a dimension", node)

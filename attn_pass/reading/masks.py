@@ -52,13 +52,18 @@ def constant_parts(bias: Expr) -> tuple[Expr, Const, Const] | None:
 
 
 def name_mask(
-    bias: Expr | None, keep: Keep | None, deep_bias: Expr | None, deep_keep: Expr | None,
-    keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype,
-) -> NamedMask:  # fmt: skip
+    bias: Expr | None,
+    keep: Keep | None,
+    deep_bias: Expr | None,
+    deep_keep: Expr | None,
+    keys: Axis,
+    rows: tuple[Axis, ...],
+    dtype: torch.dtype,
+) -> NamedMask:
     """Names bias and keep-condition. ``deep_*`` are the same expressions lifted down to index arithmetic.
 
-    What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` is causal, written as
-    a condition or as a matrix of zeros and a masking fill.
+    What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` is causal, written
+    as a condition or as a matrix of zeros and a masking fill.
     """
     if deep_bias is not None and keys not in expression_axes(deep_bias) and _is_finite(deep_bias):
         bias = deep_bias = None
@@ -75,9 +80,7 @@ def name_mask(
     return NamedMask(bias, keep, Structure.DENSE, False)
 
 
-def _name_bias(
-    bias: Expr | None, deep: Expr, keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype
-) -> NamedMask:  # fmt: skip
+def _name_bias(bias: Expr | None, deep: Expr, keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype) -> NamedMask:
     """Names a matrix that is added to the scores. A dense one stays the tensor it is: reused, never rebuilt."""
     parts = constant_parts(deep)
     found = None if parts is None else _as_keep(*parts, dtype)
@@ -103,9 +106,8 @@ def _as_keep(condition: Expr, yes: Const, no: Const, dtype: torch.dtype) -> tupl
 def _is_finite(expression: Expr) -> bool:
     """Whether an expression of constants alone is finite; loads are not known to be."""
     return all(
-        not isinstance(e, Const) or (e.value == e.value and abs(e.value) != float("inf"))
-        for e in walk(expression)
-    ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))  # fmt: skip
+        not isinstance(e, Const) or (e.value == e.value and abs(e.value) != float("inf")) for e in walk(expression)
+    ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))
 
 
 def text_of(named: NamedMask) -> str:
@@ -113,4 +115,3 @@ def text_of(named: NamedMask) -> str:
     if named.structure is not Structure.DENSE:
         return "causal" if named.structure is Structure.CAUSAL else "none"
     return " and ".join(word for word, part in (("additive", named.bias), ("boolean", named.keep)) if part is not None)
-

@@ -69,9 +69,15 @@ def product_of(node: Node, call: Call, sizes: Sizes) -> Product | None:
 
 
 def _make(
-    node: Node, left: Node, right: Node, letters: tuple[str, str, str], sizes: Sizes,
-    addend: Node | None = None, alpha: Any = 1, beta: Any = 1,
-) -> Product | None:  # fmt: skip
+    node: Node,
+    left: Node,
+    right: Node,
+    letters: tuple[str, str, str],
+    sizes: Sizes,
+    addend: Node | None = None,
+    alpha: Any = 1,
+    beta: Any = 1,
+) -> Product | None:
     a, b = tensor_value(left), tensor_value(right)
     if a is None or b is None:
         return None
@@ -87,9 +93,20 @@ def _make(
     if size != right_shape[right_letters.index(letter)]:
         return None
     return Product(
-        node, left, right, out_letters, left_letters, right_letters, letter, size, left_shape, right_shape, addend,
-        alpha, beta,
-    )  # fmt: skip
+        node,
+        left,
+        right,
+        out_letters,
+        left_letters,
+        right_letters,
+        letter,
+        size,
+        left_shape,
+        right_shape,
+        addend,
+        alpha,
+        beta,
+    )
 
 
 def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
@@ -115,6 +132,4 @@ def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
     letters = [p.replace("...", names[most - h :]) for p, h in zip(parts, hidden)]
     if any(len(text) != v.dim() for text, v in zip(letters, values) if v is not None):
         return None
-    return _make(
-        node, operands[0], operands[1], (letters[0], letters[1], out.replace("...", names)), sizes
-    )  # fmt: skip
+    return _make(node, operands[0], operands[1], (letters[0], letters[1], out.replace("...", names)), sizes)

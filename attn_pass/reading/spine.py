@@ -44,7 +44,7 @@ class Spine:
     def read(self, node: Node, position: Position, at: int) -> Expr:
         """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
         reader = self.reader
-        if node is self.leaf:
+        if node is self.leaf and reader.effects.last_mutation(node, at) is None:
             self._check_region(node)
             if self.leaf_position not in (None, position):
                 raise Unreadable("the scores are read at two places at once", node)
@@ -53,7 +53,9 @@ class Spine:
             return Dot()
         defined, call = reader.definition(node, at)
         if call is None:
-            raise Unreadable(f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node)
+            raise Unreadable(
+                f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node
+            )
         self._check_region(defined)
         self.internal[node] = None
         self.internal[defined] = None
@@ -85,7 +87,7 @@ class Spine:
 
     def _check_transparent(self, call: Call, node: Node) -> None:
         value = tensor_value(call["input"])
-        if call.op == "detach" and value is not None and value.requires_grad:
+        if call.op == "detach" and value is not None and self.reader.may_need_grad(value):
             raise Unreadable("detach() stops the gradient of the scores", node)
         if call.op == "dropout" and call["training"] is not False and call["p"] != 0:
             if not isinstance(call["p"], (int, float)) or not isinstance(call["training"], bool) or self.dropout:

@@ -16,9 +16,23 @@ Position = tuple[Index, ...]
 
 # Operations whose result is the same elements in another arrangement, repetition included.
 VIEWS = frozenset(
-    {"reshape", "permute", "transpose", "movedim", "t", "expand", "select", "slice", "narrow", "getitem", "getattr",
-     "repeat_interleave", "repeat"}
-)  # fmt: skip
+    {
+        "reshape",
+        "permute",
+        "transpose",
+        "movedim",
+        "t",
+        "mT",
+        "expand",
+        "select",
+        "slice",
+        "narrow",
+        "getitem",
+        "getattr",
+        "repeat_interleave",
+        "repeat",
+    }
+)
 
 
 def view_of(node: Node, call: Call, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
@@ -30,21 +44,19 @@ def view_of(node: Node, call: Call, position: Position, sizes: Sizes) -> tuple[N
         return _getitem(source, call["index"], position, sizes)
     before = tensor_value(source)
     after = tensor_value(node)
-    if before is None or after is None or before.dtype != after.dtype:
+    if before is None or after is None or before.dtype != after.dtype or before.is_complex():
         return None
     mapped = _map(call, position, sizes.shape(before), sizes.shape(after), sizes)
     return None if mapped is None else (source, mapped)
 
 
-def _map(
-    call: Call, position: Position, before: Position, after: Position, sizes: Sizes
-) -> Position | None:  # fmt: skip
+def _map(call: Call, position: Position, before: Position, after: Position, sizes: Sizes) -> Position | None:
     rank = len(before)
     if call.op == "reshape":
         return reshape_position(position, after, before)
     if call.op == "expand":
         return broadcast_position(position, before)
-    if call.op in ("permute", "transpose", "movedim", "t", "getattr"):
+    if call.op in ("permute", "transpose", "movedim", "t", "mT", "getattr"):
         order = _permutation(call, rank)
         if order is None:
             return None
@@ -68,8 +80,10 @@ def _map(
         return (*position[:dim], divide(position[dim], repeats)[0], *position[dim + 1 :])
     if call.op == "repeat":
         aligned = position[len(position) - rank :]
-        return tuple(0 if b == 1 else p if a == b else divide(p, b)[1] for p, a, b in
-                     zip(aligned, after[len(after) - rank :], before))  # fmt: skip
+        return tuple(
+            0 if b == 1 else p if a == b else divide(p, b)[1]
+            for p, a, b in zip(aligned, after[len(after) - rank :], before)
+        )
     return None
 
 
@@ -79,7 +93,7 @@ def _sliced(call: Call, position: Position, before: Position, sizes: Sizes) -> P
     step = call.get("step", 1)
     if dim is None or start is None or not isinstance(step, int):
         return None
-    start = _wrap(start, before[dim])
+    start = _start(start, before[dim])
     return None if start is None else (*position[:dim], position[dim] * step + start, *position[dim + 1 :])
 
 
@@ -89,7 +103,9 @@ def _permutation(call: Call, rank: int) -> tuple[int, ...] | None:
         return dims if sorted(dims) == list(range(rank)) else None
     order = list(range(rank))
     if call.op == "t":
-        return tuple(reversed(order)) if rank <= 2 else tuple([*order[:-2], rank - 1, rank - 2])
+        return tuple(reversed(order))
+    if call.op == "mT":
+        return (*order[:-2], rank - 1, rank - 2)
     if call.op == "getattr":
         if call["name"] in ("mT", "mH"):
             return (*order[:-2], rank - 1, rank - 2)
@@ -126,6 +142,14 @@ def _wrap(index: Index, size: Index) -> Index | None:
     if is_nonnegative(index):
         return index
     return size + index if is_nonnegative(-1 * index - 1) else None
+
+
+def _start(index: Index, size: Index) -> Index | None:
+    """Where a slice starts: a negative one counts from the end, and stops at the first element; None when unproven."""
+    start = _wrap(index, size)
+    if start is None or is_nonnegative(start):
+        return start
+    return 0 if is_nonnegative(-1 * start) else None
 
 
 def broadcast_position(position: Position, shape: Sequence[Index]) -> Position:
@@ -196,7 +220,7 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
         size = shape[len(out)]
         if isinstance(entry, slice):
             start = _integer(entry.start if entry.start is not None else 0, sizes)
-            start = None if start is None else _wrap(start, size)
+            start = None if start is None else _start(start, size)
             step = 1 if entry.step is None else entry.step
             if start is None or not isinstance(step, int):
                 return None
@@ -227,6 +251,9 @@ def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple
     number %= len(pieces)
     if call.op == "unbind":
         return base, (*position[:dim], number, *position[dim:])
+    lengths = [sizes.index(piece.shape[dim]) for piece in pieces]
+    if sum(lengths[1:], lengths[0]) != sizes.index(whole.shape[dim]):
+        return None  # tensor_split at indices that go back: its pieces overlap
     start: Index = 0
     for piece in pieces[:number]:
         start = start + sizes.index(piece.shape[dim])

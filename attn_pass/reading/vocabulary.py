@@ -38,7 +38,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "aten.swapaxes.default aten.swapdims.default",
     ),
     ("movedim", "input, source, destination", "torch.movedim torch.moveaxis .movedim .moveaxis aten.movedim.int"),
-    ("t", "input", "torch.t .t aten.t.default aten.numpy_T.default aten.mT.default"),
+    ("t", "input", "torch.t .t aten.t.default aten.numpy_T.default"),
+    ("mT", "input", "torch.adjoint .adjoint aten.mT.default aten.mH.default aten.adjoint.default"),
     (
         "expand",
         "input, *shape",

@@ -34,6 +34,7 @@ class Setting:
     autocast: torch.dtype | None = None  # the dtype autocast gives to products on this device, where it is on
     allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
     eager_form: bool = True  # written out by hand; False for a call that already is attention
+    fused_as_written: bool = False  # that call reaches a fused kernel already, whose rounding and gradients it has
     hint: Callable[[Index], int] = _static
 
 

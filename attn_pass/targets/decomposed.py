@@ -74,5 +74,3 @@ class Decomposed:
         if fake_of(mask).dtype != a.compute_dtype:
             mask = lower.plan.call(aten.to.dtype, mask, a.compute_dtype)
         return mask
-
-

@@ -15,12 +15,22 @@ from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, 
 from attn_pass.model.views import Expand, Group, view_steps
 
 _POINTWISE = {
-    "add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor, "div": aten.div.Tensor,
-    "neg": aten.neg.default, "abs": aten.abs.default, "exp": aten.exp.default, "log": aten.log.default,
-    "tanh": aten.tanh.default, "sigmoid": aten.sigmoid.default, "maximum": aten.maximum.default,
-    "minimum": aten.minimum.default, "and": aten.logical_and.default, "or": aten.logical_or.default,
+    "add": aten.add.Tensor,
+    "sub": aten.sub.Tensor,
+    "mul": aten.mul.Tensor,
+    "div": aten.div.Tensor,
+    "neg": aten.neg.default,
+    "abs": aten.abs.default,
+    "exp": aten.exp.default,
+    "log": aten.log.default,
+    "tanh": aten.tanh.default,
+    "sigmoid": aten.sigmoid.default,
+    "maximum": aten.maximum.default,
+    "minimum": aten.minimum.default,
+    "and": aten.logical_and.default,
+    "or": aten.logical_or.default,
     "not": aten.logical_not.default,
-}  # fmt: skip
+}
 _COMPARISONS = {"eq": aten.eq, "ne": aten.ne, "lt": aten.lt, "le": aten.le, "gt": aten.gt, "ge": aten.ge}
 
 
@@ -109,9 +119,11 @@ class Lowering:
         if op == "where":
             yes, no = args[1:]
             overload = {
-                (True, True): aten.where.self, (False, True): aten.where.ScalarSelf, (True, False): aten.where.ScalarOther,
+                (True, True): aten.where.self,
+                (False, True): aten.where.ScalarSelf,
+                (True, False): aten.where.ScalarOther,
                 (False, False): aten.where.Scalar,
-            }[(_is_tensor(yes), _is_tensor(no))]  # fmt: skip
+            }[(_is_tensor(yes), _is_tensor(no))]
             return call(overload, self._tensor(args[0]), yes, no)
         if op in _COMPARISONS:
             left, right = args
@@ -199,4 +211,3 @@ def _merged(group: Group) -> Index:
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, Planned) or hasattr(value, "meta")
-

@@ -42,9 +42,13 @@ class Sdpa:
         kind = mask_kind(attention, setting)
         width = max(problem.head_dim, problem.value_dim)
         problem = replace(
-            problem, causal=kind == "causal", copied_bytes=copied + _padded_bytes(attention, setting), head_dim=width,
-            value_dim=width, mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
-        )  # fmt: skip
+            problem,
+            causal=kind == "causal",
+            copied_bytes=copied + _padded_bytes(attention, setting),
+            head_dim=width,
+            value_dim=width,
+            mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
+        )
         assumptions: tuple[str, ...] = ()
         if setting.assume_nonempty_rows and not attention.rows_never_empty:
             assumptions = ("no row is masked out entirely",)
@@ -52,7 +56,7 @@ class Sdpa:
             assumptions = (EMPTY_ROWS,)
         return Offer(
             self.name, variant, attention, cost.fused(setting.device, problem), fused=True, assumptions=assumptions
-        )  # fmt: skip
+        )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if setting.device.type != "cpu":
@@ -79,11 +83,16 @@ class Sdpa:
         if strict and parts and a.empty_row_is_nan:
             return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
         additive = mask_kind(a, setting) == "additive"
-        if additive and a.needs_grad and setting.eager_form and not (a.rows_never_empty or setting.assume_nonempty_rows):
+        if (
+            additive
+            and a.needs_grad
+            and not setting.fused_as_written
+            and not (a.rows_never_empty or setting.assume_nonempty_rows)
+        ):
             # The fused backward recomputes exp(score + mask - logsumexp): 1 instead of 1 / kv_len in a row of
             # float32's lowest number (seen in torch 2.13.0).
             return "a row may be masked out entirely, and the fused kernel's gradient is wrong there"
-        if additive and setting.autocast == torch.float16 and setting.eager_form:
+        if additive and setting.autocast == torch.float16 and not setting.fused_as_written:
             return "autocast to float16 would change an additive mask"
         return None
 
@@ -147,7 +156,7 @@ class Sdpa:
         made = fake_of(mask).dtype
         if not made.is_floating_point:
             mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
-        elif a.score_dtype == torch.float16 and setting.eager_form:
+        elif a.score_dtype == torch.float16 and not setting.fused_as_written:
             masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
             infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
             wide = plan.call(aten.to.dtype, mask, torch.float32)
@@ -155,14 +164,14 @@ class Sdpa:
             mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
         elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
             mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
-        if setting.autocast is not None and setting.eager_form and fake_of(mask).dtype != setting.autocast:
+        if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
             # Autocast would round float32's lowest number to -inf.
             mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
         return mask
 
 
 def mask_kind(a: Attention, setting: Setting) -> str:
-    """"none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
+    """ "none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
     if not a.has_mask:
         return "none"
     if a.is_causal:

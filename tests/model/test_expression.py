@@ -41,13 +41,32 @@ SOURCES = (
     torch.tensor([[0.5, -0.5, 0.0, 1.0]] * 5),
 )
 LEAVES: tuple[Expr, ...] = (
-    TRUE, FALSE, *(Const(c) for c in (0, 1, 2, -3, 300, 0.0, 1.0, -0.5, 2.7, -1e9, float("-inf"), float("nan"))),
-    IndexValue(axis_index(I)), IndexValue(axis_index(J)), IndexValue(axis_index(J) * 2 + 1), IndexValue(axis_index(I) - axis_index(J)),
-    *(Load(n, (axis_index(J),)) for n in range(3)), Load(3, (axis_index(I), axis_index(J))),
-)  # fmt: skip
+    TRUE,
+    FALSE,
+    *(Const(c) for c in (0, 1, 2, -3, 300, 0.0, 1.0, -0.5, 2.7, -1e9, float("-inf"), float("nan"))),
+    IndexValue(axis_index(I)),
+    IndexValue(axis_index(J)),
+    IndexValue(axis_index(J) * 2 + 1),
+    IndexValue(axis_index(I) - axis_index(J)),
+    *(Load(n, (axis_index(J),)) for n in range(3)),
+    Load(3, (axis_index(I), axis_index(J))),
+)
 BINARY = (
-    "add", "sub", "mul", "div", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
-)  # fmt: skip
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "and",
+    "or",
+)
 UNARY = ("neg", "abs", "not", "tanh", "sigmoid", "exp", "log")
 
 
@@ -150,7 +169,9 @@ def test_a_cast_mask_compared_is_the_mask() -> None:
         assert apply("ne", number, Const(0)) == mask
         assert apply("eq", number, Const(0)) == Apply("not", (mask,))
         assert apply("eq", number, Const(2)) == FALSE and apply("lt", number, Const(2)) == TRUE
-    triangle = apply("where", Apply("le", (IndexValue(axis_index(J)), IndexValue(axis_index(I)))), Const(1.0), Const(0.0))
+    triangle = apply(
+        "where", Apply("le", (IndexValue(axis_index(J)), IndexValue(axis_index(I)))), Const(1.0), Const(0.0)
+    )
     assert is_boolean(apply("eq", triangle, Const(0)))
 
 

@@ -26,15 +26,28 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.randn(s, generator=make, dtype=DOUBLE) for s in shapes]
 
 
-def plain(score: Expr, extra: tuple[tuple[int, ...], ...] = (), **changes: object) -> tuple[Attention, list[torch.Tensor]]:
+def plain(
+    score: Expr, extra: tuple[tuple[int, ...], ...] = (), **changes: object
+) -> tuple[Attention, list[torch.Tensor]]:
     """Attention of (B, H, L, D) operands with this score, and its sources; ``extra`` are the shapes of further ones."""
     values = tensors((2, 3, 4, 6), (2, 3, 5, 6), (2, 3, 5, 2), *extra)
     made = Attention(
-        batch=(B,), heads=(H,), rows=(I,), keys=J, dim=D, value_dim=(E,), query=Load(0, (b, h, i, d)),
-        key=Load(1, (b, h, j, d)), value=Load(2, (b, h, j, e)), score=score, scale=1.0,
+        batch=(B,),
+        heads=(H,),
+        rows=(I,),
+        keys=J,
+        dim=D,
+        value_dim=(E,),
+        query=Load(0, (b, h, i, d)),
+        key=Load(1, (b, h, j, d)),
+        value=Load(2, (b, h, j, e)),
+        score=score,
+        scale=1.0,
         sources=tuple(Source(n, tuple(v.shape), v.dtype, v.device) for n, v in enumerate(values)),
-        output=((B,), (H,), (I,), (E,)), compute_dtype=DOUBLE, output_dtype=DOUBLE,
-    )  # fmt: skip
+        output=((B,), (H,), (I,), (E,)),
+        compute_dtype=DOUBLE,
+        output_dtype=DOUBLE,
+    )
     return replace(made, **changes), values  # type: ignore[arg-type]
 
 
@@ -86,10 +99,15 @@ def test_operands_are_read_where_their_index_says() -> None:
     kvi, gi, wi = axis_index(kv), axis_index(g), axis_index(w)
     attention, _ = plain(Dot())
     attention = replace(
-        attention, heads=(kv, g), dim=w, query=Load(0, (b, i, (kvi * 2 + gi) * 2 + wi)), key=Load(1, (j, kvi * 2 + wi)),
-        value=Load(1, (j, kvi * 2 + e + 6)), output=((B,), (I,), (kv, g, E)),
+        attention,
+        heads=(kv, g),
+        dim=w,
+        query=Load(0, (b, i, (kvi * 2 + gi) * 2 + wi)),
+        key=Load(1, (j, kvi * 2 + wi)),
+        value=Load(1, (j, kvi * 2 + e + 6)),
+        output=((B,), (I,), (kv, g, E)),
         sources=(Source(0, (2, 4, 12), DOUBLE, packed.device), Source(1, (5, 12), DOUBLE, packed.device)),
-    )  # fmt: skip
+    )
     q = packed.view(2, 4, 6, 2).transpose(1, 2)
     k, v = (x.reshape(5, 3, 2).transpose(0, 1).repeat_interleave(2, 0) for x in shared.chunk(2, -1))
     expected = (torch.softmax(q @ k.mT, -1) @ v).transpose(1, 2).flatten(2)
@@ -105,7 +123,9 @@ def test_moving_axes_between_the_groups_changes_nothing(order: list[Axis], first
     attention, values = plain(score, ((2, 1, 4, 5),), key=Load(1, (0, h, j, d)), value=Load(2, (0, h, j, e)))
     order = [H, *(a for a in order if a is not H)]
     first, second = sorted((first, second))
-    moved = attention.regrouped(batch=tuple(order[:first]), heads=tuple(order[first:second]), rows=tuple(order[second:]))
+    moved = attention.regrouped(
+        batch=tuple(order[:first]), heads=tuple(order[first:second]), rows=tuple(order[second:])
+    )
     if H in moved.rows:
         return
     torch.testing.assert_close(reference(moved, values), reference(attention, values))
@@ -136,8 +156,11 @@ def test_sizes_are_taken_from_the_sources_or_given() -> None:
     jj = axis_index(keys)
     score = apply("where", apply("lt", IndexValue(jj), IndexValue(factor)), Dot(), Const(-INF))
     attention, values = plain(
-        score, keys=keys, key=Load(1, (b, h, jj, d)), value=Load(2, (b, h, jj, e)),
-    )  # fmt: skip
+        score,
+        keys=keys,
+        key=Load(1, (b, h, jj, d)),
+        value=Load(2, (b, h, jj, e)),
+    )
     sources = list(attention.sources)
     sources[1] = replace(sources[1], shape=(2, 3, length, 6))
     attention = replace(attention, sources=tuple(sources))
@@ -164,10 +187,19 @@ def test_no_axis_at_all() -> None:
     attention, _ = plain(Dot())
     single = Axis("x", 1)
     attention = replace(
-        attention, batch=(), heads=(), rows=(single,), keys=single, dim=single, value_dim=(), query=Load(0, (0, 0)),
-        key=Load(1, (0, 0)), value=Load(2, (0, 0)), sources=tuple(Source(n, (1, 1), DOUBLE, one.device) for n in range(3)),
+        attention,
+        batch=(),
+        heads=(),
+        rows=(single,),
+        keys=single,
+        dim=single,
+        value_dim=(),
+        query=Load(0, (0, 0)),
+        key=Load(1, (0, 0)),
+        value=Load(2, (0, 0)),
+        sources=tuple(Source(n, (1, 1), DOUBLE, one.device) for n in range(3)),
         output=((), ()),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(reference(attention, [one, one, 3 * one]), 3 * one)
 
 

@@ -37,9 +37,7 @@ def applied(x: torch.Tensor, steps: Sequence[Step], sizes: Mapping[str, int]) ->
     return x
 
 
-def indexed(
-    x: torch.Tensor, index: Sequence[Index], groups: Sequence[Group], sizes: Mapping[str, int]
-) -> torch.Tensor:
+def indexed(x: torch.Tensor, index: Sequence[Index], groups: Sequence[Group], sizes: Mapping[str, int]) -> torch.Tensor:
     """What the operand must hold, element by element: one dimension a group, size 1 where the source has none of it."""
     order = [a for group in groups for a in group]
     grid = Evaluation(order, [x], sizes)
@@ -62,7 +60,10 @@ def _axes(index: Index) -> set[Axis]:
 
 
 def agree(
-    shape: Sequence[int | Index], index: Sequence[Index], groups: Sequence[Group], sizes: Mapping[str, int] | None = None
+    shape: Sequence[int | Index],
+    index: Sequence[Index],
+    groups: Sequence[Group],
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[Step, ...]:
     """The steps, once they are known to give what indexing gives."""
     known = dict(sizes or {})

@@ -36,7 +36,9 @@ def test_shared_keys_are_folded() -> None:
 
 
 def test_grouped_decode_is_packed() -> None:
-    site = decided(lambda q, k, v: sdpa(q, k, v, enable_gqa=True), r(2, 32, 1, 64), r(2, 4, 2048, 64), r(2, 4, 2048, 64))
+    site = decided(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), r(2, 32, 1, 64), r(2, 4, 2048, 64), r(2, 4, 2048, 64)
+    )
     assert site.poor_cases == ("grouped heads",)
 
 

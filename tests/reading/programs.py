@@ -38,10 +38,16 @@ class Captured:
     program: str  # as `engine.rewrite_graph` calls it
 
 
-def capture(function: Function, inputs: Sequence[Any], dialect: str, dynamic: Any = None) -> Captured:
-    """The graph of a function of tensors. ``dynamic`` is True for Dynamo, ``dynamic_shapes`` of the inputs for export."""
+def capture(
+    function: Function, inputs: Sequence[Any], dialect: str, dynamic: Any = None, run: Sequence[Any] | None = None
+) -> Captured:
+    """The graph of a function of tensors.
+
+    ``dynamic`` is True for Dynamo, and ``dynamic_shapes`` for export: the inputs' sizes are symbols then, and the graph
+    may be ``run`` with others than it was captured with.
+    """
     if dialect == "dynamo":
-        return _dynamo(function, inputs, bool(dynamic))
+        return _dynamo(function, inputs, bool(dynamic), run or inputs)
 
     class Model(torch.nn.Module):
         def forward(self, *given: Any) -> Any:
@@ -51,23 +57,28 @@ def capture(function: Function, inputs: Sequence[Any], dialect: str, dynamic: An
     program = torch.export.export(Model(), tuple(inputs), dynamic_shapes=shapes)
     if dialect == "decomposed":
         program = program.run_decompositions()
-    return Captured(program.graph_module, list(program._graph_module_flat_inputs(tuple(inputs), {})), "export")
+    values = program._graph_module_flat_inputs(tuple(run or inputs), {})
+    return Captured(program.graph_module, list(values), "export")
 
 
-def _dynamo(function: Function, inputs: Sequence[Any], dynamic: bool) -> Captured:
+def _dynamo(function: Function, inputs: Sequence[Any], dynamic: bool, again: Sequence[Any]) -> Captured:
     found: list[Captured] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Function:
         def run(*values: Any) -> Any:
-            found.append(Captured(gm, [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values], "compile"))
+            copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
+            found.append(Captured(gm, copies, "compile"))
             return gm(*values)
 
         return run
 
     torch._dynamo.reset()
-    torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
-    (captured,) = found
-    return captured
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    compiled(*inputs)
+    if again is not inputs:
+        compiled(*again)
+        assert found[0].gm is found[1].gm, "compiled again for other sizes"
+    return found[-1]
 
 
 # ---------------------------------------------------------------- reading
@@ -222,9 +233,12 @@ def meanings(captured: Captured) -> tuple[list[Meaning], list[Site]]:
     return found, [s for s in sites if s.described is None or s.refusal]
 
 
-def check(function: Function, inputs: Sequence[Any], dialect: str, dynamic: Any = None, sites: int = 1) -> list[Meaning]:
+def check(
+    function: Function, inputs: Sequence[Any], dialect: str, dynamic: Any = None, run: Sequence[Any] | None = None,
+    sites: int = 1,
+) -> list[Meaning]:  # fmt: skip
     """Captures, reads, and checks that each of ``sites`` attentions was read as what the graph computes."""
-    captured = capture(function, inputs, dialect, dynamic)
+    captured = capture(function, inputs, dialect, dynamic, run)
     found, missed = meanings(captured)
     assert not missed, f"not read: {[(s.node.name, s.refusal) for s in missed]}\n{captured.gm.graph}"
     assert len(found) == sites, f"{len(found)} sites instead of {sites}\n{captured.gm.graph}"

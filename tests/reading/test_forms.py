@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +14,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from programs import DIALECTS, INF, check
 
-from attn_pass.model.attention import Structure
-
 Tensor = torch.Tensor
 EXAMPLES = int(os.environ.get("ATTN_PASS_EXAMPLES", "25"))  # of each property; a night's fuzzing takes more
 
@@ -23,30 +21,72 @@ EXAMPLES = int(os.environ.get("ATTN_PASS_EXAMPLES", "25"))  # of each property; 
 def examples(share: float = 1.0) -> Any:
     """Settings of a property: the same examples in every run, as many as ``share`` of the usual."""
     return settings(
-        max_examples=max(1, int(EXAMPLES * share)), deadline=None, derandomize=True, database=None,
+        max_examples=max(1, int(EXAMPLES * share)),
+        deadline=None,
+        derandomize=True,
+        database=None,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- written by hand
 
 SCALES = (
-    "none", "mul", "left mul", "div", "negative", "q mul", "q div", "left q", "k mul", "k div", "split", "0-d mul", "0-d div",
-    "0-d q", "head mul", "head div", "head q", "head exp", "head k", "row mul", "alpha",
-)  # fmt: skip
+    "none",
+    "mul",
+    "left mul",
+    "div",
+    "negative",
+    "q mul",
+    "q div",
+    "left q",
+    "k mul",
+    "k div",
+    "split",
+    "0-d mul",
+    "0-d div",
+    "0-d q",
+    "head mul",
+    "head div",
+    "head q",
+    "head exp",
+    "head k",
+    "row mul",
+    "alpha",
+)
 BIASES = ("add", "left add", "add alpha", "sub", "sub alpha", "inputs of baddbmm")
 MASKS = (
-    "masked_fill drop", "masked_fill keep", "where", "where drop", "where tensor", "method where", "add where", "one minus",
-    "tril", "triu", "arange", "== 0", "in place",
-)  # fmt: skip
+    "masked_fill drop",
+    "masked_fill keep",
+    "where",
+    "where drop",
+    "where tensor",
+    "method where",
+    "add where",
+    "one minus",
+    "tril",
+    "triu",
+    "arange",
+    "== 0",
+    "in place",
+)
 SOFTMAXES = ("F", "torch", "method", "float32", "upcast", "special", "by hand", "by hand, no maximum")
 AFTER = ("dropout eval", "dropout 0", "clone", "contiguous", "to", "type_as", "unsqueeze", "detach nothing")
 PRODUCTS = ("matmul", "operator", "bmm", "baddbmm", "einsum", "transposed", "method")
 VALUES = ("matmul", "operator", "bmm", "einsum", "transposed", "method")
 ORDERS = (
-    "as is", "heads last", "last two swapped", "reversed", "permuted", "contiguous", "fused", "projected", "stacked", "expanded",
+    "as is",
+    "heads last",
+    "last two swapped",
+    "reversed",
+    "permuted",
+    "contiguous",
+    "fused",
+    "projected",
+    "stacked",
+    "expanded",
     "longer",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -153,19 +193,29 @@ class Form:
 
     def _scaled(self, s: Tensor, head: Tensor, row: Tensor, number: Tensor) -> Tensor:
         forms: dict[str, Callable[[], Tensor]] = {
-            "mul": lambda: s * 0.3, "left mul": lambda: 0.3 * s, "div": lambda: s / 3.0, "negative": lambda: -s * 0.3,
-            "0-d mul": lambda: s * number, "0-d div": lambda: s / number, "head mul": lambda: s * head,
-            "head div": lambda: s / head, "head exp": lambda: s * head.exp(), "row mul": lambda: row * s,
-        }  # fmt: skip
+            "mul": lambda: s * 0.3,
+            "left mul": lambda: 0.3 * s,
+            "div": lambda: s / 3.0,
+            "negative": lambda: -s * 0.3,
+            "0-d mul": lambda: s * number,
+            "0-d div": lambda: s / number,
+            "head mul": lambda: s * head,
+            "head div": lambda: s / head,
+            "head exp": lambda: s * head.exp(),
+            "row mul": lambda: row * s,
+        }
         return forms[self.scale]() if self.scale in forms else s
 
     def _masked(self, s: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
         fill = self.fill
         l, k = self.q_len, self.kv_len
         biased: dict[str, Callable[[], Tensor]] = {
-            "add": lambda: s + bias, "left add": lambda: bias + s, "add alpha": lambda: torch.add(s, bias, alpha=0.5),
-            "sub": lambda: s - bias, "sub alpha": lambda: torch.sub(s, bias, alpha=2),
-        }  # fmt: skip
+            "add": lambda: s + bias,
+            "left add": lambda: bias + s,
+            "add alpha": lambda: torch.add(s, bias, alpha=0.5),
+            "sub": lambda: s - bias,
+            "sub alpha": lambda: torch.sub(s, bias, alpha=2),
+        }
         s = biased[self.bias]() if self.bias in biased else s
         lower = torch.ones(l, k, dtype=torch.bool, device=s.device)
         forms: dict[str, Callable[[], Tensor]] = {
@@ -303,12 +353,24 @@ def forms(draw: Any) -> Form:
     if softmax == "by hand, no maximum" and mask:
         fills = [-INF]
     return Form(
-        lead=tuple(size() for _ in range(rank)), q_len=length(), kv_len=length(), dim=pick(1, 2, 4), value_dim=pick(1, 2, 4),
-        dtype=dtype, orders=(pick(*ORDERS), pick(*ORDERS), pick(*ORDERS)), product=product, scale=scale, scale_last=last,
-        bias=bias, mask=mask, fill=pick(*fills),
-        broadcast=tuple(draw(st.booleans()) for _ in range(4)) + (draw(st.booleans()),), softmax=softmax,
-        after=tuple(draw(st.lists(st.sampled_from(AFTER), max_size=2))), value=pick(*VALUES),
-    )  # fmt: skip
+        lead=tuple(size() for _ in range(rank)),
+        q_len=length(),
+        kv_len=length(),
+        dim=pick(1, 2, 4),
+        value_dim=pick(1, 2, 4),
+        dtype=dtype,
+        orders=(pick(*ORDERS), pick(*ORDERS), pick(*ORDERS)),
+        product=product,
+        scale=scale,
+        scale_last=last,
+        bias=bias,
+        mask=mask,
+        fill=pick(*fills),
+        broadcast=tuple(draw(st.booleans()) for _ in range(4)) + (draw(st.booleans()),),
+        softmax=softmax,
+        after=tuple(draw(st.lists(st.sampled_from(AFTER), max_size=2))),
+        value=pick(*VALUES),
+    )
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -353,8 +415,14 @@ class Einsum:
         return [*(torch.randn(shape, generator=make) for shape in shapes), keep]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-        one = f"{self.key}, {self.query}->{self.scores}" if self.key_first else f"{self.query},{self.key}->{self.scores}"
-        two = f"{self.value},{self.scores}->{self.result}" if self.value_first else f"{self.scores},{self.value} -> {self.result}"
+        one = (
+            f"{self.key}, {self.query}->{self.scores}" if self.key_first else f"{self.query},{self.key}->{self.scores}"
+        )
+        two = (
+            f"{self.value},{self.scores}->{self.result}"
+            if self.value_first
+            else f"{self.scores},{self.value} -> {self.result}"
+        )
         if self.upper:
             one, two = one.upper(), two.upper()
         s = torch.einsum(one, k, q) if self.key_first else torch.einsum(one, q, k)
@@ -373,20 +441,34 @@ def einsums(draw: Any) -> Einsum:
     mixed = lambda text: "".join(draw(st.permutations(text)))
     size = st.sampled_from([1, 2, 3])
     return Einsum(
-        query=mixed(lead + "id"), key=mixed(own + "jd"), scores=mixed(lead + "ij"), value=mixed(own + "je"),
-        result=mixed(lead + "ie"), key_first=draw(st.booleans()), value_first=draw(st.booleans()), upper=draw(st.booleans()),
-        masked=draw(st.booleans()), same=draw(st.booleans()),
+        query=mixed(lead + "id"),
+        key=mixed(own + "jd"),
+        scores=mixed(lead + "ij"),
+        value=mixed(own + "je"),
+        result=mixed(lead + "ie"),
+        key_first=draw(st.booleans()),
+        value_first=draw(st.booleans()),
+        upper=draw(st.booleans()),
+        masked=draw(st.booleans()),
+        same=draw(st.booleans()),
         sizes=tuple((c, draw(size)) for c in "bhgi") + tuple((c, draw(size) + 1) for c in "jde"),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- keys and values that several heads share
 
 
 REPEATS = (
-    "expand reshape", "repeat_interleave", "repeat_interleave method", "tile", "torch.tile", "query in groups", "grouped einsum",
-    "stack", "index",
-)  # fmt: skip
+    "expand reshape",
+    "repeat_interleave",
+    "repeat_interleave method",
+    "tile",
+    "torch.tile",
+    "query in groups",
+    "grouped einsum",
+    "stack",
+    "index",
+)
 
 
 @dataclass(frozen=True)
@@ -410,7 +492,9 @@ class Grouped:
         shapes = [(self.batch, heads, self.q_len, 4), *[(self.batch, self.kv_heads, self.kv_len, 4)] * 2]
         if self.heads_last:
             shapes = [(b, l, h, d) for b, h, l, d in shapes]
-        keep = torch.rand(self.batch, heads if self.mask == "heads" else 1, self.q_len, self.kv_len, generator=make) > 0.4
+        keep = (
+            torch.rand(self.batch, heads if self.mask == "heads" else 1, self.q_len, self.kv_len, generator=make) > 0.4
+        )
         keep[..., 0] = True
         return [*(torch.randn(s, generator=make) for s in shapes), keep]
 
@@ -426,7 +510,9 @@ class Grouped:
                 s = q @ k.unsqueeze(2).mT
             s = s * 0.5
             if self.mask:
-                s = s.masked_fill(~(keep.view(b, kv, n, *keep.shape[2:]) if self.mask == "heads" else keep.unsqueeze(2)), -INF)
+                s = s.masked_fill(
+                    ~(keep.view(b, kv, n, *keep.shape[2:]) if self.mask == "heads" else keep.unsqueeze(2)), -INF
+                )
             w = s.softmax(-1)
             out = torch.einsum("bkgij,bkjd->bkgid", w, v) if self.repeat == "grouped einsum" else w @ v.unsqueeze(2)
             return out.flatten(1, 2)
@@ -455,7 +541,11 @@ class Grouped:
         if self.repeat == "tile":
             return x.repeat(1, n, 1, 1)
         if self.repeat == "index":
-            return x[:, torch.arange(kv * n) // n] if False else x.unsqueeze(2).repeat(1, 1, n, 1, 1).view(b, -1, length, 4)
+            return (
+                x[:, torch.arange(kv * n) // n]
+                if False
+                else x.unsqueeze(2).repeat(1, 1, n, 1, 1).view(b, -1, length, 4)
+            )
         return torch.tile(x, (n, 1, 1))
 
 
@@ -463,10 +553,17 @@ class Grouped:
 def grouped(draw: Any) -> Grouped:
     pick = lambda *options: draw(st.sampled_from(options))
     return Grouped(
-        repeat=pick(*REPEATS), batch=pick(1, 2, 3), kv_heads=pick(1, 2, 3), groups=pick(1, 2, 3), q_len=pick(1, 3, 4),
-        kv_len=pick(1, 3, 5), heads_last=pick(True, False), mask=pick("", "shared", "heads"), sdpa=pick(True, False),
+        repeat=pick(*REPEATS),
+        batch=pick(1, 2, 3),
+        kv_heads=pick(1, 2, 3),
+        groups=pick(1, 2, 3),
+        q_len=pick(1, 3, 4),
+        kv_len=pick(1, 3, 5),
+        heads_last=pick(True, False),
+        mask=pick("", "shared", "heads"),
+        sdpa=pick(True, False),
         folded=pick(True, False),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- calls of scaled_dot_product_attention
@@ -519,9 +616,15 @@ class Call:
             return F.scaled_dot_product_attention(q, k, v, given, 0.0, self.is_causal, scale=self.scale, enable_gqa=gqa)
         if self.spelling == "keywords":
             return F.scaled_dot_product_attention(
-                query=q, key=k, value=v, attn_mask=given, dropout_p=0.0, is_causal=self.is_causal, scale=self.scale,
+                query=q,
+                key=k,
+                value=v,
+                attn_mask=given,
+                dropout_p=0.0,
+                is_causal=self.is_causal,
+                scale=self.scale,
                 enable_gqa=gqa,
-            )  # fmt: skip
+            )
         options: dict[str, Any] = {}
         if given is not None:
             options["attn_mask"] = given
@@ -543,11 +646,20 @@ def sdpa_calls(draw: Any) -> Call:
     heads = pick(1, 2, 4)
     lead = (*(pick(1, 2, 3) for _ in range(rank - 1)), *([heads] if rank else []))
     return Call(
-        lead=lead, q_len=pick(1, 3, 4), kv_len=pick(1, 3, 4, 5), value_dim=pick(2, 4, 6),
-        dtype=pick(torch.float32, torch.float64, torch.bfloat16), spelling=pick("positional", "keywords", "shortest"), mask=mask,
-        broadcast=tuple(draw(st.booleans()) for _ in range(5)), mask_rank=pick(2, 3, 4, 5) if rank > 1 else 2,
+        lead=lead,
+        q_len=pick(1, 3, 4),
+        kv_len=pick(1, 3, 4, 5),
+        value_dim=pick(2, 4, 6),
+        dtype=pick(torch.float32, torch.float64, torch.bfloat16),
+        spelling=pick("positional", "keywords", "shortest"),
+        mask=mask,
+        broadcast=tuple(draw(st.booleans()) for _ in range(5)),
+        mask_rank=pick(2, 3, 4, 5) if rank > 1 else 2,
         is_causal=causal,
-        scale=pick(None, 1.0, 0.3, *(() if causal else (-0.5,))),  # torch 2.13's CPU kernel gives NaN: causal, negative scale
+        scale=pick(
+            None, 1.0, 0.3, *(() if causal else (-0.5,))
+        ),  # torch 2.13's CPU kernel gives NaN: causal, negative scale
         kv_heads=pick(0, *(n for n in (1, 2, 4) if heads % n == 0)) if rank == 2 else 0,
-        kv_batch=pick("own", "own", "broadcast", "expanded") if rank == 2 else "own", orders=(pick(*ORDERS), pick(*ORDERS), pick(*ORDERS)),
-    )  # fmt: skip
+        kv_batch=pick("own", "own", "broadcast", "expanded") if rank == 2 else "own",
+        orders=(pick(*ORDERS), pick(*ORDERS), pick(*ORDERS)),
+    )
