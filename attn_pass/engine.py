@@ -74,6 +74,7 @@ class _Graph:
     report: Report
     program: str
     count: int
+    is_body: bool = False
 
     def prepare(self) -> None:
         """Reads the graph: effects, regions, reach."""
@@ -114,6 +115,7 @@ class _Graph:
             self.report,
             self.program,
             self.count * len(body.calls),
+            is_body=True,
         )
         inner.prepare()
         if len(body.calls) == 1:
@@ -182,7 +184,7 @@ class _Graph:
         if self.size_nodes is None:
             self.size_nodes = SizeNodes(self.gm, self.sizes)
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
-        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects)
+        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
             value = choice.target.emit(plan, nodes, choice.offer, setting)
         old, new = tensor_value(site.node), fake_of(value)

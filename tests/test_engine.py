@@ -291,3 +291,21 @@ def test_weights_nobody_takes_are_not_asked_for() -> None:
     sites = [s for s in report.sites if s.form == "nn.MultiheadAttention"]
     assert [(s.outcome, s.target) for s in sites] == [("rewritten", "sdpa")], str(report)
     torch.testing.assert_close(out, layer(x + 1, x, x)[0])
+
+
+@pytest.mark.parametrize("spelling", ["returned", "relu", "reshape", "view"])
+def test_nobody_can_tell_the_layout_of_the_result(spelling: str) -> None:
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = attention(q, k, v.transpose(1, 2))
+        if spelling == "relu":
+            return out.relu()
+        if spelling == "reshape":
+            return out.transpose(1, 2).reshape(2, 5, 48)
+        return out.view(6, 5, 16) if spelling == "view" else out
+
+    args = (torch.randn(2, 3, 5, 16), torch.randn(2, 3, 7, 16), torch.randn(2, 7, 3, 16))
+    out, report = run(fn, args, on_error="raise")
+    assert len(report.rewritten) == 1
+    want = fn(*args)
+    assert out.stride() == want.stride()
+    torch.testing.assert_close(out, want)

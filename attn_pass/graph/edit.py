@@ -88,7 +88,9 @@ class Plan:
         region: Region,
         size_nodes: SizeNodes,
         effects: Effects,
+        in_body: bool = False,
     ) -> None:
+        self.in_body = in_body
         self.gm = gm
         self.result = result
         self.region = region
@@ -195,7 +197,31 @@ class Plan:
         before, after = tensor_value(self.result), fake_of(new)
         if before is None or self._strides(before) == self._strides(after):
             return True
-        return not _layout_matters(self.result, after, 0)
+        return not self._layout_matters(self.result, after, 0)
+
+    def _layout_matters(self, node: Node, new: torch.Tensor, depth: int) -> bool:
+        """Whether some user would fail, or its result have other strides that somebody sees, with the new strides.
+
+        Users are run on fake values until their strides are what they were: a reshape or a linear layer ends it.
+        """
+        for user in node.users:
+            name = _plain_name(user)
+            if name is None or depth > _DEPTH or name in _TELLING or _is_in_place(user, name):
+                return True
+            if is_metadata_assertion(user):
+                continue
+            moved, before = _moved(user, node, new), tensor_value(user)
+            if moved is None or before is None:
+                return True
+            if self._strides(moved) != self._strides(before) and self._layout_matters(user, moved, depth + 1):
+                return True
+        return False
+
+    def may_be_written_later(self) -> bool:
+        """Whether the result's memory is written afterwards, or given to a caller who may do so."""
+        aliases = self.effects.aliases(self.result)
+        returned = self.in_body and any(user.op == "output" for node in aliases for user in node.users)
+        return returned or bool(self.effects.mutations(self.result))
 
     def in_layout_of_result(self, value: Value) -> Value:
         """A copy of the value in the memory order of the value it replaces. Raises `ValueError` if that is no order."""
@@ -293,24 +319,8 @@ def _erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
         waiting += inputs
 
 
-_VIEWING = frozenset({"view", "view_as", "_reshape_alias"})  # fails on strides it cannot view
-_ALIASING = frozenset(
-    {"transpose", "permute", "unsqueeze", "squeeze", "expand", "swapaxes", "select", "slice", "mT", "t", "getitem"}
-)
 _TELLING = frozenset({"as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset"})
-
-
-def _layout_matters(node: Node, new: torch.Tensor, depth: int) -> bool:
-    """Whether some user of the node, through views of it, would fail or differ with the new strides."""
-    for user in node.users:
-        name = _plain_name(user)
-        if name is None or depth > 8 or name in _TELLING or (name.endswith("_") and not name.endswith("__")):
-            return True
-        if name in _VIEWING or name in _ALIASING:
-            moved = _moved(user, node, new)
-            if moved is None or _layout_matters(user, moved, depth + 1):
-                return True
-    return False
+_DEPTH = 12  # operations a change of layout is followed through
 
 
 def _plain_name(user: Node) -> str | None:
@@ -323,8 +333,16 @@ def _plain_name(user: Node) -> str | None:
     return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
 
 
+def _is_in_place(user: Node, name: str) -> bool:
+    in_operator = getattr(user.target, "__module__", "") == "_operator" and name in ("setitem", *_IN_PLACE_OPERATORS)
+    return in_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+_IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+
+
 def _moved(user: Node, node: Node, new: torch.Tensor) -> torch.Tensor | None:
-    """The fake value of a view when it views ``new`` instead of ``node``; None when that fails."""
+    """The fake value of a user when it gets ``new`` instead of ``node``; None when that fails or is no tensor."""
     args = _map(tuple(new if a is node else a for a in user.args))
     kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
     call = getattr(args[0], user.target) if isinstance(user.target, str) else user.target

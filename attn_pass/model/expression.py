@@ -145,6 +145,8 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
             return chosen if not may_be_boolean(chosen) or is_boolean(other) else None
         if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
             return as_boolean(condition, yes, no)
+        if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
+            return as_boolean(_truth(condition), yes, no)
         return yes if yes == no and not isinstance(yes, Apply) else None
     if op == "cast":
         return _fold_cast(args[0], dtype)
@@ -171,6 +173,10 @@ def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
         return _truncated(value.value, dtype)
     if isinstance(value, IndexValue) and dtype in _INTEGRAL[:2]:
         return value
+    if dtype == torch.bool and isinstance(value, Apply) and value.op == "where":
+        condition, yes, no = value.args
+        if isinstance(yes, Const) and isinstance(no, Const):  # tril(ones).bool()
+            return as_boolean(_truth(condition), Const(bool(yes.value)), Const(bool(no.value)))
     if isinstance(value, Apply) and value.op == "cast" and value.dtype == dtype:
         return value
     return None

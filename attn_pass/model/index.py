@@ -217,15 +217,12 @@ def _bound(index: Index, upper: bool) -> Index | None:
                 term = term * (atom.size - 1)
             elif isinstance(atom, Remainder):
                 term = term * (atom.divisor - 1)
-            else:
+            elif isinstance(atom, Quotient):
                 top = _bound(atom.value, True)
-                if top is None or not isinstance(top, int) or not isinstance(atom.divisor, int):
-                    quotient = top if top is not None else None
-                    if quotient is None:
-                        return None
-                    term = term * quotient
-                else:
-                    term = term * (top // atom.divisor)
+                if top is None:
+                    return None
+                whole = isinstance(top, int) and isinstance(atom.divisor, int)
+                term = term * (top // atom.divisor if whole else top)  # type: ignore[operator]
         total = total + term
     return total
 

@@ -443,6 +443,8 @@ class Reader:
             if before is None or after is None:
                 raise Unreadable("a cast of something without a value", node)
             inner = read(a["input"], position)
+            if before.device != after.device and _has_load(inner):
+                raise Unreadable("a tensor that moves between devices", node)
             return inner if before.dtype == after.dtype else apply("cast", inner, dtype=after.dtype)
         if op in ("and", "or", "not"):
             value = tensor_value(node)

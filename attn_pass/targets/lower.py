@@ -190,7 +190,7 @@ class Lowering:
         value = self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.output))
         if fake_of(value).dtype != a.output_dtype:
             value = self.plan.call(aten.to.dtype, value, a.output_dtype)
-        written_later = a.needs_grad and self.plan.effects.mutations(self.plan.result)
+        written_later = a.needs_grad and self.plan.may_be_written_later()
         if written_later or not self.plan.keeps_layout(value):
             # Written in place later: the kernel saves its result for the backward, which a matmul does not.
             value = self.plan.in_layout_of_result(value)

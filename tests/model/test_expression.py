@@ -172,7 +172,9 @@ def test_a_cast_mask_compared_is_the_mask() -> None:
     triangle = apply(
         "where", Apply("le", (IndexValue(axis_index(J)), IndexValue(axis_index(I)))), Const(1.0), Const(0.0)
     )
-    assert is_boolean(apply("eq", triangle, Const(0)))
+    below = triangle.args[0]  # type: ignore[union-attr]
+    assert apply("ne", triangle, Const(0)) == apply("cast", triangle, dtype=torch.bool) == below
+    assert apply("eq", triangle, Const(0)) == apply("not", below)
 
 
 def test_casts_to_integers_truncate_and_wrap() -> None:

@@ -1,0 +1,118 @@
+"""`same`: a program compiled with the pass, compared with itself in eager and in float64 (the numerics contract)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import attn_pass
+
+NEG_INF = float("-inf")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False, seed: int = 0) -> torch.Tensor:
+    """Normal numbers that depend on the shape and the seed alone."""
+    generator = torch.Generator().manual_seed(1000 * seed + sum((n + 1) * s for n, s in enumerate(shape)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def qkv(
+    batch: int = 2, heads: int = 2, q_len: int = 8, kv_len: int = 8, dim: int = 16, *, kv_heads: int | None = None,
+    value_dim: int | None = None, dtype: torch.dtype = torch.float32, grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Query, key and value, (B, H, L, D)."""
+    kv = kv_heads or heads
+    return (
+        randn(batch, heads, q_len, dim, dtype=dtype, grad=grad, seed=1),
+        randn(batch, kv, kv_len, dim, dtype=dtype, grad=grad, seed=2),
+        randn(batch, kv, kv_len, value_dim or dim, dtype=dtype, grad=grad, seed=3),
+    )
+
+
+def same(
+    fn: Callable[..., Any], *inputs: Any, rewritten: int | None = None, grad: bool = False, dynamic: bool | None = None,
+    reference: Callable[..., Any] | bool = True, twice: float = 2.0, **options: Any,
+) -> attn_pass.Report:  # fmt: skip
+    """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, what it did to its inputs.
+
+    The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
+    last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many sites must be.
+    ``reference`` computes in float64 what ``fn`` should; False compares with eager alone.
+    """
+    expected, wanted, touched = _run(fn, _copies(inputs), grad)
+    truth: tuple[list[Any], list[Any]] | None = None
+    if reference is not False:
+        exact = reference if callable(reference) else _as_float64(fn)
+        truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", **{"choose": "fused", "on_error": "raise", **options})
+    with attn_pass.record() as report:
+        found, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
+    if rewritten is not None:
+        assert len(report.rewritten) == rewritten, [(s.outcome, s.reason) for s in report.sites]
+    _compare("result", found, expected, truth[0] if truth else None, twice)
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    _compare("gradient", got, wanted, truth[1] if truth else None, twice)
+    _compare("input", left, touched, None, twice)
+    return report
+
+
+def _as_float64(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return copy.deepcopy(fn).double() if isinstance(fn, torch.nn.Module) else fn
+
+
+def _copies(values: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
+    return [_copy(v, dtype) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if 0 in tensor.stride():  # expanded: memory that no copy can write twice
+        return tensor.detach().to(kind).requires_grad_(tensor.requires_grad)
+    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind)
+    return new.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _run(fn: Callable[..., Any], inputs: list[Any], grad: bool) -> tuple[list[Any], list[Any], list[Any]]:
+    out = fn(*inputs)
+    results = [out] if isinstance(out, torch.Tensor) else list(out)
+    gradients: list[Any] = []
+    if grad:
+        leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+        with_grad = [t for t in results if t.requires_grad]
+        ones = [randn(*t.shape, dtype=t.dtype, seed=7) for t in with_grad]
+        gradients = list(torch.autograd.grad(with_grad, leaves, ones, allow_unused=True)) if with_grad else []
+    return results, gradients, [t.detach() for t in inputs if isinstance(t, torch.Tensor)]
+
+
+def _compare(what: str, found: list[Any], expected: list[Any], truth: list[Any] | None, twice: float) -> None:
+    assert len(found) == len(expected)
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        name = f"{what} {number}"
+        assert (a is None) == (b is None), f"{name}: {'a gradient' if b is None else 'no gradient'} that eager has not"
+        if a is None:
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        if not a.is_floating_point():
+            assert torch.equal(a, b), name
+            continue
+        defined = torch.isfinite(b)
+        size = max(1.0, float(b[defined].abs().max())) if defined.any() else 1.0
+        exact = b if truth is None or truth[number] is None else truth[number]
+        eager, ours = (_error(t, exact, defined) for t in (b, a))
+        unit = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.float16: 2**-12}[a.dtype] * size
+        if truth is None and a.dtype in (torch.bfloat16, torch.float16):
+            unit *= 8
+        limit = max(twice * eager, unit) if a.dtype in (torch.float32, torch.float64) else twice * eager + unit
+        assert ours <= limit, f"{name}: error {ours:.3g}, eager's is {eager:.3g}"
+
+
+def _error(tensor: torch.Tensor, exact: torch.Tensor, defined: torch.Tensor) -> float:
+    difference = (tensor.detach().double() - exact.detach().double()).abs()[defined]
+    if not len(difference):
+        return 0.0
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
