@@ -20,9 +20,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False, s
 
 
 def qkv(
-    batch: int = 2, heads: int = 2, q_len: int = 8, kv_len: int = 8, dim: int = 16, *, kv_heads: int | None = None,
-    value_dim: int | None = None, dtype: torch.dtype = torch.float32, grad: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    batch: int = 2,
+    heads: int = 2,
+    q_len: int = 8,
+    kv_len: int = 8,
+    dim: int = 16,
+    *,
+    kv_heads: int | None = None,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value, (B, H, L, D)."""
     kv = kv_heads or heads
     return (
@@ -33,9 +41,15 @@ def qkv(
 
 
 def same(
-    fn: Callable[..., Any], *inputs: Any, rewritten: int | None = None, grad: bool = False, dynamic: bool | None = None,
-    reference: Callable[..., Any] | bool = True, twice: float = 2.0, **options: Any,
-) -> attn_pass.Report:  # fmt: skip
+    fn: Callable[..., Any],
+    *inputs: Any,
+    rewritten: int | None = None,
+    grad: bool = False,
+    dynamic: bool | None = None,
+    reference: Callable[..., Any] | bool = True,
+    twice: float = 2.0,
+    **options: Any,
+) -> attn_pass.Report:
     """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, what it did to its inputs.
 
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
@@ -101,7 +115,7 @@ def _compare(what: str, found: list[Any], expected: list[Any], truth: list[Any] 
             assert torch.equal(a, b), name
             continue
         defined = torch.isfinite(b)
-        size = max(1.0, float(b[defined].abs().max())) if defined.any() else 1.0
+        size = max(1.0, float(b.detach()[defined].abs().max())) if defined.any() else 1.0
         exact = b if truth is None or truth[number] is None else truth[number]
         eager, ours = (_error(t, exact, defined) for t in (b, a))
         unit = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.float16: 2**-12}[a.dtype] * size

@@ -92,7 +92,7 @@ def scores_divided_in_place(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Te
 
 
 def scores_through_out(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    scores = torch.empty(2, 2, 8, 8)
+    scores = torch.empty(2, 2, 8, 8, dtype=q.dtype)
     torch.matmul(q, k.mT, out=scores)
     torch.add(scores, bias, out=scores)
     return softmax(scores) @ v
@@ -157,7 +157,7 @@ def keys_turned_in_place(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tenso
 
 
 def cache_written_before_and_after(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
-    cache = torch.zeros(2, 2, 8, 16)
+    cache = torch.zeros(2, 2, 8, 16, dtype=q.dtype)
     cache[:, :, :8] = k
     out = softmax(q @ cache.mT) @ v
     cache[:, :, 2] = 1.0
@@ -165,11 +165,25 @@ def cache_written_before_and_after(q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 
 
 WRITES: tuple[Program, ...] = (
-    slice_written_before, slice_written_after, slice_written_between_two_sites, written_through_a_view,
-    causal_then_zeroed, causal_copied_then_zeroed, scores_filled_in_place, scores_divided_in_place, scores_through_out,
-    first_key_overwritten, weights_scaled_in_place, weights_zeroed_after, query_written_between, values_written_between,
-    a_key_zeroed_between, copy_of_keys_then_written, keys_turned_in_place, cache_written_before_and_after,
-)  # fmt: skip
+    slice_written_before,
+    slice_written_after,
+    slice_written_between_two_sites,
+    written_through_a_view,
+    causal_then_zeroed,
+    causal_copied_then_zeroed,
+    scores_filled_in_place,
+    scores_divided_in_place,
+    scores_through_out,
+    first_key_overwritten,
+    weights_scaled_in_place,
+    weights_zeroed_after,
+    query_written_between,
+    values_written_between,
+    a_key_zeroed_between,
+    copy_of_keys_then_written,
+    keys_turned_in_place,
+    cache_written_before_and_after,
+)
 
 
 @pytest.mark.parametrize("program", WRITES)
@@ -205,12 +219,20 @@ def test_a_result_may_be_written(row: Program, grad: bool) -> None:
 # ---- look-alikes ----
 
 CONDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "j <= i": lambda i, j: j <= i, "j < i": lambda i, j: j < i, "j <= i + 1": lambda i, j: j <= i + 1,
-    "j < i + 1": lambda i, j: j < i + 1, "i <= j": lambda i, j: i <= j, "i - j > 0": lambda i, j: i - j > 0,
-    "i - j >= 0": lambda i, j: i - j >= 0, "not j <= i": lambda i, j: ~(j <= i), "2j <= i": lambda i, j: 2 * j <= i,
-    "j <= 7 - i": lambda i, j: j <= 7 - i, "j == i": lambda i, j: j == i, "prefix": lambda i, j: (j <= i) | (j < 3),
+    "j <= i": lambda i, j: j <= i,
+    "j < i": lambda i, j: j < i,
+    "j <= i + 1": lambda i, j: j <= i + 1,
+    "j < i + 1": lambda i, j: j < i + 1,
+    "i <= j": lambda i, j: i <= j,
+    "i - j > 0": lambda i, j: i - j > 0,
+    "i - j >= 0": lambda i, j: i - j >= 0,
+    "not j <= i": lambda i, j: ~(j <= i),
+    "2j <= i": lambda i, j: 2 * j <= i,
+    "j <= 7 - i": lambda i, j: j <= 7 - i,
+    "j == i": lambda i, j: j == i,
+    "prefix": lambda i, j: (j <= i) | (j < 3),
     "window": lambda i, j: (j <= i) & (i - j < 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(8, 8), (5, 8), (8, 5)])
@@ -249,8 +271,9 @@ def test_a_triangle_is_read_where_it_stands(row: Callable[[int, int], Tensor], q
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         keep = row(q_len, kv_len)
         return (
-            softmax(torch.where(keep, q @ k.mT, -1e9)) @ v, F.scaled_dot_product_attention(q, k, v, keep),
-        )  # fmt: skip
+            softmax(torch.where(keep, q @ k.mT, -1e9)) @ v,
+            F.scaled_dot_product_attention(q, k, v, keep),
+        )
 
     same(program, *qkv(q_len=q_len, kv_len=kv_len))
 
@@ -366,9 +389,11 @@ def test_a_mask_of_part_of_the_keys_and_of_all() -> None:
         tail = torch.where(keys < 6, 0.0, NEG_INF)
         band = torch.where(keys[None] <= keys[:, None] + 3, 0.0, NEG_INF)
         return (
-            softmax(q @ k[:, :, :4].mT + tail[:4]) @ v[:, :, :4], softmax(q @ k.mT + tail) @ v,
-            softmax(q[:, :, :4] @ k[:, :, :4].mT + band[:4, :4]) @ v[:, :, :4], softmax(q @ k.mT + band) @ v,
-        )  # fmt: skip
+            softmax(q @ k[:, :, :4].mT + tail[:4]) @ v[:, :, :4],
+            softmax(q @ k.mT + tail) @ v,
+            softmax(q[:, :, :4] @ k[:, :, :4].mT + band[:4, :4]) @ v[:, :, :4],
+            softmax(q @ k.mT + band) @ v,
+        )
 
     same(program, *qkv())
 
@@ -384,12 +409,17 @@ def test_the_last_keys_of_fewer(keys: int, window: int) -> None:
 
 
 PIECES: dict[str, Callable[[Tensor], Any]] = {
-    "chunk": lambda x: x.chunk(3, 1), "split": lambda x: x.split([2, 4, 4], 1), "tensor_split": lambda x: x.tensor_split((2, 6), 1),
+    "chunk": lambda x: x.chunk(3, 1),
+    "split": lambda x: x.split([2, 4, 4], 1),
+    "tensor_split": lambda x: x.tensor_split((2, 6), 1),
     "overlapping": lambda x: (x.tensor_split((5, 2), 1)[0], *[x.tensor_split((5, 2), 1)[2]] * 2),
-    "negative": lambda x: (x[:, -9:-6], x[:, -6:-2], x[:, -4:]), "narrow": lambda x: (x.narrow(1, 3, 2), x.narrow(1, -4, 4), x.narrow(1, 0, 4)),
-    "steps": lambda x: (x[:, ::3], x[:, 1::2], x[:, ::2]), "past the end": lambda x: (x[:, :20], x[:, 5:99], x[:, -99:5]),
-    "unbind": lambda x: x.view(2, 5, 2, 4).unbind(2) + (x[:, :5],), "select": lambda x: (x, x.view(2, 5, 2, 4).select(2, -1), x[:, :5]),
-}  # fmt: skip
+    "negative": lambda x: (x[:, -9:-6], x[:, -6:-2], x[:, -4:]),
+    "narrow": lambda x: (x.narrow(1, 3, 2), x.narrow(1, -4, 4), x.narrow(1, 0, 4)),
+    "steps": lambda x: (x[:, ::3], x[:, 1::2], x[:, ::2]),
+    "past the end": lambda x: (x[:, :20], x[:, 5:99], x[:, -99:5]),
+    "unbind": lambda x: (*x.view(2, 5, 2, 4).unbind(2), x[:, :5]),
+    "select": lambda x: (x, x.view(2, 5, 2, 4).select(2, -1), x[:, :5]),
+}
 
 
 @table(PIECES)
@@ -404,7 +434,11 @@ def test_pieces_of_one_tensor(row: Callable[[Tensor], Any]) -> None:
 # ---- layouts ----
 
 LAYOUTS: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
-    "shared keys": lambda: (randn(2, 2, 8, 16), randn(1, 2, 8, 16).expand(2, 2, 8, 16), randn(1, 2, 8, 16).expand(2, 2, 8, 16)),
+    "shared keys": lambda: (
+        randn(2, 2, 8, 16),
+        randn(1, 2, 8, 16).expand(2, 2, 8, 16),
+        randn(1, 2, 8, 16).expand(2, 2, 8, 16),
+    ),
     "one key repeated": lambda: (randn(2, 2, 8, 16), randn(2, 2, 1, 16).expand(2, 2, 8, 16), randn(2, 2, 8, 16)),
     "one column repeated": lambda: (randn(2, 2, 8, 16), randn(2, 2, 8, 1).expand(2, 2, 8, 16), randn(2, 2, 8, 16)),
     "last dim not dense": lambda: _three(lambda: randn(2, 2, 16, 8).mT),
@@ -423,17 +457,22 @@ def _three(make: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def test_any_layout_of_the_inputs(row: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return (
-            attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            attend(q, k, v),
+            F.scaled_dot_product_attention(q, k, v, is_causal=True),
             F.scaled_dot_product_attention(q, k, v, tril(8, 8)[None, None]),
-        )  # fmt: skip
+        )
 
     same(program, *row())
 
 
 EINSUMS = (
-    "bhid,bhjd->bhij bhij,bhjd->bhid", "bihd,bjhd->bhij bhij,bjhd->bihd", "bhjd,bhid->bhij bhjd,bhij->bdhi",
-    "hbdi,dbjh->jihb jbhd,jihb->dihb", "ibhd,jbhd->ijbh ijbh,jbhd->ibhd", "dbhi,bdjh->bjhi hbjd,bjhi->hibd",
-)  # fmt: skip
+    "bhid,bhjd->bhij bhij,bhjd->bhid",
+    "bihd,bjhd->bhij bhij,bjhd->bihd",
+    "bhjd,bhid->bhij bhjd,bhij->bdhi",
+    "hbdi,dbjh->jihb jbhd,jihb->dihb",
+    "ibhd,jbhd->ijbh ijbh,jbhd->ibhd",
+    "dbhi,bdjh->bjhi hbjd,bjhi->hibd",
+)
 
 
 @pytest.mark.parametrize("equations", EINSUMS)
@@ -454,15 +493,21 @@ def test_any_order_of_letters(equations: str) -> None:
 
 VIEWED: dict[str, Program] = {
     "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bdhi", softmax(q @ k.mT), v).permute(0, 2, 3, 1).view(4, 8, 16),
-    "einsum, heads last": lambda q, k, v: torch.einsum("bhij,bhjd->bihd", softmax(q @ k.mT), v).transpose(1, 2).view(4, 8, 16),
+    "einsum, heads last": lambda q, k, v: (
+        torch.einsum("bhij,bhjd->bihd", softmax(q @ k.mT), v).transpose(1, 2).view(4, 8, 16)
+    ),
     "matmul": lambda q, k, v: attend(q, k, v).view(4, 8, 16),
     "stride asked": lambda q, k, v: attend(q, k, v) * torch.einsum("bhij,bhjd->bihd", softmax(q @ k.mT), v).stride(1),
     "contiguity asked": lambda q, k, v: _if_dense(torch.einsum("bhij,bhjd->bihd", softmax(q @ k.mT), v)),
-    "transposed call": lambda q, k, v: F.scaled_dot_product_attention(_hl(q), _hl(k), _hl(v)).transpose(1, 2).view(2, 8, 32),
-    "grouped call": lambda q, k, v: F.scaled_dot_product_attention(
-        _hl(q), _hl(k)[:, :1], _hl(v)[:, :1], enable_gqa=True
-    ).transpose(1, 2).view(2, 8, 32),
-}  # fmt: skip
+    "transposed call": lambda q, k, v: (
+        F.scaled_dot_product_attention(_hl(q), _hl(k), _hl(v)).transpose(1, 2).view(2, 8, 32)
+    ),
+    "grouped call": lambda q, k, v: (
+        F.scaled_dot_product_attention(_hl(q), _hl(k)[:, :1], _hl(v)[:, :1], enable_gqa=True)
+        .transpose(1, 2)
+        .view(2, 8, 32)
+    ),
+}
 
 
 def _hl(tensor: Tensor) -> Tensor:
@@ -488,10 +533,14 @@ def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor) -> Any:
         scores = q @ k.mT
         return (
-            softmax(scores + bias) @ v, softmax(torch.add(bias, scores, alpha=0.25)) @ v, softmax(scores - bias) @ v,
-            softmax(scores.masked_fill(~keep, NEG_INF)) @ v, softmax(torch.where(keep, scores, -1e9)) @ v,
-            softmax(scores + keep) @ v, softmax(scores + (1 - keep.long()) * -10000) @ v,
-        )  # fmt: skip
+            softmax(scores + bias) @ v,
+            softmax(torch.add(bias, scores, alpha=0.25)) @ v,
+            softmax(scores - bias) @ v,
+            softmax(scores.masked_fill(~keep, NEG_INF)) @ v,
+            softmax(torch.where(keep, scores, -1e9)) @ v,
+            softmax(scores + keep) @ v,
+            softmax(scores + (1 - keep.long()) * -10000) @ v,
+        )
 
     keep = randn(*shape) > -0.5
     keep[..., 0] = True
@@ -499,17 +548,29 @@ def test_masks_of_every_shape(shape: tuple[int, ...]) -> None:
 
 
 TEMPERATURES = {
-    "0-d": torch.tensor(0.3), "integer": torch.tensor(2), "(1,)": torch.tensor([0.3]), "rank 4": torch.full((1, 1, 1, 1), 0.3),
-    "negative": torch.tensor(-0.3), "double": torch.tensor(0.3, dtype=torch.float64), "head": torch.tensor([0.3, 1.7]).view(2, 1, 1),
-    "row": torch.linspace(0.2, 2, 8).view(8, 1), "batch": torch.tensor([0.3, 1.7]).view(2, 1, 1, 1), "key": torch.linspace(0.2, 2, 8),
-}  # fmt: skip
+    "0-d": torch.tensor(0.3),
+    "integer": torch.tensor(2),
+    "(1,)": torch.tensor([0.3]),
+    "rank 4": torch.full((1, 1, 1, 1), 0.3),
+    "negative": torch.tensor(-0.3),
+    "double": torch.tensor(0.3, dtype=torch.float64),
+    "head": torch.tensor([0.3, 1.7]).view(2, 1, 1),
+    "row": torch.linspace(0.2, 2, 8).view(8, 1),
+    "batch": torch.tensor([0.3, 1.7]).view(2, 1, 1, 1),
+    "key": torch.linspace(0.2, 2, 8),
+}
 
 
 @table(TEMPERATURES)
 def test_temperatures_of_every_shape(row: Tensor) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
         masked = (q @ k.mT).masked_fill(~tril(8, 8), NEG_INF)
-        return softmax(q @ k.mT * t) @ v, softmax(q @ k.mT / t) @ v, softmax((q @ k.mT + torch.arange(8.0)) * t) @ v, softmax(masked / t.abs()) @ v
+        return (
+            softmax(q @ k.mT * t) @ v,
+            softmax(q @ k.mT / t) @ v,
+            softmax((q @ k.mT + torch.arange(8.0)) * t) @ v,
+            softmax(masked / t.abs()) @ v,
+        )
 
     same(program, *qkv(), row)
 
@@ -519,9 +580,11 @@ def test_unusual_scales(scale: float) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         causal = torch.zeros(8, 8).masked_fill(~tril(8, 8), NEG_INF)
         return (
-            softmax(q @ k.mT * scale) @ v, softmax((q * scale) @ k.mT + causal) @ v,
-            softmax((q * scale) @ k.mT + causal * 0.5) @ v, F.scaled_dot_product_attention(q, k, v, scale=scale),
-        )  # fmt: skip
+            softmax(q @ k.mT * scale) @ v,
+            softmax((q * scale) @ k.mT + causal) @ v,
+            softmax((q * scale) @ k.mT + causal * 0.5) @ v,
+            F.scaled_dot_product_attention(q, k, v, scale=scale),
+        )
 
     same(program, *qkv())
 
@@ -542,11 +605,14 @@ def test_a_row_without_a_key_is_the_mean_of_the_values(dtype: torch.dtype, padde
     def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor) -> Any:
         scores, added = q @ k.mT * 0.25, torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, lowest)
         return (
-            softmax(scores.masked_fill(~keep, lowest)) @ v, softmax(torch.where(keep, scores, lowest)) @ v,
-            softmax(scores + added) @ v, softmax(scores + (1 - keep.to(q.dtype)) * lowest) @ v,
+            softmax(scores.masked_fill(~keep, lowest)) @ v,
+            softmax(torch.where(keep, scores, lowest)) @ v,
+            softmax(scores + added) @ v,
+            softmax(scores + (1 - keep.to(q.dtype)) * lowest) @ v,
             F.softmax(scores.masked_fill(~keep, lowest), -1, dtype=torch.float32).to(q.dtype) @ v,
-            softmax(scores.masked_fill(~keep, lowest) + bias) @ v, softmax((scores + bias).masked_fill(~keep, lowest)) @ v,
-        )  # fmt: skip
+            softmax(scores.masked_fill(~keep, lowest) + bias) @ v,
+            softmax((scores + bias).masked_fill(~keep, lowest)) @ v,
+        )
 
     def reference(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, bias: Tensor) -> Any:
         def mean_where_empty(scores: Tensor) -> Tensor:
@@ -562,7 +628,6 @@ def test_a_row_without_a_key_is_the_mean_of_the_values(dtype: torch.dtype, padde
 MIXED: dict[str, Program] = {
     "values in half": lambda q, k, v: softmax(q @ k.mT).bfloat16() @ v.bfloat16(),
     "scores in float32": lambda q, k, v: softmax(q.half().float() @ k.half().float().mT).half() @ v.half(),
-    "values in float32": lambda q, k, v: softmax(q.half() @ k.half().mT).float() @ v.half().float(),
     "float mask, half query": lambda q, k, v: softmax(q.half() @ k.half().mT + v[..., :8]).half() @ v.half(),
     "double mask": lambda q, k, v: softmax(q @ k.mT + v[..., :8].double()).float() @ v,
     "double": lambda q, k, v: softmax(q.double() @ k.double().mT) @ v.double(),
@@ -619,9 +684,16 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("program", "rewritten"),
-    [(autocast_of_the_scores, 0), (autocast_of_the_weights, 0), (autocast_disabled_inside, 1), (autocast_of_all, 1),
-     (only_math_allowed, 0), (vectorised, 0), (differentiated, 0)],
-)  # fmt: skip
+    [
+        (autocast_of_the_scores, 0),
+        (autocast_of_the_weights, 0),
+        (autocast_disabled_inside, 1),
+        (autocast_of_all, 1),
+        (only_math_allowed, 0),
+        (vectorised, 0),
+        (differentiated, 0),
+    ],
+)
 def test_a_site_is_one_region(program: Program, rewritten: int) -> None:
     same(program, *qkv(), rewritten=rewritten, reference=False)
 
@@ -639,12 +711,20 @@ def test_a_mask_of_the_caller_is_read_when_the_body_is_called() -> None:
         keep[0, :] = True
         return first, checkpoint(masked, q, k, v, keep, use_reentrant=False)
 
-    same(program, *qkv())
+    same(program, *qkv(grad=True))
+
+
+def warm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(q @ k.transpose(-1, -2) * 0.1) @ v
+
+
+def cold(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(q @ k.transpose(-1, -2)) @ v
 
 
 def test_branches_are_their_own() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return torch.cond(q.sum() > 0, lambda q, k, v: softmax(q @ k.mT) @ v, lambda q, k, v: softmax(q @ k.mT * 0.1) @ v, (q, k, v))
+        return torch.cond(q.sum() > 0, warm, cold, (q, k, v))
 
     q, k, v = qkv()
     same(program, q.abs(), k, v)
@@ -656,15 +736,19 @@ def test_branches_are_their_own() -> None:
 DYNAMIC: dict[str, Program] = {
     "plain": attend,
     "causal": lambda q, k, v: softmax((q @ k.mT).masked_fill(~tril(q.shape[2], k.shape[2]), NEG_INF)) @ v,
-    "bottom right": lambda q, k, v: softmax(
-        (q @ k.mT).masked_fill(~tril(q.shape[2], k.shape[2], k.shape[2] - q.shape[2]), NEG_INF)
-    ) @ v,
+    "bottom right": lambda q, k, v: (
+        softmax((q @ k.mT).masked_fill(~tril(q.shape[2], k.shape[2], k.shape[2] - q.shape[2]), NEG_INF)) @ v
+    ),
     "call": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
     "scale of a size": lambda q, k, v: softmax(q @ k.mT * k.shape[2] ** -0.5) @ v,
     "shared": lambda q, k, v: softmax(q @ k[:1].expand(q.shape[0], -1, -1, -1).mT) @ v[:1],
-    "folded": lambda q, k, v: torch.bmm(softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)), v.flatten(0, 1)).view(q.shape),
-    "two, merged heads": lambda q, k, v: attend(attend(q, k, v), k, v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1),
-}  # fmt: skip
+    "folded": lambda q, k, v: torch.bmm(softmax(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)), v.flatten(0, 1)).view(
+        q.shape
+    ),
+    "two, merged heads": lambda q, k, v: (
+        attend(attend(q, k, v), k, v).transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+    ),
+}
 
 
 @table(DYNAMIC)

@@ -97,7 +97,7 @@ def elements(expression: Expr) -> torch.Tensor:
 
 
 def as_torch_runs_it(expression: Expr) -> torch.Tensor | None:
-    """Every element as a program with these tensors has it; None where torch refuses, or a float meets an integer type."""
+    """Every element as a program with these tensors has it; None where torch refuses or leaves it open."""
     if isinstance(expression, Apply):
         args = [as_torch_runs_it(a) for a in expression.args]
         given = [a for a in args if a is not None]

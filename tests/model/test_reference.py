@@ -1,4 +1,4 @@
-"""The executable meaning of an `Attention` equals attention written out in torch, whatever its axes are called and grouped."""
+"""The executable meaning of an `Attention` equals attention written out in torch, whatever its axes and groups."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_operands_are_read_where_their_index_says() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.permutations([B, H, I]), st.integers(0, 3), st.integers(0, 3))
 def test_moving_axes_between_the_groups_changes_nothing(order: list[Axis], first: int, second: int) -> None:
-    """Batch, heads and rows are other forms of one function; an axis keys and values depend on stays out of the rows."""
+    """Batch, heads and rows are other forms of one function; rows hold no axis of the keys."""
     score = apply("add", Dot(), Load(3, (b, 0, i, j)))
     attention, values = plain(score, ((2, 1, 4, 5),), key=Load(1, (0, h, j, d)), value=Load(2, (0, h, j, e)))
     order = [H, *(a for a in order if a is not H)]

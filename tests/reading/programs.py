@@ -1,4 +1,4 @@
-"""Attention in many spellings, captured in three dialects, read, and compared with what the graph computes in float64."""
+"""Capturing a program in three dialects, reading it, and comparing with what the graph computes in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from attn_pass.reading.lift import Reader
 
 Function = Callable[..., Any]
 DIALECTS = ("dynamo", "export", "decomposed")
-INF = float("inf")
 
 
 # ---------------------------------------------------------------- capturing
@@ -85,18 +84,30 @@ def _dynamo(function: Function, inputs: Sequence[Any], dynamic: bool, again: Seq
 
 
 def read(captured: Captured) -> tuple[Reader, list[Site]]:
-    """The sites of a graph, found as `attn_pass.engine` finds them."""
+    """The sites of a graph, found as `attn_pass.engine` finds them; reading asks nothing that adds a guard (T25)."""
     graph = captured.gm.graph
+    guards = _guards(captured.gm)
     effects = Effects(graph)
     outer = Region.ambient() if captured.program == "compile" else Region()
     reader = Reader(graph, Sizes(), effects, Regions(graph, outer))
     reader.find_reach(lambda node: softmax.read_softmax(reader, node) is not None)
     sites = [*calls.find(reader), *softmax.find(reader)]
+    assert _guards(captured.gm) == guards, "reading added guards"
     return reader, sorted(sites, key=lambda s: effects.position[s.node])
 
 
+def _guards(gm: GraphModule) -> int:
+    """The number of guards on symbolic sizes."""
+    for node in gm.graph.nodes:
+        value = fake_value(node)
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                return len(size.node.shape_env.guards)
+    return 0
+
+
 class Wide(Interpreter):
-    """Runs a graph in float64, whatever floating types it names, and keeps what each site's sources are when it is run."""
+    """Runs a graph in float64, whatever floating types it names, and keeps each site's sources as they are then."""
 
     def __init__(self, gm: GraphModule, sites: Sequence[Site]) -> None:
         super().__init__(gm, garbage_collect_values=False)

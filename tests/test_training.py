@@ -1,0 +1,387 @@
+"""Gradients through `torch.compile` with the pass: every input that had one gets the same one, and no other does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import NEG_INF, qkv, randn, same
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import attn_pass
+
+Program = Callable[..., Any]
+
+
+def softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return softmax(q @ k.mT * 0.25) @ v
+
+
+def tril(rows: int, columns: int, diagonal: int = 0) -> Tensor:
+    return torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
+
+
+def table(rows: dict[str, Any]) -> pytest.MarkDecorator:
+    """One test a row, named by its key."""
+    return pytest.mark.parametrize("row", list(rows.values()), ids=list(rows))
+
+
+# ---- what has a gradient ----
+
+FORMS: dict[str, Program] = {
+    "written out": attend,
+    "call": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    "causal call": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "causal": lambda q, k, v: softmax((q @ k.mT).masked_fill(~tril(8, 8), NEG_INF)) @ v,
+    "scale in the operands": lambda q, k, v: softmax((q * 0.5) @ (k * 0.3).mT) @ v,
+    "einsum": lambda q, k, v: torch.einsum("bhij,bhjd->bihd", softmax(torch.einsum("bhid,bhjd->bhij", q, k)), v),
+    "products of three dimensions": lambda q, k, v: softmax(q.flatten(0, 1) @ k.flatten(0, 1).mT) @ v.flatten(0, 1),
+    "by hand": lambda q, k, v: _by_hand(q @ k.mT) @ v,
+    "keys of the first batch row": lambda q, k, v: attend(q, k[:1], v[:1]),
+    "keys of one head": lambda q, k, v: attend(q, k[:, :1], v[:, :1]),
+    "narrow values": lambda q, k, v: attend(q, k, v[..., :4]),
+    "wide values": lambda q, k, v: attend(q[..., :4], k[..., :4], v),
+    "one tensor": lambda q, k, v: attend(q, q, q),
+    "keys as values": lambda q, k, v: attend(q, k, k),
+    "two share their keys": lambda q, k, v: (attend(q, k, v), attend(q + 1, k, v * 2)),
+    "one after the other": lambda q, k, v: attend(attend(q, k, v), k, attend(k, q, v)),
+    "dropout of nothing": lambda q, k, v: F.dropout(softmax(q @ k.mT), 0.0) @ v,
+}
+
+
+def _by_hand(scores: Tensor) -> Tensor:
+    exp = torch.exp(scores - scores.amax(-1, keepdim=True).detach())
+    return exp / exp.sum(-1, keepdim=True)
+
+
+@table(FORMS)
+def test_gradients_of_query_key_and_value(row: Program) -> None:
+    report = same(row, *qkv(grad=True), grad=True)
+    assert not report.left
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_gradients_in_other_dtypes(dtype: torch.dtype) -> None:
+    same(attend, *qkv(dtype=dtype, grad=True), grad=True, rewritten=1, twice=3.0)
+
+
+@pytest.mark.parametrize("wanting", range(1, 8))
+def test_only_what_wants_a_gradient_gets_one(wanting: int) -> None:
+    inputs = [t.requires_grad_(bool(wanting & (1 << n))) for n, t in enumerate(qkv())]
+    same(attend, *inputs, grad=True, rewritten=1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_gradients_of_grouped_heads_are_summed(kv_heads: int) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        keys, values = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
+        return attend(q, keys, values), F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    same(program, *qkv(heads=4, kv_heads=kv_heads, q_len=3, grad=True), grad=True, rewritten=2)
+
+
+def test_gradients_of_keys_shared_over_the_batch_are_summed() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1))
+
+    q, (_, k, v) = qkv(batch=4, grad=True)[0], qkv(batch=1, grad=True)
+    same(program, q, k, v, grad=True, rewritten=1)
+
+
+TEMPERATURES = {"0-d": (), "(1,)": (1,), "head": (2, 1, 1), "row": (8, 1), "batch": (2, 1, 1, 1)}
+
+
+@table(TEMPERATURES)
+def test_a_learned_temperature(row: tuple[int, ...]) -> None:
+    temperature = (randn(*(row or (1,))).abs() + 0.5).detach().reshape(row).requires_grad_()
+
+    def program(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
+        return softmax(q @ k.mT * t * 0.25) @ v, softmax(q @ k.mT * 0.25 / t) @ v
+
+    same(program, *qkv(grad=True), temperature, grad=True, rewritten=2, twice=8.0)
+
+
+@pytest.mark.parametrize("shape", [(8,), (8, 8), (2, 1, 8), (2, 8, 8), (2, 1, 1, 8), (2, 2, 8, 8), (2, 1, 1)], ids=str)
+def test_a_learned_bias(shape: tuple[int, ...]) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return softmax(q @ k.mT + bias) @ v, F.scaled_dot_product_attention(q, k, v, bias.expand(2, 2, 8, 8))
+
+    same(program, *qkv(grad=True), randn(*shape, grad=True), grad=True)
+
+
+def test_a_relative_position_table() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        distance = torch.arange(8)[None] - torch.arange(8)[:, None] + 7
+        return softmax(q @ k.mT + weights[distance].permute(2, 0, 1)) @ v
+
+    same(program, *qkv(grad=True), randn(15, 2, grad=True), grad=True)
+
+
+def test_learned_slopes() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return softmax(q @ k.mT + slopes * torch.arange(-7.0, 1.0)) @ v
+
+    same(program, *qkv(grad=True), randn(2, 1, 1, grad=True), grad=True)
+
+
+# ---- what has none ----
+
+
+def keys_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        k = k.transpose(-1, -2)
+    return softmax(q @ k) @ v
+
+
+def query_scaled_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        q = q * t
+    return softmax(q @ k.mT) @ v
+
+
+def values_copied_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    return softmax(q @ k.mT) @ v
+
+
+def bias_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        bias = (t * torch.arange(8.0)).clone()
+    return softmax(q @ k.mT + bias) @ v
+
+
+def scores_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = q @ k.mT
+    return softmax(scores) @ v
+
+
+def weights_without_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = softmax(q @ k.mT)
+    return weights @ v
+
+
+def nothing_with_gradient(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = softmax(q @ k.mT) @ v
+    return out + q
+
+
+def gradient_turned_on_again(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    with torch.no_grad(), torch.enable_grad():
+        return softmax(q @ k.mT) @ v
+
+
+def scores_detached(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return softmax((q @ k.mT).detach()) @ v
+
+
+def weights_detached(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return softmax(q @ k.mT).detach() @ v
+
+
+def keys_and_values_detached(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return softmax(q @ k.detach().mT) @ v.data
+
+
+def temperature_detached(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return softmax(q @ k.mT * t.detach()) @ v
+
+
+def maximum_not_detached(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    scores = q @ k.mT
+    exp = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return exp / exp.sum(-1, keepdim=True) @ v
+
+
+STOPPED: tuple[Program, ...] = (
+    keys_without_gradient,
+    query_scaled_without_gradient,
+    values_copied_without_gradient,
+    bias_without_gradient,
+    scores_without_gradient,
+    weights_without_gradient,
+    nothing_with_gradient,
+    gradient_turned_on_again,
+    scores_detached,
+    weights_detached,
+    keys_and_values_detached,
+    temperature_detached,
+    maximum_not_detached,
+)
+
+
+@pytest.mark.parametrize("program", STOPPED)
+def test_a_stopped_gradient_stays_stopped(program: Program) -> None:
+    same(program, *qkv(grad=True), randn(1, grad=True), grad=True)
+
+
+# ---- rows without a key ----
+
+LOWEST = torch.finfo(torch.float32).min
+
+EMPTY_ROWS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "filled": lambda scores, keep, fill: scores.masked_fill(~keep, fill),
+    "where": lambda scores, keep, fill: torch.where(keep, scores, fill),
+    "added": lambda scores, keep, fill: scores + torch.zeros(keep.shape).masked_fill(~keep, fill).to(scores.dtype),
+    "added, one minus": lambda scores, keep, fill: scores + (1 - keep.to(scores.dtype)) * fill,
+    "filled, biased": lambda scores, keep, fill: scores.masked_fill(~keep, fill) + 1.0,
+    "biased, filled": lambda scores, keep, fill: (scores + torch.arange(8)).masked_fill(~keep, fill),
+}
+
+
+@pytest.mark.parametrize("fill", [LOWEST, LOWEST / 2, -1e30])
+@table(EMPTY_ROWS)
+def test_gradients_of_rows_without_a_key(row: Callable[[Tensor, Tensor, float], Tensor], fill: float) -> None:
+    keep = randn(2, 1, 8, 8, seed=5) > -0.3
+    keep[0, 0, 3] = False
+
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return softmax(row(q @ k.mT * 0.25, keep, fill)) @ v
+
+    same(program, *qkv(grad=True), keep, grad=True)
+
+
+def test_gradients_of_rows_without_a_key_in_a_call_of_three_dimensions() -> None:
+    mask = torch.zeros(8, 8).masked_fill(~tril(8, 8, 2), LOWEST)
+    mask[3] = LOWEST
+
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q[0], k[0], v[0], mask)
+
+    same(program, *qkv(grad=True), mask, grad=True)
+
+
+@table(EMPTY_ROWS)
+def test_gradients_where_every_row_keeps_a_key(row: Callable[[Tensor, Tensor, float], Tensor]) -> None:
+    keep = (randn(2, 1, 8, 8, seed=5) > -0.3) | torch.eye(8, dtype=torch.bool)
+
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return softmax(row(q @ k.mT * 0.25, keep, NEG_INF if row is not EMPTY_ROWS["added, one minus"] else -1e30)) @ v
+
+    same(program, *qkv(grad=True), keep, grad=True, assume_nonempty_rows=True)
+
+
+# ---- dropout ----
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda q, k, v: F.dropout(softmax(q @ k.mT), 0.3) @ v,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.3),
+        lambda q, k, v: softmax(F.dropout(q @ k.mT, 0.3)) @ v,
+        lambda q, k, v: F.dropout(F.dropout(softmax(q @ k.mT), 0.1), 0.1) @ v,
+    ],
+    ids=["weights", "call", "scores", "twice"],
+)
+def test_dropout_is_left(program: Program) -> None:
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(*qkv(grad=True))
+    assert not report.rewritten
+    assert "dropout" in report.left[0].reason
+
+
+# ---- modules ----
+
+
+class Block(nn.Module):
+    """A pre-norm attention block with a packed projection, as vision transformers write it."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.qkv, self.proj = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.causal = causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(batch, length, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * 8**-0.5) @ k.transpose(-2, -1)
+        if self.causal:
+            scores = scores.masked_fill(~tril(length, length), NEG_INF)
+        return x + self.proj((softmax(scores) @ v).transpose(1, 2).reshape(batch, length, 32))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_parameters_of_a_block(causal: bool, dynamic: bool | None) -> None:
+    same(Block(causal), randn(2, 6, 32, grad=True), grad=True, rewritten=1, dynamic=dynamic, twice=3.0)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.inner, x)
+
+
+MASK = nn.Transformer.generate_square_subsequent_mask(6)
+PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+MULTIHEAD: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "plain": lambda m, x: m(x, x, x)[0],
+    "weights not asked for": lambda m, x: m(x, x, x, need_weights=False)[0],
+    "weights used": lambda m, x: m(x, x, x),
+    "weights of each head": lambda m, x: m(x, x, x, average_attn_weights=False),
+    "causal": lambda m, x: m(x, x, x, attn_mask=MASK.to(x.dtype), is_causal=True)[0],
+    "masked": lambda m, x: m(x, x, x, attn_mask=MASK.to(x.dtype))[0],
+    "padded": lambda m, x: m(x, x, x, key_padding_mask=PADDING)[0],
+    "crossed": lambda m, x: m(x[:, :3], x, x * 2)[0],
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@table(MULTIHEAD)
+def test_multihead_attention(row: Callable[[nn.Module, Tensor], Any], training: bool) -> None:
+    torch.manual_seed(0)
+    module = Wrapped(nn.MultiheadAttention(32, 4, batch_first=True), row).train(training)
+    same(module, randn(2, 6, 32, grad=True), grad=True, twice=3.0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_encoder_layer(training: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    module = Wrapped(layer, lambda m, x: m(x, src_mask=MASK.to(x.dtype), is_causal=True)).train(training)
+    same(module, randn(2, 6, 32, grad=True), grad=True, twice=3.0)
+
+
+# ---- checkpointing ----
+
+CHECKPOINTED: dict[str, Program] = {
+    "all of it": lambda q, k, v: checkpoint(attend, q, k, v, use_reentrant=False),
+    "keys turned outside": lambda q, k, v: checkpoint(
+        lambda a, b, c: softmax(a @ b) @ c, q, k.mT, v, use_reentrant=False
+    ),
+    "mask made outside": lambda q, k, v: checkpoint(_masked, q, k, v, tril(8, 8), use_reentrant=False),
+    "keys shared outside": lambda q, k, v: checkpoint(
+        attend, q, k[:1].expand_as(q), v[:1].expand_as(q), use_reentrant=False
+    ),
+    "one in another": lambda q, k, v: checkpoint(
+        lambda a, b, c: checkpoint(attend, a, b, c, use_reentrant=False) + attend(a, b, c), q, k, v, use_reentrant=False
+    ),
+}
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return softmax((q @ k.mT).masked_fill(~keep, NEG_INF)) @ v
+
+
+@table(CHECKPOINTED)
+def test_checkpointed_regions(row: Program) -> None:
+    report = same(row, *qkv(grad=True), grad=True)
+    assert report.rewritten
+    assert not report.left
