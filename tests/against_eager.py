@@ -50,10 +50,10 @@ def same(
     twice: float = 2.0,
     **options: Any,
 ) -> attn_pass.Report:
-    """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, what it did to its inputs.
+    """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, writes to its inputs.
 
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
-    last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many sites must be.
+    last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be.
     ``reference`` computes in float64 what ``fn`` should; False compares with eager alone.
     """
     expected, wanted, touched = _run(fn, _copies(inputs), grad)
