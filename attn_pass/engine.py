@@ -75,6 +75,7 @@ class _Graph:
     program: str
     count: int
     is_body: bool = False
+    is_checkpoint: bool = False
 
     def prepare(self) -> None:
         """Reads the graph: effects, regions, reach."""
@@ -116,6 +117,7 @@ class _Graph:
             self.program,
             self.count * len(body.calls),
             is_body=True,
+            is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
         )
         inner.prepare()
         if len(body.calls) == 1:
@@ -156,6 +158,10 @@ class _Graph:
         described = site.described
         assert described is not None
         attention = described.attention
+        if self.is_checkpoint and not attention.needs_grad:
+            # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
+            record.reason = "a checkpointed region without gradients takes no fused call"
+            return False
         setting = self._setting(site, attention)
         copied = sum(_bytes(n, self.sizes) for n in described.copies)
         written = replace(site.written, fused=setting.fused_as_written, copied_bytes=copied)

@@ -309,3 +309,12 @@ def test_nobody_can_tell_the_layout_of_the_result(spelling: str) -> None:
     want = fn(*args)
     assert out.stride() == want.stride()
     torch.testing.assert_close(out, want)
+
+
+def test_a_checkpoint_without_gradients_is_left() -> None:
+    q, k, v = (torch.randn(2, 3, 8, 16) for _ in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+    assert [s.outcome for s in report.sites] == ["left"]
+    torch.testing.assert_close(out, Checkpointed()(q, k, v))
