@@ -233,7 +233,7 @@ LOWEST = torch.finfo(torch.float32).min
 EMPTY_ROWS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "filled": lambda scores, keep, fill: scores.masked_fill(~keep, fill),
     "where": lambda scores, keep, fill: torch.where(keep, scores, fill),
-    "added": lambda scores, keep, fill: scores + torch.zeros(keep.shape).masked_fill(~keep, fill).to(scores.dtype),
+    "added": lambda scores, keep, fill: scores + torch.zeros(keep.shape, dtype=scores.dtype).masked_fill(~keep, fill),
     "added, one minus": lambda scores, keep, fill: scores + (1 - keep.to(scores.dtype)) * fill,
     "filled, biased": lambda scores, keep, fill: scores.masked_fill(~keep, fill) + 1.0,
     "biased, filled": lambda scores, keep, fill: (scores + torch.arange(8)).masked_fill(~keep, fill),
@@ -249,7 +249,43 @@ def test_gradients_of_rows_without_a_key(row: Callable[[Tensor, Tensor, float], 
     def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
         return softmax(row(q @ k.mT * 0.25, keep, fill)) @ v
 
-    same(program, *qkv(grad=True), keep, grad=True)
+    same(program, *qkv(grad=True), keep, grad=True, rewritten=int(row is not EMPTY_ROWS["biased, filled"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fill", ["added", "filled"])
+def test_gradients_of_rows_without_a_key_of_grouped_heads(fill: str, dtype: torch.dtype) -> None:
+    keep = randn(2, 1, 8, 8, seed=5) > -0.3
+    keep[0, 0, 3] = False
+
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        scores = EMPTY_ROWS[fill](q @ k.mT * -0.25, keep, torch.finfo(q.dtype).min)
+        return softmax(scores) @ v
+
+    same(program, *qkv(dtype=dtype, grad=True), keep, grad=True, rewritten=1, twice=3.0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradients_of_rows_without_a_key_among_sizes_that_change(dynamic: bool) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return softmax(q @ k.mT * 0.25 + mask) @ v
+
+    for rows, keys in ((5, 7), (1, 9)):
+        mask = torch.zeros(2, 1, rows, keys)
+        mask[1, 0, 0] = LOWEST
+        q, k, v = randn(2, 3, rows, 8, grad=True), randn(2, 3, keys, 8, grad=True), randn(2, 3, keys, 8, grad=True)
+        same(program, q, k, v, mask, grad=True, rewritten=1, dynamic=dynamic)
+
+
+def test_two_matrices_that_may_empty_a_row_are_left() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        return softmax(q @ k.mT * 0.25 + first + second) @ v
+
+    first, second = torch.zeros(8, 8), torch.zeros(8, 8)
+    first[3, :4], second[3, 4:], second[3, :4] = LOWEST, LOWEST, LOWEST
+    report = same(program, *qkv(grad=True), first, second, grad=True, rewritten=0)
+    assert "several matrices" in report.left[0].reason
 
 
 def test_gradients_of_rows_without_a_key_in_a_call_of_three_dimensions() -> None:

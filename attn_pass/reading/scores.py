@@ -27,6 +27,8 @@ from attn_pass.model.index import Axis
 
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
+WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -999292928 in bfloat16
+_SMALL = 1e6  # a number that turns no masking fill into a weak one
 
 
 class NotAffine(Exception):
@@ -47,7 +49,7 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
     """Whether a fill is low enough to mean "not attended to" in scores of ``dtype`` (the numerics contract)."""
     if dtype == torch.float16:
         return fill <= torch.finfo(torch.float16).min / 2
-    return fill <= -0.99e9  # -1e9 is -999292928 in bfloat16
+    return fill <= WEAKEST_FILL
 
 
 def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -75,7 +77,7 @@ def _one_with_dot(expression: Apply) -> tuple[Expr, Expr, bool]:
 
 def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     inner, term, left = _one_with_dot(expression)
-    scores = _without_keep(normalise(inner, keys, dtype))
+    scores = normalise(inner, keys, dtype)
     if expression.op == "sub":
         if not left:
             scores = _scaled(scores, Const(-1.0), False, keys, dtype)
@@ -83,8 +85,10 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
             term = apply("neg", term)
     if is_boolean(term):
         term = apply("cast", term, dtype=torch.float32)
-    if isinstance(term, Const) and term.value == term.value and abs(term.value) != float("inf"):
-        return scores  # the same for every key: the softmax does not see it
+    if isinstance(term, Const) and abs(term.value) < _SMALL:
+        # The same for every key: the softmax does not see it, and it is too small to undo a mask.
+        return scores
+    scores = _without_keep(scores)
     bias = term if scores.bias is None else apply("add", scores.bias, term)
     return replace(scores, bias=bias)
 

@@ -19,6 +19,7 @@ from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, problem_of
 
@@ -40,11 +41,12 @@ class Sdpa:
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
         kind = mask_kind(attention, setting)
+        repaired = problem.operand_bytes if repairs_empty_rows(attention, setting) else 0
         width = max(problem.head_dim, problem.value_dim)
         problem = replace(
             problem,
             causal=kind == "causal",
-            copied_bytes=copied + _padded_bytes(attention, setting),
+            copied_bytes=copied + _padded_bytes(attention, setting) + repaired,
             head_dim=width,
             value_dim=width,
             mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
@@ -82,17 +84,9 @@ class Sdpa:
         strict = setting.numerics == "strict" and not a.rows_never_empty
         if strict and parts and a.empty_row_is_nan:
             return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
-        additive = mask_kind(a, setting) == "additive"
-        if (
-            additive
-            and a.needs_grad
-            and not setting.fused_as_written
-            and not (a.rows_never_empty or setting.assume_nonempty_rows)
-        ):
-            # The fused backward recomputes exp(score + mask - logsumexp): 1 instead of 1 / kv_len in a row of
-            # float32's lowest number (seen in torch 2.13.0).
-            return "a row may be masked out entirely, and the fused kernel's gradient is wrong there"
-        if additive and setting.autocast == torch.float16 and not setting.fused_as_written:
+        if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
+            return reason
+        if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
             return "autocast to float16 would change an additive mask"
         return None
 
@@ -118,7 +112,14 @@ class Sdpa:
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
+        empty = None
+        if repairs_empty_rows(a, setting):
+            assert mask is not None
+            empty = EmptyRows(plan, a, mask)
+            mask = empty.unmasked()
         out: Value = plan.call(target, query, key, value, mask, 0.0, causal, **arguments)
+        if empty is not None:
+            out = empty.replaced(out, query, key, value, abs(a.scale))
         if a.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
@@ -181,6 +182,12 @@ def mask_kind(a: Attention, setting: Setting) -> str:
     assert a.keep is not None
     nonempty = a.rows_never_empty or setting.assume_nonempty_rows
     return "boolean" if nonempty or not _is_finite_fill(a) else "additive"
+
+
+def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
+    """Whether rows without a key need their own gradients: see `EmptyRows`. A fused call keeps those it has."""
+    possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
+    return possible and a.needs_grad and mask_kind(a, setting) == "additive"
 
 
 def _is_finite_fill(a: Attention) -> bool:

@@ -1,0 +1,98 @@
+"""Rows whose every key is masked by a finite fill, in training: computed beside the kernel, which gets them wrong.
+
+The fused CPU backward recomputes ``exp(score + mask - logsumexp)``. In a row of, say, float32's lowest number the
+logarithm of the row's length is lost in the logsumexp, and every weight becomes 1 instead of ``1 / kv_len`` (seen in
+torch 2.13.0). What the program computes there is known, though: every score was absorbed by the fill, so the row is
+the mean of the values. Such rows are unmasked for the kernel and replaced in its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, loads, walk
+from attn_pass.model.index import product
+
+_MASKING = -0.99e9  # -1e9 is -999292928 in bfloat16
+
+
+def cannot_be_told_apart(a: Attention) -> str | None:
+    """Why the gradient of such rows would not be known, or None.
+
+    A fill that replaces a score cuts its gradient off, one that is added does not; where both may empty a row,
+    the gradient differs from key to key.
+    """
+    if a.bias is None:
+        return None
+    if a.keep is not None or any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias)):
+        return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
+    if len(set(loads(a.bias))) > 1:
+        return "a row may be masked out entirely by several matrices that are added"
+    return None
+
+
+@dataclass
+class EmptyRows:
+    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be."""
+
+    plan: Plan
+    attention: Attention
+    mask: Value
+
+    def __post_init__(self) -> None:
+        call = self.plan.call
+        top = call(aten.amax.default, self.mask, [-1], True)
+        filled = call(aten.le.Scalar, top, _MASKING)
+        # A row of -inf is NaN in the program and none of our business.
+        self.rows = call(aten.logical_and.default, filled, call(aten.gt.Scalar, top, float("-inf")))
+
+    def unmasked(self) -> Value:
+        """The mask for the kernel, 0 in those rows."""
+        return self.plan.call(aten.masked_fill.Scalar, self.mask, self.rows, 0.0)
+
+    def replaced(self, out: Value, query: Value, key: Value, value: Value, scale: float) -> Value:
+        """The kernel's (B, H, L, Dv) result with those rows replaced."""
+        call = self.plan.call
+        wide = torch.promote_types(fake_of(value).dtype, torch.float32)
+        query, key, value = (call(aten.to.dtype, x, wide) for x in (query, key, value))
+        mean: Value = self._by_query_head(call(aten.mean.dim, value, [-2], True))
+        if self.attention.keep is None:
+            linear = self._scores_to_first_order(query, key, value, scale)
+            mean = call(aten.add.Tensor, mean, call(aten.sub.Tensor, linear, call(aten.detach.default, linear)))
+        mean = call(aten.to.dtype, mean, fake_of(out).dtype)
+        return call(aten.where.self, self.rows, mean, out)
+
+    def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:
+        """``sum_j (s_j - mean(s)) v_j / n``: what the scores add to the mean of the values near equal weights.
+
+        An added fill hides a score's value and passes its gradient on, so only the gradient of this is wanted.
+        It needs no score matrix, since the sum over keys can be done first.
+        """
+        call, a = self.plan.call, self.attention
+        centred = call(aten.sub.Tensor, key, call(aten.mean.dim, key, [-2], True))
+        state = call(aten.matmul.default, call(aten.transpose.int, centred, -2, -1), call(aten.detach.default, value))
+        count = self.plan.size(a.kv_len)
+        state = call(aten.div.Tensor, call(aten.mul.Tensor, state, scale), count)
+        sizes = [self.plan.size(s) for s in (a.batch_size, product(x.size for x in a.kv_heads))]
+        rows = [*sizes, self.plan.size(a.groups * a.q_len), self.plan.size(a.head_dim)]
+        if a.groups == 1:
+            return call(aten.matmul.default, query, state)
+        grouped = call(aten.matmul.default, call(aten.reshape.default, query, rows), state)
+        width = fake_of(grouped).shape[-1]
+        shape = [sizes[0], self.plan.size(a.query_heads), self.plan.size(a.q_len), width]
+        return call(aten.reshape.default, grouped, shape)
+
+    def _by_query_head(self, value: Value) -> Value:
+        """(B, Hkv, 1, D) repeated to (B, H, 1, D)."""
+        a = self.attention
+        if a.groups == 1:
+            return value
+        call = self.plan.call
+        width = fake_of(value).shape[-1]
+        groups = self.plan.size(a.groups)
+        spread = call(aten.expand.default, call(aten.unsqueeze.default, value, 2), [-1, -1, groups, -1, -1])
+        return call(aten.reshape.default, spread, [-1, self.plan.size(a.query_heads), 1, width])
