@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import require_inductor
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
-from attn_pass.options import Options, make_options, split_options
+from attn_pass.options import Options, Runner, make_options, split_options
 from attn_pass.report import Report, publish
 
 Backend = Callable[..., Callable[..., Any]]
@@ -56,7 +56,7 @@ def backend(
     if mode and own_mode and mode != own_mode:
         raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
     patches = inductor_patches(ours, inductor, mode or own_mode)
-    return compile_rewritten(gm, example_inputs, ours, functools.partial(_inductor, patches))
+    return compile_rewritten(gm, example_inputs, ours, functools.partial(_inductor, patches), "inductor")
 
 
 def _reset() -> None:
@@ -150,13 +150,14 @@ class Decision:
     original: Snapshot
 
 
-def decide(gm: GraphModule, options: Options, program: str) -> Decision:
+def decide(gm: GraphModule, options: Options, program: str, runner: Runner = "other") -> Decision:
     """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
 
     Args:
         gm: the root graph.
         options: what the user asked for.
         program: "compile", "export" or "aoti", where the graph comes from.
+        runner: what becomes of it, see `attn_pass.options.Runner`.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -167,7 +168,7 @@ def decide(gm: GraphModule, options: Options, program: str) -> Decision:
     began, report = time.perf_counter(), Report()
     original = Snapshot(gm)
     try:
-        changed = engine.rewrite_graph(gm, options=options, report=report, program=program)
+        changed = engine.rewrite_graph(gm, options=options, report=report, program=program, runner=runner)
     except OptionError:
         raise
     except Exception as error:
@@ -186,6 +187,7 @@ def compile_rewritten(
     example_inputs: Sequence[Any],
     options: Options,
     compile_graph: CompileGraph,
+    runner: Runner = "other",
 ) -> Callable[..., Any]:
     """Rewrite a Dynamo graph and compile it; on failure compile the original. Publishes the report once compiled.
 
@@ -194,6 +196,7 @@ def compile_rewritten(
         example_inputs: Dynamo's example inputs.
         options: what the user asked for.
         compile_graph: compiles (graph, inputs, the report if the graph was rewritten and None if it is the user's).
+        runner: what compiles it, see `attn_pass.options.Runner`.
 
     Raises:
         RewriteError: the rewritten graph failed to compile and options.on_error is "raise".
@@ -201,7 +204,7 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    decision = decide(gm, options, "compile")
+    decision = decide(gm, options, "compile", runner)
     report = decision.report
     if not decision.changed:
         compiled = compile_graph(gm, example_inputs, None)
@@ -368,6 +371,15 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
     return patches
 
 
+def patches_for(report: Report) -> dict[str, Any]:
+    """Inductor config patches that what was emitted needs.
+
+    With max-autotune or without, the C++ template of FlexAttention lets Inductor fuse what follows into it and then
+    raises NotImplementedError (torch 2.13.0).
+    """
+    return {"epilogue_fusion": False} if any(site.target == "flex" for site in report.rewritten) else {}
+
+
 def _inductor(
     patches: dict[str, Any], gm: GraphModule, example_inputs: Sequence[Any], report: Report | None
 ) -> Callable[..., Any]:
@@ -375,6 +387,8 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     inner = compile_fx_inner if report is None else _with_eager_backward(compile_fx_inner, report)
+    if report is not None:
+        patches = patches | patches_for(report)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     return cast(Callable[..., Any], compiled)
 

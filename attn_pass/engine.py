@@ -20,7 +20,7 @@ from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
-from attn_pass.options import Options, unknown_name
+from attn_pass.options import Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Choice, choose
@@ -31,16 +31,19 @@ from attn_pass.targets import all_targets
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 
 
-def rewrite_graph(gm: GraphModule, *, options: Options, report: Report, program: str) -> bool:
+def rewrite_graph(
+    gm: GraphModule, *, options: Options, report: Report, program: str, runner: Runner = "other"
+) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
-    ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti". One `SiteReport` a site
-    is appended to ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it was.
+    ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
+    becomes of the result (`attn_pass.options.Runner`). One `SiteReport` a site is appended to ``report``. With
+    ``options.on_error == "warn"`` a failure leaves its site as it was.
     """
     _check_names(options)
     started = time.perf_counter()
     outer = Region.ambient() if program == "compile" else Region()
-    root = _Graph(gm, Sizes(), outer, options, report, program, count=1)
+    root = _Graph(gm, Sizes(), outer, options, report, program, count=1, runner=runner)
     root.prepare()
     changed = root.rewrite()
     report.seconds += time.perf_counter() - started
@@ -76,6 +79,7 @@ class _Graph:
     count: int
     is_body: bool = False
     is_checkpoint: bool = False
+    runner: Runner = "other"
 
     def prepare(self) -> None:
         """Reads the graph: effects, regions, reach."""
@@ -118,6 +122,7 @@ class _Graph:
             self.count * len(body.calls),
             is_body=True,
             is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
+            runner=self.runner,
         )
         inner.prepare()
         if len(body.calls) == 1:
@@ -213,6 +218,7 @@ class _Graph:
             assume_nonempty_rows=self.options.assume_nonempty_rows,
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
+            runner=self.runner,
             eager_form=site.form != calls.FORM,
             fused_as_written=site.written.fused and site.region.sdpa_backends is None,
             hint=self.sizes.hint,

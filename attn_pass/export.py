@@ -25,10 +25,11 @@ from attn_pass.dynamo import (
     first_line,
     inductor_patches,
     leave_all,
+    patches_for,
     told,
 )
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
-from attn_pass.options import Options, make_options, split_options, unknown_name
+from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.report import Report, publish
 
 
@@ -69,10 +70,10 @@ def aot_compile(
     patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
     original = _exported(model, args, kwargs, dynamic_shapes)
     program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
-    report, changed = _rewritten(program, ours)
+    report, changed = _rewritten(program, ours, "inductor")
     failure = ""
     try:
-        package = _package(program if changed else original, path, patches)
+        package = _package(program if changed else original, path, patches | patches_for(report))
     except Exception as error:
         if not changed:
             raise
@@ -183,11 +184,11 @@ def _exported(
         ) from error
 
 
-def _rewritten(program: ExportedProgram, options: Options) -> tuple[Report, bool]:
+def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "other") -> tuple[Report, bool]:
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
     outputs = _output_names(gm)
-    decision = decide(gm, options, "export")
+    decision = decide(gm, options, "export", runner)
     if not decision.changed:
         return decision.report, False
     try:

@@ -93,7 +93,7 @@ class RewritePass:
         gm = graph.owning_module
         if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
             return
-        publish(decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti").report)
+        publish(decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti", "hook").report)
 
     def uuid(self) -> str:
         """Identity for Inductor's caches: our sources, the options, the devices and torch's version."""

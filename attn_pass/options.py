@@ -14,6 +14,9 @@ Choose = Literal["cheapest", "fused"]
 Numerics = Literal["default", "strict"]
 Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
+Runner = Literal["inductor", "hook", "other"]
+"""Who runs a rewritten graph: Inductor, with our configuration and the original to fall back on; Inductor, of whose
+own passes we are one; anything else (another backend, torch.export.save, the graph as it is)."""
 
 # Values a field's type has room for, but nothing implements so far: refused, never ignored.
 _NOT_YET: tuple[tuple[str, Any], ...] = (

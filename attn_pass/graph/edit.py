@@ -114,6 +114,20 @@ class Plan:
         self.calls.append(planned)
         return planned
 
+    def module(self, name: str, module: GraphModule) -> Planned:
+        """A graph as an argument of a higher-order operator: an attribute of the module the calls go into."""
+        planned = Planned(_attribute, (name,), {}, module)
+        self.calls.append(planned)
+        return planned
+
+    def _attribute_node(self, planned: Planned) -> Node:
+        (base,) = planned.args
+        number = 0
+        while hasattr(self.gm, name := f"{base}_{number}"):
+            number += 1
+        setattr(self.gm, name, planned.fake)
+        return self.gm.graph.get_attr(name)
+
     def size(self, index: Index) -> int | Value:
         """A size as an argument: an integer, or a node that holds it. Raises `ValueError` for one nobody holds."""
         if isinstance(index, int):
@@ -178,6 +192,9 @@ class Plan:
         provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
         with graph.inserting_before(old):
             for planned in _needed(self.calls, new):
+                if planned.target is _attribute:
+                    planned.node = self._attribute_node(planned)
+                    continue
                 planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
                 planned.node.meta = {**provenance, key: planned.fake}
         node = new.node if isinstance(new, Planned) else new
@@ -247,6 +264,10 @@ def _fake_mode(node: Node) -> FakeTensorMode:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     raise ValueError(f"{node.name} has no fake value")
+
+
+def _attribute(name: str) -> None:
+    """Stands for the module attribute of that name where a planned call has its target."""
 
 
 def _map(value: Any) -> Any:

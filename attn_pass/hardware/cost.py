@@ -92,6 +92,11 @@ def _row_efficiency(q_len: int) -> float:
     return max(share for rows, share in _EFFICIENCY if rows <= max(q_len, 1))
 
 
+def flex(device: Device, problem: Problem, share: float) -> float:
+    """FlexAttention as Inductor's C++ template; ``share`` of the blocks is computed."""
+    return share * unfused(device, problem) / 2
+
+
 def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -> float:
     """Products and softmax as separate kernels, the score matrix in memory between them (what Inductor makes of it)."""
     size = problem.dtype.itemsize

@@ -9,13 +9,13 @@ grouped heads into query rows is.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Literal
 
 import torch
 
-from attn_pass.model.expression import Apply, Expr, Load, as_index, expression_axes
-from attn_pass.model.index import Axis, Index, axes, axis_index, product
+from attn_pass.model.expression import DOT, Expr, Load, expression_axes
+from attn_pass.model.index import Axis, Index, axes, product
+from attn_pass.model.mask import Structure, row_index
 
 SourceKind = Literal["input", "parameter", "buffer", "computed"]
 
@@ -34,7 +34,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor of every score that varies with no key (a temperature): multiplied into the query rows."""
+    """A factor that varies with no key: of the scores a temperature, of the weights a head mask."""
 
     value: Expr
     inverse: bool = False
@@ -46,35 +46,6 @@ class Keep:
 
     condition: Expr
     fill: float
-
-
-def is_causal_top_left(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> bool:
-    """Proves the condition to be ``key <= query``, the alignment ``is_causal`` has."""
-    real = tuple(a for a in rows if a.size != 1)
-    if len(real) > 1:
-        return False
-    query: Index = axis_index(real[0]) if real else 0
-    return _is_below(condition, axis_index(keys), query)
-
-
-def _is_below(condition: Expr, key: Index, query: Index) -> bool:
-    """Whether the condition is ``key <= query`` in one of its spellings."""
-    if not isinstance(condition, Apply) or len(condition.args) != 2:
-        return False
-    left, right = (as_index(a) for a in condition.args)
-    if left is None or right is None:
-        return False
-    difference = {"le": right - left, "ge": left - right, "lt": right - left - 1, "gt": left - right - 1}
-    found = difference.get(condition.op)
-    return found is not None and found == query - key
-
-
-class Structure(Enum):
-    """What is proved about the mask; a mask nobody could name is ``DENSE``."""
-
-    NONE = "none"
-    CAUSAL = "causal (top-left)"
-    DENSE = "dense"
 
 
 @dataclass(frozen=True)
@@ -89,10 +60,12 @@ class AsWritten:
 
 @dataclass(frozen=True)
 class Attention:
-    """``softmax(scale * factors * dot(query, key) + bias where keep, else fill) @ value``.
+    """``result_factors * softmax(scale * factors * dot(query, key) + bias where keep, else fill) @ value``.
 
     ``score`` is the same thing as it was written, and is what `reference` interprets; the fields below it are
     what the reading made of it. ``query`` and ``key`` are elements over ``dim``, ``value`` over ``value_dim``.
+    Where ``not_affine`` says why the scores are no such form, ``modified``, a function of the product, stands in the
+    place of ``scale * factors * dot``, and scale and factors say nothing.
     """
 
     batch: tuple[Axis, ...]
@@ -112,14 +85,17 @@ class Attention:
     output_dtype: torch.dtype
     score_dtype: torch.dtype = torch.float32  # of the scores as the program computed them
     factors: tuple[Factor, ...] = ()
+    result_factors: tuple[Factor, ...] = ()  # of the result's rows, over batch, heads and rows: a head mask
+    sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
     bias: Expr | None = None
     keep: Keep | None = None
-    structure: Structure = Structure.NONE
+    structure: Structure = Structure()  # what bias and keep-condition together keep
     rows_never_empty: bool = False  # proved: every row keeps at least one key
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     needs_grad: bool = False
-    mask_text: str = "none"
+    not_affine: str = ""  # why the scores are no scaled product with a bias and a mask; empty where they are
+    modified: Expr = DOT  # what bias and mask apply to where they are not
 
     @property
     def q_len(self) -> Index:
@@ -175,12 +151,13 @@ class Attention:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the whole mask is ``key <= row`` for the rows as they are grouped now, `Structure.CAUSAL` or not."""
-        return (
-            self.bias is None
-            and self.keep is not None
-            and is_causal_top_left(self.keep.condition, self.keys, self.rows)
-        )
+        """Whether the whole mask is ``key <= row`` for the rows as they are grouped now."""
+        return self.structure.is_causal and row_index(self.rows) == self.structure.row
+
+    @property
+    def mask_text(self) -> str:
+        """The mask in words: its structure."""
+        return str(self.structure)
 
     @property
     def has_mask(self) -> bool:
@@ -202,6 +179,4 @@ class Attention:
         assert sorted(a.key for a in out.batch + out.heads + out.rows) == sorted(
             a.key for a in self.batch + self.heads + self.rows
         )
-        if out.rows != self.rows and self.structure is Structure.CAUSAL:
-            out = replace(out, structure=Structure.DENSE)  # a row of several axes is no position any more
         return out

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from attn_pass.model.index import Axis, Index, axes, is_at_most, is_less, substitute
+from attn_pass.model.index import Axis, Index, axes, divide, is_at_most, is_less, is_nonnegative, substitute, terms_of
 
 Scalar = bool | int | float
 
@@ -108,6 +108,8 @@ OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "sigmoid": torch.sigmoid,
     "maximum": torch.maximum,
     "minimum": torch.minimum,
+    "floordiv": torch.floor_divide,
+    "remainder": torch.remainder,
     "eq": torch.eq,
     "ne": torch.ne,
     "lt": torch.lt,
@@ -129,6 +131,7 @@ _COMPARISONS: dict[str, Callable[[Scalar, Scalar], bool]] = {
 }
 _INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TRUE, FALSE, ZERO = Const(True), Const(False), Const(0.0)
+DOT = Dot()
 
 
 def apply(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
@@ -143,11 +146,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
         if isinstance(condition, Const):
             chosen, other = (yes, no) if condition.value else (no, yes)
             return chosen if not may_be_boolean(chosen) or is_boolean(other) else None
-        if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
-            return as_boolean(condition, yes, no)
-        if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
-            return as_boolean(_truth(condition), yes, no)
-        return yes if yes == no and not isinstance(yes, Apply) else None
+        return _fold_where(condition, yes, no)
     if op == "cast":
         return _fold_cast(args[0], dtype)
     if op in ("and", "or"):
@@ -160,7 +159,61 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
         return _fold_arithmetic(op, args[0], args[1])
     if op == "neg" and isinstance(args[0], Const):
         return Const(-args[0].value)
+    if op in ("neg", "abs", "floordiv", "remainder"):
+        return _fold_index(op, args)
     return None
+
+
+def _fold_index(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """Index arithmetic that stays an index."""
+    index = as_index(args[0])
+    if index is None:
+        return None
+    if op == "neg":
+        return index_value(-1 * index)
+    if op == "abs":
+        return index_value(index) if is_nonnegative(index) else None
+    divisor = as_index(args[1])
+    if divisor is None or not is_nonnegative(index) or not is_less(0, divisor):
+        return None
+    return index_value(divide(index, divisor)[0 if op == "floordiv" else 1])
+
+
+def _fold_where(condition: Expr, yes: Expr, no: Expr) -> Expr | None:
+    if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
+        return as_boolean(_truth(condition), yes, no)
+    for chosen, other, when in ((yes, no, condition), (no, yes, apply("not", condition))):
+        if isinstance(chosen, Const) and is_boolean(chosen) and is_boolean(other):
+            if chosen.value:
+                return apply("or", when, other)
+            return apply("and", apply("not", when), other)
+    known = _pinned(condition)
+    if known and not isinstance(yes, Const) and not any(isinstance(e, Load | Dot) for e in walk(yes)):
+        narrowed = rewrite_indices(yes, known)
+        if narrowed != yes:
+            return apply("where", condition, narrowed, no)
+    return yes if yes == no and not isinstance(yes, Apply) else None
+
+
+def _pinned(condition: Expr) -> dict[Axis, Index]:
+    """The axis that has one value only where the condition holds: ``axis <= 0``, ``axis == 3``."""
+    if not isinstance(condition, Apply) or len(condition.args) != 2:
+        return {}
+    left, right = (as_index(a) for a in condition.args)
+    if left is None or right is None:
+        return {}
+    zero = {"le": left - right, "lt": left - right + 1, "ge": right - left, "gt": right - left + 1, "eq": left - right}
+    found = zero.get(condition.op)
+    if found is None:
+        return {}
+    terms = dict(terms_of(found))
+    only = [(m[0], c) for m, c in terms.items() if len(m) == 1 and isinstance(m[0], Axis)]
+    if len(only) != 1 or any(m and not (len(m) == 1 and isinstance(m[0], Axis)) for m in terms):
+        return {}
+    (axis, coefficient), offset = only[0], terms.get((), 0)
+    if condition.op == "eq":
+        return {axis: -offset * coefficient} if abs(coefficient) == 1 else {}
+    return {axis: 0} if coefficient >= 1 and offset == 0 else {}
 
 
 def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
@@ -177,7 +230,12 @@ def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
         condition, yes, no = value.args
         if isinstance(yes, Const) and isinstance(no, Const):  # tril(ones).bool()
             return as_boolean(_truth(condition), Const(bool(yes.value)), Const(bool(no.value)))
-    if isinstance(value, Apply) and value.op == "cast" and value.dtype == dtype:
+    if isinstance(value, Apply) and value.op == "cast":
+        if value.dtype == dtype:
+            return value
+        if dtype == torch.bool and is_boolean(value.args[0]):
+            return value.args[0]
+    if dtype == torch.bool and is_boolean(value):
         return value
     return None
 
@@ -224,6 +282,11 @@ def _fold_not(value: Expr) -> Expr | None:
     return None
 
 
+def index_value(index: Index) -> Expr:
+    """An index as an element."""
+    return Const(index) if isinstance(index, int) else IndexValue(index)
+
+
 def as_index(value: Expr) -> Index | None:
     """The integer index an expression stands for, or None."""
     if isinstance(value, IndexValue):
@@ -247,7 +310,7 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
         return as_boolean(inner, *yes_no)
     a, b = as_index(left), as_index(right)
     if a is None or b is None:
-        return None
+        return _distributed(op, left, right) or _of_truth(op, left, right)
     proofs: dict[str, tuple[bool, bool]] = {
         "lt": (is_less(a, b), is_at_most(b, a)),
         "le": (is_at_most(a, b), is_less(b, a)),
@@ -258,6 +321,25 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
     }
     holds, fails = proofs[op]
     return TRUE if holds else FALSE if fails else None
+
+
+def _of_truth(op: str, left: Expr, right: Expr) -> Expr | None:
+    """A truth value against a number: ``mask == 0``."""
+    if isinstance(right, Const) and is_boolean(left):
+        return as_boolean(left, Const(_COMPARISONS[op](1, right.value)), Const(_COMPARISONS[op](0, right.value)))
+    return None
+
+
+def _distributed(op: str, left: Expr, right: Expr) -> Expr | None:
+    """An operation on an index that is chosen by a condition and a plain one, done in both branches."""
+    for number, (piecewise, other) in enumerate(((left, right), (right, left))):
+        if not isinstance(piecewise, Apply) or piecewise.op != "where" or as_index(other) is None:
+            continue
+        condition, *branches = piecewise.args
+        if all(as_index(b) is not None or (isinstance(b, Apply) and b.op == "where") for b in branches):
+            pairs = [(b, other) if number == 0 else (other, b) for b in branches]
+            return apply("where", condition, *(apply(op, *pair) for pair in pairs))
+    return None
 
 
 def _compared(op: str, left: Scalar, right: Scalar) -> Const | None:
@@ -299,8 +381,12 @@ def may_be_boolean(value: Expr) -> bool:
 def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
     a, b = as_index(left), as_index(right)
     if a is not None and b is not None:
-        total = a + b if op == "add" else a - b if op == "sub" else a * b
-        return Const(total) if isinstance(total, int) else IndexValue(total)
+        return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
+    chosen = _distributed(op, left, right)
+    if chosen is not None:
+        return chosen
+    if op == "mul" and is_boolean(left) and is_boolean(right):
+        return apply("and", left, right)
     if may_be_boolean(left) or may_be_boolean(right):  # arithmetic makes numbers of truth values, or a logic of its own
         return None
     if isinstance(left, Const) and isinstance(right, Const):
@@ -356,8 +442,7 @@ def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:
     if isinstance(expression, Load):
         return Load(expression.source, tuple(substitute(i, values) for i in expression.index))
     if isinstance(expression, IndexValue):
-        index = substitute(expression.index, values)
-        return Const(index) if isinstance(index, int) else IndexValue(index)
+        return index_value(substitute(expression.index, values))
     if isinstance(expression, Apply):
         return apply(expression.op, *(rewrite_indices(a, values) for a in expression.args), dtype=expression.dtype)
     return expression

@@ -156,6 +156,11 @@ def _terms(index: Index) -> Iterable[tuple[Monomial, int]]:
     return ((_ONE, index),) if index else ()
 
 
+def terms_of(index: Index) -> Iterable[tuple[Monomial, int]]:
+    """The monomials of an index with their coefficients."""
+    return _terms(index)
+
+
 def _make(terms: dict[Monomial, int]) -> Index:
     if not terms:
         return 0

@@ -116,9 +116,19 @@ def reference(
     key = qk.load(attention.key).expand(*lead, *[1] * len(attention.rows), keys, dim).reshape(*lead, keys, dim)
     dot = (query @ key.transpose(-1, -2)).reshape(qk.shape[:-1])
     scores = Evaluation((*outer, *attention.rows, attention.keys), tensors, known).expression(attention.score, dot)
-    weights = scores.expand(dot.shape).softmax(-1)
+    around = Evaluation((*outer, *attention.rows), tensors, known)
+    scores = scores.expand(dot.shape)
+    if attention.sink is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = around.expression(attention.sink).to(torch.float64).unsqueeze(-1).expand(*dot.shape[:-1], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     if not attention.empty_row_is_nan:
         weights = torch.where((scores == float("-inf")).all(-1, keepdim=True), 0.0, weights)
+
+    for factor in attention.result_factors:
+        number = around.expression(factor.value).unsqueeze(-1)
+        weights = weights / number if factor.inverse else weights * number
 
     pv = Evaluation((*outer, attention.keys, *attention.value_dim), tensors, known)
     value_width = product(pv.shape[width + 1 :])

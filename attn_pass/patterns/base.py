@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch.fx import Node
 
-from attn_pass.graph.effects import is_metadata_assertion
+from attn_pass.graph.effects import is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
 from attn_pass.model.attention import AsWritten
 from attn_pass.reading.describe import Described
@@ -86,12 +86,49 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
             )
 
 
-def with_shape_uses(reader: Reader, internal: Iterable[Node]) -> tuple[Node, ...]:
-    """The inner nodes and the ``zeros_like`` and the like that take no more than a shape from them."""
+def with_shape_uses(
+    reader: Reader, internal: Iterable[Node], sources: Iterable[Node], result: Node
+) -> tuple[Node, ...]:
+    """The inner nodes and those that take no more than a shape from them on the way to the site.
+
+    ``zeros_like(scores)``, ``mask.expand_as(scores)``: once the site is read from the mask itself, nothing needs them.
+    """
     inside = dict.fromkeys(internal)
+    read = set(sources)
     for node in list(inside):
         for user in node.users:
-            call = reader.call(user)
-            if call is not None and call.op in ("zeros", "ones", "full") and all(u in inside for u in user.users):
-                inside[user] = None
+            if user not in inside and user is not result and _takes_a_shape(reader, user, node):
+                inside |= dict.fromkeys(_leads_nowhere_else(reader, user, {*inside, result}, read))
     return tuple(inside)
+
+
+_LIKE = ("expand_as", "view_as", "reshape_as", "type_as")
+
+
+def _takes_a_shape(reader: Reader, user: Node, node: Node) -> bool:
+    """Whether all that ``user`` takes from ``node`` is its shape or type."""
+    call = reader.call(user)
+    if not user.users and user.op != "output":
+        return True  # the indices of a maximum: nobody takes anything, and `_leads_nowhere_else` asks for purity
+    if call is None or call.in_place:
+        return False
+    if call.op in ("zeros", "ones", "full"):
+        return True
+    name = getattr(user.target, "_overloadpacket", user.target)
+    like = (name if isinstance(name, str) else getattr(name, "__name__", "")) in _LIKE
+    return like and user.args[:1] != (node,) and user.kwargs.get("self") is not node
+
+
+def _leads_nowhere_else(reader: Reader, start: Node, site: set[Node], read: set[Node]) -> tuple[Node, ...]:
+    """The nodes from ``start`` to the site; none if it leads anywhere else, or the site reads one of them."""
+    found: dict[Node, None] = {}
+    waiting = [start]
+    while waiting:
+        node = waiting.pop()
+        if node in found or node in site:
+            continue
+        if node in read or node.op == "output" or not is_pure(node) or reader.effects.mutations(node):
+            return ()
+        found[node] = None
+        waiting += node.users
+    return tuple(found)

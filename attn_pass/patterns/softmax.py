@@ -9,9 +9,11 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply
+from attn_pass.model.expression import Dot, Expr, apply
 from attn_pass.model.index import Axis, axes, axis_index
 from attn_pass.patterns.base import Site, check_uses, check_window, failed, refused, with_shape_uses
+from attn_pass.patterns.sinks import read_sink, sink_position
+from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts, _with_dot, describe
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, tensor_dims
 from attn_pass.reading.products import Product
@@ -189,8 +191,8 @@ def _read(reader: Reader, product: Product, weights: Node, softmax: Node) -> Sit
         try:
             parts, internal = _lift(reader, product, weights, softmax, read, candidate)
             site.described = describe(parts)
-            site.internal = internal
-            check_uses(reader, internal, product.node)
+            site.internal = with_shape_uses(reader, internal, site.described.nodes, product.node)
+            check_uses(reader, site.internal, product.node)
             check_window(reader, site.described, product.node)
             return site
         except Unreadable as error:
@@ -227,12 +229,12 @@ def _lift(
     spine = Spine(reader, softmax, reader.softmaxes, region)
     expression = spine.read(weights, at_weights, order[node])
     internal = dict.fromkeys(spine.internal)
-    guarded = _check_weights(reader, expression, read, internal)
+    made_of, beside = read_weights(reader, spine, expression, (read.input, read.dim), keys)
+    internal |= dict.fromkeys(beside)
     at_softmax = spine.leaf_position
     if at_softmax is None:
         raise Unreadable("the weights do not come from the softmax", node)
-    if reader.shape(softmax)[read.dim] != keys.size:
-        raise Unreadable("the product does not sum over the whole softmax", softmax)
+    behind = sink_position(reader, softmax, read.dim, at_softmax, keys)
     if at_softmax[read.dim] != axis_index(keys) or keys in axes(*at_softmax[: read.dim], *at_softmax[read.dim + 1 :]):
         raise Unreadable("the softmax runs over another dimension than the keys", softmax)
     if reader.regions.of(softmax) != region:
@@ -242,12 +244,22 @@ def _lift(
     scores = Spine(reader, scores_product, reader.products, region)
     time = min(order[n] for n in read.nodes)
     score = scores.read(read.input, at_softmax, time)
+    value = tensor_value(read.input)
+    assert value is not None
     internal |= dict.fromkeys(scores.internal)
     inner = reader.product(scores_product)
     if inner is None or scores.leaf_position is None:
         raise Unreadable("the product of queries and keys cannot be read", scores_product)
     if scores.dropout:
         raise Unreadable("dropout is applied to the scores", scores_product)
+    if made_of.zeroed is not None:
+        score = masked_once(reader, score, scores, made_of.zeroed, value.dtype)
+    sink = None
+    if behind is not None:
+        score, sink, beside = read_sink(reader, scores, score, read.input, behind, keys, region, time)
+    else:
+        score, beside = without_row_reductions(reader, score, scores, keys)
+    internal |= dict.fromkeys(beside)
     score = _with_product(reader, scores, inner, score)
     dim = Axis("d", inner.summed_size)
     left, right = inner.positions(scores.leaf_position, dim)
@@ -257,10 +269,9 @@ def _lift(
     if keys in axes(*at_query):
         raise Unreadable("both sides of the score product depend on the key", scores_product)
     rows = [p for n, p in enumerate(at_softmax) if n != read.dim]
-    value = tensor_value(read.input)
     made = tensor_value(scores_product)
     result = tensor_value(node)
-    assert value is not None and made is not None and result is not None
+    assert made is not None and result is not None
     parts = Parts(
         reader=reader,
         result=node,
@@ -276,9 +287,11 @@ def _lift(
         score_dtype=_score_dtype(scores, value.dtype),
         product_dtypes=(made.dtype, result.dtype),
         dropout=spine.dropout,
-        empty_row_is_nan=read.empty_row_is_nan and not guarded,
+        empty_row_is_nan=read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or sink),
+        result_factors=made_of.factors,
+        sink=sink,
     )
-    return parts, tuple(n for n in with_shape_uses(reader, internal) if n is not node)
+    return parts, tuple(n for n in internal if n is not node)
 
 
 def _score_dtype(scores: Spine, softmax: torch.dtype) -> torch.dtype:
@@ -314,60 +327,3 @@ def _with_product(reader: Reader, spine: Spine, product: Product, score: Expr) -
             addend = apply("mul", addend, factor)
         dot = apply("add", dot, addend)
     return score if isinstance(dot, Dot) else _with_dot(score, dot)
-
-
-def _check_weights(reader: Reader, expression: Expr, read: Softmax, internal: dict[Node, None]) -> bool:
-    """Whether the weights are guarded against empty rows; raises `Unreadable` if they are anything but the softmax."""
-    if isinstance(expression, Dot):
-        return False
-    if isinstance(expression, Apply) and expression.op == "where":
-        condition, yes, no = expression.args
-        negated = isinstance(condition, Apply) and condition.op == "not"
-        if isinstance(condition, Apply) and negated:
-            condition, yes, no = condition.args[0], no, yes
-        for dead, zero, kept in ((True, yes, no), (False, no, yes)):
-            if isinstance(zero, Const) and zero.value == 0 and isinstance(kept, Dot) and isinstance(condition, Load):
-                nodes = _row_is_empty(reader, reader.source_nodes[condition.source], read, dead)
-                if nodes is not None:
-                    internal |= dict.fromkeys(nodes)
-                    return True
-    name = expression.op if isinstance(expression, Apply) else "a mask"
-    raise Unreadable(f"the attention weights are changed after the softmax ({name})", read.nodes[0])
-
-
-def _row_is_empty(reader: Reader, node: Node, read: Softmax, wanted: bool) -> tuple[Node, ...] | None:
-    """The nodes of a test that every score of a row is -inf (``wanted``) or that some is not; None for another test."""
-    nodes: list[Node] = []
-    current: object = node
-    quantified = False
-    while isinstance(current, Node):
-        call = reader.call(current)
-        if call is None:
-            return None
-        if current is not node or call.op in ("not", "all", "any", "copy"):
-            nodes.append(current)
-        if call.op in ("not", "copy"):
-            wanted ^= call.op == "not"
-            current = call["input"]
-            continue
-        if call.op in ("all", "any") and not quantified:
-            value = tensor_value(call["input"])
-            dims = tensor_dims(call, "dim", value.dim()) if value is not None and call["dim"] is not None else None
-            # all(x == -inf) says "empty"; any(x != -inf) says "not empty"
-            if dims != (read.dim,) or not call["keepdim"] or (call.op == "all") != wanted:
-                return None
-            quantified = True
-            current = call["input"]
-            continue
-        if call.op in ("eq", "ne") and quantified:
-            infinite = reader.scalar(call["other"], reader.order[current])
-            is_scores = call["input"] is read.input
-            if (
-                isinstance(infinite, Const)
-                and infinite.value == float("-inf")
-                and is_scores
-                and (call.op == "eq") == wanted
-            ):
-                return tuple(nodes)
-        return None
-    return None

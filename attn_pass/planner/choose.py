@@ -57,7 +57,11 @@ def choose(
     offers: list[tuple[Offer, Target]] = []
     for names, form in forms:
         for target in targets:
-            answer = target.consider(form, " + ".join(names), setting)
+            answer: Offer | Refusal
+            if form.not_affine and not getattr(target, "takes_any_score", False):
+                answer = Refusal(target.name, form.not_affine)
+            else:
+                answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
                 choice.refusals.setdefault(target.name, answer.reason)
                 continue
@@ -67,6 +71,9 @@ def choose(
         choice.refusals.pop(offer.target, None)
     if not offers:
         choice.reason = _why_none(choice.refusals, allowed)
+        others = [r for r in choice.refusals.values() if r != attention.not_affine]
+        if attention.not_affine and others:
+            choice.reason = f"{attention.not_affine}; {others[0]}"
         return choice
     candidates = offers
     if prefer == "fused":

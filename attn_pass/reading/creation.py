@@ -8,8 +8,9 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
-from attn_pass.model.expression import Const, Expr, IndexValue, apply
-from attn_pass.model.index import Index
+from attn_pass.model.expression import Const, Expr, apply, as_index, index_value
+from attn_pass.model.index import Index, is_nonnegative
+from attn_pass.reading.along import along
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
@@ -33,9 +34,9 @@ def created(reader: Reader, node: Node, call: Call, position: Position, depth: i
         return _arange(reader, call, position, value)
     if call.op in ("tril", "triu"):
         return _triangle(reader, node, call, position, depth)
-    if call.op == "getitem":
+    if call.op in ("getitem", "index"):
         return _gathered(reader, node, call, position, depth)
-    return None
+    return along(reader, node, call, position, depth)
 
 
 def _number(value: Any) -> bool | int | float | None:
@@ -63,8 +64,7 @@ def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor)
         start = reader.sizes.index(begin)
     if not isinstance(step, int):
         return None
-    index = position[0] * step + start
-    return Const(index) if isinstance(index, int) else IndexValue(index)
+    return index_value(position[0] * step + start)
 
 
 def _triangle(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
@@ -76,35 +76,51 @@ def _triangle(reader: Reader, node: Node, call: Call, position: Position, depth:
         return None
     row, column = position[-2], position[-1]
     offset = reader.sizes.index(diagonal)
-    left, right = _index(column), _index(row + offset)
+    left, right = index_value(column), index_value(row + offset)
     inside = apply("le", left, right) if call.op == "tril" else apply("ge", left, right)
     inner = reader._value(call["input"], position, reader.order[node], depth + 1)
     return apply("where", inside, inner, apply("cast", Const(0), dtype=value.dtype))
 
 
-def _index(index: Index) -> Expr:
-    return Const(index) if isinstance(index, int) else IndexValue(index)
-
-
 def _gathered(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
-    """``x[i, j]`` by index tensors whose elements are index arithmetic."""
-    source, entries = call["input"], call["index"]
+    """``x[i, :, j]`` by index tensors whose elements are index arithmetic."""
+    source = call["input"]
     base = tensor_value(source)
-    entries = entries if isinstance(entries, tuple) else (entries,)
-    if base is None or len(entries) > base.dim() or not all(tensor_value(e) is not None for e in entries):
+    entries = None if base is None else _entries(call, base.dim())
+    if base is None or entries is None:
         return None
-    ranks = [t.dim() for t in (tensor_value(e) for e in entries) if t is not None]
-    width = max(ranks)
-    if any(t.dtype == torch.bool for t in (tensor_value(e) for e in entries) if t is not None):
+    indices = [(n, tensor_value(e)) for n, e in enumerate(entries) if isinstance(e, Node)]
+    if not indices or any(t is None or t.dtype == torch.bool for _, t in indices):
         return None
-    from attn_pass.model.expression import as_index
-    from attn_pass.model.index import is_nonnegative
-
+    width = max(t.dim() for _, t in indices if t is not None)
+    first, last = indices[0][0], indices[-1][0]
+    # The dimensions of index tensors come where they stand, or first when something stands between them.
+    lead = first if last - first + 1 == len(indices) else 0
+    gathered, rest = position[lead : lead + width], iter((*position[:lead], *position[lead + width :]))
     time = reader.order[node]
     found: list[Index] = []
     for entry in entries:
-        index = as_index(reader._value(entry, position[:width], time, depth + 1))
-        if index is None or not is_nonnegative(index):
-            return None
-        found.append(index)
-    return reader.element(source, (*found, *position[width:]), time, depth + 1)
+        if entry is None:
+            next(rest)
+        elif entry == slice(None):
+            found.append(next(rest))
+        else:
+            index = as_index(reader._value(entry, gathered, time, depth + 1))
+            if index is None or not is_nonnegative(index):
+                return None
+            found.append(index)
+    return reader.element(source, (*found, *rest), time, depth + 1)
+
+
+def _entries(call: Call, rank: int) -> list[Any] | None:
+    """What each dimension is indexed by: a node, all of it, or None for a new dimension; None for anything else."""
+    given = call["index"]
+    entries = list(given) if isinstance(given, (tuple, list)) else [given]
+    if call.op == "index":
+        entries = [slice(None) if e is None else e for e in entries]
+    if any(e is Ellipsis for e in entries):
+        at = next(n for n, e in enumerate(entries) if e is Ellipsis)
+        missing = rank - sum(e is not None and e is not Ellipsis for e in entries)
+        entries[at : at + 1] = [slice(None)] * missing
+    whole = all(e is None or tensor_value(e) is not None or e == slice(None) for e in entries)
+    return entries if whole and sum(e is not None for e in entries) <= rank else None

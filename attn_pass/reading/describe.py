@@ -9,16 +9,18 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.attention import Attention, Factor, Keep, Structure
+from attn_pass.model.attention import Attention, Factor, Keep
 from attn_pass.model.expression import (
     Apply,
     Const,
+    Dot,
     Expr,
     Load,
     apply,
     expression_axes,
     loads,
     rewrite_indices,
+    walk,
 )
 from attn_pass.model.index import (
     Axis,
@@ -31,8 +33,8 @@ from attn_pass.model.index import (
 )
 from attn_pass.model.views import NoView, _digit_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
-from attn_pass.reading.masks import name_mask, text_of
-from attn_pass.reading.scores import NotAffine, Scores, normalise
+from attn_pass.reading.masks import name_mask
+from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
@@ -58,7 +60,8 @@ class Parts:
     product_dtypes: tuple[torch.dtype, torch.dtype]  # of the two products
     dropout: float = 0.0
     empty_row_is_nan: bool = True
-    where_is_explicit: bool = True
+    result_factors: tuple[Factor, ...] = ()  # of the weights, the same for all keys of a row
+    sink: Expr | None = None  # one more logit of every row, without a value
     chosen: dict[str, int] = field(default_factory=dict)
 
 
@@ -103,7 +106,11 @@ class _Assembly:
         self.output: list[tuple[Axis, ...]] = [(a,) if a.size != 1 else () for a in parts.output]
         self.split: dict[Axis, Index] = {}
         self.side_times: dict[Load, int] = {}
+        self.modified: Modified | None = None
+        self.has_factors = False
         self.factors = [f for name in ("query", "key") for f in forms[name].factors]
+        self.result_factors = parts.result_factors
+        self.sink = parts.sink
 
     # ------------------------------------------------------------ axes
 
@@ -180,9 +187,13 @@ class _Assembly:
             yield from position
         for load in loads(self.score):
             yield from load.index
-        for factor, _ in self.factors:
-            for load in loads(factor):
+        for term in (*(f for f, _ in self.factors), *self._row_terms()):
+            for load in loads(term):
                 yield from load.index
+
+    def _row_terms(self) -> tuple[Expr, ...]:
+        """What belongs to whole rows of the result."""
+        return (*(f.value for f in self.result_factors), *(() if self.sink is None else (self.sink,)))
 
     def _substitute(self, values: dict[Axis, Index]) -> None:
         self.split = {a: substitute(i, values) for a, i in self.split.items()} | values
@@ -191,6 +202,8 @@ class _Assembly:
         self.positions = {n: tuple(substitute(i, values) for i in p) for n, p in self.positions.items()}
         self.score = rewrite_indices(self.score, values)
         self.factors = [(rewrite_indices(f, values), inverse) for f, inverse in self.factors]
+        self.result_factors = tuple(replace(f, value=rewrite_indices(f.value, values)) for f in self.result_factors)
+        self.sink = None if self.sink is None else rewrite_indices(self.sink, values)
 
     def _shared(self, candidates: Sequence[Axis]) -> set[Axis]:
         used = axes(*self.positions["key"], *self.positions["value"])
@@ -218,7 +231,8 @@ class _Assembly:
         try:
             scores = normalise(self.score, self.parts.keys, self.parts.score_dtype)
         except NotAffine as error:
-            raise Unreadable(str(error), self.parts.result) from None
+            return self._modified_scores(str(error))
+        self.modified = None
         self.has_factors = bool(scores.factors)
         scale = scores.scale
         for name in ("query", "key"):
@@ -230,6 +244,19 @@ class _Assembly:
                 raise _Shallower(name, "a factor differs from key to key or along the head dim")
             extra.append(Factor(factor, inverse))
         return replace(scores, scale=scale, factors=(*scores.factors, *extra))
+
+    def _modified_scores(self, reason: str) -> Scores:
+        """The bias and the mask around scores that are no scaled product; what was folded is part of the function."""
+        try:
+            self.modified = modified(self.score, self.parts.keys, self.parts.score_dtype, reason)
+        except NotAffine as error:
+            raise Unreadable(str(error), self.parts.result) from None
+        for number, (factor, _) in enumerate(self.factors):
+            if self.parts.dim in expression_axes(factor):
+                name = "query" if number < len(self.forms["query"].factors) else "key"
+                raise _Shallower(name, "a factor differs along the head dim")
+        self.has_factors = any(expression_axes(f) for f, _ in self.factors)
+        return self.modified.around
 
     def _deep(self, expression: Expr | None) -> Expr | None:
         """The expression with every load lifted down to index arithmetic where that is possible."""
@@ -274,10 +301,15 @@ class _Assembly:
             named.bias,
             named.keep.condition if named.keep else None,
             *(f.value for f in scores.factors),
+            *self._row_terms(),
         ):
             if expression is not None:
                 used += loads(expression)
-        for load in used[len(operands) :]:
+        views = used[len(operands) :]
+        function: Expr = Dot() if self.modified is None else self._whole_score(self.modified.function)
+        if self.modified is not None:
+            used += loads(function)
+        for load in views:
             if self._is_view(load, mask_groups):
                 continue
             self._replace_by_written(load)
@@ -300,7 +332,7 @@ class _Assembly:
         result = parts.result
         value = tensor_value(result)
         assert value is not None
-        score = self._whole_score(scores)
+        score = self._whole_score(self.score)
         attention = Attention(
             batch=batch,
             heads=heads,
@@ -319,14 +351,17 @@ class _Assembly:
             output_dtype=value.dtype,
             score_dtype=parts.score_dtype,
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
+            result_factors=tuple(Factor(renumber(f.value), f.inverse) for f in self.result_factors),
+            sink=None if self.sink is None else renumber(self.sink),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
             structure=named.structure,
-            rows_never_empty=named.rows_never_empty or named.structure is Structure.NONE,
+            rows_never_empty=named.rows_never_empty and _is_bounded(function),
             dropout=parts.dropout,
             empty_row_is_nan=parts.empty_row_is_nan,
             needs_grad=bool(value.requires_grad),
-            mask_text=text_of(named),
+            not_affine="" if self.modified is None else self.modified.reason,
+            modified=renumber(function),
         )
         return Described(attention, nodes, read_at, self._copies())
 
@@ -348,15 +383,12 @@ class _Assembly:
             return False
         return True
 
-    def _whole_score(self, scores: Scores) -> Expr:
-        """The score as written, with what was folded out of the operands multiplied back in."""
-        score = self.score
+    def _whole_score(self, score: Expr) -> Expr:
+        """A function of the product as written, with what was folded out of the operands multiplied back in."""
         extra: Expr | None = None
         number = self.forms["query"].scale * self.forms["key"].scale
         if number != 1.0:
             extra = Const(number)
-        from attn_pass.model.expression import Dot
-
         dot: Expr = Dot()
         if extra is not None:
             dot = apply("mul", dot, extra)
@@ -377,6 +409,14 @@ class _Assembly:
         return out
 
 
+def _is_bounded(function: Expr) -> bool:
+    """Whether a function of the product masks nothing: its elements are -inf for no finite product."""
+    return not any(
+        (isinstance(e, Const) and abs(e.value) == float("inf")) or (isinstance(e, Load) and e.index != ())
+        for e in walk(function)
+    )
+
+
 def _moved(load: Load, position: dict[int, int]) -> Load:
     return Load(position[load.source], load.index)
 
@@ -391,8 +431,6 @@ def _with(expression: Expr, values: dict[Load, Expr] | dict[Load, Load]) -> Expr
 
 
 def _with_dot(expression: Expr, dot: Expr) -> Expr:
-    from attn_pass.model.expression import Dot
-
     if isinstance(expression, Dot):
         return dot
     if isinstance(expression, Apply):

@@ -47,6 +47,8 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {
     "rsub": ("input", "other"),
     "mul": ("input", "other"),
     "div": ("input", "other"),
+    "floordiv": ("input", "other"),
+    "remainder": ("input", "other"),
     "neg": ("input",),
     "tanh": ("input",),
     "sigmoid": ("input",),
@@ -180,7 +182,11 @@ class Reader:
                     reach[node] = found
 
     def _inputs(self, call: Call) -> list[Node]:
-        if call.op in POINTWISE:
+        if call.op == "max" and not isinstance(call.get("other"), Node):
+            return []  # along a dimension, or of everything
+        if call.op == "cat":
+            values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []
+        elif call.op in POINTWISE:
             values = [call.args.get(n) for n in POINTWISE[call.op]]
         elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind"):
             values = [call.args.get("input")]
@@ -371,10 +377,10 @@ class Reader:
         if node in self.bindings and depth < 60:
             outer, argument, time = self.bindings[node]
             found = outer.element(argument, position, time, depth + 1)
-            return found if not _has_load(found) else Load(self.source(node), position)
+            return found if not _has_load(found) else self._leaf(node, position)
         defined, call = self.definition(node, at)
         if call is None or depth >= 60 or tensor_value(node) is None:
-            return Load(self.source(node), position)
+            return self._leaf(node, position)
         from attn_pass.reading.creation import created
 
         time = self.order[defined]
@@ -386,7 +392,12 @@ class Reader:
                 return self.pointwise(defined, call, position, lambda v, p: self._value(v, p, time, depth + 1))
             except Unreadable:
                 pass
-        return Load(self.source(node), position)
+        return self._leaf(node, position)
+
+    def _leaf(self, node: Node, position: Position) -> Expr:
+        """An element that can only be loaded; of a boolean tensor its form says that it is a truth value."""
+        load, value = Load(self.source(node), position), tensor_value(node)
+        return apply("cast", load, dtype=torch.bool) if value is not None and value.dtype == torch.bool else load
 
     def _value(self, value: Any, position: Position, at: int, depth: int) -> Expr:
         if isinstance(value, (bool, int, float)):
@@ -420,6 +431,8 @@ class Reader:
                 else:
                     right = apply("mul", right, Const(alpha))
             return apply("sub" if op == "rsub" else op, left, right)
+        if op == "div" and a.get("rounding_mode") == "floor":
+            return apply("floordiv", read(a["input"], position), read(a["other"], position))
         if op == "div" and a.get("rounding_mode") is not None:
             raise Unreadable("a rounding division", node)
         if op in ("where", "method_where"):

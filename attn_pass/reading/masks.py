@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from attn_pass.model.attention import Keep, Structure, is_causal_top_left
+from attn_pass.model.attention import Keep
 from attn_pass.model.expression import (
+    FALSE,
     TRUE,
     Apply,
     Const,
@@ -15,10 +17,14 @@ from attn_pass.model.expression import (
     IndexValue,
     apply,
     expression_axes,
+    index_value,
+    loads,
     walk,
 )
-from attn_pass.model.index import Axis
-from attn_pass.reading.scores import is_masking
+from attn_pass.model.index import Axis, axes
+from attn_pass.model.mask import Structure, keeps_a_key, structure_of
+from attn_pass.model.pieces import as_condition, pieces
+from attn_pass.reading.scores import WEAKEST_FILL, is_masking
 
 
 @dataclass(frozen=True)
@@ -29,26 +35,6 @@ class NamedMask:
     keep: Keep | None
     structure: Structure
     rows_never_empty: bool
-
-
-def constant_parts(bias: Expr) -> tuple[Expr, Const, Const] | None:
-    """``(condition, yes, no)`` of a bias that is one of two constants."""
-    if isinstance(bias, Apply) and bias.op == "cast" and bias.dtype is not None and bias.dtype.is_floating_point:
-        inner = constant_parts(bias.args[0])
-        if inner is None:
-            return None
-        yes, no = (apply("cast", c, dtype=bias.dtype) for c in inner[1:])
-        return (inner[0], yes, no) if isinstance(yes, Const) and isinstance(no, Const) else None
-    if isinstance(bias, Apply) and bias.op == "where":
-        condition, yes, no = bias.args
-        if isinstance(yes, Const) and isinstance(no, Const):
-            return condition, yes, no
-        # where(a, where(b, x, y), z) with two equal constants
-        if isinstance(no, Const):
-            inner = constant_parts(yes)
-            if inner is not None and inner[2].value == no.value:
-                return apply("and", condition, inner[0]), inner[1], no
-    return None
 
 
 def name_mask(
@@ -62,45 +48,72 @@ def name_mask(
 ) -> NamedMask:
     """Names bias and keep-condition. ``deep_*`` are the same expressions lifted down to index arithmetic.
 
-    What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` is causal, written
-    as a condition or as a matrix of zeros and a masking fill.
+    What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` becomes that
+    condition, written as a condition or as a matrix of zeros and a masking fill. Any other mask stays the tensor it
+    is, reused and never rebuilt, and its structure says what it keeps.
     """
-    if deep_bias is not None and keys not in expression_axes(deep_bias) and _is_finite(deep_bias):
-        bias = deep_bias = None
-    if keep is None and deep_bias is not None:
-        return _name_bias(bias, deep_bias, keys, rows, dtype)
-    if keep is None:
-        return NamedMask(None, None, Structure.NONE, True)
-    assert deep_keep is not None
-    if deep_keep == TRUE:
-        return NamedMask(bias, None, Structure.NONE if bias is None else Structure.DENSE, bias is None)
-    causal = is_causal_top_left(deep_keep, keys, rows)
-    if causal and bias is None:
-        return NamedMask(None, Keep(deep_keep, keep.fill), Structure.CAUSAL, True)
-    return NamedMask(bias, keep, Structure.DENSE, False)
+    added = _added(deep_bias, keys, dtype)
+    condition = TRUE if deep_keep is None else as_condition(deep_keep)
+    if added.condition == TRUE and not added.rest:
+        bias = None
+    if condition == TRUE:
+        keep = None
+    structure = structure_of(apply("and", condition, added.condition), keys, rows)
+    for term in added.rest:
+        structure = structure.and_opaque(_kind_of_bias(term, keys, rows))
+    if structure.is_causal:
+        fill = keep.fill if keep is not None else added.fill
+        whole = apply("le", index_value(structure.key), index_value(structure.row))
+        return NamedMask(None, Keep(whole, fill), structure, True)
+    return NamedMask(bias, keep, structure, keeps_a_key(structure, keys))
 
 
-def _name_bias(bias: Expr | None, deep: Expr, keys: Axis, rows: tuple[Axis, ...], dtype: torch.dtype) -> NamedMask:
-    """Names a matrix that is added to the scores. A dense one stays the tensor it is: reused, never rebuilt."""
-    parts = constant_parts(deep)
-    found = None if parts is None else _as_keep(*parts, dtype)
-    if found is not None:
-        condition, fill = found
-        if condition == TRUE:
-            return NamedMask(None, None, Structure.NONE, True)
-        if is_causal_top_left(condition, keys, rows):
-            return NamedMask(None, Keep(condition, fill), Structure.CAUSAL, True)
-    return NamedMask(bias, None, Structure.DENSE, False)
+@dataclass(frozen=True)
+class _Added:
+    """A bias as the keep-condition its terms amount to, and the terms that are none."""
+
+    condition: Expr = TRUE
+    fill: float = float("-inf")
+    rest: tuple[Expr, ...] = ()
 
 
-def _as_keep(condition: Expr, yes: Const, no: Const, dtype: torch.dtype) -> tuple[Expr, float] | None:
-    if yes.value == 0 and is_masking(float(no.value), dtype):
-        return condition, float(no.value)
-    if no.value == 0 and is_masking(float(yes.value), dtype):
-        return apply("not", condition), float(yes.value)
-    if yes.value == 0 and no.value == 0:
-        return TRUE, 0.0
-    return None
+@lru_cache(maxsize=1024)
+def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
+    condition: Expr = TRUE
+    fill = float("-inf")
+    rest = []
+    for term in _terms(bias):
+        if keys not in expression_axes(term) and _is_finite(term):
+            continue  # the same for every key: the softmax does not see it
+        found = _as_keep(term, dtype)
+        if found is None:
+            rest.append(term)
+        else:
+            condition, fill = apply("and", condition, found[0]), found[1]
+    return _Added(condition, fill, tuple(rest))
+
+
+def _terms(bias: Expr | None) -> list[Expr]:
+    if bias is None:
+        return []
+    if isinstance(bias, Apply) and bias.op == "add":
+        return [t for a in bias.args for t in _terms(a)]
+    return [bias]
+
+
+def _as_keep(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
+    """``(condition, fill)`` of a matrix that is 0 where kept and masks elsewhere."""
+    found = pieces(term)
+    if found is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in found):
+        return None
+    condition: Expr = FALSE
+    fill = float("-inf")
+    for piece, value in found:
+        if value.value == 0:
+            condition = apply("or", condition, piece)
+        else:
+            fill = float(value.value)
+    return condition, fill
 
 
 def _is_finite(expression: Expr) -> bool:
@@ -110,8 +123,10 @@ def _is_finite(expression: Expr) -> bool:
     ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))
 
 
-def text_of(named: NamedMask) -> str:
-    """A few words for the report."""
-    if named.structure is not Structure.DENSE:
-        return "causal" if named.structure is Structure.CAUSAL else "none"
-    return " and ".join(word for word, part in (("additive", named.bias), ("boolean", named.keep)) if part is not None)
+def _kind_of_bias(term: Expr, keys: Axis, rows: tuple[Axis, ...]) -> str:
+    """A word for what is added and is no keep-condition: ``(1 - mask) * lowest`` of a run-time mask is padding."""
+    of_rows = {a for a in rows if a.size != 1}
+    masks = any(isinstance(e, Const) and e.value <= WEAKEST_FILL for e in walk(term))
+    if masks and loads(term) and keys in expression_axes(term) and not expression_axes(term) & of_rows:
+        return "padding"
+    return "additive"

@@ -67,6 +67,56 @@ def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
 _WORDS = {"tanh": "tanh (a soft cap)", "exp": "exp", "sigmoid": "sigmoid", "maximum": "a maximum", "minimum": "a clamp"}
 
 
+@dataclass(frozen=True)
+class Modified:
+    """Scores that are no scaled product: a function of the product, with the bias and the mask around it."""
+
+    function: Expr
+    around: Scores
+    reason: str
+
+
+def modified(expression: Expr, keys: Axis, dtype: torch.dtype, reason: str) -> Modified:
+    """Splits what bias and mask are off scores that `normalise` refused for ``reason``. Raises `NotAffine`."""
+    if not contains_dot(expression):
+        raise NotAffine(reason)
+    function = _modified(expression, keys, dtype)
+    try:
+        return Modified(function, normalise(_replaced(expression, function, Dot()), keys, dtype), reason)
+    except NotAffine:
+        return Modified(expression, Scores(), reason)
+
+
+def _modified(expression: Expr, keys: Axis, dtype: torch.dtype) -> Expr:
+    """What is left when the biases and masks around it are taken off."""
+    if not isinstance(expression, Apply):
+        return expression
+    inner: Expr | None = None
+    if expression.op in ("add", "sub") and contains_dot(expression.args[0]) != contains_dot(expression.args[1]):
+        left = contains_dot(expression.args[0])
+        inner = expression.args[0] if left else expression.args[1] if expression.op == "add" else None
+    elif expression.op == "where" and not contains_dot(expression.args[0]):
+        yes, no = expression.args[1:]
+        inner, fill = (yes, no) if contains_dot(yes) else (no, yes)
+        if not isinstance(fill, Const) or not is_masking(float(fill.value), dtype):
+            inner = None
+    if inner is None:
+        return expression
+    try:
+        normalise(inner, keys, dtype)
+    except NotAffine:
+        return _modified(inner, keys, dtype)
+    return expression
+
+
+def _replaced(expression: Expr, part: Expr, by: Expr) -> Expr:
+    if expression == part:
+        return by
+    if isinstance(expression, Apply):
+        return apply(expression.op, *(_replaced(a, part, by) for a in expression.args), dtype=expression.dtype)
+    return expression
+
+
 def _one_with_dot(expression: Apply) -> tuple[Expr, Expr, bool]:
     """``(the operand with the dot product, the other, whether the first was the left one)`` of a binary op."""
     left, right = expression.args

@@ -11,6 +11,7 @@ from torch.fx import Node
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Const, Dot, Expr, Load
+from attn_pass.model.index import Index, is_less, is_nonnegative
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
@@ -76,9 +77,25 @@ class Spine:
             if not (before.is_floating_point() and after.is_floating_point()):
                 raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
             return inner
+        if call.op == "cat":
+            return self._operand(*self._joined(defined, call, position), time)
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
         return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
+
+    def _joined(self, node: Node, call: Call, position: Position) -> tuple[Node, Position]:
+        """Which of the tensors a ``cat`` joins the position is in, and where."""
+        pieces, dim = call["input"], call["dim"]
+        if isinstance(pieces, (list, tuple)) and isinstance(dim, int):
+            dim %= len(position)
+            start: Index = 0
+            for piece in pieces:
+                size = self.reader.shape(piece)[dim]
+                inside = position[dim] - start
+                if is_nonnegative(inside) and is_less(inside, size):
+                    return piece, (*position[:dim], inside, *position[dim + 1 :])
+                start = start + size
+        raise Unreadable(f"{_name(node)} joins the scores with something else", node)
 
     def _check_region(self, node: Node) -> None:
         region = self.reader.regions.of(node)
@@ -102,6 +119,8 @@ class Spine:
             raise Unreadable("an operand of the scores has no value that can be read")
         scalar = reader.scalar(value, at)
         if scalar is not None and value is not self.leaf and self.leaf not in self.reach.get(value, ()):
+            if isinstance(scalar, Load) and tensor_value(value) is not None:
+                self.loads[scalar] = SideLoad(value, at, value, scalar.index, at)
             return scalar
         held = tensor_value(value)
         if held is None:

@@ -105,8 +105,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("exp", "input", "torch.exp .exp aten.exp.default"),
     ("sum", "input, dim=None, keepdim=False, dtype=None", "torch.sum .sum aten.sum.dim_IntList"),
     ("amax", "input, dim=None, keepdim=False", "torch.amax .amax aten.amax.default"),
-    ("all", "input, dim=None, keepdim=False", "torch.all .all aten.all.dim aten.all.dims"),
-    ("any", "input, dim=None, keepdim=False", "torch.any .any aten.any.dim aten.any.dims"),
+    ("all", "input, dim=None, keepdim=False", "torch.all .all aten.all.dim aten.all.dims aten.all.default"),
+    ("any", "input, dim=None, keepdim=False", "torch.any .any aten.any.dim aten.any.dims aten.any.default"),
     # pointwise
     ("add", "input, other, alpha=1", "torch.add op.add .add .__add__ .__radd__ aten.add.Tensor aten.add.Scalar"),
     ("sub", "input, other, alpha=1", "torch.sub torch.subtract op.sub .sub .subtract aten.sub.Tensor aten.sub.Scalar"),
@@ -116,8 +116,14 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "div",
         "input, other, rounding_mode=None",
         "torch.div torch.divide torch.true_divide op.truediv .div .divide .true_divide "
-        "aten.div.Tensor aten.div.Scalar aten.true_divide.Tensor",
+        "aten.div.Tensor aten.div.Scalar aten.div.Tensor_mode aten.div.Scalar_mode aten.true_divide.Tensor",
     ),
+    (
+        "floordiv",
+        "input, other",
+        "torch.floor_divide op.floordiv .floor_divide .__floordiv__ aten.floor_divide.default aten.floor_divide.Scalar",
+    ),
+    ("remainder", "input, other", "torch.remainder op.mod .remainder .__mod__ aten.remainder.Tensor aten.remainder.Scalar"),
     ("neg", "input", "torch.neg op.neg .neg aten.neg.default"),
     ("tanh", "input", "torch.tanh .tanh aten.tanh.default"),
     ("sigmoid", "input", "torch.sigmoid .sigmoid aten.sigmoid.default"),
@@ -125,7 +131,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("log", "input", "torch.log .log aten.log.default"),
     ("maximum", "input, other", "torch.maximum .maximum aten.maximum.default"),
     ("minimum", "input, other", "torch.minimum .minimum aten.minimum.default"),
-    ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other"),
+    ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other aten.max.default"),
     ("clamp", "input, min=None, max=None", "torch.clamp torch.clip .clamp .clip aten.clamp.default aten.clamp.Tensor"),
     ("clamp", "input, min=None", "torch.clamp_min .clamp_min aten.clamp_min.default aten.clamp_min.Tensor"),
     ("where", "condition, input, other", "torch.where aten.where.self aten.where.ScalarOther aten.where.ScalarSelf "
@@ -168,6 +174,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("full", "size, fill_value", "torch.full torch.full_like aten.full.default aten.full_like.default"),
     ("full", "input, size, fill_value", ".new_full aten.new_full.default"),
     ("scalar", "value", "torch.tensor torch.scalar_tensor torch.as_tensor aten.scalar_tensor.default"),
+    ("scalar", "input, value", ".new_tensor"),
+    ("cat", "input, dim=0", "torch.cat torch.concat torch.concatenate aten.cat.default aten.concat.default"),
+    ("index", "input, index", "aten.index.Tensor"),
     ("diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff .diff aten.diff.default"),
     ("cumsum", "input, dim", "torch.cumsum .cumsum aten.cumsum.default"),
 )  # fmt: skip
@@ -176,7 +185,8 @@ _IN_PLACE_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
     operator.itruediv: operator.truediv, operator.iand: operator.and_, operator.ior: operator.or_,
 }  # fmt: skip
-_SELF_NAMES = {"self": "input", "tensor": "input", "axis": "dim", "mat1": "batch1", "mat2": "batch2", "a": "input",
+_SELF_NAMES = {"self": "input", "tensor": "input", "tensors": "input", "indices": "index", "axis": "dim",
+               "mat1": "batch1", "mat2": "batch2", "a": "input",
                "keepdims": "keepdim", "split_size_or_sections": "size", "split_size": "size", "chunks": "size",
                "split_sizes": "size", "indices_or_sections": "size"}  # fmt: skip
 

@@ -7,6 +7,8 @@ from importlib.metadata import entry_points
 
 from attn_pass.targets.base import Target
 from attn_pass.targets.decomposed import Decomposed
+from attn_pass.targets.flex import Flex
+from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 
 GROUP = "attn_pass.targets"  # the entry-point group third parties register targets in
@@ -19,4 +21,4 @@ def _registered() -> tuple[Target, ...]:
 
 def all_targets() -> tuple[Target, ...]:
     """Every target: the built-in ones, then those of installed packages."""
-    return (Sdpa(), Decomposed(), *_registered())
+    return (Sdpa(), Recompute(), Decomposed(), Flex(), *_registered())

@@ -13,6 +13,7 @@ from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware.device import Device
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index
+from attn_pass.options import Runner
 
 
 def _static(index: Index) -> int:
@@ -34,6 +35,7 @@ class Setting:
     autocast: torch.dtype | None = None  # the dtype autocast gives to products on this device, where it is on
     allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
     eager_form: bool = True  # written out by hand; False for a call that already is attention
+    runner: Runner = "other"
     fused_as_written: bool = False  # that call reaches a fused kernel already, whose rounding and gradients it has
     hint: Callable[[Index], int] = _static
 
@@ -59,7 +61,10 @@ class Refusal:
 
 
 class Target(Protocol):
-    """A kernel or a form: says whether it takes an attention, and emits it."""
+    """A kernel or a form: says whether it takes an attention, and emits it.
+
+    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set.
+    """
 
     name: str
 

@@ -24,6 +24,8 @@ class Decomposed:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes a call that is already attention; what was written by hand is decomposed already."""
+        if attention.not_affine:
+            return Refusal(self.name, attention.not_affine)
         if setting.eager_form:
             return Refusal(self.name, "it is written as products and a softmax already")
         if setting.device.type != "cpu":

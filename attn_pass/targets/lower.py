@@ -9,16 +9,18 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Planned, Value, aten, fake_of
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
 from attn_pass.model.views import Expand, Group, view_steps
 
-_POINTWISE = {
+POINTWISE = {
     "add": aten.add.Tensor,
     "sub": aten.sub.Tensor,
     "mul": aten.mul.Tensor,
     "div": aten.div.Tensor,
+    "floordiv": aten.floor_divide.default,
+    "remainder": aten.remainder.Tensor,
     "neg": aten.neg.default,
     "abs": aten.abs.default,
     "exp": aten.exp.default,
@@ -31,7 +33,7 @@ _POINTWISE = {
     "or": aten.logical_or.default,
     "not": aten.logical_not.default,
 }
-_COMPARISONS = {"eq": aten.eq, "ne": aten.ne, "lt": aten.lt, "le": aten.le, "gt": aten.gt, "ge": aten.ge}
+COMPARISONS = {"eq": aten.eq, "ne": aten.ne, "lt": aten.lt, "le": aten.le, "gt": aten.gt, "ge": aten.ge}
 
 
 class Lowering:
@@ -63,13 +65,17 @@ class Lowering:
         a = self.attention
         value = self.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
         for factor in a.factors:
-            other = self.scalar(factor.value)
-            if other is None:
-                other = self.expression(factor.value, (a.batch, a.heads, a.rows, (a.dim,)))
-            value = self.plan.call(aten.div.Tensor if factor.inverse else aten.mul.Tensor, value, other)
-            if fake_of(value).dtype != dtype:
-                value = self.plan.call(aten.to.dtype, value, dtype)
+            value = self._scaled(value, factor, (a.batch, a.heads, a.rows, (a.dim,)))
         return value
+
+    def _scaled(self, value: Value, factor: Factor, groups: Sequence[Group]) -> Value:
+        """The value times a factor, in the dtype it had."""
+        other = self.scalar(factor.value)
+        if other is None:
+            other = self.expression(factor.value, groups)
+        dtype = fake_of(value).dtype
+        value = self.plan.call(aten.div.Tensor if factor.inverse else aten.mul.Tensor, value, other)
+        return value if fake_of(value).dtype == dtype else self.plan.call(aten.to.dtype, value, dtype)
 
     def scalar(self, expression: Expr) -> Value | float | None:
         """A number or a symbolic number as an argument; None for anything that is a tensor."""
@@ -125,20 +131,20 @@ class Lowering:
                 (False, False): aten.where.Scalar,
             }[(_is_tensor(yes), _is_tensor(no))]
             return call(overload, self._tensor(args[0]), yes, no)
-        if op in _COMPARISONS:
+        if op in COMPARISONS:
             left, right = args
             if not _is_tensor(left):
                 left = self._tensor(left)
-            return call(_COMPARISONS[op].Tensor if _is_tensor(right) else _COMPARISONS[op].Scalar, left, right)
+            return call(COMPARISONS[op].Tensor if _is_tensor(right) else COMPARISONS[op].Scalar, left, right)
         if op in ("maximum", "minimum", "and", "or", "not"):
             tensors = [self._tensor(a) for a in args]
             if len(tensors) == 2 and fake_of(tensors[0]).dtype != fake_of(tensors[1]).dtype and op[0] == "m":
                 wide = torch.promote_types(fake_of(tensors[0]).dtype, fake_of(tensors[1]).dtype)
                 tensors = [call(aten.to.dtype, t, wide) for t in tensors]
-            return call(_POINTWISE[op], *tensors)
-        if op in ("add", "sub", "mul", "div") and not _is_tensor(args[0]):
+            return call(POINTWISE[op], *tensors)
+        if op in ("add", "sub", "mul", "div", "floordiv", "remainder") and not _is_tensor(args[0]):
             args[0] = self._tensor(args[0])
-        return call(_POINTWISE[op], *args)
+        return call(POINTWISE[op], *args)
 
     def _tensor(self, value: Value | float | int | bool) -> Value:
         if _is_tensor(value):
@@ -187,6 +193,8 @@ class Lowering:
         a = self.attention
         groups = (a.batch, a.heads, a.rows, a.value_dim)
         shape = tuple(product(x.size for x in g) for g in groups)
+        for factor in a.result_factors:
+            value = self._scaled(value, factor, groups)
         value = self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.output))
         if fake_of(value).dtype != a.output_dtype:
             value = self.plan.call(aten.to.dtype, value, a.output_dtype)

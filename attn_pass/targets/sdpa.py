@@ -7,6 +7,7 @@ to the unfused path.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,14 @@ class Sdpa:
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if a.sink is not None and a.needs_grad:
+            return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
+        return self.unfit(a, setting) or self._mask_refusal(a, setting)
+
+    def unfit(self, a: Attention, setting: Setting) -> str | None:
+        """Why torch has no fused CPU kernel for it, whatever its mask; None if it has."""
+        if a.not_affine:
+            return a.not_affine
         if setting.device.type != "cpu":
             return f"no measured rule for {setting.device.type} devices yet"
         if a.compute_dtype not in _CPU_DTYPES:
@@ -75,7 +84,7 @@ class Sdpa:
             return f"sdpa_kernel allows only {', '.join(setting.allowed_backends) or 'nothing'}"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
-        return self._mask_refusal(a, setting)
+        return None
 
     def _mask_refusal(self, a: Attention, setting: Setting) -> str | None:
         parts = [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
@@ -94,20 +103,13 @@ class Sdpa:
         """Plans the call. Operands get a dense last dimension, which the kernel asks for."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
-        dtype = a.compute_dtype
-        query = lower.query(dtype)
-        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-        if a.head_dim != a.value_head_dim:
-            assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
-            width = max(a.head_dim, a.value_head_dim)
-            query, key = (_pad(plan, x, width - a.head_dim) for x in (query, key))
-            value = _pad(plan, value, width - a.value_head_dim)
-        query, key, value = (_dense(plan, x) for x in (query, key, value))
-        mask, causal = self._mask(lower, setting)
+        query, key, value = operands(lower)
         if a.scale < 0:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
+        if a.sink is not None:
+            return lower.result(_with_sink(lower, query, key, value, setting))
+        mask, causal = self._mask(lower, setting)
         arguments: dict[str, object] = {"scale": abs(a.scale)}
         if a.groups != 1:
             arguments["enable_gqa"] = True
@@ -138,37 +140,77 @@ class Sdpa:
             if fake_of(mask).dtype != torch.bool:
                 mask = lower.plan.call(aten.to.dtype, mask, torch.bool)
             return mask, False
-        return self._additive(lower, setting), False
+        return additive_mask(lower, setting), False
 
-    def _additive(self, lower: Lowering, setting: Setting) -> Value:
-        """Bias and keep-condition as one matrix added to the scores.
 
-        A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
-        key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
-        """
-        a, plan = lower.attention, lower.plan
-        bias: Expr = a.bias if a.bias is not None else Const(0.0)
-        if a.keep is not None:
-            if a.bias is not None:
-                bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
-            fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
-            bias = apply("where", a.keep.condition, bias, Const(fill))
-        mask = lower.expression(bias, lower.mask_groups())
-        made = fake_of(mask).dtype
-        if not made.is_floating_point:
-            mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
-        elif a.score_dtype == torch.float16 and not setting.fused_as_written:
-            masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
-            infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
-            wide = plan.call(aten.to.dtype, mask, torch.float32)
-            low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
-            mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
-        elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
-            mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
-        if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
-            # Autocast would round float32's lowest number to -inf.
-            mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
-        return mask
+def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting: Setting) -> Value:
+    """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
+
+    ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.
+    """
+    a, call = lower.attention, lower.plan.call
+    assert a.sink is not None
+    causal = mask_kind(a, setting) == "causal"
+    mask = None if causal or not a.has_mask else additive_mask(lower, setting)
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
+    out: Value = call(operator.getitem, both, 0)
+    groups = (a.batch, a.heads, a.rows, a.value_dim)
+    share = call(
+        aten.sub.Tensor,
+        call(aten.unsqueeze.default, call(operator.getitem, both, 1), 3),
+        lower.expression(a.sink, groups),
+    )
+    out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
+    out = call(aten.to.dtype, out, a.compute_dtype)
+    return call(aten.slice.Tensor, out, 3, 0, a.value_head_dim) if a.head_dim != a.value_head_dim else out
+
+
+def operands(lower: Lowering) -> tuple[Value, Value, Value]:
+    """Query, key and value (B, H, L or S, D) in the compute dtype, head dims equal, the last dimension dense."""
+    plan, a = lower.plan, lower.attention
+    dtype = a.compute_dtype
+    query = lower.query(dtype)
+    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+    if a.head_dim != a.value_head_dim:
+        assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
+        width = max(a.head_dim, a.value_head_dim)
+        query, key = (_pad(plan, x, width - a.head_dim) for x in (query, key))
+        value = _pad(plan, value, width - a.value_head_dim)
+    query, key, value = (_dense(plan, x) for x in (query, key, value))
+    return query, key, value
+
+
+def additive_mask(lower: Lowering, setting: Setting) -> Value:
+    """Bias and keep-condition as one matrix added to the scores.
+
+    A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
+    key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
+    """
+    a, plan = lower.attention, lower.plan
+    bias: Expr = a.bias if a.bias is not None else Const(0.0)
+    if a.keep is not None:
+        if a.bias is not None:
+            bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
+        fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
+        bias = apply("where", a.keep.condition, bias, Const(fill))
+    mask = lower.expression(bias, lower.mask_groups())
+    made = fake_of(mask).dtype
+    if not made.is_floating_point:
+        mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+    elif a.score_dtype == torch.float16 and not setting.fused_as_written:
+        masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
+        infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
+        wide = plan.call(aten.to.dtype, mask, torch.float32)
+        low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
+        mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
+    elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
+        mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+    if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
+        # Autocast would round float32's lowest number to -inf.
+        mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
+    return mask
 
 
 def mask_kind(a: Attention, setting: Setting) -> str:

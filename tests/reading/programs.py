@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Interpreter, Node
 from attn_pass.graph.effects import Effects, is_metadata_assertion
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, fake_value
-from attn_pass.model.attention import Attention, Structure
-from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, apply
-from attn_pass.model.index import Poly, Symbol, axis_index
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, Const, Dot, Expr, apply, index_value
+from attn_pass.model.index import Poly, Symbol
+from attn_pass.model.mask import row_index
 from attn_pass.model.reference import reference
 from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
@@ -219,17 +220,12 @@ def from_parts(a: Attention) -> Attention:
         score = apply("add", score, a.bias)
     if a.keep is not None:
         condition = a.keep.condition
-        if a.structure is Structure.CAUSAL:  # what `is_causal` computes for the rows as they are grouped now
-            row = axis_index(a.rows[0]) if a.rows else 0
-            for axis in a.rows[1:]:
-                row = row * axis.size + axis_index(axis)
-            condition = apply("le", _value(axis_index(a.keys)), _value(row))
+        if a.is_causal:  # what the kernel's flag means for the rows as they are grouped now
+            condition = apply("le", index_value(a.structure.key), index_value(row_index(a.rows)))
+        elif a.structure.is_exact and a.bias is None:
+            condition = a.structure.condition()
         score = Apply("where", (condition, score, Const(a.keep.fill)))
     return replace(a, score=score)
-
-
-def _value(index: Any) -> Expr:
-    return Const(index) if isinstance(index, int) else IndexValue(index)
 
 
 def meanings(captured: Captured) -> tuple[list[Meaning], list[Site]]:

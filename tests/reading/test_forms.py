@@ -15,7 +15,6 @@ from programs import DIALECTS, Captured, capture, check, meanings
 from spellings import INF, forms
 from variations import Call, Grouped, einsums, grouped, sdpa_calls
 
-from attn_pass.model.attention import Structure
 from attn_pass.poor_cases import variants
 
 Tensor = torch.Tensor
@@ -354,8 +353,7 @@ def test_causal_is_proved_or_not_said(mask: str, hide: str) -> None:
     """Every spelling of key <= query is named; what differs by one, or in the axis, is not."""
     make = (LOWER | NOT_LOWER)[mask]
     (meaning,) = check(lambda q, k, v: attend(HIDING[hide](q @ k.mT, make(6)), v), square(), "dynamo")
-    expected = Structure.CAUSAL if mask in LOWER else Structure.DENSE
-    assert meaning.attention.structure is expected, meaning.attention.keep
+    assert meaning.attention.is_causal == (mask in LOWER), meaning.attention.structure
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(1, 5), (3, 5), (5, 3), (5, 5)])
@@ -363,7 +361,7 @@ def test_causal_calls_are_aligned_top_left(q_len: int, kv_len: int) -> None:
     """With one query too, whatever axes are then moved into its rows."""
     call = Call(lead=(2, 4), kv_heads=2, q_len=q_len, kv_len=kv_len, is_causal=True)
     (meaning,) = check(call, call.inputs(), "dynamo")
-    assert meaning.attention.structure is Structure.CAUSAL and meaning.attention.rows_never_empty
+    assert meaning.attention.is_causal and meaning.attention.rows_never_empty
 
 
 @pytest.mark.parametrize("bias", ["constant", "row"])

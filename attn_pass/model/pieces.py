@@ -1,0 +1,117 @@
+"""Expressions that take a few constant values: which one where. So sums and products of masks are read as conditions."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.model.expression import (
+    FALSE,
+    TRUE,
+    Apply,
+    Const,
+    Expr,
+    Scalar,
+    apply,
+    is_boolean,
+)
+
+Pieces = list[tuple[Expr, Const]]  # conditions that exclude each other and of which one holds, each with a value
+_MOST = 8
+_BINARY = ("add", "sub", "mul", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+
+
+def pieces(expression: Expr) -> Pieces | None:
+    """The values of an expression and where it takes them; None when there are too many or one is no constant."""
+    if isinstance(expression, Const):
+        return [(TRUE, expression)]
+    if not isinstance(expression, Apply):
+        return None
+    found: Pieces | None = None
+    if expression.op == "where":
+        found = _chosen(expression)
+    elif expression.op == "cast":
+        found = _cast(expression)
+    elif expression.op in _BINARY:
+        found = _combined(expression)
+    elif expression.op == "neg":
+        inner = pieces(expression.args[0])
+        found = None if inner is None else [(c, Const(-v.value)) for c, v in inner]
+    if found is None and is_boolean(expression):
+        found = [(expression, TRUE), (apply("not", expression), FALSE)]
+    return None if found is None else _merged(found)
+
+
+def _chosen(expression: Apply) -> Pieces | None:
+    condition, yes, no = expression.args
+    condition = as_condition(condition if is_boolean(condition) else apply("cast", condition, dtype=torch.bool))
+    found: Pieces = []
+    for when, branch in ((condition, yes), (apply("not", condition), no)):
+        inner = pieces(branch)
+        if inner is None:
+            return None
+        found += [(apply("and", when, c), v) for c, v in inner]
+    return found
+
+
+def _cast(expression: Apply) -> Pieces | None:
+    inner = pieces(expression.args[0])
+    if inner is None:
+        return None
+    found: Pieces = []
+    for condition, value in inner:
+        cast = apply("cast", value, dtype=expression.dtype)
+        if not isinstance(cast, Const):
+            return None
+        found.append((condition, cast))
+    return found
+
+
+def _combined(expression: Apply) -> Pieces | None:
+    left, right = (pieces(a) for a in expression.args)
+    if left is None or right is None or len(left) * len(right) > _MOST:
+        return None
+    found: Pieces = []
+    for a, x in left:
+        for b, y in right:
+            value = _computed(expression.op, x, y)
+            if value is None:
+                return None
+            condition = apply("and", a, b)
+            if condition != FALSE:
+                found.append((condition, value))
+    return found
+
+
+def _computed(op: str, x: Const, y: Const) -> Const | None:
+    if op in ("maximum", "minimum"):
+        if is_boolean(x) or is_boolean(y) or x.value != x.value or y.value != y.value:
+            return None
+        pair: tuple[Scalar, Scalar] = (x.value, y.value)
+        return Const(max(pair) if op == "maximum" else min(pair))
+    value = apply(op, x, y)
+    return value if isinstance(value, Const) else None
+
+
+def _merged(found: Pieces) -> Pieces | None:
+    """Equal values as one piece."""
+    out: dict[Const, Expr] = {}
+    for condition, value in found:
+        out[value] = apply("or", out[value], condition) if value in out else condition
+    return [(c, v) for v, c in out.items() if c != FALSE] if len(out) <= _MOST else None
+
+
+def as_condition(expression: Expr) -> Expr:
+    """A truth value with its comparisons of piecewise constant numbers resolved: ``(a * b) == 0`` is ``not a or not b``."""
+    if not isinstance(expression, Apply):
+        return expression
+    if expression.op in ("and", "or", "not"):
+        return apply(expression.op, *(as_condition(a) for a in expression.args))
+    if expression.op in ("eq", "ne", "lt", "le", "gt", "ge", "cast", "where") and is_boolean(expression):
+        found = _cast(expression) if expression.op == "cast" else _combined(expression) if expression.op != "where" else _chosen(expression)  # fmt: skip
+        if found is not None:
+            holds: Expr = FALSE
+            for condition, value in found:
+                if value.value:
+                    holds = apply("or", holds, condition)
+            return holds
+    return expression

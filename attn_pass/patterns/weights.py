@@ -1,0 +1,225 @@
+"""What programs put around a softmax without changing what it is: row maxima taken off before it, and after it guards
+of empty rows, the mask once more, and factors that differ from head to head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.attention import Factor
+from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, expression_axes, is_boolean, loads
+from attn_pass.model.index import Axis
+from attn_pass.reading.describe import _with
+from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
+from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
+from attn_pass.reading.spine import Spine
+
+
+@dataclass
+class Weights:
+    """The attention weights: the softmax itself, but for this."""
+
+    guarded: bool = False  # rows whose every score is -inf are given weights of zero
+    zeroed: Expr | None = None  # where the weights are set to zero afterwards
+    factors: tuple[Factor, ...] = ()  # of all weights of a row
+
+
+def read_weights(
+    reader: Reader, spine: Spine, expression: Expr, softmax: tuple[Node, int], keys: Axis
+) -> tuple[Weights, tuple[Node, ...]]:
+    """What was done to the weights and the nodes that did it beside the spine; ``softmax`` is its input and dimension.
+
+    Raises `Unreadable` for weights that are no softmax any more.
+    """
+    found = Weights()
+    nodes: list[Node] = []
+    while not isinstance(expression, Dot):
+        inner = None
+        if isinstance(expression, Apply) and expression.op == "where":
+            inner = _guard_or_mask(reader, spine, expression, softmax, found, nodes)
+        elif isinstance(expression, Apply) and expression.op in ("mul", "div"):
+            inner = _factor(reader, spine, expression, found, keys)
+        if inner is None:
+            name = expression.op if isinstance(expression, Apply) else "a mask"
+            raise Unreadable(f"the attention weights are changed after the softmax ({name})", spine.leaf)
+        expression = inner
+    return found, tuple(nodes)
+
+
+def _guard_or_mask(
+    reader: Reader, spine: Spine, expression: Apply, softmax: tuple[Node, int], found: Weights, nodes: list[Node]
+) -> Expr | None:
+    condition, yes, no = expression.args
+    if isinstance(condition, Apply) and condition.op == "not":
+        condition, yes, no = condition.args[0], no, yes
+    for zeroes, zero, kept in ((True, yes, no), (False, no, yes)):
+        if not isinstance(zero, Const) or zero.value != 0 or isinstance(kept, Const):
+            continue
+        if isinstance(condition, Load) and isinstance(kept, Dot):
+            guard = _row_is_empty(reader, reader.source_nodes[condition.source], softmax, zeroes)
+            if guard is not None:
+                nodes += guard
+                found.guarded = True
+                return kept
+        if found.zeroed is None:
+            where = deep(reader, spine, condition)
+            found.zeroed = where if zeroes else apply("not", where)
+            return kept
+    return None
+
+
+def _factor(reader: Reader, spine: Spine, expression: Apply, found: Weights, keys: Axis) -> Expr | None:
+    """A factor of whole rows, as a head mask is; or the mask as ones and zeros."""
+    left, right = expression.args
+    kept, factor = (left, right) if _holds_dot(left) else (right, left)
+    if _holds_dot(factor) or (expression.op == "div" and kept is not left):
+        return None
+    if keys not in expression_axes(factor):
+        found.factors = (*found.factors, Factor(factor, expression.op == "div"))
+        return kept
+    mask = deep(reader, spine, factor)
+    if expression.op == "mul" and isinstance(mask, Apply) and mask.op == "cast" and found.zeroed is None:
+        (truth,) = mask.args
+        if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
+            found.zeroed = apply("not", truth)
+            return kept
+    return None
+
+
+def _holds_dot(expression: Expr) -> bool:
+    if isinstance(expression, Apply):
+        return any(_holds_dot(a) for a in expression.args)
+    return isinstance(expression, Dot)
+
+
+def deep(reader: Reader, spine: Spine, expression: Expr) -> Expr:
+    """The expression with the loads of a spine lifted as far down as they can be."""
+    values: dict[Load, Expr] = {}
+    for load in loads(expression):
+        side = spine.loads.get(load)
+        if side is not None:
+            values[load] = reader.element(side.node, load.index, side.at)
+    return _with(expression, values)
+
+
+def masked_once(reader: Reader, score: Expr, scores: Spine, zeroed: Expr, dtype: torch.dtype) -> Expr:
+    """The score whose mask, set to zero again after the softmax, leaves empty rows at zero.
+
+    Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but for rows
+    without a key, and a fill of -inf says what those become.
+    """
+    if isinstance(score, Apply) and score.op == "where":
+        condition, yes, no = score.args
+        for masked, fill, inner in ((condition, yes, no), (apply("not", condition), no, yes)):
+            if not isinstance(fill, Const) or not is_masking(float(fill.value), dtype):
+                continue
+            same = deep(reader, scores, masked)
+            if same == zeroed and not any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same)):
+                return apply("where", masked, Const(NEGATIVE_INFINITY), inner)
+    raise Unreadable("the attention weights are masked, and not by the mask of the scores", scores.leaf)
+
+
+# ---------------------------------------------------------------- before the softmax
+
+_MAXIMA = ("amax", "max")
+
+
+def without_row_reductions(reader: Reader, score: Expr, scores: Spine, keys: Axis) -> tuple[Expr, tuple[Node, ...]]:
+    """The score without maxima of its own rows taken off it, and the nodes that computed them.
+
+    Whatever is the same for all keys of a row changes neither the softmax nor its gradient, as long as it is finite.
+    """
+    values: dict[Load, Expr] = {}
+    nodes: list[Node] = []
+    for load, side in scores.loads.items():
+        if keys in expression_axes(load):
+            continue
+        chain = maximum_of(reader, side.written, scores)
+        if chain is not None and _only_added(score, load):
+            values[load] = Const(0.0)
+            nodes += chain
+    return (_with(score, values) if values else score), tuple(nodes)
+
+
+def maximum_of(reader: Reader, node: Node, scores: Spine) -> tuple[Node, ...] | None:
+    """The nodes from a maximum of the scores to ``node``; None if it is anything else."""
+    nodes: list[Node] = []
+    current: object = node
+    while isinstance(current, Node) and len(nodes) < 8:
+        call = reader.call(current)
+        if call is None or call.in_place:
+            return None
+        nodes.append(current)
+        source = call.args.get("input")
+        if call.op in _MAXIMA and (call.op != "max" or not isinstance(call.get("other"), Node)):
+            return tuple(nodes) if source in scores.internal else None
+        if tensor_value(current) is not None and call.op not in (
+            "detach",
+            "getattr",
+            "getitem",
+            "reshape",
+            "unsqueeze",
+        ):
+            return None
+        current = source
+    return None
+
+
+def _only_added(score: Expr, load: Load) -> bool:
+    """Whether the load is a term of sums and differences around which there are only scales by numbers."""
+    if isinstance(score, Apply) and load in loads(score):
+        if score.op in ("add", "sub"):
+            return all(a == load or load not in loads(a) or _only_added(a, load) for a in score.args)
+        if score.op in ("mul", "div"):
+            inner = [a for a in score.args if load in loads(a)]
+            other = [a for a in score.args if load not in loads(a)]
+            return len(inner) == 1 and isinstance(other[0], Const) and _only_added(inner[0], load)
+        if score.op == "where" and load not in loads(score.args[0]):
+            return all(load not in loads(a) or _only_added(a, load) for a in score.args[1:])
+        return score.op == "cast" and _only_added(score.args[0], load)
+    return False
+
+
+# ---------------------------------------------------------------- rows without a key
+
+
+def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted: bool) -> tuple[Node, ...] | None:
+    """The nodes of a test that every score of a row is -inf (``wanted``) or that some is not; None for another test."""
+    scores, dim = softmax
+    nodes: list[Node] = []
+    current: object = node
+    quantified = False
+    while isinstance(current, Node):
+        call = reader.call(current)
+        if call is None:
+            return None
+        if current is not node or call.op in ("not", "all", "any", "copy"):
+            nodes.append(current)
+        if call.op in ("not", "copy"):
+            wanted ^= call.op == "not"
+            current = call["input"]
+            continue
+        if call.op in ("all", "any") and not quantified:
+            value = tensor_value(call["input"])
+            dims = tensor_dims(call, "dim", value.dim()) if value is not None and call["dim"] is not None else None
+            # all(x == -inf) says "empty"; any(x != -inf) says "not empty"
+            if dims != (dim,) or not call["keepdim"] or (call.op == "all") != wanted:
+                return None
+            quantified = True
+            current = call["input"]
+            continue
+        if call.op in ("eq", "ne") and quantified:
+            infinite = reader.scalar(call["other"], reader.order[current])
+            is_scores = call["input"] is scores
+            if (
+                isinstance(infinite, Const)
+                and infinite.value == NEGATIVE_INFINITY
+                and is_scores
+                and (call.op == "eq") == wanted
+            ):
+                return tuple(nodes)
+        return None
+    return None

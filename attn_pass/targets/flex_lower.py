@@ -1,0 +1,328 @@
+"""Lowering for FlexAttention: a score expression as a `score_mod` graph, and a block mask as planned calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load, contains_dot, walk
+from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, product
+from attn_pass.model.mask import Band
+from attn_pass.model.views import Group
+from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
+
+# The CPU template keeps a block of scores in memory for each thread. With 128 a multiple of the key block it would
+# take its decoding kernel for a single query, which asks for pointers it is not given (seen in torch 2.13.0).
+Q_BLOCK, KV_BLOCK = 64, 512
+
+# Functions of the scores that pass an error on without making a jump of it.
+_CONTINUOUS = frozenset(("add", "sub", "mul", "neg", "abs", "tanh", "sigmoid", "exp", "maximum", "minimum", "cast"))
+
+
+def amplifies(score: Expr) -> str | None:
+    """What in the expression could turn a rounding of the scores into another result; None for nothing."""
+    for part in walk(score):
+        if not isinstance(part, Apply) or not contains_dot(part) or part.op in _CONTINUOUS:
+            continue
+        if part.op == "where" and not contains_dot(part.args[0]):
+            continue
+        if part.op == "div" and not contains_dot(part.args[1]):
+            continue
+        return f"{part.op} of the scores would make a jump of a rounding"
+    return None
+
+
+class ScoreMod:
+    """A `score_mod` graph, ``(score, b, h, q_idx, kv_idx, *captured) -> score``, and the values it captures.
+
+    Elements of an axis are digits of the index of its group. Sizes and numbers that are not known come in as captured
+    tensors without dimensions: the template passes symbolic ones as integers only.
+    """
+
+    def __init__(self, lower: Lowering, expression: Expr) -> None:
+        self.lower = lower
+        self.plan = lower.plan
+        self._device = lower.attention.sources[lower.attention.query.source].device
+        self.captured: list[Value] = []
+        self._graph = Graph()
+        self._placeholders: dict[object, Node] = {}
+        names = ("score", "b", "h", "q_idx", "kv_idx")
+        self._score, *indices = [self._graph.placeholder(n) for n in names]
+        compute = lower.attention.compute_dtype
+        for node, dtype in zip((self._score, *indices), (compute, *[torch.int32] * 4)):
+            node.meta["val"] = torch.empty((), dtype=dtype, device=self._device)
+        self._last = indices[-1]
+        a = lower.attention
+        self._digits: dict[Axis, tuple[Group, Node]] = {}
+        for group, index in zip((a.batch, a.heads, a.rows, (a.keys,)), indices):
+            self._digits |= {axis: (group, index) for axis in group}
+        self._known: dict[Any, Any] = {}
+        if compute != torch.float32:
+            self._score = self._call(aten.to.dtype, self._score, torch.float32)
+        result = self._lower(expression)
+        if fake_dtype_is_wide(expression, lower):
+            result = self._call(aten.to.dtype, result, torch.float32)
+        self._graph.output(result)
+
+    def module(self) -> GraphModule:
+        """The graph as a module, to be planned with `Plan.module`."""
+        return GraphModule(torch.nn.Module(), self._graph, class_name="ScoreMod")
+
+    def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        node = self._graph.call_function(target, args, kwargs)
+        node.meta["val"] = target(*map_arg(args, _value), **kwargs)
+        return node
+
+    def _capture(self, key: object, make: Callable[[], Value]) -> Node:
+        known = self._placeholders.get(key)
+        if known is None:
+            self.captured.append(make())
+            with self._graph.inserting_after(self._last):
+                known = self._placeholders[key] = self._graph.placeholder(f"captured_{len(self.captured)}")
+            known.meta["val"] = fake_of(self.captured[-1])
+            self._last = known
+        return known
+
+    # ------------------------------------------------------------ expressions
+
+    def _lower(self, expression: Expr) -> Any:
+        if isinstance(expression, Const):
+            return expression.value
+        known = self._known.get(expression)
+        if known is None:
+            known = self._known[expression] = self._made(expression)
+        return known
+
+    def _made(self, expression: Expr) -> Any:
+        if isinstance(expression, Dot):
+            return self._score
+        if isinstance(expression, IndexValue):
+            return self._index(expression.index)
+        if isinstance(expression, Load):
+            return self._load(expression)
+        assert isinstance(expression, Apply)
+        op, args = expression.op, [self._lower(a) for a in expression.args]
+        if op == "cast":
+            return self._call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
+        if op == "where":
+            return self._call(aten.where.self, self._tensor(args[0]), *self._alike(*args[1:]))
+        if op in COMPARISONS:
+            overload = COMPARISONS[op].Tensor if isinstance(args[1], Node) else COMPARISONS[op].Scalar
+            return self._call(overload, self._tensor(args[0]), args[1])
+        if op in ("maximum", "minimum"):
+            return self._call(POINTWISE[op], *self._alike(*args))
+        if op in ("and", "or", "not"):
+            return self._call(POINTWISE[op], *(self._tensor(a) for a in args))
+        return self._call(POINTWISE[op], self._tensor(args[0]), *args[1:])
+
+    def _alike(self, left: Any, right: Any) -> tuple[Node, Node]:
+        """Two operands of one type: numbers are taken to be scores."""
+        number = not isinstance(left, Node) or not isinstance(right, Node)
+        if not number:
+            return left, right
+        kind = torch.float32 if any(isinstance(x, float) for x in (left, right)) else None
+        return self._tensor(left, kind), self._tensor(right, kind)
+
+    def _tensor(self, value: Any, kind: torch.dtype | None = None) -> Node:
+        if isinstance(value, Node):
+            return value
+        if kind is None:
+            kind = torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else torch.int64
+        return self._call(aten.scalar_tensor.default, value, dtype=kind, device=self._device)
+
+    def _load(self, load: Load) -> Node:
+        node = self.lower.nodes[load.source]
+        held = fake_of(node)
+        if not isinstance(held, torch.Tensor):
+            return self._number(node, torch.float32 if isinstance(held, (float, torch.SymFloat)) else torch.int64)
+        source = self._capture(load.source, lambda: captured(self.plan, node))
+        if not load.index:
+            return source
+        return self._call(aten.index.Tensor, source, [self._tensor(self._index(i)) for i in load.index])
+
+    def _number(self, value: Value | int | float, kind: torch.dtype) -> Node:
+        """A number that is not known statically, as a captured tensor without dimensions."""
+
+        def made() -> Value:
+            return captured(self.plan, self.plan.call(aten.full.default, [], value, dtype=kind, device=self._device))
+
+        return self._capture((id(value), kind), made)
+
+    # ------------------------------------------------------------ indices
+
+    def _index(self, index: Index) -> Any:
+        if isinstance(index, int):
+            return index
+        known = self._known.get(index)
+        if known is not None:
+            return known
+        total: Any = 0
+        for monomial, coefficient in index.terms.items():
+            term: Any = coefficient
+            for atom in monomial:
+                factor = self._atom(atom)
+                term = factor if isinstance(term, int) and term == 1 else self._call(aten.mul.Tensor, factor, term)
+            if isinstance(total, int) and total == 0:
+                total = term
+            elif isinstance(total, Node):
+                total = self._call(aten.add.Tensor, total, term)
+            else:
+                total = self._call(aten.add.Tensor, term, total) if isinstance(term, Node) else total + term
+        self._known[index] = total
+        return total
+
+    def _atom(self, atom: Any) -> Any:
+        if isinstance(atom, Axis):
+            return self._digit(atom)
+        if isinstance(atom, (Quotient, Remainder)):
+            value, divisor = self._index(atom.value), self._index(atom.divisor)
+            return self._divided(self._tensor(value), divisor, isinstance(atom, Remainder))
+        return self._size(Poly.of(atom))
+
+    def _size(self, index: Index) -> Any:
+        if isinstance(index, int):
+            return index
+        value = self.plan.size(index)
+        return value if isinstance(value, int) else self._number(value, torch.int64)
+
+    def _digit(self, axis: Axis) -> Any:
+        """The value of an axis: a digit of its group's index, which counts the slowest axis first."""
+        if axis.size == 1:
+            return 0
+        known = self._known.get(axis)
+        if known is not None:
+            return known
+        group, index = self._digits[axis]
+        faster = product(a.size for a in group[group.index(axis) + 1 :])
+        slower = product(a.size for a in group[: group.index(axis)])
+        value = index
+        if faster != 1:
+            value = self._divided(value, self._size(faster), False)
+        if slower != 1:
+            value = self._divided(value, self._size(axis.size), True)
+        self._known[axis] = value
+        return value
+
+    def _divided(self, value: Node, divisor: Any, remainder: bool) -> Node:
+        scalar = not isinstance(divisor, Node)
+        if remainder:
+            return self._call(aten.remainder.Scalar if scalar else aten.remainder.Tensor, value, divisor)
+        return self._call(aten.floor_divide.Scalar if scalar else aten.floor_divide.default, value, divisor)
+
+
+def fake_dtype_is_wide(expression: Expr, lower: Lowering) -> bool:
+    """Whether something in the expression could make the result float64, which the kernel's scores are not."""
+    sources = lower.attention.sources
+    return any(
+        (isinstance(e, Load) and sources[e.source].dtype == torch.float64)
+        or (isinstance(e, Apply) and e.dtype == torch.float64)
+        for e in walk(expression)
+    )
+
+
+def captured(plan: Plan, value: Value) -> Value:
+    """A value as the template takes it for a capture: something that lies in memory when the template is made.
+
+    What Inductor has not computed yet it would compute inside the kernel, from pointers the kernel is not given, and
+    finds no choices. `as_strided` makes it compute its operand first. It sees the memory of the operand's base
+    through views that Inductor has merged away, so it is given a tensor that is dense (seen in torch 2.13.0).
+    """
+    if isinstance(value, Node) and value.op == "placeholder":
+        return value
+    dense = plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    held = fake_of(dense)
+    sizes = [plan.size(plan.sizes.index(s)) for s in held.shape]
+    strides = [plan.size(plan.sizes.index(s)) for s in held.stride()]
+    return plan.call(aten.as_strided.default, dense, sizes, strides)
+
+
+def own_memory(plan: Plan, value: Value) -> Value:
+    """An operand as a 4-D tensor in memory of its own.
+
+    The template takes the base of a view for the view: with a storage offset the numbers are wrong, with a base of
+    another rank it fails (seen in torch 2.13.0). A copy would be left out where the view is dense; a product is not.
+    """
+    return plan.call(aten.mul.Tensor, value, 1.0)
+
+
+def block_mask(lower: Lowering, band: Band, q_len: Index, kv_len: Index) -> tuple[Any, ...]:
+    """The block-mask argument: the blocks with a key inside the band, all of them as full ones.
+
+    Which keys of a block count is left to the score function.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    plan, a = lower.plan, lower.attention
+    call = plan.call
+    device = a.sources[a.query.source].device
+    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    blocks = _ceil(plan, kv_len, KV_BLOCK)
+    # One more than there are: torch guards on a symbolic size of 1 being one.
+    rows, keys = (_one_more(plan, n) for n in (_ceil(plan, q_len, Q_BLOCK), blocks))
+    partial = call(aten.zeros.default, [1, 1, rows], **place)
+    partial_at = call(aten.zeros.default, [1, 1, rows, keys], **place)
+    first_row = call(aten.mul.Scalar, call(aten.arange.default, rows, **place), Q_BLOCK)
+    last = call(aten.full.default, [], blocks, **place)
+    end = call(aten.expand.default, last, [rows])
+    start = call(aten.zeros.default, [rows], **place)
+    if isinstance(band.upper, int):
+        above = call(aten.add.Scalar, first_row, Q_BLOCK - 1 + band.upper + KV_BLOCK)
+        end = call(aten.minimum.default, call(aten.floor_divide.Scalar, above, KV_BLOCK), last)
+    if isinstance(band.lower, int):
+        below = call(aten.floor_divide.Scalar, call(aten.add.Scalar, first_row, band.lower), KV_BLOCK)
+        start = call(aten.minimum.default, call(aten.clamp.default, below, 0), last)
+    full = call(aten.view.default, call(aten.clamp.default, call(aten.sub.Tensor, end, start), 0), [1, 1, -1])
+    positions = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
+    positions = call(aten.add.Tensor, positions, call(aten.view.default, start, [1, 1, -1, 1]))
+    full_at = call(aten.clone.default, positions, memory_format=torch.contiguous_format)
+    values: dict[int, Any] = {id(v.fake): v for v in (partial, partial_at, full, full_at)}
+    fields = BlockMask.from_kv_blocks(
+        partial.fake,
+        partial_at.fake,
+        full.fake,
+        full_at.fake,
+        BLOCK_SIZE=(Q_BLOCK, KV_BLOCK),
+        seq_lengths=(0, 0),
+        compute_q_blocks=False,
+    ).as_tuple()
+    lengths = (plan.size(q_len), plan.size(kv_len))
+    keep_all = plan.module("flex_mask_mod", _keep_all(device))
+    return (*lengths, *(values.get(id(x), x) for x in fields[2:-1]), keep_all)
+
+
+def _ceil(plan: Plan, size: Index, by: int) -> Any:
+    if isinstance(size, int):
+        return -(-size // by)
+    return plan.call(operator.floordiv, plan.call(operator.add, plan.size(size), by - 1), by)
+
+
+def _one_more(plan: Plan, size: Any) -> Any:
+    return size if isinstance(size, int) else plan.call(operator.add, size, 1)
+
+
+def _keep_all(device: torch.device) -> GraphModule:
+    graph = Graph()
+    for name in ("b", "h", "q_idx", "kv_idx"):
+        graph.placeholder(name).meta["val"] = torch.empty((), dtype=torch.int32, device=device)
+    kept = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": device})
+    kept.meta["val"] = torch.ones((), dtype=torch.bool, device=device)
+    graph.output(kept)
+    return GraphModule(torch.nn.Module(), graph, class_name="MaskMod")
+
+
+def _value(node: Node) -> Any:
+    return node.meta["val"]
+
+
+def kernel_options(operands: Sequence[Value]) -> dict[str, Any]:
+    """The options the operator wants to be complete (`KeyError` otherwise), as torch's own function makes them."""
+    from torch.nn.attention.flex_attention import _apply_kernel_options
+
+    query, key, value = (fake_of(v) for v in operands)
+    return dict(_apply_kernel_options(query, key, value, False, None))

@@ -1,0 +1,157 @@
+"""The fused forward with a backward that computes the weights again: training where a mask or bias wants a gradient.
+
+The fused CPU kernel gives no gradient for its mask, and gets rows without a key wrong (`empty_rows`). This form keeps
+its forward, which stores no score matrix, and writes the backward out: scores, softmax and five products on the
+operands that were saved. One product more than the backward of the program as written, and the weights of no layer are
+kept from the forward to the backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._functorch.autograd_function import autograd_function_apply
+from torch.fx import Graph, GraphModule, Node
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.hardware import cost
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, loads, walk
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import moved_query_bytes, problem_of
+from attn_pass.targets.sdpa import Sdpa, additive_mask, operands
+
+
+class Recompute:
+    """`aten._scaled_dot_product_flash_attention_for_cpu` inside an autograd function of our own."""
+
+    name = "recompute"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes training on CPU with a mask whose gradient is wanted, or that the plain call cannot take."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        copied = moved_query_bytes(attention, setting.hint)
+        problem = problem_of(attention, setting.hint, copied)
+        width = max(problem.head_dim, problem.value_dim)
+        forward = cost.fused(setting.device, replace(problem, head_dim=width, value_dim=width))
+        again = _SHARE_AGAIN * cost.unfused(setting.device, problem)
+        empty = attention.empty_row_is_nan and not attention.rows_never_empty
+        return Offer(
+            self.name, variant, attention, forward + again, fused=True, assumptions=(EMPTY_ROWS,) if empty else ()
+        )
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if not a.needs_grad or setting.program != "compile":
+            return "it is for training under torch.compile"
+        if setting.autocast is not None:
+            return "autocast would treat its backward differently from the program's"
+        if a.sink is not None:
+            return "a sink is no part of its backward"
+        if a.groups != 1:
+            return "grouped heads are packed into rows instead"
+        plain = Sdpa().unfit(a, setting)
+        if plain is not None:
+            return plain
+        if not a.has_mask or a.is_causal or setting.fused_as_written:
+            return "the plain call takes it"
+        if _replaced_inside(a) and not (a.rows_never_empty or setting.assume_nonempty_rows):
+            return "a row may be masked out entirely by scores that are replaced before a matrix is added"
+        if a.keep is not None and any(a.sources[load.source].needs_grad for load in loads(a.keep.condition)):
+            return "the mask's condition needs a gradient"
+        return None
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call; the mask is one matrix, and where scores were replaced its condition comes along."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        query, key, value = operands(lower)
+        mask = additive_mask(lower, setting)
+        inputs: list[Value] = [query, key, value, mask]
+        if a.keep is not None:
+            inputs.append(lower.expression(a.keep.condition, lower.mask_groups()))
+        shapes = [fake_of(x).shape for x in inputs]
+        summed = [n for n in range(4) if _is_one(shapes[3][n]) and not _is_one(_scores(shapes)[n])]
+        forward = plan.module("attn_pass_forward", _forward(len(inputs), a.scale))
+        backward = plan.module("attn_pass_backward", _backward(len(inputs), a.scale, fake_of(query).dtype, summed))
+        saved = list(range(len(inputs)))
+        out: Value = plan.call(
+            autograd_function_apply,
+            forward,
+            backward,
+            *inputs,
+            non_differentiable_idx=[],
+            saved_for_backward_idx=saved,
+        )
+        if a.head_dim != a.value_head_dim:
+            out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        return lower.result(out)
+
+
+# Of an unfused forward, what the backward adds to the program's own: one product, a softmax and its traffic.
+_SHARE_AGAIN = 0.6
+
+
+def _replaced_inside(a: Attention) -> bool:
+    return a.bias is not None and any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias))
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _scores(shapes: Sequence[torch.Size]) -> tuple[int | torch.SymInt, ...]:
+    """The shape (B, H, L, S) of the scores."""
+    query, key = shapes[0], shapes[1]
+    return (query[0], query[1], query[2], key[2])
+
+
+def _forward(count: int, scale: float) -> GraphModule:
+    """``(query, key, value, mask[, keep]) -> result, saved``."""
+    graph = Graph()
+    inputs = [graph.placeholder(f"x{n}") for n in range(count)]
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    both = graph.call_function(kernel, (*inputs[:3], 0.0, False), {"attn_mask": inputs[3], "scale": scale})
+    graph.output((graph.call_function(operator.getitem, (both, 0)), tuple(inputs)))
+    return GraphModule({}, graph)
+
+
+def _backward(count: int, scale: float, dtype: torch.dtype, summed: Sequence[int]) -> GraphModule:
+    """``(gradient, query, key, value, mask[, keep]) -> their gradients``; ``summed`` are the dims the mask broadcasts.
+
+    As autograd writes it for the program: the scores in float32 at least, a row of one fill is uniform, and where
+    scores were replaced they get no gradient. A row of -inf has weights of zero.
+    """
+    graph = Graph()
+    gradient, *inputs = [graph.placeholder(f"x{n}") for n in range(count + 1)]
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def call(target: Callable[..., Any], *args: Any) -> Node:
+        return graph.call_function(target, args)
+
+    def transposed(node: Node) -> Node:
+        return call(aten.transpose.int, node, -2, -1)
+
+    grad, query, key, value, mask = (call(aten.to.dtype, x, wide) for x in (gradient, *inputs[:4]))
+    scores = call(aten.mul.Tensor, call(aten.matmul.default, query, transposed(key)), scale)
+    weights = call(aten._safe_softmax.default, call(aten.add.Tensor, scores, mask), -1)
+    value_grad = call(aten.matmul.default, transposed(weights), grad)
+    product = call(aten.mul.Tensor, weights, call(aten.matmul.default, grad, transposed(value)))
+    total = call(aten.sum.dim_IntList, product, [-1], True)
+    score_grad = call(aten.sub.Tensor, product, call(aten.mul.Tensor, weights, total))
+    mask_grad = call(aten.sum.dim_IntList, score_grad, list(summed), True) if summed else score_grad
+    if count > 4:
+        score_grad = call(aten.where.ScalarOther, inputs[4], score_grad, 0.0)
+    score_grad = call(aten.mul.Tensor, score_grad, scale)
+    query_grad = call(aten.matmul.default, score_grad, key)
+    key_grad = call(aten.matmul.default, transposed(score_grad), query)
+    grads = (query_grad, key_grad, value_grad, mask_grad)
+    typed = [call(aten.type_as.default, x, to) for x, to in zip(grads, inputs)]
+    graph.output((*typed, *[None] * (count - 4)))
+    return GraphModule({}, graph)

@@ -1,0 +1,134 @@
+"""Attention sinks: a logit joined to the scores whose weight nobody takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+NEG_INF = float("-inf")
+KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
+KEEP[0, 0, 3] = False  # a row without a key
+SINK = randn(2, seed=4)
+Program = Callable[..., Tensor]
+
+
+def softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1)
+
+
+def joined(scores: Tensor, sink: Tensor) -> Tensor:
+    return torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)], -1)
+
+
+def transformers(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As transformers' gpt-oss writes it, grouped heads included."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(*q.shape[:2], *x.shape[2:]) for x in (k, v))
+    scores = q @ k.mT * 0.25
+    logits = joined(scores if mask is None else scores + mask, sink)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return torch.nn.functional.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1] @ v
+
+
+def with_bias(bias: Callable[[], Tensor]) -> Program:
+    return lambda q, k, v, sink: softmax(joined(q @ k.mT + bias(), sink))[..., :-1] @ v
+
+
+READ: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "plain": (transformers, (SINK,)),
+    "an added mask": (transformers, (SINK, torch.zeros(2, 1, 8, 8).masked_fill(~KEEP, LOWEST))),
+    "an added mask of -inf": (transformers, (SINK, torch.zeros(2, 1, 8, 8).masked_fill(~KEEP, NEG_INF))),
+    "filled": (
+        lambda q, k, v, s, m: softmax(joined((q @ k.mT).masked_fill(~m, LOWEST), s))[..., :-1] @ v,
+        (SINK, KEEP),
+    ),
+    "causal": (with_bias(lambda: torch.full((8, 8), NEG_INF).triu(1)), (SINK,)),
+    "a negative scale": (lambda q, k, v, s: softmax(joined(q @ k.mT * -0.3, s))[..., :-1] @ v, (SINK,)),
+    "a bias of zeros": (with_bias(lambda: torch.zeros(8, 8)), (SINK,)),
+    "a logit of every row": (
+        lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s], -1))[..., :-1] @ v,
+        (randn(2, 2, 8, 1),),
+    ),
+    "a logit of the query": (
+        lambda q, k, v: softmax(torch.cat([q @ k.mT, q.sum(-1, keepdim=True)], -1))[..., :-1] @ v,
+        (),
+    ),
+}
+LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "a number added to the scores alone": (
+        lambda q, k, v, s: softmax(joined(q @ k.mT + 1.0, s))[..., :-1] @ v,
+        (SINK,),
+    ),
+    "a tensor added to the scores alone": (
+        lambda q, k, v, s, t: softmax(joined(q @ k.mT + t, s))[..., :-1] @ v,
+        (SINK, randn(2, 1, 8, 1)),
+    ),
+    "a matrix of one number added to the scores alone": (with_bias(lambda: torch.full((8, 8), 3.0)), (SINK,)),
+    "the maximum taken off the scores alone": (
+        lambda q, k, v, s: (lambda x: softmax(joined(x - x.amax(-1, keepdim=True), s))[..., :-1] @ v)(q @ k.mT),
+        (SINK,),
+    ),
+    "the weight of the sink kept": (
+        lambda q, k, v, s: softmax(joined(q @ k.mT, s)) @ torch.cat([v, v[:, :, :1]], 2),
+        (SINK,),
+    ),
+    "another weight thrown away": (lambda q, k, v, s: softmax(joined(q @ k.mT, s))[..., 1:] @ v, (SINK,)),
+    "two logits": (
+        lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s.view(1, 2, 1, 1).expand(2, 2, 8, 2)], -1))[..., :-2] @ v,
+        (SINK,),
+    ),
+    "a logit in front": (
+        lambda q, k, v, s: softmax(torch.cat([s.view(1, 2, 1, 1).expand(2, 2, 8, 1), q @ k.mT], -1))[..., 1:] @ v,
+        (SINK,),
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("row", list(READ.values()), ids=list(READ))
+def test_read(row: tuple[Program, tuple[Any, ...]], dynamic: bool) -> None:
+    program, rest = row
+    same(program, *qkv(), *rest, dynamic=dynamic, rewritten=1)
+
+
+@pytest.mark.parametrize("row", list(LEFT.values()), ids=list(LEFT))
+def test_left(row: tuple[Program, tuple[Any, ...]]) -> None:
+    program, rest = row
+    same(program, *qkv(), *rest, rewritten=0)
+
+
+def test_narrow_values() -> None:
+    same(lambda q, k, v, s: softmax(joined(q @ k.mT, s))[..., :-1] @ v[..., :5], *qkv(), SINK, rewritten=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    same(transformers, *qkv(dtype=dtype), SINK.to(dtype), rewritten=1, twice=3.0)
+
+
+def test_training_is_left_with_the_reason() -> None:
+    report = same(transformers, *qkv(grad=True), randn(2, seed=4, grad=True), grad=True, rewritten=0)
+    assert "no gradient" in report.left[0].reason
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_exported(decompose: bool) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+            return transformers(q, k, v, sink, torch.full((8, 8), NEG_INF).triu(1))
+
+    inputs = (*qkv(), SINK)
+    program = torch.export.export(Module(), inputs)
+    if decompose:
+        program = program.run_decompositions()
+    report = attn_pass.rewrite(program, choose="fused")
+    assert [s.outcome for s in report.sites] == ["rewritten"]
+    torch.testing.assert_close(program.module()(*inputs), Module()(*inputs), atol=1e-5, rtol=1e-5)

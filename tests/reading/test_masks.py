@@ -1,0 +1,450 @@
+"""What masks are named, how they are spelled, and what must not be named so; each executed against eager."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from programs import DIALECTS, check, close
+from torch import Tensor
+
+from against_eager import qkv, same
+from attn_pass.model.expression import Apply, Const, Dot, apply
+from attn_pass.model.reference import reference
+
+transformers = pytest.importorskip("transformers")
+masking = pytest.importorskip("transformers.masking_utils")
+INF = float("inf")
+ZERO = torch.zeros(1, 1, dtype=torch.int64)
+LOWEST = torch.finfo(torch.float32).min
+N = 12
+Keep = Callable[[int, int], Tensor]
+
+
+def attend(s: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(s, -1) @ v
+
+
+def scores(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.transpose(-1, -2)) * 0.25
+
+
+def rows(n: int, first: int = 0) -> Tensor:
+    return torch.arange(first, first + n)[:, None]
+
+
+def columns(n: int) -> Tensor:
+    return torch.arange(n)[None, :]
+
+
+def lower(n: int, m: int, diagonal: int = 0) -> Tensor:
+    return torch.ones(n, m, dtype=torch.bool).tril(diagonal)
+
+
+def one_sequence(n: int, prepend: int = 1, dim: int = -1) -> Tensor:
+    """Transformers' packed-sequence detection on positions the program makes itself."""
+    position = torch.arange(n)[None, :].expand(2, -1)
+    return (torch.diff(position, prepend=position[:, :1] - prepend, dim=-1) != 1).cumsum(dim)
+
+
+def same_sequence(sequence: Tensor) -> Tensor:
+    return sequence[:, None, :, None] == sequence[:, None, None, :]
+
+
+HIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "masked_fill": lambda s, keep: s.masked_fill(~keep, -INF),
+    "where": lambda s, keep: torch.where(keep, s, LOWEST),
+    "added": lambda s, keep: s + torch.zeros(keep.shape).masked_fill(~keep, LOWEST),
+    "added product": lambda s, keep: s + (1.0 - keep.float()) * -1e9,
+    "added where": lambda s, keep: torch.where(keep, torch.zeros(()), -INF) + s,
+}
+
+# name -> spellings over (query length, key length)
+NAMED: dict[str, dict[str, Keep]] = {
+    "causal": {
+        "tril": lower,
+        "not triu": lambda n, m: ~torch.ones(n, m, dtype=torch.bool).triu(1),
+        "tril of numbers": lambda n, m: torch.tril(torch.ones(n, m)) == 1,
+        "arange <=": lambda n, m: columns(m) <= rows(n),
+        "arange >": lambda n, m: rows(n) + 1 > columns(m),
+        "difference": lambda n, m: (rows(n) - columns(m)) >= 0,
+        "of cumsum": lambda n, m: torch.ones(m, dtype=torch.int64).cumsum(0) <= rows(n) + 1,
+        "and true": lambda n, m: lower(n, m) & torch.ones((), dtype=torch.bool) & (rows(n) >= 0),
+        "or false": lambda n, m: lower(n, m) | torch.zeros(n, m, dtype=torch.bool),
+        "product": lambda n, m: lower(n, m).float() * torch.ones(n, m) != 0,
+        "product of truth": lambda n, m: lower(n, m) * lower(n, m, 2),
+        "de morgan": lambda n, m: ~((columns(m) > rows(n)) | (rows(n) < 0)),
+        "chosen": lambda n, m: torch.where(columns(m) > rows(n), False, True),
+        "filled": lambda n, m: torch.ones(n, m, dtype=torch.bool).masked_fill(columns(m) > rows(n), False),
+        "indexed": lambda n, m: lower(n, m)[rows(n), columns(m)],
+        "indexed positions": lambda n, m: torch.arange(m)[columns(m)] <= torch.arange(n)[rows(n)],
+        "one packed sequence": lambda n, m: same_sequence(one_sequence(n)) & (columns(m) <= rows(n)),
+    },
+    "sliding window (2, 0)": {
+        "tril and triu": lambda n, m: lower(n, m) & torch.ones(n, m, dtype=torch.bool).triu(-2),
+        "tril of triu": lambda n, m: torch.ones(n, m).triu(-2).tril().bool(),
+        "transformers": lambda n, m: (columns(m) > rows(n) - 3) & (columns(m) <= rows(n)),
+        "distance": lambda n, m: ((rows(n) - columns(m)) < 3) & ((rows(n) - columns(m)) >= 0),
+        "not far": lambda n, m: ~((rows(n) - columns(m) > 2) | (rows(n) - columns(m) < 0)),
+    },
+    "sliding window (2, 2)": {
+        "abs": lambda n, m: (rows(n) - columns(m)).abs() <= 2,
+        "abs of the other": lambda n, m: torch.abs(columns(m) - rows(n)).lt(3),
+        "two sides": lambda n, m: (columns(m) - rows(n) <= 2) & (columns(m) - rows(n) >= -2),
+    },
+    "chunked (4)": {
+        "//": lambda n, m: columns(m) // 4 == rows(n) // 4,
+        "div": lambda n, m: torch.div(columns(m), 4, rounding_mode="floor") == torch.floor_divide(rows(n), 4),
+    },
+    "causal and chunked (4)": {
+        "both": lambda n, m: lower(n, m) & (columns(m) // 4 == rows(n) // 4),
+        "shifted by a chunk": lambda n, m: lower(n, m) & ((columns(m) + 4) // 4 == rows(n) // 4 + 1),
+    },
+    "causal or prefix (3)": {
+        "or": lambda n, m: (columns(m) <= rows(n)) | (columns(m) < 3),
+        "filled": lambda n, m: lower(n, m).masked_fill(columns(m) <= 2, True),
+    },
+    "prefix (5)": {
+        "arange": lambda n, m: (columns(m) < 5).expand(n, m),
+        "cat": lambda n, m: torch.cat([torch.ones(5, dtype=torch.bool), torch.zeros(m - 5, dtype=torch.bool)])[None],
+    },
+    "none": {
+        "ones": lambda n, m: torch.ones(n, m, dtype=torch.bool),
+        "bidirectional": lambda n, m: rows(n) >= 0,
+        "one packed sequence": lambda n, m: same_sequence(one_sequence(n)),
+    },
+}
+SPELLED = [(name, spelling) for name, spellings in NAMED.items() for spelling in spellings]
+
+
+@pytest.mark.parametrize("name, spelling", SPELLED)
+def test_named(name: str, spelling: str) -> None:
+    """Each spelling, hidden in a way of its own, is named; compiled for one size and for any it is what eager is."""
+    hide = HIDE[list(HIDE)[SPELLED.index((name, spelling)) % len(HIDE)]]
+    make = NAMED[name][spelling]
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(hide(scores(q, k), make(q.shape[2], k.shape[2])), v)
+
+    for dynamic in (False, True):
+        report = same(program, *qkv(q_len=N, kv_len=N), rewritten=1, dynamic=dynamic, targets=("sdpa",))
+        assert report.sites[0].mask == name, dynamic
+
+
+@pytest.mark.parametrize("hide", HIDE)
+@pytest.mark.parametrize("name", ["causal", "sliding window (2, 2)", "none"])
+def test_however_it_is_hidden(name: str, hide: str) -> None:
+    make = next(iter(NAMED[name].values()))
+    q, k, v = qkv(q_len=N, kv_len=N)
+    found = check(lambda q, k, v: attend(HIDE[hide](scores(q, k), make(N, N)), v), (q, k, v), "export")[0].attention
+    assert (found.mask_text, found.rows_never_empty) == (name, True)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", NAMED)
+def test_the_structure_is_the_whole_mask(name: str, dialect: str) -> None:
+    """With the structure's condition in place of whatever mask the program made, the attention is the same."""
+    make = list(NAMED[name].values())[-1]
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(scores(q, k) + torch.zeros(()).masked_fill(~make(N, N), LOWEST), v)
+
+    (meaning,) = check(program, qkv(q_len=N, kv_len=N), dialect)
+    a = meaning.attention
+    assert a.mask_text == name and a.structure.is_exact and a.rows_never_empty
+    score = Apply("where", (a.structure.condition(), apply("mul", Dot(), Const(a.scale)), Const(-INF)))
+    close(reference(replace(a, score=score), meaning.sources, meaning.sizes), meaning.computed, "the structure")
+
+
+# ---------------------------------------------------------------- what must not be named so
+
+ALIKE: dict[str, tuple[str, Keep]] = {
+    "one further": ("causal with offset 1", lambda n, m: lower(n, m, 1)),
+    "< for <=": ("causal with offset -1", lambda n, m: columns(m) < rows(n)),
+    "reversed": ("sliding window (0, all)", lambda n, m: columns(m) >= rows(n)),
+    "transposed": ("sliding window (0, all)", lambda n, m: lower(m, n).mT),
+    "window on the other side": (
+        "sliding window (0, 2)",
+        lambda n, m: (columns(m) < rows(n) + 3) & (columns(m) >= rows(n)),
+    ),
+    "window wider by one": ("sliding window (3, 0)", lambda n, m: lower(n, m) & (columns(m) >= rows(n) - 3)),
+    "or for and": ("causal or sliding window (2, all)", lambda n, m: lower(n, m) | (columns(m) > rows(n) - 3)),
+    "every second": ("dense", lambda n, m: columns(m) <= 2 * rows(n)),
+    "flipped": ("dense", lambda n, m: torch.arange(m - 1, -1, -1)[None] <= rows(n)),
+    "every second key": ("causal and dense", lambda n, m: (columns(m) % 2 == 0) & lower(n, m)),
+    "not equal": ("dense", lambda n, m: columns(m) != rows(n)),
+    "shifted chunks": (
+        "causal and chunked (4) shifted by (1, 0)",
+        lambda n, m: lower(n, m) & ((columns(m) + 1) // 4 == rows(n) // 4),
+    ),
+    "each its own sequence": (
+        "sliding window (0, 0)",
+        lambda n, m: lower(n, m)
+        & same_sequence(torch.diff(torch.arange(2, 2 * n + 2, 2)[None], prepend=ZERO).cumsum(-1)),
+    ),
+    "a sequence that starts elsewhere": (
+        "causal and document",
+        lambda n, m: lower(n, m) & same_sequence(one_sequence(n, prepend=5)),
+    ),
+    "cumsum over the batch": (
+        "causal and document",
+        lambda n, m: lower(n, m) & same_sequence(one_sequence(n, prepend=5, dim=0)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("alike", ALIKE)
+def test_look_alikes(alike: str) -> None:
+    """What differs by one, by a direction or by a dimension is named for what it is, or not at all."""
+    name, make = ALIKE[alike]
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
+
+    for dynamic in (False, True):
+        report = same(program, *qkv(q_len=N, kv_len=N), rewritten=1, dynamic=dynamic, targets=("sdpa",))
+        assert report.sites[0].mask == name, dynamic
+
+
+# ---------------------------------------------------------------- lengths that differ
+
+OFFSET: dict[str, Keep] = {
+    "arange from": lambda n, m: columns(m) <= torch.arange(m - n, m)[:, None],
+    "added": lambda n, m: columns(m) <= rows(n) + (m - n),
+    "tril": lambda n, m: lower(n, m, m - n),
+    "transformers": lambda n, m: masking.sdpa_mask(2, n, m, q_offset=m - n, allow_is_causal_skip=False),
+}
+
+
+@pytest.mark.parametrize("spelling", OFFSET)
+@pytest.mark.parametrize("n, name", [(5, "causal with offset"), (1, "none")])
+def test_aligned_to_the_last_key(spelling: str, n: int, name: str) -> None:
+    """A cache's mask: no row is empty, and a single query sees every key."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(scores(q, k).masked_fill(~OFFSET[spelling](q.shape[2], k.shape[2]), LOWEST), v)
+
+    operands = qkv(q_len=n, kv_len=N)
+    for dynamic in (False, True):
+        report = same(program, *operands, rewritten=1, dynamic=dynamic, targets=("sdpa",))
+        assert report.sites[0].mask.startswith(name), dynamic
+    (meaning,) = check(program, operands, "export")
+    assert meaning.attention.rows_never_empty
+
+
+def test_an_offset_that_grows_keeps_its_rows() -> None:
+    """With a past of unknown length, prepended to keys as long as the queries, the diagonal is a key of its own row."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, past: Tensor, past_v: Tensor) -> Tensor:
+        keep = columns(past.shape[2] + k.shape[2]) <= rows(q.shape[2], past.shape[2])
+        k, v = torch.cat([past, k], 2), torch.cat([past_v, v], 2)
+        return attend(scores(q, k) + torch.where(keep, 0.0, -INF), v)
+
+    inputs = (*qkv(q_len=5, kv_len=5), *qkv(q_len=7, kv_len=7)[:2])
+    (meaning,) = check(program, inputs, "dynamo", dynamic=True)
+    assert meaning.attention.mask_text.startswith("causal with offset s") and meaning.attention.rows_never_empty
+    same(program, *inputs, rewritten=1, dynamic=True, targets=("sdpa",))
+
+
+EMPTY: dict[str, Keep] = {
+    "rows above the diagonal": lambda n, m: columns(m) < rows(n),
+    "more queries than keys": lambda n, m: lower(n, m) & (columns(m) > rows(n) - 3),
+    "a window before the first key": lambda n, m: (columns(m) <= rows(n) - 2) & (columns(m) >= rows(n) - 4),
+    "aligned to the last key, with fewer keys": lambda n, m: columns(m) <= rows(n) + (m - n),
+}
+
+
+@pytest.mark.parametrize("case", EMPTY)
+def test_rows_that_may_be_empty(case: str) -> None:
+    """Of these nobody says that each row keeps a key; eager's mean over the values is what comes out."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(scores(q, k) + torch.where(EMPTY[case](q.shape[2], k.shape[2]), 0.0, LOWEST), v)
+
+    operands = qkv(q_len=N, kv_len=N - 4)
+    (meaning,) = check(program, operands, "dynamo")
+    assert meaning.attention.structure.is_exact and not meaning.attention.rows_never_empty
+    same(program, *operands, rewritten=1, targets=("sdpa",))
+    same(program, *qkv(q_len=N, kv_len=N - 4, grad=True), rewritten=1, grad=True, targets=("sdpa",))
+
+
+def test_a_window_as_long_as_the_sequence_is_causal() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, m = q.shape[2], k.shape[2]
+        return attend(scores(q, k).masked_fill(~(lower(n, m) & (columns(m) > rows(n) - N)), -INF), v)
+
+    for n, name in ((N, "causal"), (N + 1, f"sliding window ({N - 1}, 0)")):
+        report = same(program, *qkv(q_len=n, kv_len=n), rewritten=1, dynamic=False)
+        assert report.sites[0].mask == name
+
+
+def test_training_with_a_window_needs_no_repair() -> None:
+    """Every row keeps the diagonal, so the added matrix is handed over as it is, gradients included."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = lower(N, N) & (columns(N) > rows(N) - 3)
+        return attend(scores(q, k) + torch.where(keep, 0.0, LOWEST), v)
+
+    same(program, *qkv(q_len=N, kv_len=N, grad=True), rewritten=1, grad=True, numerics="strict")
+
+
+# ---------------------------------------------------------------- run-time masks
+
+MASK = torch.ones(2, N, dtype=torch.int64)
+MASK[1, 8:] = 0
+IDS = torch.tensor([[0] * 5 + [1] * 7, [0] * 12])
+POSITION = torch.cat([torch.arange(5), torch.arange(7)])[None].expand(2, -1).contiguous()
+
+
+def padded(mask: Tensor) -> Tensor:
+    return mask[:, None, None, :] != 0
+
+
+RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
+    "padding": ("padding", MASK, lambda s, x: s.masked_fill(~padded(x), LOWEST)),
+    "bool padding": ("padding", MASK.bool(), lambda s, x: torch.where(x[:, None, None], s, -INF)),
+    "mask == 0": ("padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, None].expand(-1, 1, N, -1), -1e9)),
+    "added padding": ("padding", MASK, lambda s, x: s + (1.0 - x[:, None, None].float()) * LOWEST),
+    "indexed padding": (
+        "padding",
+        MASK.bool(),
+        lambda s, x: s.masked_fill(~x[torch.arange(2)[:, None, None, None], torch.arange(N)], LOWEST),
+    ),
+    "causal": ("causal and padding", MASK, lambda s, x: s.masked_fill(~(padded(x) & lower(N, N)), LOWEST)),
+    "causal, twice": (
+        "causal and padding",
+        MASK,
+        lambda s, x: s.masked_fill(~lower(N, N), LOWEST).masked_fill(~padded(x), LOWEST),
+    ),
+    "causal, added": (
+        "causal and padding",
+        MASK,
+        lambda s, x: s + torch.where(lower(N, N), 0.0, LOWEST).masked_fill(~padded(x), LOWEST),
+    ),
+    "window": (
+        "sliding window (2, 0) and padding",
+        MASK,
+        lambda s, x: s.masked_fill(~(padded(x) & lower(N, N) & ~lower(N, N, -3)), LOWEST),
+    ),
+    "document": ("document", IDS, lambda s, x: s.masked_fill(~same_sequence(x), LOWEST)),
+    "packed positions": (
+        "causal and document",
+        POSITION,
+        lambda s, x: s.masked_fill(
+            ~(lower(N, N) & same_sequence((torch.diff(x, prepend=x[:, :1] - 1) != 1).cumsum(-1))), LOWEST
+        ),
+    ),
+    "positions given": ("dense", POSITION, lambda s, x: s.masked_fill(x[:, None, None] > x[:, None, :, None], LOWEST)),
+    "queries": ("query padding", MASK, lambda s, x: s.masked_fill((x == 0)[:, None, :, None], LOWEST)),
+    "a run-time offset": (
+        "causal with a run-time offset",
+        torch.tensor(3),
+        lambda s, x: s.masked_fill(~(columns(N) <= rows(N) + x), LOWEST),
+    ),
+    "a lower triangle given": ("dense", lower(N, N), lambda s, x: s.masked_fill(~x, LOWEST)),
+    "a matrix given": ("additive", torch.where(lower(N, N), 0.0, LOWEST), lambda s, x: s + x),
+    "causal and a matrix": (
+        "causal and additive",
+        torch.arange(N * N).view(N, N) / 50.0,
+        lambda s, x: (s + x).masked_fill(~lower(N, N), -INF),
+    ),
+    "or": (
+        "dense",
+        MASK,
+        lambda s, x: s.masked_fill(~(padded(x) | lower(N, N)), LOWEST),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUN_TIME)
+def test_what_depends_on_values_is_never_assumed(case: str) -> None:
+    name, mask, hide = RUN_TIME[case]
+
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attend(hide(scores(q, k), mask), v)
+
+    operands = qkv(q_len=N, kv_len=N)
+    report = same(program, *operands, mask, rewritten=1, targets=("sdpa",))
+    assert report.sites[0].mask == name
+    for dialect in DIALECTS:
+        (meaning,) = check(program, (*operands, mask), dialect)
+        a = meaning.attention
+        assert a.mask_text == name and not a.structure.is_exact and not a.rows_never_empty and not a.is_causal
+
+
+def test_a_buffer_is_no_fact() -> None:
+    """A registered triangle may be filled with anything before the next call."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("triangle", lower(N, N))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(scores(q, k).masked_fill(~self.triangle, LOWEST), v)
+
+    report = same(Model(), *qkv(q_len=N, kv_len=N), rewritten=1, targets=("sdpa",))
+    assert report.sites[0].mask == "dense"
+
+
+# ---------------------------------------------------------------- transformers
+
+FACTORIES: dict[str, tuple[str, Callable[..., Tensor | None]]] = {
+    "causal": ("causal", masking.create_causal_mask),
+    "sliding": ("sliding window (3, 0)", masking.create_sliding_window_causal_mask),
+    "chunked": ("causal and chunked (4)", masking.create_chunked_causal_mask),
+    "bidirectional": ("none", masking.create_bidirectional_mask),
+    "bidirectional sliding": ("sliding window (4, 4)", masking.create_bidirectional_sliding_window_mask),
+}
+GIVEN: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "nothing": lambda n: {},
+    "positions": lambda n: {"position_ids": torch.arange(n)[None]},
+    "padding": lambda n: {},
+}
+
+
+def config(implementation: str) -> transformers.PreTrainedConfig:
+    found = transformers.MistralConfig(sliding_window=4)
+    found.attention_chunk_size = 4
+    found._attn_implementation = implementation
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_transformers_masks(factory: str, given: str, implementation: str) -> None:
+    """The library's own mask factories, called inside the program, in every dialect and for any length."""
+    name, make = FACTORIES[factory]
+    if given == "positions" and factory.startswith("bidirectional"):
+        pytest.skip("it takes no positions")
+    of = config(implementation)
+
+    def program(q: Tensor, k: Tensor, v: Tensor, x: Tensor, padding: Tensor) -> Tensor:
+        more = {"past_key_values": None, **GIVEN[given](x.shape[1])}
+        mask = make(of, inputs_embeds=x, attention_mask=padding if given == "padding" else None, **more)
+        s = scores(q, k)
+        if mask is None:
+            return attend(s.masked_fill(~lower(x.shape[1], x.shape[1]), -INF) if factory == "causal" else s, v)
+        return attend(s.masked_fill(~mask, LOWEST) if mask.dtype == torch.bool else s + mask, v)
+
+    if given == "padding":
+        name = {
+            "none": "padding",
+            "causal and chunked (4)": "causal and chunked (4) from a run-time start and padding",
+        }.get(name, f"{name} and padding")
+    inputs = (*qkv(q_len=N, kv_len=N), torch.zeros(2, N, 4), MASK)
+    for dynamic in (False, True):
+        report = same(program, *inputs, rewritten=1, dynamic=dynamic, targets=("sdpa",))
+        # Dynamo makes sizes of the configuration symbols, too.
+        assert re.sub(r"s\d+", "4", re.sub(r"-1\+s\d+", "3", report.sites[0].mask)) == name, dynamic
+    for dialect in DIALECTS[1:]:
+        length = {2: torch.export.Dim("length", min=5, max=99)}
+        shapes = (length, length, length, {1: length[2]}, {1: length[2]})
+        for dims in (None, shapes):
+            (meaning,) = check(program, inputs, dialect, dims)
+            assert meaning.attention.mask_text == name, (dialect, dims)
+            assert meaning.attention.rows_never_empty == (given != "padding")

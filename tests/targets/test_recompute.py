@@ -1,0 +1,140 @@
+"""The fused forward with a written-out backward: every gradient is eager's, the mask's own included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
+KEEP[0, 0, 3] = False  # a row without a key
+PADDED = torch.zeros(2, 1, 1, 8)
+PADDED[1] = LOWEST  # a whole sequence without a key
+
+Program = Callable[..., Tensor]
+
+
+def softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1)
+
+
+def bias(*shape: int) -> Tensor:
+    return randn(*shape, seed=3, grad=True)
+
+
+TAKEN: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "a bias of every head": (lambda q, k, v, b: softmax(q @ k.mT * 0.25 + b) @ v, (bias(1, 2, 8, 8),)),
+    "a negative scale": (lambda q, k, v, b: softmax(q @ k.mT * -0.25 + b) @ v, (bias(8, 8),)),
+    "a bias of every score": (lambda q, k, v, b: softmax(q @ k.mT * 0.25 + b) @ v, (bias(2, 2, 8, 8),)),
+    "a bias of every key": (lambda q, k, v, b: softmax(b - q @ k.mT * 0.25) @ v, (bias(2, 1, 1, 8),)),
+    "a bias looked up": (
+        lambda q, k, v, t: softmax(q @ k.mT + t[(torch.arange(8)[:, None] - torch.arange(8)) + 7].permute(2, 0, 1)) @ v,
+        (bias(15, 2),),
+    ),
+    "padded, the mask added first": (
+        lambda q, k, v, b, m: softmax(q @ k.mT + (b + m)) @ v,
+        (bias(1, 2, 8, 8), PADDED),
+    ),
+    "padded, the mask added last": (lambda q, k, v, b, m: softmax(q @ k.mT + b + m) @ v, (bias(1, 2, 8, 8), PADDED)),
+    "filled": (
+        lambda q, k, v, b, m: softmax((q @ k.mT + b).masked_fill(~m, LOWEST)) @ v,
+        (bias(1, 2, 8, 8), KEEP),
+    ),
+    "filled with -inf": (
+        lambda q, k, v, b, m: softmax((q @ k.mT + b).masked_fill(~m, float("-inf"))) @ v,
+        (bias(1, 2, 8, 8), KEEP | torch.eye(8, dtype=torch.bool)),
+    ),
+    "two masks": (lambda q, k, v, m, n: softmax(q @ k.mT + m + n) @ v, (PADDED, PADDED.flip(0))),
+    "keys of one head": (
+        lambda q, k, v, b: softmax(q @ k[:, :1].mT + b) @ v[:, :1],
+        (bias(1, 2, 8, 8),),
+    ),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("row", list(TAKEN.values()), ids=list(TAKEN))
+def test_gradients(row: tuple[Program, tuple[Any, ...]], dynamic: bool) -> None:
+    program, rest = row
+    report = same(program, *qkv(grad=True), *rest, grad=True, dynamic=dynamic, rewritten=1)
+    assert report.sites[0].target == "recompute"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_in_other_dtypes(dtype: torch.dtype) -> None:
+    learned = bias(1, 2, 8, 8).detach().to(dtype).requires_grad_()
+    program, _ = TAKEN["a bias of every head"]
+    same(program, *qkv(dtype=dtype, grad=True), learned, grad=True, rewritten=1, twice=3.0)
+
+
+def test_narrow_values() -> None:
+    same(
+        lambda q, k, v, b: softmax(q @ k.mT + b) @ v[..., :4],
+        *qkv(grad=True),
+        bias(1, 2, 8, 8),
+        grad=True,
+        rewritten=1,
+    )
+
+
+LEFT: dict[str, tuple[Program, tuple[Any, ...], str]] = {
+    "replaced before a matrix is added": (
+        lambda q, k, v, b, m: softmax((q @ k.mT).masked_fill(~m, LOWEST) + b) @ v,
+        (bias(1, 2, 8, 8), KEEP),
+        "gradient",
+    ),
+    "dropout": (
+        lambda q, k, v, b: torch.nn.functional.dropout(softmax(q @ k.mT + b), 0.5) @ v,
+        (bias(1, 2, 8, 8),),
+        "dropout",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", list(LEFT.values()), ids=list(LEFT))
+def test_left(row: tuple[Program, tuple[Any, ...], str]) -> None:
+    program, rest, reason = row
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(
+            *qkv(grad=True), *rest
+        )
+    assert not report.rewritten
+    assert reason in report.left[0].reason
+
+
+def test_a_mask_without_a_gradient_takes_the_plain_call() -> None:
+    program, _ = TAKEN["a bias of every head"]
+    report = same(program, *qkv(grad=True), randn(1, 2, 8, 8), grad=True, rewritten=1)
+    assert report.sites[0].target == "sdpa"
+
+
+def test_the_planner_leaves_it_where_it_is_slower() -> None:
+    program, _ = TAKEN["a bias of every head"]
+    q, k, v = (randn(2, 4, 256, 64, seed=n, grad=True) for n in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        torch.compile(program, backend=attn_pass.wrap("aot_eager"))(q, k, v, bias(1, 4, 256, 256))
+    assert not report.rewritten
+    assert "cheapest" in report.left[0].reason
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor() -> None:
+    program, rest = TAKEN["padded, the mask added last"]
+    inputs = [*qkv(grad=True), *rest]
+    wanted = torch.autograd.grad(program(*inputs).sin().sum(), [t for t in inputs if t.requires_grad])
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(program, backend=attn_pass.backend, options={"choose": "fused"})(*inputs)
+    found = torch.autograd.grad(out.sin().sum(), [t for t in inputs if t.requires_grad])
+    assert report.rewritten
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

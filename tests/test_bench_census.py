@@ -1,0 +1,122 @@
+"""What `python -m bench.census` makes of rows; the measurements themselves need a census folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench.census import tables
+from bench.census.children import Task, in_child, run_all
+from bench.census.folder import FolderError, open_census
+from bench.census.rows import read_rows
+
+GOOD = {"ok": True, "rel_l2": 1e-7, "max_abs": 1e-6}
+WRONG = {"ok": False, "rel_l2": 0.5, "max_abs": 2.0}
+TANH = {"kind": "near miss", "form": "eager", "reason": "tanh | soft cap", "where": "a.py:1 in f"}
+
+
+def exported(name: str, family: str = "hf text", stage: str = "export", **facts: Any) -> dict[str, Any]:
+    row = {"bench": "export", "stage": stage, "name": name, "family": family, "control": False, "status": "ok"}
+    return {**row, "sites": {"hand": 2}, "rewritten": 2, "calls_rewritten": 0, "left": [], "numerics": GOOD, **facts}
+
+
+def compiled(name: str, way: str, seconds: float, pass_s: float = 0.0, number: int = 0) -> dict[str, Any]:
+    facts = {"bench": "compile-time", "name": name, "stage": f"{way} {number}", "way": way, "status": "ok"}
+    return {**facts, "compile_s": seconds, "pass_s": pass_s, "rewritten": 3, "calls_rewritten": 0, "left": []}
+
+
+def test_a_line_a_family_with_both_stages() -> None:
+    refused = {"bench": "export", "stage": "export", "name": "c", "family": "timm", "status": "not exportable"}
+    rows = [
+        exported("a"),
+        exported("a", stage="decomposed", rewritten=1, left=[TANH]),
+        exported("b", family="timm"),
+        {**refused, "control": False, "error": "no"},
+    ]
+    table = tables.export_table(rows)
+    assert "| hf text | 1 | 1 | 2 | 2 | 100.0 | 2 | 1 | 50.0 | 0 | 0 |" in table
+    assert "| timm | 2 | 1 | 2 | 2 | 100.0 | 0 | 0 | - | 0 | 0 |" in table
+    assert "| **all** | 3 | 2 | 4 | 4 | 100.0 | 2 | 1 | 50.0 | 0 | 0 |" in table
+
+
+def test_controls_count_for_themselves() -> None:
+    table = tables.export_table([exported("a"), exported("mixer", control=True, sites={}, rewritten=0)])
+    assert "| **all** | 1 |" in table
+    assert "| controls | 1 | 1 | 0 | 0 | - |" in table
+
+
+def test_reasons_are_counted_and_cells_stay_cells() -> None:
+    table = tables.left_table([exported("a", left=[TANH, TANH]), exported("b", left=[TANH])])
+    assert "| 3 | near miss | tanh \\| soft cap | export | a, b | a.py:1 in f |" in table
+
+
+def test_equal_reasons_are_one_line() -> None:
+    told = [f"the weights (a.py:{line} in f) are also used by view_{line}" for line in (3, 41)]
+    table = tables.left_table([exported("a", left=[{**TANH, "reason": reason} for reason in told])])
+    assert "| 2 | near miss | the weights are also used by view |" in table
+
+
+def test_wrong_numbers_and_unseen_sites_are_named() -> None:
+    told = tables.troubles([exported("a", numerics=WRONG), exported("b", rewritten=1)])
+    assert "Wrong numbers (1):\n\n- a (export) rel 5.0e-01" in told
+    assert "Sites the report has no row for (1):\n\n- b (export): 1" in told
+
+
+def test_masks_of_calls_only() -> None:
+    row = {"bench": "sdpa", "name": "a", "masks": {"sdpa: causal": 3, "sdpa: none": 1, "eager: none": 5}}
+    assert tables.call_masks(row) == {"causal": 3, "none": 1}
+    assert "| causal | 3 | 75.0 | 1 | a |" in tables.mask_table([row])
+
+
+def test_shares_of_a_compile() -> None:
+    rows = [compiled("llama", "stock", 10.0), compiled("llama", "attn_pass", 8.0, 0.4)]
+    assert "| llama | 3 | 3 | 1 | 10.0 | 8.0 | 0.80 | 0.400 | 5.00 |" in tables.time_table(rows)
+    assert "3% of a cold compile: missed (most: 5.00%, llama)" in tables.target(rows)
+    assert "At most 1 s: met" in tables.target(rows)
+
+
+def test_the_later_row_about_the_same_counts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [exported("a", rewritten=0), exported("a", stage="decomposed"), exported("a", rewritten=1)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(row["stage"], row["rewritten"]) for row in read_rows([file])] == [("export", 1), ("decomposed", 2)]
+
+
+def test_a_folder_that_is_no_census_is_named(tmp_path: Path) -> None:
+    (tmp_path / "zoo.py").touch()
+    with pytest.raises(FolderError, match=r"has no census\.py, models\.txt"):
+        open_census(tmp_path)
+
+
+# ---- processes ----
+
+
+def rows_of(name: str) -> Iterator[dict[str, Any]]:
+    yield exported(name)
+    if name == "dies":
+        os._exit(3)
+    if name == "fails":
+        raise ValueError("no good")
+
+
+def task(name: str) -> Task:
+    return Task({"bench": "export", "stage": "export", "name": name}, rows_of, (name,))
+
+
+@pytest.mark.slow
+def test_what_a_process_said_before_it_died_is_kept(tmp_path: Path) -> None:
+    told = [[(row["stage"], row["status"]) for row in in_child(task(name), 120)] for name in ("dies", "fails")]
+    assert told == [
+        [("export", "ok"), ("after export", "died")],
+        [("export", "ok"), ("after export", "bench failed")],
+    ]
+    out = tmp_path / "out.jsonl"
+    for names in (["lives"], ["lives", "another"]):
+        run_all([task(name) for name in names], out, jobs=1, limit_s=120, console=Console(quiet=True))
+    assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["lives", "another"]
