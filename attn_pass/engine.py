@@ -16,7 +16,7 @@ from attn_pass.graph.edit import Plan, SizeNodes, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.graph.values import CONSTANTS, Sizes, tensor_value
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
@@ -88,6 +88,8 @@ class _Graph:
         self.regions = Regions(graph, self.outer)
         knows = self.program == "compile"
         self.reader = Reader(graph, self.sizes, self.effects, self.regions, knows_gradients=knows)
+        known = self.gm.meta.get(CONSTANTS, {})
+        self.reader.constants = {n: known[n.name] for n in graph.nodes if n.name in known}
         self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
         self.replaced: dict[Node, Node] = {}
         self.size_nodes: SizeNodes | None = None
@@ -210,7 +212,7 @@ class _Graph:
 
     def _setting(self, site: Site, attention: Attention) -> Setting:
         source = attention.sources[attention.query.source]
-        device = device_for(self.options.device or source.device)
+        device = device_for(source.device, self.options.device)
         return Setting(
             device=device,
             program=self.program,
@@ -221,6 +223,7 @@ class _Graph:
             runner=self.runner,
             eager_form=site.form != calls.FORM,
             fused_as_written=site.written.fused and site.region.sdpa_backends is None,
+            same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
         )
 

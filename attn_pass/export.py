@@ -29,6 +29,7 @@ from attn_pass.dynamo import (
     told,
 )
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
+from attn_pass.graph.values import CONSTANTS
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.report import Report, publish
 
@@ -188,7 +189,11 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
     outputs = _output_names(gm)
-    decision = decide(gm, options, "export", runner)
+    gm.meta[CONSTANTS] = _written_constants(program)
+    try:
+        decision = decide(gm, options, "export", runner)
+    finally:
+        del gm.meta[CONSTANTS]
     if not decision.changed:
         return decision.report, False
     try:
@@ -204,6 +209,13 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
         leave_all(decision.report, f"the rewritten program is no valid exported program ({failure})")
         return decision.report, False
     return decision.report, True
+
+
+def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """One-element tensors that are literals of the program, as ``torch.tensor(False)`` is, by name of placeholder."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    values = {name: program.constants.get(target) for name, target in lifted.items()}
+    return {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1 and not v.is_meta}
 
 
 def _output_names(gm: GraphModule) -> list[str]:

@@ -9,6 +9,9 @@ from torch.fx import Node
 
 from attn_pass.model.index import Index, Poly, Quotient, Remainder, Symbol, divide, product
 
+# In a graph module's meta: one-element tensors that are literals of the program, by the name of their node.
+CONSTANTS = "attn_pass_constants"
+
 
 def fake_value(node: Node) -> Any:
     """The fake value of a node in either dialect (``example_value`` or ``val``); None when it has none."""

@@ -93,8 +93,27 @@ def _row_efficiency(q_len: int) -> float:
 
 
 def flex(device: Device, problem: Problem, share: float) -> float:
-    """FlexAttention as Inductor's C++ template; ``share`` of the blocks is computed."""
-    return share * unfused(device, problem) / 2
+    """FlexAttention as Inductor's C++ template; ``share`` of the blocks is computed, and the operands are copied."""
+    slower = 1.0 if problem.dtype.itemsize == 4 else 1.5  # half precision is widened element by element
+    first = 2.0 * problem.head_dim / _FLEX_GFLOPS
+    second = 2.0 * problem.value_dim / (device.fused(torch.float32) / device.cores)
+    each = _FLEX_NANOSECONDS + slower * (first + second) / _row_efficiency(problem.q_len)
+    each += _FLEX_MASK_NANOSECONDS if problem.mask_elements else 0.0
+    balance = min(device.cores, problem.batch * problem.heads * max(1, -(-problem.q_len // 64)))
+    mask = traffic(device, problem.mask_elements * problem.mask_bytes)
+    copies = traffic(device, 2 * problem.operand_bytes + 2 * problem.copied_bytes)
+    return device.fused_op_us + share * problem.scores * each / balance / 1e3 + mask + copies
+
+
+# A core's, measured with 8 heads of 64 and 256 to 2048 queries and keys: 6.6 ns a score in float32, 9.5 in bfloat16.
+_FLEX_NANOSECONDS = 1.5  # the score function, a soft cap, and the softmax
+_FLEX_MASK_NANOSECONDS = 1.0  # reading one more tensor in the score function
+_FLEX_GFLOPS = 35.0  # the template's own product of queries and keys
+
+
+def transcendental(device: Device, problem: Problem, calls: int) -> float:
+    """What so many tanh, exp or sigmoid of every score add to the unfused form (2 ns of a core each)."""
+    return calls * problem.scores * 2.0 / device.cores / 1e3
 
 
 def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -> float:

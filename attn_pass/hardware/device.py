@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -27,6 +27,9 @@ class Device:
     op_us: float  # calling one operator that is not fused with its neighbours
     kernel_us: float  # one generated kernel
     fused_op_us: float  # calling the fused attention operator
+    kernels: tuple[
+        str, ...
+    ] = ()  # the fused kernels torch's call may take here, as `attn_pass.targets.kernels` names them
 
     def matmul(self, dtype: torch.dtype) -> float:
         """GFLOP/s of a matrix product; half precision where nothing better is known counts as float32."""
@@ -66,13 +69,38 @@ def cpu_with(cores: int) -> Device:
         op_us=6.0,
         kernel_us=3.0,
         fused_op_us=15.0,
+        kernels=("cpu flash",),
     )
 
 
-def device_for(given: torch.device | str) -> Device:
-    """The device a tensor is on; one that has no numbers yet is treated as refusing every fused kernel."""
-    kind = torch.device(given).type if not isinstance(given, torch.device) else given.type
+def cuda() -> Device:
+    """A GPU by the data sheet of an H200, for decisions about a device that is not here. Nothing is measured."""
+    return Device(
+        type="cuda",
+        name="cuda, by the data sheet of an H200",
+        cores=132,
+        matmul_gflops={torch.float32: 50e3, torch.float64: 50e3, torch.bfloat16: 700e3, torch.float16: 700e3},
+        fused_gflops={torch.float32: 25e3, torch.bfloat16: 450e3, torch.float16: 450e3},
+        vector_gflops=60e3,
+        exp_gops=4e3,
+        memory_gbytes=4000.0,
+        cache_gbytes=8000.0,
+        cache_bytes=50 << 20,
+        op_us=3.0,
+        kernel_us=2.0,
+        fused_op_us=6.0,
+        kernels=("flash", "efficient"),
+    )
+
+
+def device_for(tensors: torch.device, asked: str | None = None) -> Device:
+    """The device to decide for: the one asked for, or the one the tensors are on.
+
+    A device whose decisions were not measured yet has no kernels, unless it is asked for by name.
+    """
+    kind = tensors.type if asked is None else torch.device(asked).type
     if kind == "cpu":
         return cpu()
-    base = cpu_with(1)
-    return Device(**{**base.__dict__, "type": kind, "name": kind})
+    if kind == "cuda" and asked is not None:
+        return cuda()
+    return replace(cpu_with(1), type=kind, name=kind, kernels=())

@@ -15,7 +15,7 @@ import torch
 
 from attn_pass.model.expression import DOT, Expr, Load, expression_axes
 from attn_pass.model.index import Axis, Index, axes, product
-from attn_pass.model.mask import Structure, row_index
+from attn_pass.model.mask import EVERYTHING, Structure, row_index
 
 SourceKind = Literal["input", "parameter", "buffer", "computed"]
 
@@ -89,7 +89,7 @@ class Attention:
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
     bias: Expr | None = None
     keep: Keep | None = None
-    structure: Structure = Structure()  # what bias and keep-condition together keep
+    structure: Structure = EVERYTHING  # what bias and keep-condition together keep
     rows_never_empty: bool = False  # proved: every row keeps at least one key
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise

@@ -1,6 +1,6 @@
 """What a mask keeps: named parts over key and row that hold together, exact for symbolic sizes, and what has no name.
 
-`structure_of` takes a keep-condition apart by algebra on indices alone. Whatever depends on a run-time value, or fits no
+`structure_of` takes a keep-condition apart by algebra on indices alone. What depends on a run-time value, or fits no
 form, becomes an `Opaque` part: its name is for people, and nothing may be concluded from it.
 """
 
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from attn_pass.model.expression import (
     FALSE,
     TRUE,
     Apply,
-    Const,
     Expr,
     IndexValue,
     apply,
@@ -171,6 +171,9 @@ class Structure:
         return " and ".join(words) or "none"
 
 
+EVERYTHING = Structure()
+
+
 def row_index(rows: tuple[Axis, ...]) -> Index:
     """The position in the query's length that row axes, slowest first, amount to."""
     total: Index = 0
@@ -247,6 +250,7 @@ def _margin(op: str, left: Index, right: Index) -> Index | None:
 
 def _bounded(margin: Index, key: Index, row: Index) -> list[Part] | None:
     """``margin >= 0`` as a bound on ``key - row`` or on ``key``; a single row is at 0, and its bounds are on keys."""
+    margin = _reduced(margin)
     for rest, band, upper in (
         (margin + key - row, True, True),
         (margin - key + row, True, False),
@@ -260,6 +264,16 @@ def _bounded(margin: Index, key: Index, row: Index) -> list[Part] | None:
             return [Keys(*bounds)]
         return [Band(*bounds) if band else Keys(*bounds)]
     return None
+
+
+def _reduced(margin: Index) -> Index:
+    """``margin >= 0`` without a factor that all its terms share: ``2 * x + 3 >= 0`` is ``x + 1 >= 0``."""
+    terms = dict(terms_of(margin))
+    constant = terms.pop((), 0)
+    factor = gcd(*terms.values())
+    if factor < 2:
+        return margin
+    return sum((Poly({m: c // factor}) for m, c in terms.items()), start=Poly({})) + constant // factor
 
 
 def _absolute(condition: Apply, key: Index, row: Index) -> list[Part] | None:
@@ -342,17 +356,15 @@ def _tighter(a: Band | Keys, b: Band | Keys) -> Band | Keys | None:
 def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
     """A word for a condition that depends on run-time values."""
     used, of_rows = expression_axes(condition), axes(row)
-    if not loads(condition):
-        return "dense"
-    if not used & of_rows:
+    if loads(condition) and not used & of_rows:
         return "padding" if keys in used else "dense"
-    if keys not in used:
+    if loads(condition) and keys not in used:
         return "query padding"
     if isinstance(condition, Apply) and len(condition.args) == 2:
         left, right = condition.args
         if condition.op == "eq" and len(of_rows) == 1:
             return _grouped(left, right, keys, row) or _grouped(right, left, keys, row) or "dense"
-        if condition.op in ("le", "lt", "ge", "gt") and _is_shifted_causal(condition, key, row):
+        if condition.op in ("le", "lt", "ge", "gt") and loads(condition) and _is_shifted_causal(condition, key, row):
             return "causal with a run-time offset"
     return "dense"
 
@@ -361,9 +373,9 @@ def _grouped(of_key: Expr, of_row: Expr, keys: Axis, row: Index) -> str | None:
     """``f(key) == f(row)``: rows see the keys of their own group."""
     if expression_axes(of_key) & axes(row) or rewrite_indices(of_key, {keys: row}) != of_row:
         return None
-    if isinstance(of_key, Apply) and of_key.op == "floordiv" and isinstance(of_key.args[1], Const):
-        return f"chunked ({of_key.args[1]}) from a run-time start"
-    return "document"
+    if isinstance(of_key, Apply) and of_key.op == "floordiv" and as_index(of_key.args[1]) is not None:
+        return f"chunked ({of_key.args[1]})" + (" from a run-time start" if loads(of_key) else "")
+    return "document" if loads(of_key) else None
 
 
 def _is_shifted_causal(condition: Apply, key: Index, row: Index) -> bool:

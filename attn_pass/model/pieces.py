@@ -1,4 +1,4 @@
-"""Expressions that take a few constant values: which one where. So sums and products of masks are read as conditions."""
+"""Expressions that take a few constant values, which one where: so sums and products of masks become conditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from attn_pass.model.expression import (
 
 Pieces = list[tuple[Expr, Const]]  # conditions that exclude each other and of which one holds, each with a value
 _MOST = 8
-_BINARY = ("add", "sub", "mul", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = ("add", "sub", "mul", "maximum", "minimum", *_COMPARISONS)
 
 
 def pieces(expression: Expr) -> Pieces | None:
@@ -101,17 +102,17 @@ def _merged(found: Pieces) -> Pieces | None:
 
 
 def as_condition(expression: Expr) -> Expr:
-    """A truth value with its comparisons of piecewise constant numbers resolved: ``(a * b) == 0`` is ``not a or not b``."""
+    """A truth value with comparisons of piecewise constant numbers resolved: ``a * b == 0`` is ``not a or not b``."""
     if not isinstance(expression, Apply):
         return expression
     if expression.op in ("and", "or", "not"):
         return apply(expression.op, *(as_condition(a) for a in expression.args))
-    if expression.op in ("eq", "ne", "lt", "le", "gt", "ge", "cast", "where") and is_boolean(expression):
-        found = _cast(expression) if expression.op == "cast" else _combined(expression) if expression.op != "where" else _chosen(expression)  # fmt: skip
-        if found is not None:
-            holds: Expr = FALSE
-            for condition, value in found:
-                if value.value:
-                    holds = apply("or", holds, condition)
-            return holds
+    rule = {"cast": _cast, "where": _chosen}.get(expression.op, _combined if expression.op in _COMPARISONS else None)
+    found = rule(expression) if rule is not None and is_boolean(expression) else None
+    if found is not None:
+        holds: Expr = FALSE
+        for condition, value in found:
+            if value.value:
+                holds = apply("or", holds, condition)
+        return holds
     return expression

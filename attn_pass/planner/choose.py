@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from attn_pass.hardware import cost
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.expression import Apply, walk
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import problem_of
 
 LEAVE = "leave"
+_TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 _BETTER = 0.99  # an offer must be cheaper than leaving by more than a rounding of the model
 
 
@@ -34,6 +36,8 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
         return cost.fused(setting.device, problem) + copies
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
+    calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
+    scaled += cost.transcendental(setting.device, problem, calls)
     return cost.unfused(setting.device, problem) + scaled + copies
 
 

@@ -107,6 +107,7 @@ class Reader:
         self._calls: dict[Node, Call | None] = {}
         self._elements: dict[tuple[Node, Position, int], Expr] = {}
         self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
+        self.constants: dict[Node, torch.Tensor] = {}  # tensors of one element that are part of the program's text
         self.products: dict[Node, frozenset[Node]] = {}
         self.softmaxes: dict[Node, frozenset[Node]] = {}
         self.read_times: dict[
@@ -378,6 +379,9 @@ class Reader:
             outer, argument, time = self.bindings[node]
             found = outer.element(argument, position, time, depth + 1)
             return found if not _has_load(found) else self._leaf(node, position)
+        literal = self._literal(node, at)
+        if literal is not None:
+            return literal
         defined, call = self.definition(node, at)
         if call is None or depth >= 60 or tensor_value(node) is None:
             return self._leaf(node, position)
@@ -398,6 +402,21 @@ class Reader:
         """An element that can only be loaded; of a boolean tensor its form says that it is a truth value."""
         load, value = Load(self.source(node), position), tensor_value(node)
         return apply("cast", load, dtype=torch.bool) if value is not None and value.dtype == torch.bool else load
+
+    def _literal(self, node: Node, at: int) -> Const | None:
+        """The number a one-element tensor was written with, through the copies torch.export makes of it."""
+        while self.constants:
+            mutation = self.effects.last_mutation(node, at)
+            writer = None if mutation is None else self.call(mutation.node)
+            if mutation is not None and (writer is None or writer.op != "detach"):
+                return None
+            if node in self.constants:
+                return Const(self.constants[node].item())
+            call = self.call(node)
+            if call is None or call.op not in ("copy", "detach"):
+                return None
+            node = call["input"]
+        return None
 
     def _value(self, value: Any, position: Position, at: int, depth: int) -> Expr:
         if isinstance(value, (bool, int, float)):

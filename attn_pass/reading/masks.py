@@ -21,7 +21,7 @@ from attn_pass.model.expression import (
     loads,
     walk,
 )
-from attn_pass.model.index import Axis, axes
+from attn_pass.model.index import Axis
 from attn_pass.model.mask import Structure, keeps_a_key, structure_of
 from attn_pass.model.pieces import as_condition, pieces
 from attn_pass.reading.scores import WEAKEST_FILL, is_masking

@@ -123,7 +123,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "input, other",
         "torch.floor_divide op.floordiv .floor_divide .__floordiv__ aten.floor_divide.default aten.floor_divide.Scalar",
     ),
-    ("remainder", "input, other", "torch.remainder op.mod .remainder .__mod__ aten.remainder.Tensor aten.remainder.Scalar"),
+    (
+        "remainder",
+        "input, other",
+        "torch.remainder op.mod .remainder .__mod__ aten.remainder.Tensor aten.remainder.Scalar",
+    ),
     ("neg", "input", "torch.neg op.neg .neg aten.neg.default"),
     ("tanh", "input", "torch.tanh .tanh aten.tanh.default"),
     ("sigmoid", "input", "torch.sigmoid .sigmoid aten.sigmoid.default"),

@@ -37,6 +37,7 @@ class Setting:
     eager_form: bool = True  # written out by hand; False for a call that already is attention
     runner: Runner = "other"
     fused_as_written: bool = False  # that call reaches a fused kernel already, whose rounding and gradients it has
+    same_random_numbers: bool = False  # Inductor's fallback_random: eager's draws are wanted
     hint: Callable[[Index], int] = _static
 
 

@@ -1,7 +1,7 @@
 """FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply.
 
-The kernel is compiled by Inductor around the score function. Nothing of `score_mod`'s place between product and softmax
-is approximated: the expression is emitted as it was read.
+Inductor compiles the kernel around the score function, which is the expression as it was read. Without Inductor the
+operator runs as products and a softmax: right, and no gain, so that it is then taken with ``choose="fused"`` alone.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class Flex:
             return "FlexAttention has no backward on the CPU"
         if a.compute_dtype not in _DTYPES:
             return f"FlexAttention takes no {str(a.compute_dtype)[6:]} on the CPU"
+        if a.sink is not None:
+            return "a sink beside scores of such a form is computed by no target"
         if a.dropout:
             return f"dropout {a.dropout:g}: FlexAttention draws none"
         kv_heads = product(x.size for x in a.kv_heads)

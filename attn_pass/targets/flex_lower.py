@@ -19,7 +19,7 @@ from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
 
 # The CPU template keeps a block of scores in memory for each thread. With 128 a multiple of the key block it would
 # take its decoding kernel for a single query, which asks for pointers it is not given (seen in torch 2.13.0).
-Q_BLOCK, KV_BLOCK = 64, 512
+Q_BLOCK, KV_BLOCK = 64, 256
 
 # Functions of the scores that pass an error on without making a jump of it.
 _CONTINUOUS = frozenset(("add", "sub", "mul", "neg", "abs", "tanh", "sigmoid", "exp", "maximum", "minimum", "cast"))

@@ -1,8 +1,7 @@
 """One canonical `scaled_dot_product_attention` call: rank 4, explicit scale, a mask of a legal dtype.
 
-On the CPU torch then takes its fused kernel; the rules below are those of ``use_flash_attention_cpp``
-(aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, torch 2.11 to 2.13), so that nothing is offered that would fall
-to the unfused path.
+Torch then takes one of its fused kernels; `kernels` has the rules each of them asks for, so that nothing is offered
+that would fall to the unfused path.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
+from attn_pass.targets.kernels import BACKENDS, Call, refusal
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, problem_of
 
-_CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -62,36 +61,34 @@ class Sdpa:
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if a.sink is not None and a.needs_grad:
+        if a.sink is not None and (a.needs_grad or setting.device.type != "cpu"):
             return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
-        return self.unfit(a, setting) or self._mask_refusal(a, setting)
+        wants = a.needs_grad and any(a.sources[load.source].needs_grad for e in _mask_parts(a) for load in loads(e))
+        return self.unfit(a, setting, mask_needs_grad=wants) or self._mask_refusal(a, setting)
 
-    def unfit(self, a: Attention, setting: Setting) -> str | None:
-        """Why torch has no fused CPU kernel for it, whatever its mask; None if it has."""
+    def unfit(self, a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> str | None:
+        """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
         if a.not_affine:
             return a.not_affine
-        if setting.device.type != "cpu":
+        if not setting.device.kernels:
             return f"no measured rule for {setting.device.type} devices yet"
-        if a.compute_dtype not in _CPU_DTYPES:
-            return f"{str(a.compute_dtype)[6:]} has no fused kernel"
-        if a.dropout:
-            return f"dropout {a.dropout:g}: no fused CPU kernel draws dropout"
-        if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):
-            return "head dims of keys and values differ and are not known"
-        if 0 in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim, a.batch_size, a.query_heads):
-            return "a size is 0"
-        if setting.allowed_backends is not None and "FLASH_ATTENTION" not in setting.allowed_backends:
-            return f"sdpa_kernel allows only {', '.join(setting.allowed_backends) or 'nothing'}"
+        if a.dropout and setting.same_random_numbers:
+            return "fallback_random asks for eager's random numbers, and the kernel draws others"
+        allowed = setting.allowed_backends
+        kernels = [k for k in setting.device.kernels if allowed is None or BACKENDS[k] in allowed]
+        if not kernels:
+            return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
+        call = Call(a, mask_kind(a, setting), mask_needs_grad)
+        refusals = [refusal(kernel, call) for kernel in kernels]
+        if None not in refusals:
+            return refusals[-1]
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
         return None
 
     def _mask_refusal(self, a: Attention, setting: Setting) -> str | None:
-        parts = [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
-        if any(a.sources[load.source].needs_grad for e in parts for load in loads(e)):
-            return "the bias needs a gradient, which the fused kernel does not give"
         strict = setting.numerics == "strict" and not a.rows_never_empty
-        if strict and parts and a.empty_row_is_nan:
+        if strict and _mask_parts(a) and a.empty_row_is_nan:
             return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
         if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
             return reason
@@ -119,7 +116,7 @@ class Sdpa:
             assert mask is not None
             empty = EmptyRows(plan, a, mask)
             mask = empty.unmasked()
-        out: Value = plan.call(target, query, key, value, mask, 0.0, causal, **arguments)
+        out: Value = plan.call(target, query, key, value, mask, a.dropout, causal, **arguments)
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if a.head_dim != a.value_head_dim:
@@ -211,6 +208,10 @@ def additive_mask(lower: Lowering, setting: Setting) -> Value:
         # Autocast would round float32's lowest number to -inf.
         mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
     return mask
+
+
+def _mask_parts(a: Attention) -> list[Expr]:
+    return [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
 
 
 def mask_kind(a: Attention, setting: Setting) -> str:

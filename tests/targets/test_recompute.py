@@ -138,3 +138,17 @@ def test_compiled_by_inductor() -> None:
     assert report.rewritten
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_a_learned_bias_that_needs_no_gradient_here_takes_the_plain_call() -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(randn(1, 2, 8, 8, seed=3))
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return softmax(q @ k.mT * 0.25 + self.bias) @ v
+
+    with torch.no_grad():
+        report = same(Module(), *qkv(), rewritten=1, reference=False)
+    assert report.sites[0].target == "sdpa"
