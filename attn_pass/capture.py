@@ -36,7 +36,7 @@ def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None 
     """
     options = make_options(**(attn_pass_options or {}))
     if isinstance(model, ExportedProgram):
-        report = decide(Snapshot(model.graph_module).module(), options, "export").report
+        report = decide(Snapshot(model.graph_module).module(), options, "export", "inductor").report
     else:
         report = _captured(model, args, kwargs, options)
     publish(report, compiled=False)
@@ -56,7 +56,7 @@ class _Reader:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile").report)
+            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile", "inductor").report)
         except AttnPassError as error:  # raised here it would reach the user as an error of Dynamo's
             self.error = self.error or error
         return gm.forward

@@ -31,9 +31,7 @@ from attn_pass.targets import all_targets
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 
 
-def rewrite_graph(
-    gm: GraphModule, *, options: Options, report: Report, program: str, runner: Runner = "other"
-) -> bool:
+def rewrite_graph(gm: GraphModule, *, options: Options, report: Report, program: str, runner: Runner = "other") -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what

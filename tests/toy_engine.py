@@ -79,7 +79,9 @@ class Toy:
         self.programs: list[str] = []
         self.options: list[Options] = []
 
-    def __call__(self, gm: GraphModule, *, options: Options, report: Report, program: str, runner: str = "other") -> bool:
+    def __call__(
+        self, gm: GraphModule, *, options: Options, report: Report, program: str, runner: str = "other"
+    ) -> bool:
         self.programs.append(program)
         self.options.append(options)
         changed = self._rewrite(gm, report)

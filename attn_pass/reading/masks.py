@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from attn_pass.model.attention import Keep
+from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import (
     FALSE,
     TRUE,
@@ -22,7 +23,7 @@ from attn_pass.model.expression import (
     walk,
 )
 from attn_pass.model.index import Axis
-from attn_pass.model.mask import Structure, keeps_a_key, structure_of
+from attn_pass.model.mask import Structure, keeps_a_key
 from attn_pass.model.pieces import as_condition, pieces
 from attn_pass.reading.scores import WEAKEST_FILL, is_masking
 

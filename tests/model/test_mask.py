@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import TRUE, Apply, Const, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
-from attn_pass.model.mask import Band, Chunk, Keys, Opaque, keeps_a_key, structure_of
+from attn_pass.model.mask import Band, Chunk, Keys, Opaque, keeps_a_key
 from attn_pass.model.pieces import as_condition, pieces
 from attn_pass.model.reference import Evaluation
 

@@ -62,7 +62,10 @@ def test_nearly_causal_masks_are_not_called_causal(shift: int) -> None:
         i = torch.arange(q.size(-2))
         return sdpa(q, k, v, attn_mask=i[None, :] <= i[:, None] + shift)
 
-    assert decided(fn, r(2, 8, 64, 64), r(2, 8, 64, 64), r(2, 8, 64, 64), choose="fused").mask == f"causal with offset {shift}"
+    assert (
+        decided(fn, r(2, 8, 64, 64), r(2, 8, 64, 64), r(2, 8, 64, 64), choose="fused").mask
+        == f"causal with offset {shift}"
+    )
 
 
 def test_unmeasured_devices_are_left_with_the_reason() -> None:
