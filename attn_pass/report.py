@@ -47,7 +47,7 @@ class SiteReport:
         count: calls of the shared body the site is in (1 outside shared bodies).
         shapes: "query", "key", "value" to their sizes; a symbolic size is its name.
         dtype, device: of the result, "bfloat16", "cuda".
-        mask: what the mask is, in words ("none", "causal", "sliding window (left, right)", "causal and padding", "dense").
+        mask: what the mask is, in words ("none", "causal", "sliding window (3, 0)", "causal and padding", "dense").
         poor_cases: names of the poor cases whose variant was taken.
         refusals: target to the reason it did not take the site.
         assumptions: what was assumed, or differs in a way the numerics contract allows.

@@ -69,5 +69,5 @@ def test_nearly_causal_masks_are_not_called_causal(shift: int) -> None:
 
 
 def test_unmeasured_devices_are_left_with_the_reason() -> None:
-    site = decided(sdpa, r(8, 5, 16), r(8, 7, 16), r(8, 7, 16), device="cuda", choose="fused")
-    assert site.outcome == "left" and "cuda" in site.reason
+    site = decided(sdpa, r(8, 5, 16), r(8, 7, 16), r(8, 7, 16), device="xpu", choose="fused")
+    assert site.outcome == "left" and "xpu" in site.reason
