@@ -25,11 +25,6 @@ def tensor_value(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def value_key(graph_has_example_values: bool) -> str:
-    """The metadata key of the dialect."""
-    return "example_value" if graph_has_example_values else "val"
-
-
 class Sizes:
     """Turns Python and symbolic integers into indices; one instance a root graph, since symbols belong to one."""
 

@@ -24,7 +24,7 @@ from attn_pass.model.expression import Apply, loads, walk
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import Sdpa, additive_mask, operands
+from attn_pass.targets.sdpa import Sdpa, additive_mask, operands, settled
 
 
 class Recompute:
@@ -71,8 +71,8 @@ class Recompute:
         """Plans the call; the mask is one matrix, and where scores were replaced its condition comes along."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
-        query, key, value = operands(lower)
-        mask = additive_mask(lower, setting)
+        query, key, value = (settled(plan, x) for x in operands(lower))
+        mask = settled(plan, additive_mask(lower, setting))
         inputs: list[Value] = [query, key, value, mask]
         if a.keep is not None:
             inputs.append(lower.expression(a.keep.condition, lower.mask_groups()))

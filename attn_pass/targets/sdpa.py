@@ -18,6 +18,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.index import Index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
 from attn_pass.targets.kernels import BACKENDS, Call, refusal
@@ -140,6 +141,31 @@ class Sdpa:
         return additive_mask(lower, setting), False
 
 
+def settled(plan: Plan, value: Value) -> Value:
+    """The operand for a kernel that is called without torch's own checks: dense however the graph is lowered.
+
+    Strides known here are the program's; a decomposition further down may give others, and the kernel reads wrong
+    elements of an operand whose last dimension is not dense (seen in torch 2.13.0). ``contiguous`` is decided when the
+    graph is traced, and copies nothing where the layout, heads first or heads last, is the one seen here.
+    """
+    tensor = fake_of(value)
+    if tensor.dim() == 4 and _is_dense(plan, tensor, (0, 2, 1, 3)) and not _is_dense(plan, tensor, (0, 1, 2, 3)):
+        turned = plan.call(aten.transpose.int, value, 1, 2)
+        return plan.call(aten.transpose.int, plan.call(aten.contiguous.default, turned), 1, 2)
+    return plan.call(aten.contiguous.default, value)
+
+
+def _is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether the dimensions lie in memory in this order, slowest first, without gaps."""
+    expected: Index = 1
+    for dim in reversed(order):
+        size = plan.sizes.index(tensor.shape[dim])
+        if size != 1 and plan.sizes.index(tensor.stride(dim)) != expected:
+            return False
+        expected = expected * size
+    return True
+
+
 def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting: Setting) -> Value:
     """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
 
@@ -148,7 +174,8 @@ def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting:
     a, call = lower.attention, lower.plan.call
     assert a.sink is not None
     causal = mask_kind(a, setting) == "causal"
-    mask = None if causal or not a.has_mask else additive_mask(lower, setting)
+    mask = None if causal or not a.has_mask else settled(lower.plan, additive_mask(lower, setting))
+    query, key, value = (settled(lower.plan, x) for x in (query, key, value))
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
     out: Value = call(operator.getitem, both, 0)
