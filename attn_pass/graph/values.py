@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.model.index import Index, Poly, Quotient, Remainder, Symbol, divide, product
+from attn_pass.model.index import (
+    Index,
+    Poly,
+    Quotient,
+    Remainder,
+    Symbol,
+    divide,
+    is_less,
+    is_nonnegative,
+    product,
+)
 
 # In a graph module's meta: one-element tensors that are literals of the program, by the name of their node.
 CONSTANTS = "attn_pass_constants"
@@ -86,9 +96,10 @@ class Sizes:
             return product(parts)
         if isinstance(expression, sympy.Pow) and expression.args[1].is_Integer and 0 < int(expression.args[1]) < 8:
             return product([parts[0]] * int(expression.args[1]))
-        if type(expression).__name__ == "FloorDiv":
+        if type(expression).__name__ == "FloorDiv" and is_nonnegative(parts[0]) and is_less(0, parts[1]):
             return divide(parts[0], parts[1])[0]
-        return Poly.of(Symbol(str(expression), 0))
+        bounds = None if shape_env is None else shape_env.bound_sympy(expression)
+        return Poly.of(Symbol(str(expression), _lowest(bounds)))
 
     def _symbol(self, expression: Any, shape_env: Any) -> Symbol:
         values = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
@@ -96,8 +107,15 @@ class Sizes:
         if hint is not None and hint.is_Integer:
             self.hints[str(expression)] = int(hint)
         bounds = shape_env.var_to_range.get(expression) if shape_env is not None else None
-        lower, upper = 0, None
+        upper = None
         if bounds is not None:
-            lower = int(bounds.lower) if bounds.lower.is_Integer else 0
             upper = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < 2**31 else None
-        return Symbol(str(expression), max(lower, 0), upper)
+        return Symbol(str(expression), _lowest(bounds), upper)
+
+
+def _lowest(bounds: Any) -> int:
+    """What a number known at run time only is at least: a size is not negative, an integer argument may be anything."""
+    return int(bounds.lower) if bounds is not None and bounds.lower.is_Integer else _ANYTHING
+
+
+_ANYTHING = -(2**62)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size known only at run time: ``lower <= size`` (and ``<= upper`` when that is given)."""
+    """An integer known only at run time: ``lower <= it`` (and ``<= upper`` when that is given); a size is from 0."""
 
     key: str
     lower: int = 0
@@ -205,13 +205,24 @@ def _is_size(atom: Atom) -> bool:
     return not isinstance(atom, Axis) and (isinstance(atom, Symbol) or not axes(Poly.of(atom)))
 
 
+def _may_be_negative(atom: Atom) -> bool:
+    """Whether a factor's sign is open: an integer argument, or a quotient of something that may be negative."""
+    if isinstance(atom, Quotient):
+        return not is_nonnegative(atom.value)
+    return isinstance(atom, Symbol) and atom.lower < 0
+
+
 def _bound(index: Index, upper: bool) -> Index | None:
     """A bound of ``index`` in sizes only (no axes), or None."""
     total: Index = 0
     for monomial, coefficient in _terms(index):
+        if any(_may_be_negative(atom) for atom in monomial) and len(monomial) > 1:
+            return None
         highest = upper == (coefficient > 0)
         term: Index = coefficient
         for atom in monomial:
+            if isinstance(atom, Quotient) and _may_be_negative(atom):
+                return None
             if _is_size(atom):
                 term = term * Poly.of(atom)
                 continue

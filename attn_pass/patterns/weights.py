@@ -81,8 +81,8 @@ def _factor(reader: Reader, spine: Spine, expression: Apply, found: Weights, key
         found.factors = (*found.factors, Factor(factor, expression.op == "div"))
         return kept
     mask = deep(reader, spine, factor)
-    if expression.op == "mul" and isinstance(mask, Apply) and mask.op == "cast" and found.zeroed is None:
-        (truth,) = mask.args
+    if expression.op == "mul" and found.zeroed is None:
+        truth = mask.args[0] if isinstance(mask, Apply) and mask.op == "cast" else mask
         if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
             found.zeroed = apply("not", truth)
             return kept
@@ -102,7 +102,18 @@ def deep(reader: Reader, spine: Spine, expression: Expr) -> Expr:
         side = spine.loads.get(load)
         if side is not None:
             values[load] = reader.element(side.node, load.index, side.at)
-    return _with(expression, values)
+    return _without_bool_casts(reader, _with(expression, values))
+
+
+def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
+    """The same, with what is a truth value already not converted to one."""
+    if not isinstance(expression, Apply):
+        return expression
+    args = [_without_bool_casts(reader, a) for a in expression.args]
+    if expression.op == "cast" and expression.dtype == torch.bool and isinstance(args[0], Load):
+        if reader.sources[args[0].source].dtype == torch.bool:
+            return args[0]
+    return apply(expression.op, *args, dtype=expression.dtype)
 
 
 def masked_once(reader: Reader, score: Expr, scores: Spine, zeroed: Expr, dtype: torch.dtype) -> Expr:
@@ -169,7 +180,10 @@ def maximum_of(reader: Reader, node: Node, scores: Spine) -> tuple[Node, ...] | 
 
 
 def _only_added(score: Expr, load: Load) -> bool:
-    """Whether the load is a term of sums and differences around which there are only scales by numbers."""
+    """Whether the load is a term of sums and differences around which there are only scales by numbers and masks.
+
+    A weak fill would be moved against the scores.
+    """
     if isinstance(score, Apply) and load in loads(score):
         if score.op in ("add", "sub"):
             return all(a == load or load not in loads(a) or _only_added(a, load) for a in score.args)
@@ -178,7 +192,9 @@ def _only_added(score: Expr, load: Load) -> bool:
             other = [a for a in score.args if load not in loads(a)]
             return len(inner) == 1 and isinstance(other[0], Const) and _only_added(inner[0], load)
         if score.op == "where" and load not in loads(score.args[0]):
-            return all(load not in loads(a) or _only_added(a, load) for a in score.args[1:])
+            fills = [a for a in score.args[1:] if load not in loads(a)]
+            masking = all(isinstance(f, Const) and is_masking(float(f.value), torch.float32) for f in fills)
+            return masking and all(_only_added(a, load) for a in score.args[1:] if load in loads(a))
         return score.op == "cast" and _only_added(score.args[0], load)
     return False
 

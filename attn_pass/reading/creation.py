@@ -46,14 +46,18 @@ def _number(value: Any) -> bool | int | float | None:
 
 
 def _constant(value: bool | int | float | None, dtype: torch.dtype) -> Expr | None:
-    if value is None:
+    if value is None or dtype in _WRAPPING:
         return None
     return apply("cast", Const(value), dtype=dtype)
 
 
+# Arithmetic in these wraps around, and indices do not.
+_WRAPPING = (torch.uint8, torch.int8, torch.int16)
+
+
 def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor) -> Expr | None:
     bounds = (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
-    if value.is_floating_point() or len(position) != 1:
+    if value.is_floating_point() or value.dtype in _WRAPPING or len(position) != 1:
         return None
     start: Index = 0
     step = bounds[2] if len(bounds) == 3 else call.get("step", 1)

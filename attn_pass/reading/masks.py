@@ -15,7 +15,6 @@ from attn_pass.model.expression import (
     Apply,
     Const,
     Expr,
-    IndexValue,
     apply,
     expression_axes,
     index_value,
@@ -25,7 +24,7 @@ from attn_pass.model.expression import (
 from attn_pass.model.index import Axis
 from attn_pass.model.mask import Structure, keeps_a_key
 from attn_pass.model.pieces import as_condition, pieces
-from attn_pass.reading.scores import WEAKEST_FILL, is_masking
+from attn_pass.reading.scores import WEAKEST_FILL, is_masking, is_small
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
     fill = float("-inf")
     rest = []
     for term in _terms(bias):
-        if keys not in expression_axes(term) and _is_finite(term):
+        if keys not in expression_axes(term) and is_small(term, dtype):
             continue  # the same for every key: the softmax does not see it
         found = _as_keep(term, dtype)
         if found is None:
@@ -115,13 +114,6 @@ def _as_keep(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
         else:
             fill = float(value.value)
     return condition, fill
-
-
-def _is_finite(expression: Expr) -> bool:
-    """Whether an expression of constants alone is finite; loads are not known to be."""
-    return all(
-        not isinstance(e, Const) or (e.value == e.value and abs(e.value) != float("inf")) for e in walk(expression)
-    ) and all(isinstance(e, (Const, IndexValue, Apply)) for e in walk(expression))
 
 
 def _kind_of_bias(term: Expr, keys: Axis, rows: tuple[Axis, ...]) -> str:

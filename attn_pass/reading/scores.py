@@ -17,6 +17,7 @@ from attn_pass.model.expression import (
     Const,
     Dot,
     Expr,
+    IndexValue,
     apply,
     contains_dot,
     expression_axes,
@@ -28,7 +29,7 @@ from attn_pass.model.index import Axis
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -999292928 in bfloat16
-_SMALL = 1e6  # a number that turns no masking fill into a weak one
+_SMALL = 1e6  # a number that neither absorbs a score nor turns a masking fill into a weak one
 
 
 class NotAffine(Exception):
@@ -50,6 +51,14 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
     if dtype == torch.float16:
         return fill <= torch.finfo(torch.float16).min / 2
     return fill <= WEAKEST_FILL
+
+
+def is_small(term: Expr, dtype: torch.dtype) -> bool:
+    """Whether a term of constants and indices alone leaves the scores it is added to what they are."""
+    limit = torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else _SMALL
+    return all(
+        isinstance(e, (Apply, IndexValue)) or (isinstance(e, Const) and abs(e.value) < limit) for e in walk(term)
+    )
 
 
 def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -135,7 +144,7 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
             term = apply("neg", term)
     if is_boolean(term):
         term = apply("cast", term, dtype=torch.float32)
-    if isinstance(term, Const) and abs(term.value) < _SMALL:
+    if isinstance(term, Const) and is_small(term, dtype):
         # The same for every key: the softmax does not see it, and it is too small to undo a mask.
         return scores
     scores = _without_keep(scores)
@@ -213,9 +222,7 @@ def _without_keep(scores: Scores) -> Scores:
     """The same scores with the mask as part of the bias, so that what comes after it applies to it too."""
     if scores.keep is None:
         return scores
-    # Whatever the fill, once it masks it must go on masking when more is added to it.
-    fill = scores.keep.fill if scores.keep.fill == NEGATIVE_INFINITY else LOWEST
-    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(fill))
+    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(scores.keep.fill))
     return replace(scores, bias=bias, keep=None)
 
 

@@ -18,6 +18,7 @@ from attn_pass.model.expression import Apply, loads, walk
 from attn_pass.model.index import product
 
 _MASKING = -0.99e9  # -1e9 is -999292928 in bfloat16
+_ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
 
 
 def cannot_be_told_apart(a: Attention) -> str | None:
@@ -46,9 +47,12 @@ class EmptyRows:
     def __post_init__(self) -> None:
         call = self.plan.call
         top = call(aten.amax.default, self.mask, [-1], True)
-        filled = call(aten.le.Scalar, top, _MASKING)
-        # A row of -inf is NaN in the program and none of our business.
-        self.rows = call(aten.logical_and.default, filled, call(aten.gt.Scalar, top, float("-inf")))
+        wide = self.attention.compute_dtype == torch.float64
+        filled = call(aten.le.Scalar, top, _ABSORBING_FLOAT64 if wide else _MASKING)
+        # A row of -inf is NaN in the program and none of our business; a row of several fills is not uniform.
+        one = call(aten.eq.Tensor, top, call(aten.amin.default, self.mask, [-1], True))
+        finite = call(aten.gt.Scalar, top, float("-inf"))
+        self.rows = call(aten.logical_and.default, filled, call(aten.logical_and.default, one, finite))
 
     def unmasked(self) -> Value:
         """The mask for the kernel, 0 in those rows."""

@@ -222,7 +222,7 @@ def additive_mask(lower: Lowering, setting: Setting) -> Value:
     mask = lower.expression(bias, lower.mask_groups())
     made = fake_of(mask).dtype
     if not made.is_floating_point:
-        mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+        mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
     elif a.score_dtype == torch.float16 and not setting.fused_as_written:
         masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
         infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))

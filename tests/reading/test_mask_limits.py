@@ -1,0 +1,158 @@
+"""Masks at the edge of what may be concluded: signs, widths of integers, fills that absorb, shifts that matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import randn, same
+from torch import Tensor
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+Change = Callable[[Tensor], Tensor]
+I, J = torch.arange(8)[:, None], torch.arange(8)
+
+
+def qkv(rows: int = 8, keys: int = 8, dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    return [randn(1, 2, n, 16, seed=s, dtype=dtype, grad=grad) for s, n in enumerate((rows, keys, keys))]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, change: Change) -> Tensor:
+    return torch.softmax(change(q @ k.mT / 4), -1) @ v
+
+
+# ---- numbers that may be negative ----
+
+
+def below_an_offset(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+    return attend(q, k, v, lambda s: s.masked_fill(torch.arange(k.shape[2]) + offset < 0, -math.inf))
+
+
+def diagonal(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+    return attend(q, k, v, lambda s: s.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(offset), -1e9))
+
+
+def positions_from(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+    return attend(q, k, v, lambda s: s.masked_fill(torch.arange(8) > torch.arange(offset, offset + 8)[:, None], -1e9))
+
+
+@pytest.mark.parametrize("program", [below_an_offset, diagonal, positions_from])
+def test_an_integer_argument_may_be_negative(program: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"), dynamic=True)
+    for offset in (3, -2, 5, -1):
+        torch.testing.assert_close(run(*qkv(), offset), program(*qkv(), offset))
+
+
+def test_a_quotient_of_sizes_may_be_negative() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, keys = q.shape[2], k.shape[2]
+        keep = torch.ones(rows, keys, dtype=torch.bool).tril((rows - keys) // 2 + 2)
+        return attend(q, k, v, lambda s: s.masked_fill(~keep, -1e9))
+
+    torch._dynamo.reset()
+    run = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"), dynamic=True)
+    for sizes in ((4, 8), (2, 9), (9, 3)):
+        torch.testing.assert_close(run(*qkv(*sizes)), program(*qkv(*sizes)))
+
+
+# ---- integers that wrap around ----
+
+NARROW: dict[str, Change] = {
+    "uint8, below zero": lambda s: s.masked_fill((J.to(torch.uint8) - I.to(torch.uint8)) > 0, -math.inf),
+    "arange of uint8": lambda s: s.masked_fill(
+        (torch.arange(8, dtype=torch.uint8) - torch.arange(8, dtype=torch.uint8)[:, None]) > 0, -1e9
+    ),
+    "arange of int8": lambda s: s.masked_fill(
+        torch.arange(8, dtype=torch.int8) * 40 > torch.arange(8, dtype=torch.int8)[:, None] * 40, -1e9
+    ),
+    "ones of uint8": lambda s: s.masked_fill((torch.ones(8, 8, dtype=torch.uint8).tril() - 1) > 0, -1e9),
+}
+
+
+@pytest.mark.parametrize("change", list(NARROW.values()), ids=list(NARROW))
+def test_narrow_integers_wrap_around(change: Change) -> None:
+    same(lambda q, k, v: attend(q, k, v, change), *qkv())
+
+
+# ---- rows that are filled ----
+
+FILLED: dict[str, Change] = {
+    "rows lowered by a matrix": lambda s: s + torch.where(torch.arange(8)[:, None] >= 4, LOWEST, 0.0),
+    "causal, and rows lowered": lambda s: (
+        s
+        + torch.where(torch.arange(8) <= torch.arange(8)[:, None], 0.0, LOWEST)
+        + torch.where(torch.arange(8)[:, None] >= 4, LOWEST, 0.0)
+    ),
+    "all lowered": lambda s: s + LOWEST,
+    "all lowered a little less": lambda s: s - 1e9,
+    "rows replaced": lambda s: s.masked_fill(torch.arange(8)[:, None] >= 4, LOWEST),
+    "replaced, then others lowered": lambda s: (
+        s.masked_fill(torch.arange(8) >= torch.arange(8)[:, None], -1e9)
+        + torch.where(torch.arange(8) <= torch.arange(8)[:, None] + 2, 0.0, -1e9)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", list(FILLED.values()), ids=list(FILLED))
+def test_rows_that_are_filled_keep_what_they_give(change: Change) -> None:
+    same(lambda q, k, v: attend(q, k, v, change), *qkv(), reference=False)
+
+
+def test_a_call_with_rows_lowered() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.where(torch.arange(8)[:, None] >= 4, LOWEST, 0.0) + torch.zeros(8, 8)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    same(program, *qkv(), reference=False)
+
+
+def test_a_row_of_two_fills_is_the_mean_over_the_higher() -> None:
+    mask = torch.zeros(8, 8)
+    mask[2, :4], mask[2, 4:] = -1e9, -2e9
+    inputs = qkv(grad=True)
+    torch._dynamo.reset()
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s: s + mask)
+
+    out = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(*inputs)
+    torch.testing.assert_close(out, program(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_float64_scores_are_not_absorbed_by_a_billion() -> None:
+    mask = torch.zeros(8, 8, dtype=torch.float64)
+    mask[2] = -1e9
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, lambda s: s + mask)
+
+    first, second = qkv(dtype=torch.float64, grad=True), qkv(dtype=torch.float64, grad=True)
+    torch._dynamo.reset()
+    out = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(*first)
+    wanted = program(*second)
+    torch.testing.assert_close(out, wanted)
+    for got, want in zip(torch.autograd.grad(out.sum(), first), torch.autograd.grad(wanted.sum(), second), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+def test_a_weak_fill_beside_a_maximum_taken_off() -> None:
+    def change(s: Tensor) -> Tensor:
+        s = s - s.amax(-1, keepdim=True)
+        return s.masked_fill(torch.arange(8) > torch.arange(8)[:, None], -2.0)
+
+    same(lambda q, k, v: attend(q, k, v, change), *qkv())
+
+
+@pytest.mark.parametrize(("dtype", "keys"), [(torch.bfloat16, 600), (torch.float16, 5000)])
+def test_an_integer_bias_is_not_rounded_to_half(dtype: torch.dtype, keys: int) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.float() @ k.float().mT / 4 + torch.arange(k.shape[2])
+        return torch.softmax(scores, -1).to(v.dtype) @ v
+
+    same(program, *qkv(8, keys, dtype), rewritten=1, twice=3.0)
