@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from attn_pass.model.index import Axis, Index, digits, product
+from attn_pass.model.index import Axis, Index, axis_index, digits, divide_exactly, product, substitute, unsplit_axis
 
 
 class NoView(Exception):
@@ -77,6 +77,7 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
     does not depend on is broadcast: a group of such axes alone becomes size 1, within a larger group they are
     expanded. Raises `NoView`.
     """
+    index, groups = split_axes(index, groups)
     steps: list[Step] = []
     held: list[tuple[Axis, ...]] = []
     sizes: list[Index] = []
@@ -124,6 +125,23 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
         current = expanded
     _reshape(steps, current, final)
     return _without_round_trips(tuple(shape), steps)
+
+
+def split_axes(index: Sequence[Index], groups: Sequence[Group]) -> tuple[Sequence[Index], Sequence[Group]]:
+    """Where ``axis // n`` or ``axis % n`` is read, the axis as the pair it stands for, in its place in its group.
+
+    A bias over rows and columns of an image is read like that by keys that are numbered through. Raises `NoView`.
+    """
+    while (found := unsplit_axis(index)) is not None:
+        axis, by = found
+        size = divide_exactly(axis.size, by)
+        if size is None:
+            raise NoView(f"axis {axis.key} is divided unevenly")
+        high, low = Axis(f"{axis.key}h", size), Axis(f"{axis.key}l", by)
+        parts = {axis: axis_index(high) * by + axis_index(low)}
+        index = [substitute(i, parts) for i in index]
+        groups = [tuple(b for a in group for b in ((high, low) if a == axis else (a,))) for group in groups]
+    return index, groups
 
 
 def _reshape(steps: list[Step], before: list[Index], after: list[Index]) -> None:

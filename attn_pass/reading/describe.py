@@ -31,7 +31,7 @@ from attn_pass.model.index import (
     substitute,
     unsplit_axis,
 )
-from attn_pass.model.views import NoView, _digit_axes, view_steps
+from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import name_mask
 from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
@@ -186,10 +186,20 @@ class _Assembly:
         for position in self.positions.values():
             yield from position
         for load in loads(self.score):
-            yield from load.index
+            yield from self._apart_from_keys(load)
         for term in (*(f for f, _ in self.factors), *self._row_terms()):
             for load in loads(term):
                 yield from load.index
+
+    def _apart_from_keys(self, load: Load) -> Sequence[Index]:
+        """The index of a mask's load, with keys that it reads by rows and columns split for this load alone."""
+        index, groups = load.index, [(self.parts.keys,)]
+        keys = [i for i in index if self.parts.keys in axes(i)]
+        try:
+            split, _ = split_axes(keys, groups)
+        except NoView:
+            return index
+        return [i for i in index if self.parts.keys not in axes(i)] + list(split)
 
     def _row_terms(self) -> tuple[Expr, ...]:
         """What belongs to whole rows of the result."""

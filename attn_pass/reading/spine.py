@@ -54,9 +54,7 @@ class Spine:
             return Dot()
         defined, call = reader.definition(node, at)
         if call is None:
-            raise Unreadable(
-                f"{_name(node)} cannot be read: part of it is written in place, or it is no known operation", node
-            )
+            raise self._unknown(node, at)
         self._check_region(defined)
         self.internal[node] = None
         self.internal[defined] = None
@@ -136,6 +134,14 @@ class Spine:
         load = reader.load(source, where, read_at)
         self.loads[load] = SideLoad(source, read_at, value, position, at)
         return load
+
+    def _unknown(self, node: Node, at: int) -> Unreadable:
+        """Why `Reader.definition` knows no operation."""
+        mutation = self.reader.effects.last_mutation(node, at)
+        if mutation is None or self.reader.is_reshaped_in_place(node):
+            return Unreadable(f"{_name(node)} is not an operation attention is made of", node)
+        what = "it is" if mutation.whole else "a part of it is"
+        return Unreadable(f"{_name(node)} cannot be read: {what} written in place by {_name(mutation.node)}", node)
 
     def _written_from_leaf(self, node: Node, at: int) -> bool:
         """Whether the last in-place write of the node's memory put the leaf's elements there."""

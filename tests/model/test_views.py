@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index, divide, product
+from attn_pass.model.index import Axis, Index, Poly, Symbol, axes, axis_index, divide, product
 from attn_pass.model.reference import Evaluation
 from attn_pass.model.views import Expand, NoView, Permute, Reshape, Slice, Step, shape_after, view_steps
 
@@ -43,7 +43,7 @@ def indexed(x: torch.Tensor, index: Sequence[Index], groups: Sequence[Group], si
     grid = Evaluation(order, [x], sizes)
     position = [torch.as_tensor(grid.index(i)).expand(grid.shape) for i in index]
     full = x[tuple(position)] if position else x.expand(grid.shape)
-    used = set().union(*(_axes(i) for i in index))
+    used = set().union(*(axes(i) for i in index))
     shape = []
     for group in groups:
         if used & set(group):
@@ -53,10 +53,6 @@ def indexed(x: torch.Tensor, index: Sequence[Index], groups: Sequence[Group], si
             for place in (order.index(a) for a in group):
                 full = full.narrow(place, 0, 1)
     return full.reshape(shape)
-
-
-def _axes(index: Index) -> set[Axis]:
-    return {a for monomial in (index.terms if isinstance(index, Poly) else ()) for a in monomial if isinstance(a, Axis)}
 
 
 def agree(
@@ -180,7 +176,7 @@ def test_an_axis_of_one_element_is_found_nowhere() -> None:
         (lambda i, j: (i + j, 0), "steps over"),  # sliding windows
         (lambda i, j: (i, i), "twice"),  # a diagonal
         (lambda i, j: (i * 5 + j, i), "twice"),
-        (lambda i, j: (divide(i, 2)[0], j), "not affine"),
+        (lambda i, j: (divide(i, 2)[0], j), "unevenly"),
         (lambda i, j: (i * j, 0), "not affine"),
     ],
 )
@@ -189,6 +185,21 @@ def test_no_view(index: object, why: str) -> None:
     (i, ii), (j, ji) = axis("i", 5), axis("j", 5)
     with pytest.raises(NoView, match=why):
         view_steps((30, 30), index(ii, ji), ((i,), (j,)))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i, j: (i, divide(j, 4)[0], divide(j, 4)[1]),  # rows and columns of an image: joined
+        lambda i, j: (i, divide(j, 4)[1], divide(j, 4)[0]),  # numbered down the columns
+        lambda i, j: (divide(j, 4)[0], i, 2),  # rows alone: repeated
+        lambda i, j: (divide(j, 6)[0], divide(divide(j, 2)[0], 3)[1], i),
+        lambda i, j: (divide(i, 2)[1], divide(j, 3)[1], divide(j, 6)[0]),
+    ],
+)
+def test_an_axis_that_is_divided_is_split_in_its_place(index: object) -> None:
+    (i, ii), (j, ji) = axis("i", 4), axis("j", 12)
+    agree((4, 6, 6), index(ii, ji), ((i,), (j,)))  # type: ignore[operator]
 
 
 def test_no_view_of_an_axis_the_operand_lacks() -> None:
