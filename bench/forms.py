@@ -122,7 +122,7 @@ def measure(form: Form, rounds: int) -> dict[str, Any]:
     torch._dynamo.reset()
     inputs = form.inputs()
     with torch.no_grad(), attn_pass.record() as report:
-        want = form.run(*(t.double() for t in inputs))
+        want = form.run(*(t.double() if t.is_floating_point() else t for t in inputs))
         candidates = {
             "eager": form.run,
             "stock": compiled(form),

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
-from attn_pass.model.index import Index, Poly
+from attn_pass.model.index import Index, Poly, Quotient, Remainder
 from attn_pass.model.views import Expand, Permute, Reshape, Slice, Step
 
 aten = torch.ops.aten
@@ -149,9 +149,14 @@ class Plan:
         for monomial, coefficient in index.terms.items():
             term: int | Value = coefficient
             for atom in monomial:
-                if len(index.terms) == 1 and len(monomial) == 1 and coefficient == 1:
+                factor: int | Value
+                if isinstance(atom, (Quotient, Remainder)):
+                    divided = operator.floordiv if isinstance(atom, Quotient) else operator.mod
+                    factor = self.call(divided, self.size(atom.value), self.size(atom.divisor))
+                elif len(index.terms) == 1 and len(monomial) == 1 and coefficient == 1:
                     raise ValueError(f"no node holds the size {index}")
-                factor = self.size(Poly.of(atom))
+                else:
+                    factor = self.size(Poly.of(atom))
                 term = factor if term == 1 else self.call(operator.mul, term, factor)
             total = term if total == 0 else self.call(operator.add, total, term)
         assert not isinstance(total, int)

@@ -14,6 +14,7 @@ from attn_pass.model.index import (
     Remainder,
     Symbol,
     divide,
+    is_at_most,
     is_less,
     is_nonnegative,
     product,
@@ -98,6 +99,10 @@ class Sizes:
             return product([parts[0]] * int(expression.args[1]))
         if type(expression).__name__ == "FloorDiv" and is_nonnegative(parts[0]) and is_less(0, parts[1]):
             return divide(parts[0], parts[1])[0]
+        if type(expression).__name__ == "Max" and len(parts) == 2:  # of strides: torch takes no size as less than 1
+            for small, large in (parts, parts[::-1]):
+                if is_at_most(small, large):
+                    return large
         bounds = None if shape_env is None else shape_env.bound_sympy(expression)
         return Poly.of(Symbol(str(expression), _lowest(bounds)))
 

@@ -93,6 +93,7 @@ class Attention:
     rows_never_empty: bool = False  # proved: every row keeps at least one key
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
+    nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
     needs_grad: bool = False
     not_affine: str = ""  # why the scores are no scaled product with a bias and a mask; empty where they are
     modified: Expr = DOT  # what bias and mask apply to where they are not

@@ -89,16 +89,19 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
 def with_shape_uses(
     reader: Reader, internal: Iterable[Node], sources: Iterable[Node], result: Node
 ) -> tuple[Node, ...]:
-    """The inner nodes and those that take no more than a shape from them on the way to the site.
+    """The inner nodes and those that take no more than a shape from them on the way to the site, or end nowhere.
 
-    ``zeros_like(scores)``, ``mask.expand_as(scores)``: once the site is read from the mask itself, nothing needs them.
+    ``zeros_like(scores)``, ``mask.expand_as(scores)``: once the site is read from the mask itself, nothing needs them;
+    nor does anything need what torch.export leaves of weights that a caller throws away.
     """
     inside = dict.fromkeys(internal)
     read = set(sources)
     for node in list(inside):
         for user in node.users:
-            if user not in inside and user is not result and _takes_a_shape(reader, user, node):
-                inside |= dict.fromkeys(_leads_nowhere_else(reader, user, {*inside, result}, read))
+            if user in inside or user is result:
+                continue
+            ends_here = _takes_a_shape(reader, user, node)
+            inside |= dict.fromkeys(_leads_nowhere_else(reader, user, {*inside, result}, read, ends_here))
     return tuple(inside)
 
 
@@ -108,8 +111,6 @@ _LIKE = ("expand_as", "view_as", "reshape_as", "type_as")
 def _takes_a_shape(reader: Reader, user: Node, node: Node) -> bool:
     """Whether all that ``user`` takes from ``node`` is its shape or type."""
     call = reader.call(user)
-    if not user.users and user.op != "output":
-        return True  # the indices of a maximum: nobody takes anything, and `_leads_nowhere_else` asks for purity
     if call is None or call.in_place:
         return False
     if call.op in ("zeros", "ones", "full"):
@@ -119,16 +120,25 @@ def _takes_a_shape(reader: Reader, user: Node, node: Node) -> bool:
     return like and user.args[:1] != (node,) and user.kwargs.get("self") is not node
 
 
-def _leads_nowhere_else(reader: Reader, start: Node, site: set[Node], read: set[Node]) -> tuple[Node, ...]:
-    """The nodes from ``start`` to the site; none if it leads anywhere else, or the site reads one of them."""
+def _leads_nowhere_else(
+    reader: Reader, start: Node, site: set[Node], read: set[Node], ends_here: bool
+) -> tuple[Node, ...]:
+    """The nodes from ``start`` to nowhere, or with ``ends_here`` to the site; none if one leads anywhere else.
+
+    Nor if the site reads one of them, or there are too many to look at.
+    """
     found: dict[Node, None] = {}
     waiting = [start]
     while waiting:
         node = waiting.pop()
-        if node in found or node in site:
+        if node in found or (ends_here and node in site):
             continue
-        if node in read or node.op == "output" or not is_pure(node) or reader.effects.mutations(node):
+        stops = node in site or node in read or node.op == "output" or len(found) > _MOST
+        if stops or not is_pure(node) or reader.effects.mutations(node):
             return ()
         found[node] = None
         waiting += node.users
     return tuple(found)
+
+
+_MOST = 64

@@ -55,28 +55,54 @@ def _by_hand(reader: Reader, node: Node) -> Softmax | None:
     top, bottom = call["input"], call["other"]
     if not isinstance(top, Node) or not isinstance(bottom, Node) or call.get("rounding_mode") is not None:
         return None
-    exp, total = reader.call(top), reader.call(bottom)
-    value = tensor_value(top)
-    if (
-        exp is None
-        or total is None
-        or value is None
-        or exp.op != "exp"
-        or total.op != "sum"
-        or total["input"] is not top
-    ):
+    exp, value = reader.call(top), tensor_value(top)
+    if exp is None or value is None or exp.op != "exp" or exp.in_place or call.in_place:
         return None
-    dims = tensor_dims(total, "dim", value.dim()) if total["dim"] is not None else None
-    if dims is None or len(dims) != 1 or not total["keepdim"] or exp.in_place or call.in_place:
+    total = _row_sum(reader, bottom, top)
+    if total is None:
         return None
+    dim, summed = total
     inner = exp["input"]
-    nodes = [node, bottom, top]
+    nodes = [node, top, *summed]
     difference = reader.call(inner) if isinstance(inner, Node) else None
     if difference is not None and difference.op == "sub" and difference["alpha"] == 1 and not difference.in_place:
-        maximum = _row_maximum(reader, difference["other"], difference["input"], dims[0], value.dim())
+        maximum = _row_maximum(reader, difference["other"], difference["input"], dim, value.dim())
         if maximum is not None:
-            return Softmax(difference["input"], dims[0], (*nodes, inner, *maximum), True)
-    return Softmax(inner, dims[0], tuple(nodes), True) if isinstance(inner, Node) else None
+            return Softmax(difference["input"], dim, (*nodes, inner, *maximum), True)
+    return Softmax(inner, dim, tuple(nodes), True) if isinstance(inner, Node) else None
+
+
+def _row_sum(reader: Reader, bottom: Node, top: Node) -> tuple[int, tuple[Node, ...]] | None:
+    """The dimension ``bottom`` sums the exponentials ``top`` over, and its nodes; None for anything else."""
+    shape = reader.shape(top)
+    at = tuple(axis_index(Axis(f"{top.name}.{n}", size)) for n, size in enumerate(shape))
+    divisor = tensor_value(bottom)
+    if divisor is None or divisor.dim() > len(shape):
+        return None
+    nodes, node = [bottom], bottom
+    position = broadcast_position(at, reader.shape(bottom))
+    while (back := reader.back(node, position, reader.order[bottom])) is not None:
+        node, position, _ = back
+        nodes.append(node)
+    call, value = reader.call(node), tensor_value(node)
+    if call is None or value is None or call.op != "sum" or call["dim"] is None or call["dtype"] is not None:
+        return None
+    dims = tensor_dims(call, "dim", len(shape))
+    exponentials = call["input"]
+    if dims is None or len(dims) != 1 or not isinstance(exponentials, Node):
+        return None
+    (dim,) = dims
+    if position != ((*at[:dim], *((0,) if call["keepdim"] else ()), *at[dim + 1 :])):
+        return None
+    if exponentials is not top:
+        again, once = reader.call(exponentials), reader.call(top)
+        if again is None or once is None or again.op != "exp" or again.in_place or again["input"] is not once["input"]:
+            return None
+        first, last = sorted(reader.order[n] for n in (exponentials, top))
+        if reader.effects.mutation_between(again["input"], first, last) is not None:
+            return None
+        nodes.append(exponentials)
+    return dim, tuple(nodes)
 
 
 def _row_maximum(reader: Reader, node: object, scores: Node, dim: int, rank: int) -> tuple[Node, ...] | None:
@@ -226,7 +252,7 @@ def _lift(
     if weights is product.right:
         at_weights, at_values, values = right, left, product.left
 
-    spine = Spine(reader, softmax, reader.softmaxes, region)
+    spine = Spine(reader, softmax, reader.softmaxes, region, of_weights=True)
     expression = spine.read(weights, at_weights, order[node])
     internal = dict.fromkeys(spine.internal)
     made_of, beside = read_weights(reader, spine, expression, (read.input, read.dim), keys)
@@ -288,6 +314,7 @@ def _lift(
         product_dtypes=(made.dtype, result.dtype),
         dropout=spine.dropout,
         empty_row_is_nan=read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or sink),
+        nan_guard=made_of.nan_guard,
         result_factors=made_of.factors,
         sink=sink,
     )

@@ -23,6 +23,7 @@ class Weights:
     """The attention weights: the softmax itself, but for this."""
 
     guarded: bool = False  # rows whose every score is -inf are given weights of zero
+    nan_guard: bool = False  # by a test for NaN, which a score that is NaN for another reason passes too
     zeroed: Expr | None = None  # where the weights are set to zero afterwards
     factors: tuple[Factor, ...] = ()  # of all weights of a row
 
@@ -39,7 +40,7 @@ def read_weights(
     while not isinstance(expression, Dot):
         inner = None
         if isinstance(expression, Apply) and expression.op == "where":
-            inner = _guard_or_mask(reader, spine, expression, softmax, found, nodes)
+            inner = _guard_or_mask(reader, spine, expression, softmax, found, nodes, keys)
         elif isinstance(expression, Apply) and expression.op in ("mul", "div"):
             inner = _factor(reader, spine, expression, found, keys)
         if inner is None:
@@ -50,7 +51,13 @@ def read_weights(
 
 
 def _guard_or_mask(
-    reader: Reader, spine: Spine, expression: Apply, softmax: tuple[Node, int], found: Weights, nodes: list[Node]
+    reader: Reader,
+    spine: Spine,
+    expression: Apply,
+    softmax: tuple[Node, int],
+    found: Weights,
+    nodes: list[Node],
+    keys: Axis,
 ) -> Expr | None:
     condition, yes, no = expression.args
     if isinstance(condition, Apply) and condition.op == "not":
@@ -58,17 +65,45 @@ def _guard_or_mask(
     for zeroes, zero, kept in ((True, yes, no), (False, no, yes)):
         if not isinstance(zero, Const) or zero.value != 0 or isinstance(kept, Const):
             continue
+        if isinstance(kept, Dot) and _is_nan(reader, spine, condition, nodes) and zeroes:
+            found.guarded = found.nan_guard = True
+            return kept
         if isinstance(condition, Load) and isinstance(kept, Dot):
             guard = _row_is_empty(reader, reader.source_nodes[condition.source], softmax, zeroes)
             if guard is not None:
                 nodes += guard
                 found.guarded = True
                 return kept
-        if found.zeroed is None:
+        if keys not in expression_axes(condition) and not _holds_dot(condition):
+            kept_row = apply("not", condition) if zeroes else condition
+            found.factors = (*found.factors, Factor(kept_row))
+            return kept
+        if found.zeroed is None and not _holds_dot(condition):
             where = deep(reader, spine, condition)
             found.zeroed = where if zeroes else apply("not", where)
             return kept
     return None
+
+
+def _is_nan(reader: Reader, spine: Spine, condition: Expr, nodes: list[Node]) -> bool:
+    """Whether the condition is that the weight at the same place is NaN; adds the node that asks."""
+    if isinstance(condition, Apply) and condition.op == "ne" and all(isinstance(a, Dot) for a in condition.args):
+        return True
+    if not isinstance(condition, Load) or condition not in spine.loads:
+        return False
+    side = spine.loads[condition]
+    call = reader.call(side.node)
+    if call is None or call.op != "isnan" or not isinstance(call["input"], Node):
+        return False
+    weights = Spine(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
+    try:
+        same = isinstance(weights.read(call["input"], condition.index, reader.order[side.node]), Dot)
+    except Unreadable:
+        return False
+    if not same or weights.leaf_position != spine.leaf_position:
+        return False
+    nodes += [side.node, *weights.internal]
+    return True
 
 
 def _factor(reader: Reader, spine: Spine, expression: Apply, found: Weights, keys: Axis) -> Expr | None:

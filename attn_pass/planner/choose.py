@@ -9,7 +9,7 @@ from attn_pass.hardware import cost
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.targets import all_targets
-from attn_pass.targets.base import Offer, Refusal, Setting, Target
+from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import problem_of
 
 LEAVE = "leave"
@@ -55,6 +55,8 @@ def choose(
     ``prefer`` is "cheapest", or "fused" to take the best fused offer whatever it costs. ``forms`` come with the
     names of the poor cases that were applied to get them.
     """
+    if attention.nan_guard and setting.numerics == "strict":
+        return Choice(None, None, f"numerics='strict': {NAN_GUARD}")
     targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(None, None, "", predicted_us={LEAVE: leaving})
@@ -88,6 +90,8 @@ def choose(
     if not forced and best.microseconds >= leaving * _BETTER:
         choice.reason = f"already the cheapest form: {predicted}"
         return choice
+    if attention.nan_guard:
+        best = replace(best, assumptions=(*best.assumptions, NAN_GUARD))
     choice.offer, choice.target, choice.reason = best, target, predicted
     return choice
 

@@ -60,6 +60,7 @@ class Parts:
     product_dtypes: tuple[torch.dtype, torch.dtype]  # of the two products
     dropout: float = 0.0
     empty_row_is_nan: bool = True
+    nan_guard: bool = False  # weights that are NaN are set to zero
     result_factors: tuple[Factor, ...] = ()  # of the weights, the same for all keys of a row
     sink: Expr | None = None  # one more logit of every row, without a value
     chosen: dict[str, int] = field(default_factory=dict)
@@ -369,6 +370,7 @@ class _Assembly:
             rows_never_empty=named.rows_never_empty and _is_bounded(function),
             dropout=parts.dropout,
             empty_row_is_nan=parts.empty_row_is_nan,
+            nan_guard=parts.nan_guard,
             needs_grad=bool(value.requires_grad),
             not_affine="" if self.modified is None else self.modified.reason,
             modified=renumber(function),

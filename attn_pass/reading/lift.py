@@ -74,7 +74,7 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {
 }
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)
 ReadOperand = Callable[[Any, Position], Expr]
-_TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout"})
+_TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout", "nan_to_num"})
 
 
 @dataclass(frozen=True)

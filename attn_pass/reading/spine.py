@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Const, Dot, Expr, Load
+from attn_pass.model.expression import Const, Dot, Expr, Load, apply
 from attn_pass.model.index import Index, is_less, is_nonnegative
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
@@ -40,6 +40,7 @@ class Spine:
     leaf_position: Position | None = None
     leaf_at: int = 0
     dropout: float = 0.0
+    of_weights: bool = False  # what comes after a softmax, whose elements are between 0 and 1, or NaN
     loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
 
     def read(self, node: Node, position: Position, at: int) -> Expr:
@@ -75,6 +76,9 @@ class Spine:
             if not (before.is_floating_point() and after.is_floating_point()):
                 raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
             return inner
+        if call.op == "nan_to_num" and self.of_weights and call["nan"] in (None, 0):
+            inner = self.read(call["input"], position, time)
+            return apply("where", apply("ne", inner, inner), Const(0.0), inner)
         if call.op == "cat":
             return self._operand(*self._joined(defined, call, position), time)
         if call.op not in POINTWISE:
@@ -128,6 +132,9 @@ class Spine:
         if value is self.leaf or self.leaf in self.reach.get(value, ()) or self._written_from_leaf(value, at):
             return self.read(value, position, at)
         source, where, read_at = reader.through_views(value, position, at, self.region)
+        defined, call = reader.definition(source, read_at)
+        if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
+            return reader.pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
         found = reader.element(source, where, read_at)
         if isinstance(found, Const):
             return found
@@ -143,10 +150,24 @@ class Spine:
         what = "it is" if mutation.whole else "a part of it is"
         return Unreadable(f"{_name(node)} cannot be read: {what} written in place by {_name(mutation.node)}", node)
 
+    def _has_shape_of_leaf(self, node: Node) -> bool:
+        """Whether something the node is made of took its shape from the scores: ``~mask.expand_as(scores)``."""
+        waiting, steps = [node], 0
+        while waiting and steps < _STEPS:
+            current, steps = waiting.pop(), steps + 1
+            if self.leaf in self.reach.get(current, ()):
+                return True
+            waiting += current.all_input_nodes
+        return False
+
     def _written_from_leaf(self, node: Node, at: int) -> bool:
         """Whether the last in-place write of the node's memory put the leaf's elements there."""
         mutation = self.reader.effects.last_mutation(node, at)
         return mutation is not None and self.leaf in self.reach.get(mutation.node, ())
+
+
+_LOGIC = ("not", "and", "or", "eq", "ne")
+_STEPS = 8
 
 
 def _name(node: Node) -> str:

@@ -135,6 +135,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("log", "input", "torch.log .log aten.log.default"),
     ("maximum", "input, other", "torch.maximum .maximum aten.maximum.default"),
     ("minimum", "input, other", "torch.minimum .minimum aten.minimum.default"),
+    ("isnan", "input", "torch.isnan .isnan aten.isnan.default"),
+    (
+        "nan_to_num",
+        "input, nan=None, posinf=None, neginf=None",
+        "torch.nan_to_num .nan_to_num aten.nan_to_num.default",
+    ),
     ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other aten.max.default"),
     ("clamp", "input, min=None, max=None", "torch.clamp torch.clip .clamp .clip aten.clamp.default aten.clamp.Tensor"),
     ("clamp", "input, min=None", "torch.clamp_min .clamp_min aten.clamp_min.default aten.clamp_min.Tensor"),

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from attn_pass.targets.base import Target
 from attn_pass.targets.decomposed import Decomposed
 from attn_pass.targets.flex import Flex
+from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 
@@ -21,4 +22,4 @@ def _registered() -> tuple[Target, ...]:
 
 def all_targets() -> tuple[Target, ...]:
     """Every target: the built-in ones, then those of installed packages."""
-    return (Sdpa(), Recompute(), Decomposed(), Flex(), *_registered())
+    return (Sdpa(), Local(), Recompute(), Decomposed(), Flex(), *_registered())

@@ -22,6 +22,7 @@ def _static(index: Index) -> int:
 
 
 EMPTY_ROWS = "a row masked out with -inf gives 0, where the program gives NaN"  # an assumption, for the report
+NAN_GUARD = "a guard against NaN weights serves rows masked out entirely: other NaN among the scores stay NaN"
 
 
 @dataclass(frozen=True)

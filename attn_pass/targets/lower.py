@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,7 +151,9 @@ class Lowering:
         if _is_tensor(value):
             return value  # type: ignore[return-value]
         device = self.attention.sources[self.attention.query.source].device
-        kind = torch.bool if isinstance(value, bool) else torch.float32 if isinstance(value, float) else torch.int64
+        held = fake_of(value) if isinstance(value, (Planned, Node)) else value
+        real = isinstance(held, (float, torch.SymFloat))
+        kind = torch.bool if isinstance(held, bool) else torch.float32 if real else torch.int64
         return self.plan.call(aten.full.default, [], value, dtype=kind, device=device)
 
     def _index(self, index: Index, groups: Sequence[Group]) -> Value:
@@ -161,24 +164,24 @@ class Lowering:
             term: Value | int = coefficient
             for atom in monomial:
                 if isinstance(atom, Axis):
-                    factor: Value = self._axis(atom, groups)
-                elif isinstance(atom, Quotient):
+                    factor: Value | int = self._axis(atom, groups)
+                elif isinstance(atom, (Quotient, Remainder)) and axes(Poly.of(atom)):
                     divisor = self._index(atom.divisor, groups) if not isinstance(atom.divisor, int) else atom.divisor
-                    factor = call(_floor_divide(divisor), self._index(atom.value, groups), divisor)
-                elif isinstance(atom, Remainder):
-                    divisor = self._index(atom.divisor, groups) if not isinstance(atom.divisor, int) else atom.divisor
-                    overload = aten.remainder.Scalar if isinstance(divisor, int) else aten.remainder.Tensor
-                    factor = call(overload, self._index(atom.value, groups), divisor)
+                    divided = _floor_divide if isinstance(atom, Quotient) else _remainder
+                    factor = call(divided(divisor), self._index(atom.value, groups), divisor)
                 else:
-                    factor = self.plan.size(Poly.of(atom))  # type: ignore[assignment]
-                term = factor if term == 1 else self._arithmetic(aten.mul.Tensor, factor, term)
-            total = term if isinstance(total, int) and total == 0 else self._arithmetic(aten.add.Tensor, term, total)
+                    factor = self.plan.size(Poly.of(atom))
+                term = factor if isinstance(term, int) and term == 1 else self._arithmetic("mul", factor, term)
+            total = term if isinstance(total, int) and total == 0 else self._arithmetic("add", term, total)
         return self._tensor(total)
 
-    def _arithmetic(self, op: Callable[..., Any], left: Value | int, right: Value | int) -> Value:
-        if not _is_tensor(left):
+    def _arithmetic(self, op: str, left: Value | int, right: Value | int) -> Value | int:
+        """Of tensors and sizes, known or not."""
+        if _is_tensor(right):
             left, right = right, left
-        return self.plan.call(op, self._tensor(left), right)
+        if _is_tensor(left):
+            return self.plan.call(POINTWISE[op], left, right)
+        return self.plan.call(getattr(operator, op), left, right)
 
     def _axis(self, axis: Axis, groups: Sequence[Group]) -> Value:
         device = self.attention.sources[self.attention.query.source].device
@@ -209,6 +212,10 @@ def _floor_divide(divisor: object) -> Callable[..., Any]:
     return aten.floor_divide.Scalar if isinstance(divisor, int) else aten.floor_divide.default
 
 
+def _remainder(divisor: object) -> Callable[..., Any]:
+    return aten.remainder.Scalar if isinstance(divisor, int) else aten.remainder.Tensor
+
+
 def _merged(group: Group) -> Index:
     """The index of a merged dimension, slowest axis first."""
     total: Index = 0
@@ -218,4 +225,4 @@ def _merged(group: Group) -> Index:
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, Planned) or hasattr(value, "meta")
+    return isinstance(value, (Planned, Node)) and isinstance(fake_of(value), torch.Tensor)

@@ -322,7 +322,7 @@ CASES = [
     Case(
         "weights plus identity", lambda q, k, v: ((q @ k.mT).softmax(-1) + torch.eye(6)) @ v, (Q, K, V), LEFT, CHANGED,
     ),
-    Case("rows emptied by other scores", emptied_by_other_scores, (Q, K, V, MASK), LEFT, "not by the mask"),
+    Case("rows emptied by other scores", emptied_by_other_scores, (Q, K, V, MASK), LEFT, "scores are also used by eq"),
     Case("sigmoid", lambda q, k, v: (q @ k.mT).sigmoid() @ v, (Q, K, V), NO_SITE),
     Case("relu", lambda q, k, v: (q @ k.mT).relu() @ v, (Q, K, V), NO_SITE),
     Case("log_softmax", lambda q, k, v: F.log_softmax(q @ k.mT, -1) @ v, (Q, K, V), NO_SITE),

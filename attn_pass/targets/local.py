@@ -1,0 +1,195 @@
+"""Sliding windows and chunks as the fused kernel over blocks: a few query rows, and the only keys they can attend to.
+
+A dense mask makes the kernel compute every score to throw most of them away. Row block ``t`` of ``rows`` queries sees
+the keys ``t * rows + first`` to ``t * rows + first + width - 1`` and no others, so the blocks of queries become heads
+of the kernel, and their keys overlapping views of one padded copy. Exact because a masked score has weight zero, and
+the mask within a block is the mask as it was read, at the same rows and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.hardware import cost
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Expr, apply, index_value
+from attn_pass.model.index import Axis, Index, axis_index, divide
+from attn_pass.model.mask import Band, Chunk, Structure, row_index
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import problem_of
+from attn_pass.targets.sdpa import Sdpa, operands, sdpa_function
+
+_ROWS = (32, 64, 128, 256)  # rows of a block that are tried
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of ``rows`` queries; block ``t`` sees ``width`` keys from ``t * rows + first`` on."""
+
+    rows: int
+    first: int
+    width: int
+
+    def count(self, a: Attention) -> Index:
+        """How many there are; the last one may have rows the attention does not have."""
+        return divide(a.q_len + (self.rows - 1), self.rows)[0]
+
+
+class Local:
+    """`scaled_dot_product_attention` over blocks of queries, on the CPU."""
+
+    name = "local"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        predicted = min(_cost(attention, blocks, setting) for blocks in _choices(attention))
+        return Offer(self.name, variant, attention, predicted, fused=True)
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if not _choices(a):
+            return "the mask is no sliding window and no chunks of a size that is known"
+        if setting.device.type != "cpu":
+            return f"no measured rule for {setting.device.type} devices yet"
+        if not a.structure.is_exact or not a.rows_never_empty:
+            return "part of the mask depends on run-time values, or a row may keep no key"
+        if a.structure.row != row_index(a.rows):
+            return "the query rows are several positions packed together"
+        if a.sink is not None:
+            return "a sink needs the whole row's sum of exponentials"
+        if a.dropout:
+            return f"dropout {a.dropout:g}: the fused CPU kernel draws none"
+        if a.batch_is_shared:
+            return "keys and values shared over the batch would be copied for every block"
+        if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):
+            return "the head dims differ, and are not known"
+        plain = replace(a, bias=None, keep=None)
+        return Sdpa().unfit(plain, setting)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans operands in blocks, the mask of a block, the call and the way back."""
+        a = offer.attention
+        blocks = min(_choices(a), key=lambda b: _cost(a, b, setting))
+        lower = Lowering(plan, nodes, a)
+        query, key, value = operands(lower)
+        count = blocks.count(a)
+        rows = count * blocks.rows
+        out = plan.call(
+            sdpa_function(plan),
+            _query_blocks(plan, a, blocks, query, count, rows - a.q_len),
+            *(_key_blocks(plan, a, blocks, x, count) for x in (key, value)),
+            _mask(lower, blocks, count, rows),
+            0.0,
+            False,
+            scale=a.scale,
+        )
+        return lower.result(_rows_again(plan, a, out, count, blocks, rows))
+
+
+def _choices(a: Attention) -> list[Blocks]:
+    """The blocks a window or a chunk can be computed in."""
+    found = []
+    for part in a.structure.parts:
+        if isinstance(part, Band) and isinstance(part.lower, int) and isinstance(part.upper, int):
+            found += [Blocks(r, part.lower, r + part.upper - part.lower) for r in _ROWS if part.upper >= part.lower]
+        if isinstance(part, Chunk) and part.key_shift == part.row_shift and isinstance(part.size, int):
+            if part.row_shift == 0:
+                found.append(Blocks(part.size, 0, part.size))
+    return found
+
+
+def _cost(a: Attention, blocks: Blocks, setting: Setting) -> float:
+    problem = problem_of(a, setting.hint)
+    count, groups = setting.hint(blocks.count(a)), setting.hint(a.groups)
+    width = max(problem.head_dim, problem.value_dim)
+    copies = 2 * problem.operand_bytes if groups > 1 else problem.expanded_kv_bytes
+    inner = replace(
+        problem,
+        batch=problem.batch * problem.kv_heads,
+        kv_batch=problem.kv_batch * problem.kv_heads,
+        heads=count,
+        kv_heads=count,
+        q_len=blocks.rows * groups,
+        kv_len=blocks.width,
+        head_dim=width,
+        value_dim=width,
+        mask_elements=count * blocks.rows * groups * blocks.width,
+        causal=False,
+        copied_bytes=copies,
+    )
+    return cost.fused(setting.device, inner)
+
+
+def _query_blocks(plan: Plan, a: Attention, blocks: Blocks, query: Value, count: Index, extra: Index) -> Value:
+    """(B, H, L, D) as (B * Hkv, blocks, groups * rows, D)."""
+    if extra != 0:
+        query = plan.call(aten.constant_pad_nd.default, query, [0, 0, 0, plan.size(extra)], 0.0)
+    width = plan.sizes.index(fake_of(query).shape[-1])
+    pairs = a.batch_size * _kv_heads(a)
+    split = plan.call(aten.reshape.default, query, [plan.size(n) for n in (pairs, a.groups, count, blocks.rows, width)])
+    if a.groups != 1:
+        split = plan.call(aten.permute.default, split, [0, 2, 1, 3, 4])
+    return plan.call(aten.reshape.default, split, [plan.size(n) for n in (pairs, count, a.groups * blocks.rows, width)])
+
+
+def _key_blocks(plan: Plan, a: Attention, blocks: Blocks, value: Value, count: Index) -> Value:
+    """(B, Hkv, S, D) as (B * Hkv, blocks, width, D): overlapping views of a copy from the first key needed on."""
+    total = (count - 1) * blocks.rows + blocks.width
+    after = blocks.first + total - a.kv_len
+    moved = plan.call(aten.constant_pad_nd.default, value, [0, 0, -blocks.first, plan.size(after)], 0.0)
+    pairs, width = a.batch_size * _kv_heads(a), plan.sizes.index(fake_of(value).shape[-1])
+    sizes = [plan.size(n) for n in (pairs, count, blocks.width, width)]
+    if blocks.rows == blocks.width:
+        return plan.call(aten.reshape.default, moved, sizes)
+    if a.needs_grad:  # the gradient of as_strided is computed element by element
+        flat = plan.call(aten.reshape.default, moved, [plan.size(n) for n in (pairs, total, width)])
+        windows = plan.call(aten.unfold.default, flat, 1, blocks.width, blocks.rows)
+        return plan.call(aten.transpose.int, windows, -1, -2)
+    dense = plan.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
+    strides = [plan.size(n) for n in (total * width, blocks.rows * width, width, 1)]
+    return plan.call(aten.as_strided.default, dense, sizes, strides)
+
+
+def _mask(lower: Lowering, blocks: Blocks, count: Index, rows: Index) -> Value:
+    """What each block keeps, (1, blocks, groups * rows, width); rows that are not there keep everything."""
+    a = lower.attention
+    block, row, key = Axis("t", count), Axis("ti", blocks.rows), Axis("tj", blocks.width)
+    first = axis_index(block) * blocks.rows
+    at_row, at_key = first + axis_index(row), first + axis_index(key) + blocks.first
+    condition: Expr = Structure(at_key, at_row, a.structure.parts).condition()
+    condition = apply("and", condition, apply("ge", index_value(at_key), index_value(0)))
+    condition = apply("and", condition, apply("lt", index_value(at_key), index_value(a.kv_len)))
+    if rows != a.q_len:
+        condition = apply("or", condition, apply("ge", index_value(at_row), index_value(a.q_len)))
+    shared = tuple(x for x in a.heads if x not in a.kv_heads)
+    return lower.expression(condition, ((), (block,), (*shared, row), (key,)))
+
+
+def _rows_again(plan: Plan, a: Attention, out: Value, count: Index, blocks: Blocks, rows: Index) -> Value:
+    """(B * Hkv, blocks, groups * rows, D) as the (B, H, L, D) it was cut from."""
+    width = plan.sizes.index(fake_of(out).shape[-1])
+    if a.groups != 1:
+        pairs = a.batch_size * _kv_heads(a)
+        out = plan.call(aten.reshape.default, out, [plan.size(n) for n in (pairs, count, a.groups, blocks.rows, width)])
+        out = plan.call(aten.permute.default, out, [0, 2, 1, 3, 4])
+    out = plan.call(aten.reshape.default, out, [plan.size(n) for n in (a.batch_size, a.query_heads, rows, width)])
+    if rows != a.q_len:
+        out = plan.call(aten.slice.Tensor, out, 2, 0, plan.size(a.q_len))
+    if width != a.value_head_dim:
+        out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+    return out
+
+
+def _kv_heads(a: Attention) -> Index:
+    total: Index = 1
+    for axis in a.kv_heads:
+        total = total * axis.size
+    return total

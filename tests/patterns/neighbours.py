@@ -1,0 +1,102 @@
+"""`Pair`: a named form of attention and a neighbour of it, a program that looks alike and means something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from against_eager import same
+from torch import Tensor
+
+Program = Callable[..., Any]
+INF = float("inf")
+LOWEST = torch.finfo(torch.float32).min
+NO_SITE = "no site"
+
+
+class NotRewritten(AssertionError):
+    """The numbers are right, and the form was left."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two programs of the same inputs.
+
+    ``told`` and ``near_told`` are what the report says of the last site: its fields, and ``kv_heads``. A neighbour that
+    is no attention is ``left``: the words are in the reason that "sdpa" gave.
+    """
+
+    form: Program
+    neighbour: Program
+    inputs: tuple[Any, ...]
+    told: dict[str, Any] = field(default_factory=dict)
+    near_told: dict[str, Any] = field(default_factory=dict)
+    left: str = ""
+    grad: bool = False
+    sites: int = 1
+    missing: str = ""  # why the form is not rewritten, though it should be
+
+
+def softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float = 0.25) -> Tensor:
+    return softmax(q @ k.mT * scale) @ v
+
+
+def pairs(table: dict[str, Pair]) -> pytest.MarkDecorator:
+    """Two tests of each pair: the form, once if several pairs share it, and with ``near`` the neighbour."""
+    rows: list[Any] = []
+    seen: list[Program] = []
+    for name, pair in table.items():
+        marks = [pytest.mark.xfail(strict=True, reason=pair.missing, raises=NotRewritten)] if pair.missing else []
+        if pair.form not in seen:
+            rows.append(pytest.param(pair, False, id=name, marks=marks))
+        rows.append(pytest.param(pair, True, id=f"near {name}"))
+        seen.append(pair.form)
+    return pytest.mark.parametrize("pair, near", rows)
+
+
+def check(pair: Pair, near: bool, **options: Any) -> None:
+    """The program is eager's and float64's in every result, gradient and written input, and is told for what it is."""
+    program, told = (pair.neighbour, pair.near_told) if near else (pair.form, pair.told)
+    report = same(program, *pair.inputs, grad=pair.grad, **options)
+    if near:
+        assert tells_apart(pair), "the inputs do not tell the neighbour from the form"
+    said = [(s.outcome, s.reason, s.mask, s.shapes) for s in report.sites]
+    if near and pair.left == NO_SITE:
+        assert not report.sites, said
+        return
+    if near and pair.left:
+        assert report.sites and re.search(pair.left, _refusal(report.sites[-1])), said
+        return
+    if pair.missing and not near and not report.rewritten:
+        raise NotRewritten(said)
+    assert [s.outcome for s in report.sites] == ["rewritten"] * pair.sites, said
+    site = report.sites[-1]
+    found = {**vars(site), "kv_heads": site.shapes["key"][1]}
+    assert {name: found[name] for name in told} == told, said
+
+
+def _refusal(site: Any) -> str:
+    """Why it is no attention; a function of the scores that "flex" takes is none for "sdpa"."""
+    return site.refusals["sdpa"] if site.target == "flex" else site.reason if site.outcome == "left" else ""
+
+
+def tells_apart(pair: Pair) -> bool:
+    """Whether form and neighbour give different results for the inputs of the pair."""
+    first, second = (_first(p(*(_clone(x) for x in pair.inputs))) for p in (pair.form, pair.neighbour))
+    return first.shape != second.shape or not torch.allclose(first, second, atol=1e-3, equal_nan=True)
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _first(result: Any) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]

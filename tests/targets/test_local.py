@@ -1,0 +1,102 @@
+"""The target local: windows and chunks as the fused kernel over blocks; what must not be cut into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import NEG_INF, qkv, randn, same
+
+Keep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+WINDOWS: dict[str, Keep] = {
+    "causal window": lambda i, j: (j <= i) & (i - j < 9),
+    "both sides": lambda i, j: (i - j).abs() <= 5,
+    "to the right": lambda i, j: (j >= i) & (j - i < 7),
+    "not itself": lambda i, j: (j <= i) & (j > i - 4),
+    "one key": lambda i, j: i == j,
+    "chunks": lambda i, j: i // 16 == j // 16,
+    "causal chunks": lambda i, j: (i // 16 == j // 16) & (j <= i),
+    "window in chunks": lambda i, j: (i // 13 == j // 13) & (j <= i) & (i - j < 9),
+}
+OTHERS: dict[str, Keep] = {
+    "causal": lambda i, j: j <= i,
+    "wider than the keys": lambda i, j: (j <= i) & (i - j < 500),
+    "dilated": lambda i, j: (j <= i) & (i - j < 9) & ((i - j) % 2 == 0),
+    "window and a global key": lambda i, j: ((j <= i) & (i - j < 9)) | (j == 0),
+    "not the window": lambda i, j: ~((j <= i) & (i - j < 9)),
+    "window that grows": lambda i, j: (j <= i) & (j > i // 2),
+    "empty rows": lambda i, j: (j > i + 2) & (j < i + 9),
+}
+
+
+def attention(keep: Keep) -> Callable[..., torch.Tensor]:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * 0.3
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        return torch.softmax(scores.masked_fill(~keep(i, j), NEG_INF), -1) @ v
+
+    return run
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("length", [17, 64, 131])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_and_chunks(name: str, length: int, grad: bool) -> None:
+    inputs = qkv(2, 3, length, length, grad=grad)
+    same(attention(WINDOWS[name]), *inputs, rewritten=1, grad=grad, choose="fused", targets=("local",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [{"kv_heads": 1}, {"kv_heads": 2, "value_dim": 8}, {"value_dim": 24}, {"kv_len": 97}])
+def test_grouped_heads_head_dims_and_unequal_lengths(shape: dict[str, int], dtype: torch.dtype) -> None:
+    inputs = qkv(**{"batch": 2, "heads": 4, "q_len": 70, "kv_len": 70, **shape}, dtype=dtype)  # type: ignore[arg-type]
+    same(attention(WINDOWS["both sides"]), *inputs, rewritten=1, choose="fused", targets=("local",))
+
+
+def test_more_keys_than_rows_see_them() -> None:
+    inputs = qkv(1, 2, 33, 200)
+    same(attention(WINDOWS["causal window"]), *inputs, rewritten=1, choose="fused", targets=("local",))
+
+
+@pytest.mark.parametrize("name", ["causal window", "both sides", "causal chunks"])
+def test_dynamic_length(name: str) -> None:
+    inputs = qkv(2, 2, 50, 50)
+    same(attention(WINDOWS[name]), *inputs, rewritten=1, dynamic=True, choose="fused", targets=("local",))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_window(name: str) -> None:
+    same(attention(OTHERS[name]), *qkv(1, 2, 40, 40), rewritten=0, choose="fused", targets=("local",))
+
+
+def test_a_window_beside_padding_is_not_cut() -> None:
+    def run(q, k, v, padding):  # type: ignore[no-untyped-def]
+        i, j = torch.arange(40)[:, None], torch.arange(40)[None]
+        keep = (j <= i) & (i - j < 9) & padding[:, None, None, :]
+        return torch.softmax((q @ k.transpose(-1, -2)).masked_fill(~keep, -1e9), -1) @ v
+
+    padding = torch.arange(40)[None] < torch.tensor([[40], [23]])
+    report = same(run, *qkv(2, 2, 40, 40), padding, rewritten=0, choose="fused", targets=("local",))
+    assert "run-time" in report.sites[0].reason
+
+
+def test_a_call_with_a_dense_window_is_cut_too() -> None:
+    def run(q, k, v):  # type: ignore[no-untyped-def]
+        distance = torch.arange(96)[:, None] - torch.arange(96)[None]
+        mask = torch.where((distance >= 0) & (distance < 16), 0.0, torch.finfo(torch.float32).min)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    same(run, *qkv(2, 2, 96, 96), rewritten=1, choose="fused", targets=("local",), reference=False)
+
+
+def test_operands_with_strides_of_their_own() -> None:
+    def run(qkv):  # type: ignore[no-untyped-def]
+        q, k, v = qkv.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return attention(WINDOWS["causal window"])(q, k, v).transpose(1, 2)
+
+    same(run, randn(2, 75, 96), rewritten=1, choose="fused", targets=("local",))
