@@ -334,13 +334,17 @@ def _erase(graph: torch.fx.Graph, doomed: Iterable[Node]) -> None:
 
 
 def _erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
-    """Erases pure nodes without users, and then what only they needed."""
+    """Erases pure nodes that nothing needs but assertions on their metadata, and then what only they needed."""
     waiting = list(dict.fromkeys(nodes))
     while waiting:
         node = waiting.pop()
-        if node._erased or node.users or node.op in ("placeholder", "output", "get_attr") or not is_pure(node):
+        if node._erased or node.op in ("placeholder", "output", "get_attr") or not is_pure(node):
+            continue
+        if not all(is_metadata_assertion(u) for u in node.users):
             continue
         inputs = list(node.all_input_nodes)
+        for user in list(node.users):
+            graph.erase_node(user)
         graph.erase_node(node)
         waiting += inputs
 

@@ -49,6 +49,11 @@ class Problem:
         return size * (query + keys)
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of query and result."""
+        return self.dtype.itemsize * self.batch * self.heads * self.q_len * (self.head_dim + self.value_dim)
+
+    @property
     def expanded_kv_bytes(self) -> int:
         """Bytes of keys and values with every shared one repeated."""
         return self.dtype.itemsize * self.batch * self.heads * self.kv_len * (self.head_dim + self.value_dim)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import DOT, Expr, Load, expression_axes
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.model.mask import EVERYTHING, Structure, row_index
@@ -89,6 +90,7 @@ class Attention:
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
     bias: Expr | None = None
     keep: Keep | None = None
+    distance: ByDistance | None = None  # bias and condition of keep once more, where they depend on ``key - row`` alone
     structure: Structure = EVERYTHING  # what bias and keep-condition together keep
     rows_never_empty: bool = False  # proved: every row keeps at least one key
     dropout: float = 0.0
@@ -158,7 +160,8 @@ class Attention:
     @property
     def mask_text(self) -> str:
         """The mask in words: its structure."""
-        return str(self.structure)
+        of_distance = self.distance is not None and not self.structure.is_exact
+        return f"{self.structure}, by distance" if of_distance else str(self.structure)
 
     @property
     def has_mask(self) -> bool:

@@ -63,7 +63,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """A pointwise operation of `OPERATIONS`; ``dtype`` is set for ``cast`` alone."""
+    """A pointwise operation of `OPERATIONS`; ``dtype`` is set for ``cast`` alone.
+
+    ``lookup`` of a load and an integer is the load with that integer for its first index: a row of a table.
+    """
 
     op: str
     args: tuple[Expr, ...]

@@ -72,6 +72,11 @@ class Evaluation:
         if isinstance(expression, Load):
             return self.load(expression)
         assert isinstance(expression, Apply)
+        if expression.op == "lookup":
+            table, row = expression.args
+            assert isinstance(table, Load)
+            index = (self.expression(row, dot), *(torch.as_tensor(self.index(i)) for i in table.index[1:]))
+            return self.sources[table.source][index].to(torch.float64)
         args = [self.expression(a, dot) for a in expression.args]
         if expression.op == "cast":
             assert expression.dtype is not None

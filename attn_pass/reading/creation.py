@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
-from attn_pass.model.expression import Const, Expr, apply, as_index, index_value
+from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
 from attn_pass.model.index import Index, is_nonnegative
 from attn_pass.reading.along import along
 from attn_pass.reading.views import Position
@@ -36,6 +36,10 @@ def created(reader: Reader, node: Node, call: Call, position: Position, depth: i
         return _triangle(reader, node, call, position, depth)
     if call.op in ("getitem", "index"):
         return _gathered(reader, node, call, position, depth)
+    if call.op == "embedding":
+        return (
+            None if call.get("max_norm") is not None else _looked_up(reader, node, call["index"], position, call, depth)
+        )
     return along(reader, node, call, position, depth)
 
 
@@ -110,10 +114,26 @@ def _gathered(reader: Reader, node: Node, call: Call, position: Position, depth:
             found.append(next(rest))
         else:
             index = as_index(reader._value(entry, gathered, time, depth + 1))
+            if index is None and entries == [entry]:
+                return _looked_up(reader, node, entry, position, call, depth)
             if index is None or not is_nonnegative(index):
                 return None
             found.append(index)
     return reader.element(source, (*found, *rest), time, depth + 1)
+
+
+def _looked_up(reader: Reader, node: Node, index: object, position: Position, call: Call, depth: int) -> Expr | None:
+    """A row of a table, its number computed from indices alone: T5's bias of a distance."""
+    table, rows = call["input"], tensor_value(index)
+    held = tensor_value(table)
+    if not isinstance(table, Node) or not isinstance(index, Node) or rows is None or held is None:
+        return None
+    if held.dtype == torch.bool or held.is_complex() or reader.effects.mutations(table):
+        return None
+    row = reader.element(index, position[: rows.dim()], reader.order[node], depth + 1)
+    if as_index(row) is not None or loads(row):
+        return None
+    return apply("lookup", Load(reader.source(table), (0, *position[rows.dim() :])), row)
 
 
 def _entries(call: Call, rank: int) -> list[Any] | None:

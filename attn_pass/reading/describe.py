@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Attention, Factor, Keep
+from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import (
     Apply,
     Const,
@@ -33,7 +34,7 @@ from attn_pass.model.index import (
 )
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
-from attn_pass.reading.masks import name_mask
+from attn_pass.reading.masks import NamedMask, name_mask
 from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
@@ -282,6 +283,35 @@ class _Assembly:
             values[load] = reader.element(reader.source_nodes[load.source], load.index, at)
         return _with(expression, values)
 
+    def _distance(
+        self,
+        named: NamedMask,
+        scores: Scores,
+        batch: tuple[Axis, ...],
+        heads: tuple[Axis, ...],
+        rows: tuple[Axis, ...],
+    ) -> ByDistance | None:
+        """The mask over distances alone, where it is that and what it is made of stays what it is."""
+        reader, result = self.parts.reader, self.parts.result
+        real = [a for a in rows if a.size != 1]
+        masked = (named.bias is not None or named.keep is not None) and not named.structure.is_causal
+        if len(real) != 1 or self.parts.keys.size == 1 or not masked:
+            return None
+        bias = None if named.bias is None else self._deep(scores.bias)
+        condition = None if named.keep is None or scores.keep is None else self._deep(scores.keep.condition)
+        needed = [e for e in (bias, condition) if e is not None]
+        if not {self.parts.keys, *real} <= set().union(*(expression_axes(e) for e in needed)):
+            return None
+        for load in (x for e in needed for x in loads(e)):
+            source, node = reader.sources[load.source], reader.source_nodes[load.source]
+            written = reader.effects.mutation_between(node, reader.order[node] - 1, reader.order[result])
+            if written is not None or (source.needs_grad and _needs_grad(result)):
+                return None
+        found = ByDistance.of(bias, condition, self.parts.keys, real[0], tuple(s.shape for s in reader.sources))
+        kept = [] if found is None else [e for e in (found.bias, found.condition) if e is not None]
+        groups = () if found is None else (batch, heads, (), (found.axis,))
+        return found if all(self._is_view(x, groups) for e in kept for x in loads(e)) else None
+
     def _finish(
         self,
         batch: tuple[Axis, ...],
@@ -295,6 +325,7 @@ class _Assembly:
         named = name_mask(
             scores.bias, scores.keep, self._deep(scores.bias), deep_keep, parts.keys, rows, parts.score_dtype
         )
+        distance = self._distance(named, scores, batch, heads, rows)
         operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
         groups = {
             "query": (batch, heads, rows, (parts.dim,)),
@@ -317,6 +348,8 @@ class _Assembly:
             if expression is not None:
                 used += loads(expression)
         views = used[len(operands) :]
+        for expression in () if distance is None else (distance.bias, distance.condition):
+            used += () if expression is None else loads(expression)
         function: Expr = Dot() if self.modified is None else self._whole_score(self.modified.function)
         if self.modified is not None:
             used += loads(function)
@@ -366,6 +399,13 @@ class _Assembly:
             sink=None if self.sink is None else renumber(self.sink),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
+            distance=None
+            if distance is None
+            else replace(
+                distance,
+                bias=None if distance.bias is None else renumber(distance.bias),
+                condition=None if distance.condition is None else renumber(distance.condition),
+            ),
             structure=named.structure,
             rows_never_empty=named.rows_never_empty and _is_bounded(function),
             dropout=parts.dropout,
@@ -419,6 +459,11 @@ class _Assembly:
         for kind in kinds[1:]:
             out = torch.promote_types(out, kind)
         return out
+
+
+def _needs_grad(node: Node) -> bool:
+    value = tensor_value(node)
+    return value is None or value.requires_grad
 
 
 def _is_bounded(function: Expr) -> bool:

@@ -135,6 +135,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("log", "input", "torch.log .log aten.log.default"),
     ("maximum", "input, other", "torch.maximum .maximum aten.maximum.default"),
     ("minimum", "input, other", "torch.minimum .minimum aten.minimum.default"),
+    (
+        "embedding",
+        "index, input, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False",
+        "torch.nn.functional.embedding",
+    ),
+    ("embedding", "input, index, padding_idx=-1, scale_grad_by_freq=False, sparse=False", "aten.embedding.default"),
     ("isnan", "input", "torch.isnan .isnan aten.isnan.default"),
     (
         "nan_to_num",

@@ -107,6 +107,12 @@ class ScoreMod:
         if isinstance(expression, Load):
             return self._load(expression)
         assert isinstance(expression, Apply)
+        if expression.op == "lookup":
+            table, row = expression.args
+            assert isinstance(table, Load)
+            source = self._capture(table.source, lambda: captured(self.plan, self.lower.nodes[table.source]))
+            indices = [self._lower(row), *(self._index(i) for i in table.index[1:])]
+            return self._call(aten.index.Tensor, source, [self._tensor(i) for i in indices])
         op, args = expression.op, [self._lower(a) for a in expression.args]
         if op == "cast":
             return self._call(aten.to.dtype, self._tensor(args[0]), expression.dtype)

@@ -116,6 +116,11 @@ class Lowering:
         if isinstance(expression, IndexValue):
             return self._index(expression.index, groups)
         assert isinstance(expression, Apply)
+        if expression.op == "lookup":
+            table, row = expression.args
+            assert isinstance(table, Load)
+            indices = [self._lower(row, groups), *(self._index(i, groups) for i in table.index[1:])]
+            return self.plan.call(aten.index.Tensor, self.nodes[table.source], [self._tensor(i) for i in indices])
         args = [self._lower(a, groups) for a in expression.args]
         return self._apply(expression, args)
 
@@ -143,7 +148,7 @@ class Lowering:
                 wide = torch.promote_types(fake_of(tensors[0]).dtype, fake_of(tensors[1]).dtype)
                 tensors = [call(aten.to.dtype, t, wide) for t in tensors]
             return call(POINTWISE[op], *tensors)
-        if op in ("add", "sub", "mul", "div", "floordiv", "remainder") and not _is_tensor(args[0]):
+        if not _is_tensor(args[0]):
             args[0] = self._tensor(args[0])
         return call(POINTWISE[op], *args)
 

@@ -17,6 +17,7 @@ from torch.fx import Node
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
+from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.index import Index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
@@ -42,6 +43,9 @@ class Sdpa:
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
         kind = mask_kind(attention, setting)
+        by_distance = distance_mask(attention, setting)
+        if by_distance is not None:
+            copied += problem_of(attention, setting.hint).query_bytes
         repaired = problem.operand_bytes if repairs_empty_rows(attention, setting) else 0
         width = max(problem.head_dim, problem.value_dim)
         problem = replace(
@@ -50,7 +54,11 @@ class Sdpa:
             copied_bytes=copied + _padded_bytes(attention, setting) + repaired,
             head_dim=width,
             value_dim=width,
-            mask_elements=0 if kind in ("none", "causal") else problem.mask_elements,
+            mask_elements=0
+            if kind in ("none", "causal")
+            else problem.mask_elements
+            if by_distance is None
+            else setting.hint(by_distance.axis.size),
         )
         assumptions: tuple[str, ...] = ()
         if setting.assume_nonempty_rows and not attention.rows_never_empty:
@@ -107,7 +115,10 @@ class Sdpa:
             query = plan.call(aten.neg.default, query)
         if a.sink is not None:
             return lower.result(_with_sink(lower, query, key, value, setting))
-        mask, causal = self._mask(lower, setting)
+        by_distance = distance_mask(a, setting)
+        if by_distance is not None:
+            query = plan.call(aten.flip.default, query, [2])
+        mask, causal = self._mask(lower, setting, by_distance)
         arguments: dict[str, object] = {"scale": abs(a.scale)}
         if a.groups != 1:
             arguments["enable_gqa"] = True
@@ -118,14 +129,18 @@ class Sdpa:
             empty = EmptyRows(plan, a, mask)
             mask = empty.unmasked()
         out: Value = plan.call(target, query, key, value, mask, a.dropout, causal, **arguments)
+        if by_distance is not None:
+            out = plan.call(aten.flip.default, out, [2])
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if a.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
 
-    def _mask(self, lower: Lowering, setting: Setting) -> tuple[Value | None, bool]:
+    def _mask(self, lower: Lowering, setting: Setting, by: ByDistance | None) -> tuple[Value | None, bool]:
         a = lower.attention
+        if by is not None:
+            return _over_distances(lower, setting, by), False
         kind = mask_kind(a, setting)
         if kind == "none":
             return None, False
@@ -206,20 +221,52 @@ def operands(lower: Lowering) -> tuple[Value, Value, Value]:
     return query, key, value
 
 
-def additive_mask(lower: Lowering, setting: Setting) -> Value:
-    """Bias and keep-condition as one matrix added to the scores.
+def distance_mask(a: Attention, setting: Setting) -> ByDistance | None:
+    """The mask over distances, where handing over a vector of them is cheaper than the matrix they make."""
+    by = a.distance
+    rows = tuple(x for x in a.rows if x.size != 1)
+    if by is None or rows != (by.row,) or a.sink is not None or repairs_empty_rows(a, setting):
+        return None
+    if setting.device.type != "cpu":
+        return None
+    problem = problem_of(a, setting.hint)
+    matrix = cost.traffic(setting.device, 2 * problem.mask_elements * problem.mask_bytes)
+    flips = cost.traffic(setting.device, 2 * problem.query_bytes) + setting.device.kernel_us
+    return by if flips < matrix else None
+
+
+def _over_distances(lower: Lowering, setting: Setting, by: ByDistance) -> Value:
+    """The mask (B, H, L, S) of queries in reverse order, as a view that steps over a vector of distances.
+
+    Row ``L - 1 - i`` and key ``j`` have element ``i + j`` of it, so that both steps are 1; forwards one would be -1,
+    which no view has.
+    """
+    a, plan = lower.attention, lower.plan
+    vector = additive_mask(lower, setting, by)
+    dense = plan.call(aten.clone.default, vector, memory_format=torch.contiguous_format)
+    batch, heads = (plan.sizes.index(n) for n in fake_of(dense).shape[:2])
+    length = by.axis.size
+    sizes = [plan.size(n) for n in (batch, heads, a.q_len, a.kv_len)]
+    return plan.call(aten.as_strided.default, dense, sizes, [plan.size(n) for n in (heads * length, length, 1, 1)])
+
+
+def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = None) -> Value:
+    """Bias and keep-condition as one matrix added to the scores, or as (B, H, 1, distances).
 
     A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
     key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
     """
     a, plan = lower.attention, lower.plan
-    bias: Expr = a.bias if a.bias is not None else Const(0.0)
-    if a.keep is not None:
-        if a.bias is not None:
+    groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
+    added = a.bias if over is None else over.bias
+    condition = over.condition if over is not None else None if a.keep is None else a.keep.condition
+    bias: Expr = added if added is not None else Const(0.0)
+    if condition is not None and a.keep is not None:
+        if added is not None:
             bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
         fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
-        bias = apply("where", a.keep.condition, bias, Const(fill))
-    mask = lower.expression(bias, lower.mask_groups())
+        bias = apply("where", condition, bias, Const(fill))
+    mask = lower.expression(bias, groups)
     made = fake_of(mask).dtype
     if not made.is_floating_point:
         mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
