@@ -12,8 +12,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from attn_pass.dynamo import Snapshot, decide, told
+from attn_pass.dynamo import Snapshot, decide, known_buffers, told
 from attn_pass.errors import AttnPassError, CaptureError
+from attn_pass.export import known_values
 from attn_pass.options import Options, make_options
 from attn_pass.report import Report, publish
 
@@ -36,7 +37,8 @@ def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None 
     """
     options = make_options(**(attn_pass_options or {}))
     if isinstance(model, ExportedProgram):
-        report = decide(Snapshot(model.graph_module).module(), options, "export", "inductor").report
+        known = known_values(model, options)
+        report = decide(Snapshot(model.graph_module).module(), options, "export", "inductor", known).report
     else:
         report = _captured(model, args, kwargs, options)
     publish(report, compiled=False)
@@ -56,7 +58,8 @@ class _Reader:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile", "inductor").report)
+            known = known_buffers(gm, example_inputs, self.options)
+            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile", "inductor", known).report)
         except AttnPassError as error:  # raised here it would reach the user as an error of Dynamo's
             self.error = self.error or error
         return gm.forward

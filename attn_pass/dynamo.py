@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from attn_pass.compat import require_inductor
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import Options, Runner, make_options, split_options
 from attn_pass.report import Report, publish
 
@@ -150,7 +151,13 @@ class Decision:
     original: Snapshot
 
 
-def decide(gm: GraphModule, options: Options, program: str, runner: Runner = "other") -> Decision:
+def decide(
+    gm: GraphModule,
+    options: Options,
+    program: str,
+    runner: Runner = "other",
+    known: Mapping[str, Any] | None = None,
+) -> Decision:
     """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
 
     Args:
@@ -158,6 +165,7 @@ def decide(gm: GraphModule, options: Options, program: str, runner: Runner = "ot
         options: what the user asked for.
         program: "compile", "export" or "aoti", where the graph comes from.
         runner: what becomes of it, see `attn_pass.options.Runner`.
+        known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -167,6 +175,7 @@ def decide(gm: GraphModule, options: Options, program: str, runner: Runner = "ot
 
     began, report = time.perf_counter(), Report()
     original = Snapshot(gm)
+    gm.meta |= known or {}
     try:
         changed = engine.rewrite_graph(gm, options=options, report=report, program=program, runner=runner)
     except OptionError:
@@ -177,6 +186,9 @@ def decide(gm: GraphModule, options: Options, program: str, runner: Runner = "ot
         original.restore()
         changed = False
         leave_all(report, f"attn_pass failed on this graph ({first_line(error)})")
+    finally:
+        for name in known or {}:
+            gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began, 1
     gm.meta[DECIDED] = True
     return Decision(report, changed, original)
@@ -204,7 +216,7 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    decision = decide(gm, options, "compile", runner)
+    decision = decide(gm, options, "compile", runner, known_buffers(gm, example_inputs, options))
     report = decision.report
     if not decision.changed:
         compiled = compile_graph(gm, example_inputs, None)
@@ -227,6 +239,25 @@ def compile_rewritten(
         leave_all(report, could_not_lower(failure))
     publish(report)
     return compiled
+
+
+def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
+    """With ``assume_constant_buffers``: what the engine is told of the buffers among a Dynamo graph's inputs."""
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
+        of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        if of_module and type(value) in (torch.Tensor, torch.nn.Buffer):
+            found[node.name] = (f"buffer {_attribute_path(node)}", value)
+    return {KNOWN_TENSORS: found}
+
+
+def _attribute_path(node: Node) -> str:
+    """``layers.0.mask`` for a placeholder that Dynamo made of that attribute; its own name where it does not say."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    words = re.findall(r"\['?(\w+)'?\]", name() if callable(name) else name)[1:]
+    return ".".join(w for w in words if w not in ("_modules", "_buffers")) or node.name
 
 
 def does_not_compile(failure: str) -> RewriteError:

@@ -16,7 +16,7 @@ from attn_pass.graph.edit import Plan, SizeNodes, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import CONSTANTS, Sizes, tensor_value
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
@@ -88,6 +88,8 @@ class _Graph:
         self.reader = Reader(graph, self.sizes, self.effects, self.regions, knows_gradients=knows)
         known = self.gm.meta.get(CONSTANTS, {})
         self.reader.constants = {n: known[n.name] for n in graph.nodes if n.name in known}
+        tensors = self.gm.meta.get(KNOWN_TENSORS, {})
+        self.reader.known = {n: tensors[n.name] for n in graph.nodes if n.name in tensors}
         self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
         self.replaced: dict[Node, Node] = {}
         self.size_nodes: SizeNodes | None = None
@@ -125,6 +127,7 @@ class _Graph:
             runner=self.runner,
         )
         inner.prepare()
+        inner.reader.known_used = self.reader.known_used
         if len(body.calls) == 1:
             (call,) = body.calls
             time_of_call = self.effects.position[call.node]
@@ -187,7 +190,7 @@ class _Graph:
         record.outcome = "decomposed" if choice.offer.target == "decomposed" else "rewritten"
         record.target = choice.offer.target
         record.poor_cases = tuple(n for n in choice.offer.variant.split(" + ") if n)
-        record.assumptions = choice.offer.assumptions
+        record.assumptions = (*choice.offer.assumptions, *described.assumptions)
         return True
 
     def _emit(self, site: Site, choice: Choice, setting: Setting) -> None:

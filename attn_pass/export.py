@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -29,7 +29,7 @@ from attn_pass.dynamo import (
     told,
 )
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
-from attn_pass.graph.values import CONSTANTS
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.report import Report, publish
 
@@ -189,11 +189,7 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
     outputs = _output_names(gm)
-    gm.meta[CONSTANTS] = _written_constants(program)
-    try:
-        decision = decide(gm, options, "export", runner)
-    finally:
-        del gm.meta[CONSTANTS]
+    decision = decide(gm, options, "export", runner, known_values(program, options))
     if not decision.changed:
         return decision.report, False
     try:
@@ -209,6 +205,27 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
         leave_all(decision.report, f"the rewritten program is no valid exported program ({failure})")
         return decision.report, False
     return decision.report, True
+
+
+def known_values(program: ExportedProgram, options: Options) -> dict[str, Any]:
+    """What the engine is told of an exported program's literals, constants and buffers."""
+    return {CONSTANTS: _written_constants(program), KNOWN_TENSORS: _known_tensors(program, options)}
+
+
+def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tuple[str, torch.Tensor]]:
+    """Constants, buffers that no state dict holds, and with ``assume_constant_buffers`` all others nothing writes."""
+    signature = program.graph_signature
+    names = signature.inputs_to_lifted_tensor_constants | signature.inputs_to_buffers
+    kept = set(names.values()) - set(signature.buffers_to_mutate.values())
+    if not options.assume_constant_buffers:
+        kept -= set(signature.inputs_to_buffers.values()) - set(signature.non_persistent_buffers)
+    values = {**program.state_dict, **program.constants}
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    for node, name in names.items():
+        value = values.get(name)
+        if name in kept and type(value) in (torch.Tensor, torch.nn.Buffer):
+            found[node] = (f"buffer {name}", cast(torch.Tensor, value))
+    return found
 
 
 def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:

@@ -23,7 +23,6 @@ _NOT_YET: tuple[tuple[str, Any], ...] = (
     ("tune", True),
     ("verify", "graph"),
     ("verify", "kernel"),
-    ("assume_constant_buffers", True),
 )
 
 
@@ -59,8 +58,9 @@ class Options:
             available yet; default from ATTN_PASS_VERIFY.
         on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
             Default from ATTN_PASS_ON_ERROR.
-        assume_constant_buffers: buffers keep the values they have now, so facts may be read from them. Not
-            available yet.
+        assume_constant_buffers: buffers keep the values they have now, and every module that shares a compiled graph
+            has the same, so masks may be named by their values. Constants and non-persistent buffers of exported
+            programs are taken so without it.
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
         shield: keep Inductor's own attention patterns off the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda", "cuda:0", ...) instead of the one the tensors are on.

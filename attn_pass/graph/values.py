@@ -22,6 +22,8 @@ from attn_pass.model.index import (
 
 # In a graph module's meta: one-element tensors that are literals of the program, by the name of their node.
 CONSTANTS = "attn_pass_constants"
+# And tensors that are taken to keep the values they have: by the name of their node, what they are called and they.
+KNOWN_TENSORS = "attn_pass_known_tensors"
 
 
 def fake_value(node: Node) -> Any:

@@ -48,7 +48,7 @@ def find(reader: Reader) -> Iterator[Site]:
         if given is None:
             continue
         region = reader.regions.of(node)
-        reader.read_times = {}
+        reader.start_site()
         try:
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)

@@ -213,7 +213,7 @@ def _read(reader: Reader, product: Product, weights: Node, softmax: Node) -> Sit
     if region.functorch:
         return refused(product.node, FORM, region, Unreadable(f"it runs under {region.describe()}", product.node))
     for candidate in sorted(reader.products[read.input], key=lambda n: reader.order[n]):
-        reader.read_times = {}
+        reader.start_site()
         try:
             parts, internal = _lift(reader, product, weights, softmax, read, candidate)
             site.described = describe(parts)

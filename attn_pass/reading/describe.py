@@ -74,6 +74,7 @@ class Described:
     attention: Attention
     nodes: tuple[Node, ...]
     read_at: dict[int, int]
+    assumptions: tuple[str, ...] = ()  # what was concluded from values that a tensor has now
     copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
 
 
@@ -415,7 +416,9 @@ class _Assembly:
             not_affine="" if self.modified is None else self.modified.reason,
             modified=renumber(function),
         )
-        return Described(attention, nodes, read_at, self._copies())
+        names = dict.fromkeys(self.parts.reader.known_used)
+        assumed = tuple(f"{name} keeps the values it has now" for name in names)
+        return Described(attention, nodes, read_at, assumed, self._copies())
 
     def _copies(self) -> tuple[Node, ...]:
         forms = {"query": self.parts.query, "key": self.parts.key, "value": self.parts.value}

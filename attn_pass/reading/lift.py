@@ -108,11 +108,18 @@ class Reader:
         self._elements: dict[tuple[Node, Position, int], Expr] = {}
         self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
         self.constants: dict[Node, torch.Tensor] = {}  # tensors of one element that are part of the program's text
+        self.known: dict[Node, tuple[str, torch.Tensor]] = {}  # tensors that keep the values they have, by their names
+        self.known_used: list[str] = []  # those that something was concluded from, for the present site
         self.products: dict[Node, frozenset[Node]] = {}
         self.softmaxes: dict[Node, frozenset[Node]] = {}
         self.read_times: dict[
             Node, int
         ] = {}  # for each node loaded by the present site, the earliest time it is read at
+
+    def start_site(self) -> None:
+        """Forgets what was noted down for the site before."""
+        self.read_times = {}
+        self.known_used.clear()
 
     # ------------------------------------------------------------ nodes
 
@@ -367,7 +374,10 @@ class Reader:
         key = (node, position, -1 if mutation is None else mutation.position)
         known = self._elements.get(key)
         if known is None:
-            known = self._elements[key] = self._element(node, position, at, depth)
+            before = len(self.known_used)
+            known = self._element(node, position, at, depth)
+            if len(self.known_used) == before:  # what an assumption was made for has to be told again
+                self._elements[key] = known
         return known
 
     def _element(self, node: Node, position: Position, at: int, depth: int) -> Expr:
@@ -382,6 +392,14 @@ class Reader:
         literal = self._literal(node, at)
         if literal is not None:
             return literal
+        if node in self.known and not self.effects.mutations(node):
+            from attn_pass.reading.constants import element_of
+
+            name, tensor = self.known[node]
+            found_value = element_of(tensor, position)
+            if found_value is not None:
+                self.known_used.append(name)
+                return found_value
         defined, call = self.definition(node, at)
         if call is None or depth >= 60 or tensor_value(node) is None:
             return self._leaf(node, position)
