@@ -188,7 +188,7 @@ class _Graph:
             return False
         self._emit(site, choice, setting)
         record.outcome = "decomposed" if choice.offer.target == "decomposed" else "rewritten"
-        record.target = choice.offer.target
+        record.target, record.score_mod = choice.offer.target, choice.offer.score_mod
         record.poor_cases = tuple(n for n in choice.offer.variant.split(" + ") if n)
         record.assumptions = (*choice.offer.assumptions, *described.assumptions)
         return True

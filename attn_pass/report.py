@@ -51,6 +51,8 @@ class SiteReport:
         poor_cases: names of the poor cases whose variant was taken.
         refusals: target to the reason it did not take the site.
         assumptions: what was assumed, or differs in a way the numerics contract allows.
+        score_mod: the score function that was emitted, as Python source; ``t0`` and so on are tensors of the program.
+            Empty where none was.
         predicted_us: predicted time in microseconds of each offer, "leave" included.
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
@@ -71,6 +73,7 @@ class SiteReport:
     poor_cases: tuple[str, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+    score_mod: str = ""
     predicted_us: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
     module: str = ""
@@ -81,7 +84,7 @@ class SiteReport:
         if self.target is not None:
             self.refusals = {**self.refusals, self.target: reason}
         self.outcome, self.target, self.reason = "left", None, reason
-        self.poor_cases, self.assumptions, self.verified_error = (), (), None
+        self.poor_cases, self.assumptions, self.verified_error, self.score_mod = (), (), None, ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""
@@ -325,6 +328,8 @@ def _why(site: SiteReport) -> Iterator[str]:
     yield site.reason
     if site.poor_cases:
         yield f"poor cases: {', '.join(site.poor_cases)}"
+    if site.score_mod:
+        yield f"score function: {site.score_mod.partition('return ')[2]}"
     if site.assumptions:
         yield f"assumed: {'; '.join(site.assumptions)}"
     if site.predicted_us:

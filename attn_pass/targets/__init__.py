@@ -11,6 +11,7 @@ from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
+from attn_pass.targets.values import Values
 
 GROUP = "attn_pass.targets"  # the entry-point group third parties register targets in
 
@@ -22,4 +23,4 @@ def _registered() -> tuple[Target, ...]:
 
 def all_targets() -> tuple[Target, ...]:
     """Every target: the built-in ones, then those of installed packages."""
-    return (Sdpa(), Local(), Recompute(), Decomposed(), Flex(), *_registered())
+    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), *_registered())

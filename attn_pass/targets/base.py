@@ -52,6 +52,7 @@ class Offer:
     microseconds: float
     fused: bool
     assumptions: tuple[str, ...] = ()
+    score_mod: str = ""  # the score function that would be emitted, as Python
 
 
 @dataclass(frozen=True)

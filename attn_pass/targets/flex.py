@@ -18,8 +18,9 @@ from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
-from attn_pass.model.index import product
+from attn_pass.model.index import Axis, product
 from attn_pass.model.mask import Band, row_index
+from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.flex_lower import KV_BLOCK, Q_BLOCK, ScoreMod, amplifies, block_mask, kernel_options, own_memory
 from attn_pass.targets.lower import Lowering
@@ -53,7 +54,8 @@ class Flex:
         assumptions: tuple[str, ...] = ()
         if attention.empty_row_is_nan and not attention.rows_never_empty:
             assumptions = (EMPTY_ROWS,)
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions)
+        source = score_mod_source(score_of(attention), _names(attention))
+        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, score_mod=source)
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.not_affine:
@@ -111,6 +113,20 @@ class Flex:
             (),
         )
         return lower.result(plan.call(operator.getitem, results, 0))
+
+
+def _names(a: Attention) -> dict[Axis, str]:
+    """What each axis is in a score function: the index of its group, or the digit of it that it is."""
+    names: dict[Axis, str] = {}
+    for group, name in zip((a.batch, a.heads, a.rows, (a.keys,)), ("b", "h", "q_idx", "kv_idx")):
+        real = [x for x in group if x.size != 1]
+        for number, axis in enumerate(real):
+            faster = product(x.size for x in real[number + 1 :])
+            digit = name if faster == 1 else f"{name} // {faster}"
+            names[axis] = digit if number == 0 else f"({digit}) % {axis.size}"
+            if len(real) > 1:
+                names[axis] = f"({names[axis]})"
+    return names
 
 
 def visible(a: Attention) -> Band:

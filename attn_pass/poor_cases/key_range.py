@@ -1,0 +1,63 @@
+"""Keys that no query sees: the attention over the others.
+
+Poor: a mask that keeps the same run of keys for every query (one query under a causal mask aligned to the first key, or
+under a sliding window; a prefix) makes the kernel read all keys and values, compute every score, and throw most away.
+
+Exact because a masked score weighs nothing, and the mask is proved to be ``lower <= key <= upper`` and nothing else, so
+that nothing is masked among the keys that are left. Those are a slice of the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Expr, Load, rewrite_indices
+from attn_pass.model.index import Axis, Index, axes, axis_index, is_less, is_nonnegative, substitute
+from attn_pass.model.mask import EVERYTHING, Band, Keys, Structure
+
+NAME = "keys nobody sees"
+
+
+def variants(attention: Attention) -> Iterator[Attention]:
+    """The attention over the keys between the bounds, without a mask."""
+    bounds = _bounds(attention.structure)
+    if bounds is None or attention.not_affine or attention.sink is not None:
+        return
+    first: Index = 0 if bounds.lower is None else bounds.lower
+    last: Index = attention.kv_len - 1 if bounds.upper is None else bounds.upper
+    count = last - first + 1
+    if not (is_nonnegative(first) and is_less(last, attention.kv_len) and is_less(0, count)):
+        return
+    keys = Axis(f"{attention.keys.key}s", count)
+    moved = {attention.keys: axis_index(keys) + first}
+
+    def load(old: Load) -> Load:
+        return Load(old.source, tuple(substitute(i, moved) for i in old.index))
+
+    score: Expr = rewrite_indices(attention.score, moved)
+    yield replace(
+        attention,
+        keys=keys,
+        key=load(attention.key),
+        value=load(attention.value),
+        score=score,
+        bias=None,
+        keep=None,
+        distance=None,
+        structure=EVERYTHING,
+        rows_never_empty=True,
+    )
+
+
+def _bounds(structure: Structure) -> Keys | None:
+    """The run of keys that every row keeps, where the mask is that and nothing else."""
+    if len(structure.parts) != 1:
+        return None
+    (part,) = structure.parts
+    row = structure.row
+    if isinstance(part, Band) and not axes(row):  # one query
+        lower, upper = (None if b is None else row + b for b in (part.lower, part.upper))
+        return Keys(lower, upper)
+    return part if isinstance(part, Keys) else None
