@@ -200,7 +200,10 @@ class _Graph:
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
+            before = plan.guards()
             value = choice.target.emit(plan, nodes, choice.offer, setting)
+        if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
+            raise RewriteError(f"{choice.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
             raise RewriteError(

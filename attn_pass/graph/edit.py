@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -106,6 +107,29 @@ class Plan:
         """Calls are added inside this context: fake mode, and the ambient state of the site."""
         with self._mode, enable_python_dispatcher(), self.region.restore():
             yield
+
+    def guards(self) -> int:
+        """How many facts about symbolic sizes the program rests on so far."""
+        shape_env = self._mode.shape_env
+        return 0 if shape_env is None else len(shape_env.guards)
+
+    def broken_guard(self, since: int) -> str | None:
+        """One that was added since then and fails for a size the program is for; None if none was found to.
+
+        Torch notes down what it saw on the way, and most of it holds for every size: sizes are tried, nothing is
+        proved.
+        """
+        shape_env = self._mode.shape_env
+        if shape_env is None:
+            return None
+        for guard in shape_env.guards[since:]:
+            symbols = sorted(guard.expr.free_symbols, key=str)
+            ranges = [shape_env.var_to_range.get(s) for s in symbols]
+            for tried in _TRIED:
+                values = {s: _clamped(tried + 3 * n, r) for n, (s, r) in enumerate(zip(symbols, ranges))}
+                if guard.expr.xreplace(values) in (False, sympy.false):
+                    return f"{guard.expr} fails for {', '.join(f'{s} = {v}' for s, v in values.items())}"
+        return None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Planned:
         """Adds a call and returns it with its fake value; whatever torch raises on the fake values comes through."""
@@ -261,6 +285,17 @@ class Plan:
     def _strides(self, tensor: torch.Tensor) -> tuple[Index, ...]:
         shape = self.sizes.shape(tensor)
         return tuple(self.sizes.index(s) for s, n in zip(tensor.stride(), shape) if n != 1)
+
+
+_TRIED = (*range(1, 10), 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 255, 256, 257, 1000, 1023, 1024)
+
+
+def _clamped(value: int, bounds: Any) -> sympy.Integer:
+    """The value, or the bound of the range it lies outside of."""
+    if bounds is not None:
+        value = max(value, int(bounds.lower)) if bounds.lower.is_Integer else value
+        value = min(value, int(bounds.upper)) if bounds.upper.is_Integer else value
+    return sympy.Integer(value)
 
 
 def _fake_mode(node: Node) -> FakeTensorMode:

@@ -37,8 +37,20 @@ class Blocks:
     width: int
 
     def count(self, a: Attention) -> Index:
-        """How many there are; the last one may have rows the attention does not have."""
-        return divide(a.q_len + (self.rows - 1), self.rows)[0]
+        """How many there are; the last one may have rows the attention does not have.
+
+        Where the length is not known there are always two, and rows that are not there: torch decides for every length
+        what it sees for the one the program was traced with, a size of 1 or padding by nothing.
+        """
+        if isinstance(a.q_len, int):
+            return -(-a.q_len // self.rows)
+        return divide(a.q_len, self.rows)[0] + 2
+
+    def is_known_to_fit(self, a: Attention) -> bool:
+        """Whether keys are padded by an amount that is known, or positive for every length."""
+        beyond = a.kv_len - a.q_len
+        known = isinstance(a.q_len, int) and isinstance(a.kv_len, int)
+        return known or (isinstance(beyond, int) and self.first + self.width >= beyond)
 
 
 class Local:
@@ -103,7 +115,7 @@ def _choices(a: Attention) -> list[Blocks]:
         if isinstance(part, Chunk) and part.key_shift == part.row_shift and isinstance(part.size, int):
             if part.row_shift == 0:
                 found.append(Blocks(part.size, 0, part.size))
-    return found
+    return [blocks for blocks in found if blocks.is_known_to_fit(a)]
 
 
 def _cost(a: Attention, blocks: Blocks, setting: Setting) -> float:

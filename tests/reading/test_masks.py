@@ -174,7 +174,7 @@ ALIKE: dict[str, tuple[str, Keep]] = {
     "every second": ("dense", lambda n, m: columns(m) <= 2 * rows(n)),
     "flipped": ("dense", lambda n, m: torch.arange(m - 1, -1, -1)[None] <= rows(n)),
     "every second key": ("causal and dense", lambda n, m: (columns(m) % 2 == 0) & lower(n, m)),
-    "not equal": ("dense", lambda n, m: columns(m) != rows(n)),
+    "not equal": ("dense, by distance", lambda n, m: columns(m) != rows(n)),
     "shifted chunks": (
         "causal and chunked (4) shifted by (1, 0)",
         lambda n, m: lower(n, m) & ((columns(m) + 1) // 4 == rows(n) // 4),

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
 
+import attn_pass
+from attn_pass.model.index import divide
+from attn_pass.targets.local import Blocks
+
 Keep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 WINDOWS: dict[str, Keep] = {
@@ -100,3 +104,25 @@ def test_operands_with_strides_of_their_own() -> None:
         return attention(WINDOWS["causal window"])(q, k, v).transpose(1, 2)
 
     same(run, randn(2, 75, 96), rewritten=1, choose="fused", targets=("local",))
+
+
+def test_a_form_for_some_lengths_only_is_not_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding by nothing, as it happens to be for the length of the example, must not be built in."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attention(WINDOWS["causal window"])(q, k, v)
+
+    def rewritten() -> attn_pass.Report:
+        length = torch.export.Dim("length", min=2, max=512)
+        with torch.no_grad():
+            program = torch.export.export(Model(), qkv(1, 2, 96, 96), dynamic_shapes=({2: length},) * 3)
+            report = attn_pass.rewrite(program, choose="fused", targets=("local",))
+            for n in (2, 33, 200):
+                torch.testing.assert_close(program.module()(*qkv(1, 2, n, n)), Model()(*qkv(1, 2, n, n)))
+        return report
+
+    assert [s.target for s in rewritten().sites] == ["local"]
+    monkeypatch.setattr(Blocks, "count", lambda self, a: divide(a.q_len + self.rows - 1, self.rows)[0])
+    with pytest.warns(attn_pass.AttnPassWarning, match="would hold for some sizes only"):
+        assert rewritten().left

@@ -1,0 +1,57 @@
+"""AOTInductor packages of structured masks for any sequence length: compiled for real, one package for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from against_eager import NEG_INF, qkv
+from test_attention_gym import GYM
+from torch import Tensor
+
+import attn_pass
+
+NAMES = ("causal", "alibi", "soft cap", "sliding window", "prefix", "documents", "chunks", "decay")
+
+
+class Forms(torch.nn.Module):
+    """Every form on the same operands, as many as there are names."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        return torch.stack([self.one(name, q, k, v, ids) for name in NAMES])
+
+    def one(self, name: str, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        form = GYM[name]
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        if form.scores is not None:
+            scores = form.scores(scores, i, j)
+        if form.keep is not None:
+            keep = form.keep(i, j)
+            if form.ids:
+                keep = keep & (ids[:, None, :, None] == ids[:, None, None, :])
+            scores = scores.masked_fill(~keep, NEG_INF)
+        return torch.softmax(scores, -1) @ v
+
+
+def test_one_package_for_every_length(tmp_path: Path) -> None:
+    length = torch.export.Dim("length", min=2, max=512)
+    model, inputs = Forms(), (*qkv(1, 2, 96, 96), torch.arange(96)[None] // 30)
+    shapes = ({2: length}, {2: length}, {2: length}, {1: length})
+    with torch.no_grad(), attn_pass.record() as report, torch._inductor.config.patch(force_disable_caches=True):
+        package = attn_pass.aot_compile(
+            model,
+            inputs,
+            dynamic_shapes=shapes,
+            package_path=str(tmp_path / "forms.pt2"),
+            options={"choose": "fused", "on_error": "raise"},
+        )
+        assert [s.target for s in report.sites] == [GYM[n].target for n in NAMES]
+        run = torch._inductor.aoti_load_package(package)
+        for n in (96, 2, 33, 257):
+            given = (*qkv(1, 2, n, n), torch.arange(n)[None] // 30)
+            wanted = model(*(t.double() if t.is_floating_point() else t for t in given))
+            wrong = {
+                x: e for x, e in zip(NAMES, (run(*given).double() - wanted).abs().amax((1, 2, 3, 4))) if not e < 2e-5
+            }
+            assert not wrong, n
