@@ -247,17 +247,19 @@ def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
     inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
     for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
         of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-        if of_module and type(value) in (torch.Tensor, torch.nn.Buffer):
-            found[node.name] = (f"buffer {_attribute_path(node)}", value)
+        if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
+            found[node.name] = (_attribute_path(node), value)
     return {KNOWN_TENSORS: found}
 
 
 def _attribute_path(node: Node) -> str:
-    """``layers.0.mask`` for a placeholder that Dynamo made of that attribute; its own name where it does not say."""
+    """``buffer layers.0.mask`` for a placeholder that Dynamo made of it, ``attribute layers.0.mask`` of a plain one."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", "")
-    words = re.findall(r"\['?(\w+)'?\]", name() if callable(name) else name)[1:]
-    return ".".join(w for w in words if w not in ("_modules", "_buffers")) or node.name
+    text = name() if callable(name) else name
+    words = re.findall(r"\['?(\w+)'?\]|\.(\w+)", text)[1:]
+    path = ".".join(w for pair in words for w in pair if w not in ("", "_modules", "_buffers"))
+    return f"{'buffer' if '_buffers' in text else 'attribute'} {path or node.name}"
 
 
 def does_not_compile(failure: str) -> RewriteError:

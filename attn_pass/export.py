@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -223,8 +223,9 @@ def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tupl
     found: dict[str, tuple[str, torch.Tensor]] = {}
     for node, name in names.items():
         value = values.get(name)
-        if name in kept and type(value) in (torch.Tensor, torch.nn.Buffer):
-            found[node] = (f"buffer {name}", cast(torch.Tensor, value))
+        plain = type(value) in (torch.Tensor, torch.nn.Buffer)
+        if name in kept and isinstance(value, torch.Tensor) and plain and not value.requires_grad:
+            found[node] = (f"{'buffer' if node in signature.inputs_to_buffers else 'constant'} {name}", value)
     return found
 
 

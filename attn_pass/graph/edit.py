@@ -47,6 +47,7 @@ class Planned:
     kwargs: dict[str, Any]
     fake: Any
     node: Node | None = field(default=None)
+    key: Any = None  # of a value that is made of numbers and sizes alone: equal keys, equal values
 
 
 Value = Node | Planned
@@ -63,10 +64,14 @@ def replace_arguments(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class SizeNodes:
-    """The nodes of a graph that hold symbolic integers, and the tensors whose dimensions do."""
+    """The nodes of a graph that hold symbolic integers, and the tensors whose dimensions do.
+
+    And ``made``: what was inserted for earlier sites and is made of nothing but numbers and sizes (masks, mostly).
+    """
 
     def __init__(self, gm: GraphModule, sizes: Sizes) -> None:
         self.sizes = sizes
+        self.made: dict[Any, Planned] = {}
         self.integers: dict[Index, Node] = {}
         self.dimensions: dict[Index, tuple[Node, int]] = {}
         for node in gm.graph.nodes:
@@ -132,11 +137,32 @@ class Plan:
         return None
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Planned:
-        """Adds a call and returns it with its fake value; whatever torch raises on the fake values comes through."""
+        """Adds a call and returns it with its fake value; whatever torch raises on the fake values comes through.
+
+        One that an earlier site of the graph needed too, and that no tensor of the program enters, is that one.
+        """
+        key = self._key((target, args, kwargs))
+        known = None if key is None else self.size_nodes.made.get(key)
+        if known is not None and known.node is not None and not known.node._erased:
+            return known
         fake = target(*_map(args), **_map(kwargs))
-        planned = Planned(target, args, kwargs, fake)
+        planned = Planned(target, args, kwargs, fake, key=key)
         self.calls.append(planned)
         return planned
+
+    def _key(self, value: Any) -> Any:
+        """What tells values apart that are made of numbers and sizes alone; None where a tensor enters."""
+        if isinstance(value, (Node, Planned)):
+            held = fake_of(value)
+            if isinstance(held, torch.SymInt):
+                return ("size", self.sizes.index(held))
+            return value.key if isinstance(value, Planned) else None
+        if isinstance(value, dict):
+            value = tuple(value.items())
+        if isinstance(value, (list, tuple)):
+            keys = tuple(self._key(v) for v in value)
+            return None if None in keys else keys
+        return (type(value), value)
 
     def module(self, name: str, module: GraphModule) -> Planned:
         """A graph as an argument of a higher-order operator: an attribute of the module the calls go into."""
@@ -225,6 +251,8 @@ class Plan:
                     planned.node = self._attribute_node(planned)
                     continue
                 planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
+                if planned.key is not None:
+                    self.size_nodes.made[planned.key] = planned
                 planned.node.meta = {**provenance, key: planned.fake}
         node = new.node if isinstance(new, Planned) else new
         assert node is not None

@@ -45,6 +45,9 @@ class Mutation:
     whole: bool
 
 
+# The fake value says that the copy is the literal's memory; the program's is not.
+_LITERAL = torch.ops.aten.lift_fresh_copy.default
+
 _position_of: Callable[[Mutation], int] = attrgetter("position")
 
 
@@ -195,6 +198,8 @@ class Effects:
                     writes += (Mutation(node, n, index, False) for n in self._written_by_bodies(node))
                 elif traits.write is not None or "out" in node.kwargs:
                     for write in call_writes(node):
+                        if write.target.target is _LITERAL:
+                            continue  # torch.export detaches its copy of a literal: nobody else has it
                         writes.append(Mutation(node, write.target, index, write.whole))
                         if write.rebinds:
                             rebinding.append(writes[-1])

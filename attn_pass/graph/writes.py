@@ -278,6 +278,11 @@ def drops_something(node: Node) -> bool:
     return training is True and isinstance(p, float) and p > 0
 
 
+def draws_random_numbers(node: Node) -> bool:
+    """Whether a node that counts as pure moves the random stream: a dropout that drops."""
+    return traits_of(node.op, node.target).drops and drops_something(node)
+
+
 # ---------------------------------------------------------------- the writes of one call
 
 

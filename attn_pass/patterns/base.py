@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
+from attn_pass.graph.writes import draws_random_numbers
 from attn_pass.model.attention import AsWritten
 from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader, Unreadable
@@ -134,7 +135,7 @@ def _leads_nowhere_else(
         if node in found or (ends_here and node in site):
             continue
         stops = node in site or node in read or node.op == "output" or len(found) > _MOST
-        if stops or not is_pure(node) or reader.effects.mutations(node):
+        if stops or not is_pure(node) or draws_random_numbers(node) or reader.effects.mutations(node):
             return ()
         found[node] = None
         waiting += node.users

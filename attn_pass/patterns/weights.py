@@ -25,7 +25,7 @@ class Weights:
     guarded: bool = False  # rows whose every score is -inf are given weights of zero
     nan_guard: bool = False  # by a test for NaN, which a score that is NaN for another reason passes too
     zeroed: Expr | None = None  # where the weights are set to zero afterwards
-    factors: tuple[Factor, ...] = ()  # of all weights of a row
+    factors: tuple[Factor, ...] = ()  # of all weights of a row, in the order they were applied
 
 
 def read_weights(
@@ -74,9 +74,10 @@ def _guard_or_mask(
                 nodes += guard
                 found.guarded = True
                 return kept
-        if keys not in expression_axes(condition) and not _holds_dot(condition):
+        if isinstance(kept, Dot) and keys not in expression_axes(condition) and not _holds_dot(condition):
+            # Of the softmax itself, which is finite: a factor of zero makes NaN of what was divided by zero.
             kept_row = apply("not", condition) if zeroes else condition
-            found.factors = (*found.factors, Factor(kept_row))
+            found.factors = (Factor(kept_row), *found.factors)
             return kept
         if found.zeroed is None and not _holds_dot(condition):
             where = deep(reader, spine, condition)
@@ -113,7 +114,7 @@ def _factor(reader: Reader, spine: Spine, expression: Apply, found: Weights, key
     if _holds_dot(factor) or (expression.op == "div" and kept is not left):
         return None
     if keys not in expression_axes(factor):
-        found.factors = (*found.factors, Factor(factor, expression.op == "div"))
+        found.factors = (Factor(factor, expression.op == "div"), *found.factors)
         return kept
     mask = deep(reader, spine, factor)
     if expression.op == "mul" and found.zeroed is None:

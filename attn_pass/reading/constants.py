@@ -6,6 +6,7 @@ import torch
 
 from attn_pass.model.expression import Const, Expr, apply, index_value
 from attn_pass.model.index import Index
+from attn_pass.reading.limits import LARGEST
 from attn_pass.reading.views import Position
 
 _MOST_ELEMENTS = 1 << 26
@@ -21,7 +22,7 @@ def element_of(tensor: torch.Tensor, position: Position) -> Expr | None:
     values = tensor.detach().reshape([tensor.shape[n] for n in dims]).cpu()
     at = [position[n] for n in dims]
     if bool((values == values.flatten()[0]).all()):
-        return _number(values.flatten()[0])
+        return None if values.dtype in _WRAPPING else _number(values.flatten()[0])
     if values.dim() > 2:
         return _same_for_all(values, at)
     return _linear(values, at) or (_band(values, at[0], at[1]) if values.dim() == 2 else None)
@@ -37,8 +38,8 @@ def _number(value: torch.Tensor) -> Expr | None:
     number = value.item()
     if number != number:
         return None
-    if value.dtype in _WRAPPING:  # arithmetic in these wraps around, and indices do not
-        return None if number not in (0, 1) else apply("cast", Const(int(number)), dtype=value.dtype)
+    if isinstance(number, int) and abs(number) >= LARGEST:
+        return None
     return Const(number)
 
 
@@ -67,6 +68,8 @@ def _band(values: torch.Tensor, row: Index, column: Index) -> Expr | None:
     rows, columns = values.shape
     distance = torch.arange(columns)[None] - torch.arange(rows)[:, None]
     lower, upper = int(distance[~outside].min()), int(distance[~outside].max())
+    if values.dtype in _WRAPPING and {int(v) for v in (corner, values[~outside][0])} != {0, 1}:
+        return None
     if inside is None or other is None or not torch.equal((distance >= lower) & (distance <= upper), ~outside):
         return None
     condition: Expr = Const(True)
@@ -74,4 +77,6 @@ def _band(values: torch.Tensor, row: Index, column: Index) -> Expr | None:
         condition = apply("le", index_value(column), index_value(row + upper))
     if lower > 1 - rows:
         condition = apply("and", condition, apply("ge", index_value(column), index_value(row + lower)))
+    if values.dtype in _WRAPPING:  # as a truth value: arithmetic in these wraps around, and is not followed
+        return apply("cast", condition if inside == Const(1) else apply("not", condition), dtype=values.dtype)
     return apply("where", condition, inside, other)

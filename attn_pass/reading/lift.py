@@ -453,6 +453,14 @@ class Reader:
 
     def pointwise(self, node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
         """A pointwise call as an expression; ``read(value, position)`` gives its operands."""
+        from attn_pass.reading.limits import leaves_the_type
+
+        result, value = self._pointwise(node, call, position, read), tensor_value(node)
+        if leaves_the_type(call.op, result, None if value is None else value.dtype):
+            raise Unreadable("numbers that may leave the range or the digits of their type", node)
+        return result
+
+    def _pointwise(self, node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
         a = call.args
         op = call.op
         if op in ("add", "sub", "rsub"):

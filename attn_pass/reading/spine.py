@@ -134,6 +134,7 @@ class Spine:
         source, where, read_at = reader.through_views(value, position, at, self.region)
         defined, call = reader.definition(source, read_at)
         if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
+            self.internal[source] = None
             return reader.pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
         found = reader.element(source, where, read_at)
         if isinstance(found, Const):

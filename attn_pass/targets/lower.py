@@ -150,6 +150,8 @@ class Lowering:
             return call(POINTWISE[op], *tensors)
         if not _is_tensor(args[0]):
             args[0] = self._tensor(args[0])
+        if op == "remainder":
+            return call(_remainder(args[1] if _is_tensor(args[1]) else 1), *args)
         return call(POINTWISE[op], *args)
 
     def _tensor(self, value: Value | float | int | bool) -> Value:

@@ -63,7 +63,7 @@ class Sdpa:
         assumptions: tuple[str, ...] = ()
         if setting.assume_nonempty_rows and not attention.rows_never_empty:
             assumptions = ("no row is masked out entirely",)
-        elif attention.has_mask and attention.empty_row_is_nan and not attention.rows_never_empty:
+        elif may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty:
             assumptions = (EMPTY_ROWS,)
         return Offer(
             self.name, variant, attention, cost.fused(setting.device, problem), fused=True, assumptions=assumptions
@@ -305,6 +305,11 @@ def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
     """Whether rows without a key need their own gradients: see `EmptyRows`. A fused call keeps those it has."""
     possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
     return possible and a.needs_grad and mask_kind(a, setting) == "additive"
+
+
+def may_hold_infinity(a: Attention) -> bool:
+    """Whether the mask may mask with -inf: all but one that fills with a number, and adds nothing."""
+    return a.bias is not None or (a.keep is not None and not _is_finite_fill(a))
 
 
 def _is_finite_fill(a: Attention) -> bool:

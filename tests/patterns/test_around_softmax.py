@@ -10,6 +10,8 @@ import torch
 from against_eager import qkv, randn, same
 from torch import Tensor
 
+import attn_pass
+
 NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
@@ -109,3 +111,49 @@ def test_masks_that_change_between_scores_and_weights_are_two() -> None:
         return weights.masked_fill(~keep, 0.0) @ v
 
     same(program, *qkv(), KEEP, rewritten=0)
+
+
+def _zero_where_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    c = torch.arange(4.0)[:, None]
+    return torch.where(c > 0, torch.softmax(q @ k.mT, -1) / c, 0.0) @ v
+
+
+def _small_then_large(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    small, large = torch.full((4, 1), 1e-4, dtype=q.dtype), torch.full((4, 1), 6e4, dtype=q.dtype)
+    return (torch.softmax(q @ k.mT, -1) * small * large) @ (8 * v)
+
+
+def test_factors_of_rows_are_applied_in_their_order() -> None:
+    same(_small_then_large, *qkv(1, 2, 4, 6, dtype=torch.float16), rewritten=1, choose="fused", reference=False)
+
+
+def test_rows_set_to_zero_that_were_divided_by_zero_are_no_factor() -> None:
+    same(_zero_where_zero, *qkv(1, 2, 4, 6), rewritten=0, choose="fused", reference=False)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_guard_may_ask_either_way(zeroes: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        w = torch.softmax((q @ k.mT).masked_fill(m, NEG_INF), -1)
+        return (torch.where(torch.isnan(w), 0.0, w) if zeroes else torch.where(~torch.isnan(w), w, 0.0)) @ v
+
+    mask = torch.zeros(1, 1, 4, 6, dtype=torch.bool)
+    mask[..., 1, :] = mask[..., 2, 3] = True
+    report = same(run, *qkv(1, 2, 4, 6), mask, rewritten=1, choose="fused", reference=False)
+    assert any("guard against NaN" in a for a in report.sites[0].assumptions)
+
+
+def test_dropout_of_weights_that_nobody_takes_draws_its_numbers() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            w = torch.softmax(q @ k.mT, -1)
+            torch.nn.functional.dropout(w, 0.5)
+            return w @ v + torch.rand(1)
+
+    inputs = qkv(1, 2, 4, 6)
+    program = torch.export.export(Model(), inputs)
+    attn_pass.rewrite(program, choose="fused", on_error="raise")
+    torch.manual_seed(3)
+    wanted = Model()(*inputs)
+    torch.manual_seed(3)
+    torch.testing.assert_close(program.module()(*inputs), wanted)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, same
 from torch import Tensor
 
 import attn_pass
+
+Keep = Callable[[Tensor], Tensor]
 
 N = 12
 I, J = torch.arange(N)[:, None], torch.arange(N)[None]
@@ -116,3 +120,59 @@ def test_distances_in_a_buffer() -> None:
     model, inputs = Masked((J - I)[None, None], add=True), qkv(2, 2, N, N)
     report = same(model, *inputs, rewritten=1, choose="fused", assume_constant_buffers=True, reference=False)
     assert report.sites[0].mask == "additive, by distance"
+
+
+def test_a_buffer_that_wants_a_gradient_gets_it() -> None:
+    q, k, v = qkv(1, 2, N, N)
+    gradients = []
+    for compiled in (False, True):
+        model = Masked(torch.zeros(N, N).masked_fill(I < J, -1e9).requires_grad_(), add=True)
+        options = {"choose": "fused", "assume_constant_buffers": True, "on_error": "raise"}
+        run = torch.compile(model, backend=attn_pass.wrap("aot_eager", **options)) if compiled else model
+        run(q, k, v).square().sum().backward()
+        gradients.append(model.mask.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def of_mask(program: Keep) -> type[torch.nn.Module]:
+    class Model(Masked):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.transpose(-1, -2)
+            return torch.softmax(scores.masked_fill(~program(self.mask), -1e9), -1) @ v
+
+    return Model
+
+
+TRIL = torch.ones(N, N).tril()
+LEAVING: dict[str, tuple[Tensor, Keep]] = {
+    "wraps below 0": (TRIL.to(torch.uint8), lambda m: ~((m - 1) > 0)),
+    "wraps by its transpose": (TRIL.to(torch.uint8), lambda m: ~((m - m.T) > 1)),
+    "wraps when negated": (torch.ones(N, N, dtype=torch.uint8), lambda m: ((-m) > 0) | (I >= J)),
+    "overflows int32": (torch.full((N, N), 2**31 - 1, dtype=torch.int32), lambda m: ((m + 1) > 0) | (I >= J)),
+    "overflows int64": (torch.full((N, N), 2**63 - 1), lambda m: ((m + 1) > 0) | (I >= J)),
+    "positions overflow": (
+        torch.arange(N, dtype=torch.int32) * 2**28,
+        lambda m: (m[:, None] * 2) >= (m[None] * 2),
+    ),
+    "bfloat16 stands still": (
+        torch.full((N, N), 256.0, dtype=torch.bfloat16),
+        lambda m: ((m + 1 + 1 + 1 + 1) >= 260) | (I >= J),
+    ),
+    "float16 overflows": (torch.full((N, N), 6e4, dtype=torch.float16), lambda m: ((m + m) < 1e6) | (I >= J)),
+    "literals overflow": (TRIL, lambda m: ((torch.full((N, N), 2**31 - 1, dtype=torch.int32) + 1) > 0) | (I >= J)),
+    "a literal times positions": (
+        TRIL,
+        lambda m: (torch.arange(N, dtype=torch.int32) * 2**28 * 2)[:, None] >= torch.arange(N)[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVING)
+def test_numbers_that_leave_their_type(name: str) -> None:
+    mask, program = LEAVING[name]
+    model, inputs = of_mask(program)(mask, persistent=False), qkv(1, 2, N, N)
+    same(model, *inputs, choose="fused", assume_constant_buffers=True, reference=False)
+    with torch.no_grad():
+        exported = torch.export.export(model, inputs)
+        attn_pass.rewrite(exported, choose="fused", on_error="raise")
+        torch.testing.assert_close(exported.module()(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)

@@ -51,3 +51,14 @@ def test_exported(function: Callable[..., Tensor], decompose: bool) -> None:
     report = attn_pass.rewrite(program, choose="fused", targets=("sdpa",))
     assert [s.outcome for s in report.sites] == ["left" if function is written_later else "rewritten"]
     torch.testing.assert_close(program.module()(*inputs), function(*inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_a_literal_of_several_elements_is_written_by_nobody() -> None:
+    """Torch.export copies and detaches it in place; the inputs are other memory."""
+    program = Program(lambda q, k, v: torch.softmax(q @ k.mT * torch.tensor([0.1, 0.2])[:, None, None], -1) @ v)
+    inputs = qkv(2, 2, 8, 8)
+    with torch.no_grad():
+        exported = torch.export.export(program, inputs)
+        report = attn_pass.rewrite(exported, choose="fused", on_error="raise")
+        assert [s.outcome for s in report.sites] == ["rewritten"]
+        torch.testing.assert_close(exported.module()(*inputs), program(*inputs), atol=1e-5, rtol=1e-5)

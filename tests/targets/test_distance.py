@@ -94,6 +94,20 @@ def test_gradients(name: str) -> None:
     same(attention(FORMS[name]), *grads, table, rewritten=1, grad=True, choose="fused", reference=False)
 
 
+@pytest.mark.parametrize("name", ["dilated", "decay"])
+def test_a_matrix_for_all_heads_that_is_large(name: str) -> None:
+    same(attention(FORMS[name]), *inputs(q_len=300, kv_len=280), rewritten=1, choose="fused", targets=("sdpa",))
+
+
+def test_distances_that_overflow_are_the_matrix_they_were() -> None:
+    def bias(i: torch.Tensor, j: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return SLOPES[:, None, None] * ((j.int() - i.int()) * 2**25) * 1e-8
+
+    same(
+        attention(bias), *inputs(q_len=600, kv_len=600), rewritten=1, choose="fused", targets=("sdpa",), reference=False
+    )
+
+
 def test_a_table_that_wants_a_gradient_gets_it() -> None:
     wanted = [x.requires_grad_() for x in inputs()]
     report = same(attention(buckets), *wanted, grad=True, choose="fused", reference=False)
