@@ -89,6 +89,8 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
             return None
         pair: tuple[Scalar, Scalar] = (x.value, y.value)
         return Const(max(pair) if op == "maximum" else min(pair))
+    if is_boolean(x) != is_boolean(y) and op in ("add", "sub", "mul"):  # a truth value beside a number is 0 or 1
+        x, y = (Const(type(b.value)(a.value)) if is_boolean(a) else a for a, b in ((x, y), (y, x)))
     value = apply(op, x, y)
     return value if isinstance(value, Const) else None
 

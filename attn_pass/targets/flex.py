@@ -101,7 +101,7 @@ class Flex:
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
         operands = [own_memory(plan, x) for x in (query, key, value)]
         score = ScoreMod(lower, score_of(a))
-        mask = block_mask(lower, visible(a), a.q_len, a.kv_len)
+        mask = block_mask(lower, visible(a), a.q_len, a.kv_len, is_whole_mask(a))
         results = plan.call(
             torch.ops.higher_order.flex_attention,
             *operands,
@@ -136,9 +136,18 @@ def visible(a: Attention) -> Band:
     return bands[0] if known and len(bands) == 1 else Band()
 
 
+def is_whole_mask(a: Attention) -> bool:
+    """Whether the band `visible` gives, with bounds that are known, is all there is to the mask."""
+    band = visible(a)
+    known = all(b is None or isinstance(b, int) for b in (band.lower, band.upper))
+    return known and band != Band() and a.structure.parts == (band,)
+
+
 def score_of(a: Attention) -> Expr:
     """The score function: the modified product, the bias added, the fill where it is not kept."""
     score = a.modified
+    if a.has_mask and is_whole_mask(a):
+        return score
     if a.has_mask and a.structure.is_exact and a.rows_never_empty:
         # The mask is index arithmetic, and what is masked weighs nothing: no tensor to read, and none to make.
         return apply("where", a.structure.condition(), score, Const(float("-inf")))

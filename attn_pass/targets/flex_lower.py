@@ -16,6 +16,7 @@ from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, produc
 from attn_pass.model.mask import Band
 from attn_pass.model.views import Group
 from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
+from attn_pass.targets.sdpa import is_dense
 
 # The CPU template keeps a block of scores in memory for each thread. With 128 a multiple of the key block it would
 # take its decoding kernel for a single query, which asks for pointers it is not given (seen in torch 2.13.0).
@@ -253,14 +254,18 @@ def own_memory(plan: Plan, value: Value) -> Value:
 
     The template takes the base of a view for the view: with a storage offset the numbers are wrong, with a base of
     another rank it fails (seen in torch 2.13.0). A copy would be left out where the view is dense; a product is not.
+    A dense input of the program is no view of anything.
     """
+    if isinstance(value, Node) and value.op == "placeholder" and is_dense(plan, fake_of(value), (0, 1, 2, 3)):
+        return value
     return plan.call(aten.mul.Tensor, value, 1.0)
 
 
-def block_mask(lower: Lowering, band: Band, q_len: Index, kv_len: Index) -> tuple[Any, ...]:
-    """The block-mask argument: the blocks with a key inside the band, all of them as full ones.
+def block_mask(lower: Lowering, band: Band, q_len: Index, kv_len: Index, whole: bool) -> tuple[Any, ...]:
+    """The block-mask argument: the blocks with a key inside the band.
 
-    Which keys of a block count is left to the score function.
+    ``whole``: the band is the whole mask. Blocks inside it are full ones then, and those it cuts are masked by its
+    condition. Otherwise all are full, and which keys of a block count is left to the score function.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -271,35 +276,59 @@ def block_mask(lower: Lowering, band: Band, q_len: Index, kv_len: Index) -> tupl
     blocks = _ceil(plan, kv_len, KV_BLOCK)
     # One more than there are: torch guards on a symbolic size of 1 being one.
     rows, keys = (_one_more(plan, n) for n in (_ceil(plan, q_len, Q_BLOCK), blocks))
-    partial = call(aten.zeros.default, [1, 1, rows], **place)
-    partial_at = call(aten.zeros.default, [1, 1, rows, keys], **place)
     first_row = call(aten.mul.Scalar, call(aten.arange.default, rows, **place), Q_BLOCK)
     last = call(aten.full.default, [], blocks, **place)
-    end = call(aten.expand.default, last, [rows])
-    start = call(aten.zeros.default, [rows], **place)
+
+    def block_of(distance: int) -> Value:
+        """The block of the key so far from a block's first row, or the one past the last block."""
+        found = call(aten.floor_divide.Scalar, call(aten.add.Scalar, first_row, distance), KV_BLOCK)
+        return call(aten.minimum.default, call(aten.clamp.default, found, 0), last)
+
+    start: Value = call(aten.zeros.default, [rows], **place)
+    end: Value = call(aten.expand.default, last, [rows])
+    full_start, full_end = start, end
     if isinstance(band.upper, int):
-        above = call(aten.add.Scalar, first_row, Q_BLOCK - 1 + band.upper + KV_BLOCK)
-        end = call(aten.minimum.default, call(aten.floor_divide.Scalar, above, KV_BLOCK), last)
+        end = full_end = block_of(Q_BLOCK - 1 + band.upper + KV_BLOCK)
+        if whole:
+            full_end = block_of(band.upper + 1)
     if isinstance(band.lower, int):
-        below = call(aten.floor_divide.Scalar, call(aten.add.Scalar, first_row, band.lower), KV_BLOCK)
-        start = call(aten.minimum.default, call(aten.clamp.default, below, 0), last)
-    full = call(aten.view.default, call(aten.clamp.default, call(aten.sub.Tensor, end, start), 0), [1, 1, -1])
-    positions = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
-    positions = call(aten.add.Tensor, positions, call(aten.view.default, start, [1, 1, -1, 1]))
-    full_at = call(aten.clone.default, positions, memory_format=torch.contiguous_format)
-    values: dict[int, Any] = {id(v.fake): v for v in (partial, partial_at, full, full_at)}
+        start = full_start = block_of(band.lower)
+        if whole:
+            full_start = block_of(Q_BLOCK - 1 + band.lower + KV_BLOCK - 1)
+    end = call(aten.maximum.default, start, end)
+    full_start = call(aten.minimum.default, call(aten.maximum.default, full_start, start), end)
+    full_end = call(aten.minimum.default, call(aten.maximum.default, full_end, full_start), end)
+
+    def row(values: Value) -> Value:
+        return call(aten.view.default, values, [1, 1, -1, 1])
+
+    def counted(values: Value) -> Value:
+        return call(aten.clone.default, call(aten.view.default, values, [1, 1, -1]))
+
+    def laid_out(values: Value) -> Value:
+        return call(aten.clone.default, values, memory_format=torch.contiguous_format)
+
+    number = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
+    full = counted(call(aten.sub.Tensor, full_end, full_start))
+    full_at = laid_out(call(aten.add.Tensor, number, row(full_start)))
+    before, after = call(aten.sub.Tensor, full_start, start), call(aten.sub.Tensor, end, full_end)
+    partial = counted(call(aten.add.Tensor, before, after))
+    behind = call(aten.add.Tensor, number, row(call(aten.sub.Tensor, full_end, before)))
+    in_front = call(aten.lt.Tensor, number, row(before))
+    partial_at = laid_out(call(aten.where.self, in_front, call(aten.add.Tensor, number, row(start)), behind))
+    values: dict[int, Any] = {id(fake_of(v)): v for v in (partial, partial_at, full, full_at)}
     fields = BlockMask.from_kv_blocks(
-        partial.fake,
-        partial_at.fake,
-        full.fake,
-        full_at.fake,
+        fake_of(partial),
+        fake_of(partial_at),
+        fake_of(full),
+        fake_of(full_at),
         BLOCK_SIZE=(Q_BLOCK, KV_BLOCK),
         seq_lengths=(0, 0),
         compute_q_blocks=False,
     ).as_tuple()
     lengths = (plan.size(q_len), plan.size(kv_len))
-    keep_all = plan.module("flex_mask_mod", _keep_all(device))
-    return (*lengths, *(values.get(id(x), x) for x in fields[2:-1]), keep_all)
+    mask = plan.module("flex_mask_mod", _mask_mod(device, band if whole else Band()))
+    return (*lengths, *(values.get(id(x), x) for x in fields[2:-1]), mask)
 
 
 def _ceil(plan: Plan, size: Index, by: int) -> Any:
@@ -312,12 +341,23 @@ def _one_more(plan: Plan, size: Any) -> Any:
     return size if isinstance(size, int) else plan.call(operator.add, size, 1)
 
 
-def _keep_all(device: torch.device) -> GraphModule:
+def _mask_mod(device: torch.device, band: Band) -> GraphModule:
+    """Whether a key is inside the band, as a `mask_mod` graph."""
     graph = Graph()
-    for name in ("b", "h", "q_idx", "kv_idx"):
-        graph.placeholder(name).meta["val"] = torch.empty((), dtype=torch.int32, device=device)
-    kept = graph.call_function(aten.full.default, ([], True), {"dtype": torch.bool, "device": device})
-    kept.meta["val"] = torch.ones((), dtype=torch.bool, device=device)
+    inputs = [graph.placeholder(name) for name in ("b", "h", "q_idx", "kv_idx")]
+    for node in inputs:
+        node.meta["val"] = torch.empty((), dtype=torch.int32, device=device)
+
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta["val"] = target(*map_arg(args, _value), **kwargs)
+        return node
+
+    kept = call(aten.full.default, [], True, dtype=torch.bool, device=device)
+    distance = call(aten.sub.Tensor, inputs[3], inputs[2])
+    for bound, compare in ((band.upper, aten.le.Scalar), (band.lower, aten.ge.Scalar)):
+        if bound is not None:
+            kept = call(aten.logical_and.default, kept, call(compare, distance, bound))
     graph.output(kept)
     return GraphModule(torch.nn.Module(), graph, class_name="MaskMod")
 

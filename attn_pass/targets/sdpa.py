@@ -164,13 +164,13 @@ def settled(plan: Plan, value: Value) -> Value:
     graph is traced, and copies nothing where the layout, heads first or heads last, is the one seen here.
     """
     tensor = fake_of(value)
-    if tensor.dim() == 4 and _is_dense(plan, tensor, (0, 2, 1, 3)) and not _is_dense(plan, tensor, (0, 1, 2, 3)):
+    if tensor.dim() == 4 and is_dense(plan, tensor, (0, 2, 1, 3)) and not is_dense(plan, tensor, (0, 1, 2, 3)):
         turned = plan.call(aten.transpose.int, value, 1, 2)
         return plan.call(aten.transpose.int, plan.call(aten.contiguous.default, turned), 1, 2)
     return plan.call(aten.contiguous.default, value)
 
 
-def _is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
+def is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
     """Whether the dimensions lie in memory in this order, slowest first, without gaps."""
     expected: Index = 1
     for dim in reversed(order):

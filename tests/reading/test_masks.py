@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -446,3 +447,21 @@ def test_transformers_masks(factory: str, given: str, implementation: str) -> No
             (meaning,) = check(program, inputs, dialect, dims)
             assert meaning.attention.mask_text == name, (dialect, dims)
             assert meaning.attention.rows_never_empty == (given != "padding")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_lowest_numbers_times_a_comparison(in_place: bool) -> None:
+    """As transformers wrote it for years; one off is another mask."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, further: int = 0) -> Tensor:
+        mask = torch.full((8, 8), torch.finfo(torch.float32).min)
+        hidden = torch.arange(8) > torch.arange(8).reshape(-1, 1) + further
+        if in_place:
+            mask *= hidden
+        else:
+            mask = mask * hidden
+        return torch.softmax(q @ k.mT + mask[None, None], -1) @ v
+
+    assert same(run, *qkv(2, 2, 8, 8), rewritten=1, choose="fused").sites[0].mask == "causal"
+    report = same(partial(run, further=1), *qkv(2, 2, 8, 8), rewritten=1, choose="fused")
+    assert report.sites[0].mask == "causal with offset 1"
