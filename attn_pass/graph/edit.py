@@ -23,7 +23,7 @@ from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.index import Index, Poly, Quotient, Remainder
-from attn_pass.model.views import Expand, Permute, Reshape, Slice, Step
+from attn_pass.model.views import Expand, Pad, Permute, Reshape, Slice, Step
 
 aten = torch.ops.aten
 _PROVENANCE = (
@@ -230,6 +230,9 @@ class Plan:
                 value = self.call(aten.reshape.default, value, self.shape(step.shape))
             elif isinstance(step, Permute):
                 value = self.call(aten.permute.default, value, list(step.dims))
+            elif isinstance(step, Pad):
+                padding = [0, 0] * (fake_of(value).dim() - step.dim - 1) + [step.before, step.after]
+                value = self.call(aten.constant_pad_nd.default, value, padding, 0)
             elif isinstance(step, Expand):
                 value = self.call(aten.expand.default, value, [self.size(s) for s in step.shape])
         return value

@@ -107,13 +107,14 @@ def flex(device: Device, problem: Problem, share: float) -> float:
     balance = min(device.cores, problem.batch * problem.heads * max(1, -(-problem.q_len // 64)))
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     copies = traffic(device, 2 * problem.operand_bytes + 2 * problem.copied_bytes)
-    return device.fused_op_us + share * problem.scores * each / balance / 1e3 + mask + copies
+    return device.fused_op_us + share * problem.scores * each / balance / 1e3 + mask + copies + _FLEX_COMPILE_US
 
 
 # A core's, measured with 8 heads of 64 and 256 to 2048 queries and keys: 6.6 ns a score in float32, 9.5 in bfloat16.
 _FLEX_NANOSECONDS = 1.5  # the score function, a soft cap, and the softmax
 _FLEX_MASK_NANOSECONDS = 1.0  # reading one more tensor in the score function
 _FLEX_GFLOPS = 35.0  # the template's own product of queries and keys
+_FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand calls must earn
 
 
 def transcendental(device: Device, problem: Problem, calls: int) -> float:

@@ -10,7 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from attn_pass.model.index import Axis, Index, axis_index, digits, divide_exactly, product, substitute, unsplit_axis
+from attn_pass.model.index import (
+    Axis,
+    Index,
+    Quotient,
+    Remainder,
+    axis_index,
+    digits,
+    divide_exactly,
+    is_less,
+    is_nonnegative,
+    product,
+    substitute,
+    terms_of,
+    unsplit_axis,
+)
 
 
 class NoView(Exception):
@@ -47,7 +61,16 @@ class Expand:
     shape: tuple[Index, ...]
 
 
-Step = Slice | Reshape | Permute | Expand
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Zeros before and behind ``dim``: for places that are read under a condition only, which is false there."""
+
+    dim: int
+    before: int
+    after: int
+
+
+Step = Slice | Reshape | Permute | Expand | Pad
 Group = tuple[Axis, ...]
 
 
@@ -77,6 +100,7 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
     does not depend on is broadcast: a group of such axes alone becomes size 1, within a larger group they are
     expanded. Raises `NoView`.
     """
+    index, groups, padding = _inside(shape, index, groups)
     index, groups = split_axes(index, groups)
     steps: list[Step] = []
     held: list[tuple[Axis, ...]] = []
@@ -124,7 +148,50 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
         steps.append(Expand(tuple(expanded)))
         current = expanded
     _reshape(steps, current, final)
-    return _without_round_trips(tuple(shape), steps)
+    return (*_without_round_trips(tuple(shape), steps), *padding)
+
+
+def _inside(
+    shape: Sequence[Index], index: Sequence[Index], groups: Sequence[Group]
+) -> tuple[Sequence[Index], Sequence[Group], list[Step]]:
+    """Where places outside the source are read (``x[i - 1]`` from ``i = 0`` on): those inside, and the padding.
+
+    Raises `NoView` where that is no padding of a whole dimension.
+    """
+    padding: list[Step] = []
+    for axis, (before, after) in _outside(shape, index).items():
+        number = next((n for n, g in enumerate(groups) if [a for a in g if a.size != 1] == [axis]), None)
+        if number is None or not isinstance(axis.size, int) or axis.size <= before + after:
+            raise NoView(f"axis {axis.key} reaches outside the source")
+        rest = Axis(f"{axis.key}+{before}", axis.size - before - after)
+        index = [substitute(i, {axis: axis_index(rest) + before}) for i in index]
+        groups = [(rest,) if n == number else group for n, group in enumerate(groups)]
+        padding.append(Pad(number, before, after))
+    if padding and not all(is_nonnegative(i) and is_less(i, size) for i, size in zip(index, shape)):
+        raise NoView("places outside the source are read")
+    return index, groups, padding
+
+
+def _outside(shape: Sequence[Index], index: Sequence[Index]) -> dict[Axis, tuple[int, int]]:
+    """For each axis that is read by itself how many places before and behind the source it reaches."""
+    found: dict[Axis, tuple[int, int]] = {}
+    waiting: list[tuple[Index, Index | None]] = list(zip(index, shape))
+    while waiting:
+        current, size = waiting.pop()
+        terms = dict(terms_of(current))
+        constant = terms.pop((), 0)
+        waiting += [(a.value, None) for m in terms for a in m if isinstance(a, (Quotient, Remainder))]
+        if len(terms) != 1:
+            continue
+        ((monomial, coefficient),) = terms.items()
+        if coefficient != 1 or len(monomial) != 1 or not isinstance(monomial[0], Axis):
+            continue
+        axis = monomial[0]
+        behind = axis.size + constant - size if isinstance(axis.size, int) and isinstance(size, int) else 0
+        before, after = found.get(axis, (0, 0))
+        if constant < 0 or behind > 0:
+            found[axis] = (max(before, -constant), max(after, behind))
+    return found
 
 
 def split_axes(index: Sequence[Index], groups: Sequence[Group]) -> tuple[Sequence[Index], Sequence[Group]]:
@@ -155,6 +222,8 @@ def shape_after(shape: tuple[Index, ...], step: Step) -> tuple[Index, ...]:
         return (*shape[: step.dim], step.length, *shape[step.dim + 1 :])
     if isinstance(step, Permute):
         return tuple(shape[d] for d in step.dims)
+    if isinstance(step, Pad):
+        return (*shape[: step.dim], shape[step.dim] + step.before + step.after, *shape[step.dim + 1 :])
     return step.shape
 
 

@@ -193,7 +193,7 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if contains_dot(condition):
         raise NotAffine("the mask depends on the scores")
     if contains_dot(yes) and contains_dot(no):
-        raise NotAffine("where chooses between two forms of the scores")
+        return _either(condition, normalise(yes, keys, dtype), normalise(no, keys, dtype))
     inner, fill = (yes, no) if contains_dot(yes) else (no, yes)
     if inner is no:
         condition = apply("not", condition)
@@ -206,6 +206,17 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if scores.keep is not None and scores.keep.fill == value:
         return replace(scores, keep=Keep(apply("and", scores.keep.condition, condition), value))
     return replace(_without_keep(scores), keep=Keep(condition, value))
+
+
+def _either(condition: Expr, yes: Scores, no: Scores) -> Scores:
+    """A choice between two forms of the scores that differ in what is added to the same product."""
+    if yes.scale != no.scale or yes.factors != no.factors:
+        raise NotAffine("where chooses between two forms of the scores")
+    yes, no = _without_keep(yes), _without_keep(no)
+    if yes.bias is no.bias is None:
+        return yes
+    zero = Const(0.0)
+    return replace(yes, bias=apply("where", condition, yes.bias or zero, no.bias or zero))
 
 
 def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:

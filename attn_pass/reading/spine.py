@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.fx import Node
 
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Const, Dot, Expr, Load, apply
-from attn_pass.model.index import Index, is_less, is_nonnegative
+from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value, rewrite_indices
+from attn_pass.model.index import Axis, Index, axis_index, is_less, is_nonnegative, substitute
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
+from attn_pass.reading.written import written_part
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Spine:
             return Dot()
         defined, call = reader.definition(node, at)
         if call is None:
-            raise self._unknown(node, at)
+            return self._partly_written(node, position, at)
         self._check_region(defined)
         self.internal[node] = None
         self.internal[defined] = None
@@ -142,6 +143,55 @@ class Spine:
         load = reader.load(source, where, read_at)
         self.loads[load] = SideLoad(source, read_at, value, position, at)
         return load
+
+    def _partly_written(self, node: Node, position: Position, at: int) -> Expr:
+        """Of what was written in place to a part of the node: that where the place is in it, else what was there."""
+        reader = self.reader
+        mutation = reader.effects.last_mutation(node, at)
+        part = None if mutation is None else written_part(reader, node, mutation)
+        if mutation is None or part is None:
+            raise self._unknown(node, at)
+        self._check_region(mutation.node)
+        inside: Expr = TRUE
+        within: list[Index] = []
+        places: dict[Axis, Index] = {}
+        for dim, (bounds, size) in enumerate(zip(part.bounds, reader.shape(node))):
+            here = position[dim]
+            if bounds is None:
+                within.append(here)
+                continue
+            start, length = bounds
+            axis = Axis(f"{mutation.node.name}~{dim}", length)
+            places[axis] = here - start
+            within.append(axis_index(axis))
+            inside = apply("and", inside, apply("ge", index_value(here), index_value(start)))
+            if start + length != size:
+                inside = apply("and", inside, apply("lt", index_value(here), index_value(start + length)))
+        written = Spine(reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
+        value = rewrite_indices(written._operand(part.value, tuple(within), reader.order[mutation.node]), places)
+        self._take(written, places, node)
+        self.internal |= dict.fromkeys((node, mutation.node, mutation.target, *part.views))
+        before = self.read(node, position, mutation.position)
+        return apply("where", inside, value, before)
+
+    def _take(self, other: Spine, places: Mapping[Axis, Index], node: Node) -> None:
+        """Adds what another spine to the same leaf found, its axes being at those places of this one's."""
+
+        def moved(position: Position) -> Position:
+            return tuple(substitute(i, places) for i in position)
+
+        if other.dropout:
+            raise Unreadable("dropout is applied to a part only", node)
+        if other.leaf_position is not None:
+            at = moved(other.leaf_position)
+            if self.leaf_position not in (None, at):
+                raise Unreadable("the scores are read at two places at once", node)
+            self.leaf_position, self.leaf_at = at, other.leaf_at
+        self.internal |= other.internal
+        for load, side in other.loads.items():
+            self.loads[Load(load.source, moved(load.index))] = replace(
+                side, written_position=moved(side.written_position)
+            )
 
     def _unknown(self, node: Node, at: int) -> Unreadable:
         """Why `Reader.definition` knows no operation."""

@@ -6,6 +6,7 @@ operator runs as products and a softmax: right, and no gain, so that it is then 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,8 +18,8 @@ from attn_pass.compat import TORCH_VERSION
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Const, Expr, apply, loads
-from attn_pass.model.index import Axis, product
+from attn_pass.model.expression import Apply, Const, Expr, apply, contains_dot, loads
+from attn_pass.model.index import Axis, is_nonnegative, product
 from attn_pass.model.mask import Band, row_index
 from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
@@ -83,6 +84,8 @@ class Flex:
         if not all(isinstance(n, int) for e in loads(score_of(a)) for n in a.sources[e.source].shape):
             # "ks2 was not declared": the checks of its index ask for the size (torch 2.13.0).
             return "the score function reads a tensor whose size is not known"
+        if not all(is_nonnegative(i) for e in loads(score_of(a)) for i in e.index):
+            return "the score function would read in front of a tensor"
         if setting.allowed_backends is not None:
             return f"sdpa_kernel allows only {', '.join(setting.allowed_backends) or 'nothing'}"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
@@ -143,9 +146,29 @@ def is_whole_mask(a: Attention) -> bool:
     return known and band != Band() and a.structure.parts == (band,)
 
 
+def multiplied_once(expression: Expr) -> Expr:
+    """Factors and divisors that are numbers as one factor: the kernel's divisions are slow, and it has many scores."""
+    if not isinstance(expression, Apply):
+        return expression
+    factor = 1.0
+    inner: Expr = expression
+    while isinstance(inner, Apply) and inner.op in ("mul", "div"):
+        number, rest = inner.args[1], inner.args[0]
+        if inner.op == "mul" and isinstance(rest, Const):
+            number, rest = rest, number
+        if not isinstance(number, Const) or isinstance(number.value, bool) or not contains_dot(rest):
+            break
+        value = float(number.value)
+        factor = factor * value if inner.op == "mul" else factor / value if value else math.inf
+        inner = rest
+    if inner is expression or not 1e-30 < abs(factor) < 1e30:
+        return apply(expression.op, *(multiplied_once(x) for x in expression.args), dtype=expression.dtype)
+    return apply("mul", multiplied_once(inner), Const(factor))
+
+
 def score_of(a: Attention) -> Expr:
     """The score function: the modified product, the bias added, the fill where it is not kept."""
-    score = a.modified
+    score = multiplied_once(a.modified)
     if a.has_mask and is_whole_mask(a):
         return score
     if a.has_mask and a.structure.is_exact and a.rows_never_empty:

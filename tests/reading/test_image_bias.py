@@ -57,9 +57,9 @@ def test_bias_of_rows_and_columns_reaches_the_kernel(
 def test_a_part_of_the_scores_written_in_place_is_named() -> None:
     def attention(q, k, v, bias):  # type: ignore[no-untyped-def]
         scores = q @ k.transpose(-2, -1)
-        scores[:, 1:, 1:] = scores[:, 1:, 1:] * bias
+        scores[:, ::2] = scores[:, ::2] * bias
         return scores.softmax(-1) @ v
 
-    inputs = [randn(*s, seed=n) for n, s in enumerate([(2, 8, 16), (2, 8, 16), (2, 8, 16), (7, 7)])]
+    inputs = [randn(*s, seed=n) for n, s in enumerate([(2, 8, 16), (2, 8, 16), (2, 8, 16), (4, 8)])]
     report = same(attention, *inputs, rewritten=0, choose="fused")
     assert "a part of it is written in place by setitem" in str(report)
