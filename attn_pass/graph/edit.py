@@ -8,7 +8,7 @@ the name of the node it replaces, and erases what only that node needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,7 +162,9 @@ class Plan:
         if isinstance(value, (list, tuple)):
             keys = tuple(self._key(v) for v in value)
             return None if None in keys else keys
-        return (type(value), value)
+        if isinstance(value, float):
+            return (float, repr(value))  # 0.0 and -0.0 are equal, and not the same
+        return (type(value), value) if isinstance(value, Hashable) else None
 
     def module(self, name: str, module: GraphModule) -> Planned:
         """A graph as an argument of a higher-order operator: an attribute of the module the calls go into."""

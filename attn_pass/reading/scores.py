@@ -65,6 +65,8 @@ def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
     """Normalises the scores; ``dtype`` is the type they are computed in. Raises `NotAffine`."""
     if isinstance(expression, Dot):
         return Scores()
+    if isinstance(expression, Const):
+        raise NotAffine(f"every score is {expression.value:g}, whatever queries and keys are")
     if not isinstance(expression, Apply) or not contains_dot(expression):
         raise NotAffine("the scores do not contain a product of queries and keys")
     rule = _RULES.get(expression.op)
