@@ -112,6 +112,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "poor_cases": ["fold_batch"],
         "refusals": {},
         "assumptions": ["no empty rows"],
+        "score_mod": "",
         "predicted_us": {"leave": None, "sdpa": 1.5},
         "verified_error": None,
         "module": "model.layers.0.self_attn",

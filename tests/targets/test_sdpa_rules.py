@@ -65,7 +65,7 @@ def test_every_call_it_emits_reaches_the_fused_kernel(name: str) -> None:
     args = CASES[name]
     picked, report, out = seen_backends(sdpa, *args)
     assert [s.outcome for s in report.sites] == ["rewritten"], str(report)
-    assert picked == [FLASH]
+    assert picked == ([] if name == "key length 1" else [FLASH])  # one key is its value, and no call at all
     want = sdpa(*(a.double() if a.is_floating_point() else a for a in args))
     tolerance = 2e-2 if args[0].dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
