@@ -155,12 +155,12 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("method_where", "input, condition, other", ".where"),
     ("masked_fill", "input, mask, value", "torch.masked_fill .masked_fill aten.masked_fill.Scalar "
      "aten.masked_fill.Tensor"),
-    ("eq", "input, other", "torch.eq op.eq .eq aten.eq.Tensor aten.eq.Scalar"),
-    ("ne", "input, other", "torch.ne torch.not_equal op.ne .ne aten.ne.Tensor aten.ne.Scalar"),
-    ("lt", "input, other", "torch.lt torch.less op.lt .lt aten.lt.Tensor aten.lt.Scalar"),
-    ("le", "input, other", "torch.le torch.less_equal op.le .le aten.le.Tensor aten.le.Scalar"),
-    ("gt", "input, other", "torch.gt torch.greater op.gt .gt aten.gt.Tensor aten.gt.Scalar"),
-    ("ge", "input, other", "torch.ge torch.greater_equal op.ge .ge aten.ge.Tensor aten.ge.Scalar"),
+    ("eq", "input, other", "torch.eq op.eq .eq .__eq__ aten.eq.Tensor aten.eq.Scalar"),
+    ("ne", "input, other", "torch.ne torch.not_equal op.ne .ne .__ne__ aten.ne.Tensor aten.ne.Scalar"),
+    ("lt", "input, other", "torch.lt torch.less op.lt .lt .__lt__ aten.lt.Tensor aten.lt.Scalar"),
+    ("le", "input, other", "torch.le torch.less_equal op.le .le .__le__ aten.le.Tensor aten.le.Scalar"),
+    ("gt", "input, other", "torch.gt torch.greater op.gt .gt .__gt__ aten.gt.Tensor aten.gt.Scalar"),
+    ("ge", "input, other", "torch.ge torch.greater_equal op.ge .ge .__ge__ aten.ge.Tensor aten.ge.Scalar"),
     (
         "and",
         "input, other",
