@@ -182,28 +182,41 @@ def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def measure_all(forms: tuple[Form, ...], rounds: int, only: str, console: Console) -> list[dict[str, Any]]:
+    """Times the forms whose names hold ``only``, with two threads, and prints a line for each."""
+    torch.set_num_threads(2)
+    rows = []
+    for form in forms:
+        if only in form.name:
+            row = measure(form, rounds)
+            console.print(
+                f"{form.name}: {row['stock_over_pass']:.2f} (A/A {row['a_a']:.2f}), {row['chose']}, "
+                f"{row['error']:.0e}, {row['median_us']['attn_pass']:.0f} us"
+            )
+            rows.append(row)
+    return rows
+
+
+def save(json_file: Path, title: str, rows: list[dict[str, Any]], rounds: int) -> None:
+    """Writes the rows to a file, and the table beside it."""
+    json_file.write_text(json.dumps(rows, indent=1) + "\n")
+    json_file.with_suffix(".md").write_text(f"# {title}\n\n" + markdown(rows, rounds))
+
+
 def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE and FILE with .md.")] = None,
     rounds: int = 15,
     only: str = "",
 ) -> None:
     """Measures every form and prints the table."""
-    torch.set_num_threads(2)
     console = Console(width=160)
-    rows = []
-    for form in FORMS:
-        if only in form.name:
-            rows.append(measure(form, rounds))
-            console.print(
-                f"{form.name}: {rows[-1]['stock_over_pass']:.2f} (A/A {rows[-1]['a_a']:.2f}), {rows[-1]['chose']}"
-            )
+    rows = measure_all(FORMS, rounds, only, console)
     table = Table("form", "stock us", "pass us", "stock / pass", "p10", "A/A", "eager / pass", "error", "chose")
     for line in markdown(rows, rounds).splitlines()[4:]:
         table.add_row(*(cell.strip() for cell in line.strip("|").split("|")))
     console.print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-        json_file.with_suffix(".md").write_text("# Common forms on the CPU\n\n" + markdown(rows, rounds))
+        save(json_file, "Common forms on the CPU", rows, rounds)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 import attn_pass
-from bench.forms import Form, Tensors, compiled, markdown, measure
+from bench.forms import Form, Tensors, compiled, measure_all, save
 
 NEG_INF = float("-inf")
 LENGTH = 2048
@@ -161,22 +161,13 @@ def main(
     peak: Annotated[bool, typer.Option("--memory", help="Measure peak memory only.")] = False,
 ) -> None:
     """Measures every form and prints the table."""
-    torch.set_num_threads(2)
     console = Console(width=160)
     if peak:
         console.print(memory())
         return
-    rows = []
-    for form in FORMS:
-        if only in form.name:
-            rows.append(measure(form, rounds))
-            console.print(
-                f"{form.name}: {rows[-1]['stock_over_pass']:.2f} (A/A {rows[-1]['a_a']:.2f}), {rows[-1]['chose']}, "
-                f"{rows[-1]['error']:.0e}, {rows[-1]['median_us']['attn_pass']:.0f} us"
-            )
+    rows = measure_all(FORMS, rounds, only, console)
     if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-        json_file.with_suffix(".md").write_text("# Masks and score functions on the CPU\n\n" + markdown(rows, rounds))
+        save(json_file, "Masks and score functions on the CPU", rows, rounds)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ GYM: dict[str, Modification] = {
 def program(modification: Modification) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        i, j = torch.arange(N)[:, None], torch.arange(N)[None]
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
         if modification.scores is not None:
             scores = modification.scores(scores, i, j)
         if modification.keep is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from against_eager import NEG_INF, qkv
-from test_attention_gym import GYM
+from against_eager import qkv
+from test_attention_gym import GYM, program
 from torch import Tensor
 
 import attn_pass
@@ -18,20 +18,7 @@ class Forms(torch.nn.Module):
     """Every form on the same operands, as many as there are names."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-        return torch.stack([self.one(name, q, k, v, ids) for name in NAMES])
-
-    def one(self, name: str, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-        form = GYM[name]
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
-        if form.scores is not None:
-            scores = form.scores(scores, i, j)
-        if form.keep is not None:
-            keep = form.keep(i, j)
-            if form.ids:
-                keep = keep & (ids[:, None, :, None] == ids[:, None, None, :])
-            scores = scores.masked_fill(~keep, NEG_INF)
-        return torch.softmax(scores, -1) @ v
+        return torch.stack([program(GYM[name])(q, k, v, ids) for name in NAMES])
 
 
 def test_one_package_for_every_length(tmp_path: Path) -> None:

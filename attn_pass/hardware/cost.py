@@ -43,10 +43,8 @@ class Problem:
     @property
     def operand_bytes(self) -> int:
         """Bytes of query, key, value and result, each once."""
-        size = self.dtype.itemsize
-        query = self.batch * self.heads * self.q_len * (self.head_dim + self.value_dim)
         keys = self.kv_batch * self.kv_heads * self.kv_len * (self.head_dim + self.value_dim)
-        return size * (query + keys)
+        return self.query_bytes + self.dtype.itemsize * keys
 
     @property
     def query_bytes(self) -> int:

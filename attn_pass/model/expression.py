@@ -73,7 +73,7 @@ class Apply:
     dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        symbol = _INFIX.get(self.op)
+        symbol = INFIX.get(self.op)
         if symbol and len(self.args) == 2:
             return f"({self.args[0]} {symbol} {self.args[1]})"
         name = f"{self.op}<{str(self.dtype).removeprefix('torch.')}>" if self.dtype else self.op
@@ -82,7 +82,7 @@ class Apply:
 
 Expr = Dot | Const | IndexValue | Load | Apply
 
-_INFIX = {
+INFIX = {
     "add": "+",
     "sub": "-",
     "mul": "*",

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load
+from attn_pass.model.expression import INFIX, Apply, Const, Dot, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Quotient, Remainder, Symbol
 
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floordiv": "//",
-    "remainder": "%",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "and": "&",
-    "or": "|",
-}
+_INFIX = {**INFIX, "floordiv": "//", "remainder": "%"}
 
 
 def score_mod_source(expression: Expr, names: Mapping[Axis, str]) -> str:

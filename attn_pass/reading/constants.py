@@ -6,12 +6,11 @@ import torch
 
 from attn_pass.model.expression import Const, Expr, apply, index_value
 from attn_pass.model.index import Index
-from attn_pass.reading.limits import LARGEST
+from attn_pass.reading.limits import LARGEST, WRAPPING
 from attn_pass.reading.views import Position
 
 _MOST_ELEMENTS = 1 << 26
 _INTEGERS = (torch.int64, torch.int32)
-_WRAPPING = (torch.uint8, torch.int8, torch.int16)
 
 
 def element_of(tensor: torch.Tensor, position: Position) -> Expr | None:
@@ -22,7 +21,7 @@ def element_of(tensor: torch.Tensor, position: Position) -> Expr | None:
     values = tensor.detach().reshape([tensor.shape[n] for n in dims]).cpu()
     at = [position[n] for n in dims]
     if bool((values == values.flatten()[0]).all()):
-        return None if values.dtype in _WRAPPING else _number(values.flatten()[0])
+        return None if values.dtype in WRAPPING else _number(values.flatten()[0])
     if values.dim() > 2:
         return _same_for_all(values, at)
     return _linear(values, at) or (_band(values, at[0], at[1]) if values.dim() == 2 else None)
@@ -68,7 +67,7 @@ def _band(values: torch.Tensor, row: Index, column: Index) -> Expr | None:
     rows, columns = values.shape
     distance = torch.arange(columns)[None] - torch.arange(rows)[:, None]
     lower, upper = int(distance[~outside].min()), int(distance[~outside].max())
-    if values.dtype in _WRAPPING and {int(v) for v in (corner, values[~outside][0])} != {0, 1}:
+    if values.dtype in WRAPPING and {int(v) for v in (corner, values[~outside][0])} != {0, 1}:
         return None
     if inside is None or other is None or not torch.equal((distance >= lower) & (distance <= upper), ~outside):
         return None
@@ -77,6 +76,6 @@ def _band(values: torch.Tensor, row: Index, column: Index) -> Expr | None:
         condition = apply("le", index_value(column), index_value(row + upper))
     if lower > 1 - rows:
         condition = apply("and", condition, apply("ge", index_value(column), index_value(row + lower)))
-    if values.dtype in _WRAPPING:  # as a truth value: arithmetic in these wraps around, and is not followed
+    if values.dtype in WRAPPING:  # as a truth value: arithmetic in these wraps around, and is not followed
         return apply("cast", condition if inside == Const(1) else apply("not", condition), dtype=values.dtype)
     return apply("where", condition, inside, other)

@@ -11,6 +11,7 @@ from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
 from attn_pass.model.index import Index, is_nonnegative
 from attn_pass.reading.along import along
+from attn_pass.reading.limits import WRAPPING
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
@@ -50,18 +51,14 @@ def _number(value: Any) -> bool | int | float | None:
 
 
 def _constant(value: bool | int | float | None, dtype: torch.dtype) -> Expr | None:
-    if value is None or dtype in _WRAPPING:
+    if value is None or dtype in WRAPPING:
         return None
     return apply("cast", Const(value), dtype=dtype)
 
 
-# Arithmetic in these wraps around, and indices do not.
-_WRAPPING = (torch.uint8, torch.int8, torch.int16)
-
-
 def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor) -> Expr | None:
     bounds = (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
-    if value.is_floating_point() or value.dtype in _WRAPPING or len(position) != 1:
+    if value.is_floating_point() or value.dtype in WRAPPING or len(position) != 1:
         return None
     start: Index = 0
     step = bounds[2] if len(bounds) == 3 else call.get("step", 1)

@@ -11,7 +11,7 @@ from attn_pass.model.pieces import pieces
 LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, nothing gets near what wraps around
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 _NARROW = (torch.float16, torch.bfloat16)
-_WRAPPING = (torch.uint8, torch.int8, torch.int16)
+WRAPPING = (torch.uint8, torch.int8, torch.int16)
 _FILL = 1e8  # a number that size is there to mask, and its last digits mean nothing
 
 
@@ -19,7 +19,7 @@ def leaves_the_type(op: str, result: Expr, dtype: torch.dtype | None) -> bool:
     """Whether an operation done in ``dtype`` may give something else than the expression for it says."""
     if op not in _ARITHMETIC or dtype is None:
         return False
-    if dtype in _WRAPPING:
+    if dtype in WRAPPING:
         return True
     if not dtype.is_floating_point:
         return any(_is_large(e) for e in walk(result))

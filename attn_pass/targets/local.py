@@ -18,7 +18,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, apply, index_value
-from attn_pass.model.index import Axis, Index, axis_index, divide
+from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.model.mask import Band, Chunk, Structure, row_index
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
@@ -145,7 +145,7 @@ def _query_blocks(plan: Plan, a: Attention, blocks: Blocks, query: Value, count:
     if extra != 0:
         query = plan.call(aten.constant_pad_nd.default, query, [0, 0, 0, plan.size(extra)], 0.0)
     width = plan.sizes.index(fake_of(query).shape[-1])
-    pairs = a.batch_size * _kv_heads(a)
+    pairs = a.batch_size * product(x.size for x in a.kv_heads)
     split = plan.call(aten.reshape.default, query, [plan.size(n) for n in (pairs, a.groups, count, blocks.rows, width)])
     if a.groups != 1:
         split = plan.call(aten.permute.default, split, [0, 2, 1, 3, 4])
@@ -157,7 +157,7 @@ def _key_blocks(plan: Plan, a: Attention, blocks: Blocks, value: Value, count: I
     total = (count - 1) * blocks.rows + blocks.width
     after = blocks.first + total - a.kv_len
     moved = plan.call(aten.constant_pad_nd.default, value, [0, 0, -blocks.first, plan.size(after)], 0.0)
-    pairs, width = a.batch_size * _kv_heads(a), plan.sizes.index(fake_of(value).shape[-1])
+    pairs, width = a.batch_size * product(x.size for x in a.kv_heads), plan.sizes.index(fake_of(value).shape[-1])
     sizes = [plan.size(n) for n in (pairs, count, blocks.width, width)]
     if blocks.rows == blocks.width:
         return plan.call(aten.reshape.default, moved, sizes)
@@ -189,7 +189,7 @@ def _rows_again(plan: Plan, a: Attention, out: Value, count: Index, blocks: Bloc
     """(B * Hkv, blocks, groups * rows, D) as the (B, H, L, D) it was cut from."""
     width = plan.sizes.index(fake_of(out).shape[-1])
     if a.groups != 1:
-        pairs = a.batch_size * _kv_heads(a)
+        pairs = a.batch_size * product(x.size for x in a.kv_heads)
         out = plan.call(aten.reshape.default, out, [plan.size(n) for n in (pairs, count, a.groups, blocks.rows, width)])
         out = plan.call(aten.permute.default, out, [0, 2, 1, 3, 4])
     out = plan.call(aten.reshape.default, out, [plan.size(n) for n in (a.batch_size, a.query_heads, rows, width)])
@@ -198,10 +198,3 @@ def _rows_again(plan: Plan, a: Attention, out: Value, count: Index, blocks: Bloc
     if width != a.value_head_dim:
         out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
     return out
-
-
-def _kv_heads(a: Attention) -> Index:
-    total: Index = 1
-    for axis in a.kv_heads:
-        total = total * axis.size
-    return total

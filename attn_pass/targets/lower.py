@@ -151,7 +151,7 @@ class Lowering:
         if not _is_tensor(args[0]):
             args[0] = self._tensor(args[0])
         if op == "remainder":
-            return call(_remainder(args[1] if _is_tensor(args[1]) else 1), *args)
+            return call(_remainder(args[1]), *args)
         return call(POINTWISE[op], *args)
 
     def _tensor(self, value: Value | float | int | bool) -> Value:
@@ -220,7 +220,7 @@ def _floor_divide(divisor: object) -> Callable[..., Any]:
 
 
 def _remainder(divisor: object) -> Callable[..., Any]:
-    return aten.remainder.Scalar if isinstance(divisor, int) else aten.remainder.Tensor
+    return aten.remainder.Tensor if _is_tensor(divisor) else aten.remainder.Scalar
 
 
 def _merged(group: Group) -> Index:
