@@ -136,7 +136,7 @@ def measure(form: Form, rounds: int) -> dict[str, Any]:
             run(*inputs)
             began = time.perf_counter()
             run(*inputs)
-            calls[name] = max(1, int(0.02 / max(time.perf_counter() - began, 1e-6)))
+            calls[name] = max(3, int(0.02 / max(time.perf_counter() - began, 1e-6)))
         for _ in range(rounds):
             for name, run in candidates.items():
                 began = time.perf_counter()

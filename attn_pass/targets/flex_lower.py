@@ -17,6 +17,7 @@ from attn_pass.model.mask import Band
 from attn_pass.model.views import Group
 from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
 from attn_pass.targets.sdpa import is_dense
+from attn_pass.targets.tanh import tanh
 
 # The CPU template keeps a block of scores in memory for each thread. With 128 a multiple of the key block it would
 # take its decoding kernel for a single query, which asks for pointers it is not given (seen in torch 2.13.0).
@@ -126,6 +127,8 @@ class ScoreMod:
             return self._call(POINTWISE[op], *self._alike(*args))
         if op in ("and", "or", "not"):
             return self._call(POINTWISE[op], *(self._tensor(a) for a in args))
+        if op == "tanh" and isinstance(args[0], Node) and _value(args[0]).dtype == torch.float32:
+            return tanh(self._call, args[0])
         return self._call(POINTWISE[op], self._tensor(args[0]), *args[1:])
 
     def _alike(self, left: Any, right: Any) -> tuple[Node, Node]:
