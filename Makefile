@@ -8,13 +8,14 @@ STAMP := $(VENV)/.attn_pass_ready
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types cases bench-s4
+.PHONY: help setup demo test lint types docs cases bench-s4
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
+	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
 	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE --half')"
 	@echo "make setup     create $(VENV) once; every other command does it when needed"
@@ -42,6 +43,9 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/python docs/build.py
 
 cases: $(STAMP)
 	@if [ -f "$(CASES)" ]; then $(BIN)/python "$(CASES)" $(ARGS); \

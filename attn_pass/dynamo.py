@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
 
@@ -56,7 +56,10 @@ def backend(
     ours, inductor, own_mode = split_options(options)
     if mode and own_mode and mode != own_mode:
         raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
-    patches = inductor_patches(ours, inductor, mode or own_mode)
+    mode = mode or own_mode
+    if (mode or "").startswith("max-autotune") and "tune" not in (options or {}):
+        ours = replace(ours, tune=True)
+    patches = inductor_patches(ours, inductor, mode)
     return compile_rewritten(gm, example_inputs, ours, functools.partial(_inductor, patches), "inductor")
 
 
@@ -157,6 +160,7 @@ def decide(
     program: str,
     runner: Runner = "other",
     known: Mapping[str, Any] | None = None,
+    measure: Callable[..., Any] | None = None,
 ) -> Decision:
     """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
 
@@ -166,6 +170,7 @@ def decide(
         program: "compile", "export" or "aoti", where the graph comes from.
         runner: what becomes of it, see `attn_pass.options.Runner`.
         known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
+        measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -177,7 +182,9 @@ def decide(
     original = Snapshot(gm)
     gm.meta |= known or {}
     try:
-        changed = engine.rewrite_graph(gm, options=options, report=report, program=program, runner=runner)
+        changed = engine.rewrite_graph(
+            gm, options=options, report=report, program=program, runner=runner, measure=measure
+        )
     except OptionError:
         raise
     except Exception as error:
@@ -411,6 +418,14 @@ def patches_for(report: Report) -> dict[str, Any]:
     raises NotImplementedError (torch 2.13.0).
     """
     return {"epilogue_fusion": False} if any(site.target == "flex" for site in report.rewritten) else {}
+
+
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+) -> Callable[..., Any]:
+    """Compile a graph that was decided already, with what its report says was emitted."""
+    given = report if report.rewritten else None
+    return _inductor(inductor_patches(options, {}, None), gm, example_inputs, given)
 
 
 def _inductor(

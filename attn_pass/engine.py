@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import GraphModule, Node
@@ -20,28 +22,42 @@ from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
-from attn_pass.options import Options, Runner, unknown_name
+from attn_pass.options import LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, softmax
 from attn_pass.patterns.base import Site
-from attn_pass.planner.choose import Choice, choose
+from attn_pass.planner.choose import Choice, Measured, choose
+from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 
+MeasurePlace = Callable[[Place, Sequence[str]], Measured | str]
 
-def rewrite_graph(gm: GraphModule, *, options: Options, report: Report, program: str, runner: Runner = "other") -> bool:
+
+def rewrite_graph(
+    gm: GraphModule,
+    *,
+    options: Options,
+    report: Report,
+    program: str,
+    runner: Runner = "other",
+    measure: MeasurePlace | None = None,
+) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
-    becomes of the result (`attn_pass.options.Runner`). One `SiteReport` a site is appended to ``report``. With
-    ``options.on_error == "warn"`` a failure leaves its site as it was.
+    becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker. One
+    `SiteReport` a site is appended to ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it
+    was.
     """
     _check_names(options)
     started = time.perf_counter()
     outer = Region.ambient() if program == "compile" else Region()
-    root = _Graph(gm, Sizes(), outer, options, report, program, count=1, runner=runner)
+    if measure is None and options.tune:
+        measure = Tuner(options)
+    root = _Graph(gm, Sizes(), outer, options, report, program, count=1, runner=runner, measure=measure)
     root.prepare()
     changed = root.rewrite()
     report.seconds += time.perf_counter() - started
@@ -57,6 +73,10 @@ def _check_names(options: Options) -> None:
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
+    for _, names in options.rules:
+        for name in names:
+            if name not in (accepted := [*(t.name for t in all_targets()), LEAVE]):
+                raise unknown_name("target in a rule", name, accepted)
     if options.device is not None:
         try:
             torch.device(options.device)
@@ -78,6 +98,7 @@ class _Graph:
     is_body: bool = False
     is_checkpoint: bool = False
     runner: Runner = "other"
+    measure: MeasurePlace | None = None
 
     def prepare(self) -> None:
         """Reads the graph: effects, regions, reach."""
@@ -125,6 +146,7 @@ class _Graph:
             is_body=True,
             is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
             runner=self.runner,
+            measure=self.measure,
         )
         inner.prepare()
         inner.reader.known_used = self.reader.known_used
@@ -173,17 +195,22 @@ class _Graph:
         setting = self._setting(site, attention)
         copied = sum(_bytes(n, self.sizes) for n in described.copies)
         written = replace(site.written, fused=setting.fused_as_written, copied_bytes=copied)
+        rule, measure = self._rule(record), None
+        if self.measure is not None and rule is None:
+            measure = functools.partial(self.measure, self._place(site, setting))
         choice = choose(
             attention,
             variants(attention, self.options.poor_cases),
             written,
             setting,
-            prefer=self.options.choose,
-            allowed=self.options.targets,
+            prefer=self.options.choose if rule is None else "first",
+            allowed=self.options.targets if rule is None else rule[1],
+            measure=measure,
         )
         record.refusals = choice.refusals
+        record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
-        record.reason = choice.reason
+        record.reason = choice.reason if rule is None else f"{choice.reason} (the rule for {rule[0]!r})"
         if choice.offer is None or choice.target is None:
             return False
         self._emit(site, choice, setting)
@@ -213,6 +240,24 @@ class _Graph:
         node = plan.apply(value, site.internal)
         self.replaced[site.node] = node
         self.effects.position[node] = self.effects.position[site.node]
+
+    def _rule(self, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
+        """The user's rule for the site, by its module path or its source line."""
+        line = record.where.split(" in ")[0]
+        names = (record.module, line)
+        return next((r for r in self.options.rules if any(fnmatchcase(n, r[0]) for n in names)), None)
+
+    def _place(self, site: Site, setting: Setting) -> Place:
+        assert site.described is not None
+        return Place(
+            site.node,
+            site.described.nodes,
+            self.sizes,
+            self.effects,
+            {node: tensor for node, (_, tensor) in self.reader.known.items()},
+            lambda node: self.program == "compile" and bool(getattr(tensor_value(node), "requires_grad", False)),
+            setting,
+        )
 
     def _setting(self, site: Site, attention: Attention) -> Setting:
         source = attention.sources[attention.query.source]

@@ -10,17 +10,19 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from attn_pass.errors import OptionError
 
-Choose = Literal["cheapest", "fused"]
+Choose = Literal["cheapest", "fused", "first"]
 Numerics = Literal["default", "strict"]
 Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+LEAVE = "leave"
+"""In a rule, beside the names of targets: the site stays as it is."""
 Runner = Literal["inductor", "hook", "other"]
 """Who runs a rewritten graph: Inductor, with our configuration and the original to fall back on; Inductor, of whose
 own passes we are one; anything else (another backend, torch.export.save, the graph as it is)."""
 
 # Values a field's type has room for, but nothing implements so far: refused, never ignored.
 _NOT_YET: tuple[tuple[str, Any], ...] = (
-    ("tune", True),
     ("verify", "graph"),
     ("verify", "kernel"),
 )
@@ -47,13 +49,20 @@ class Options:
 
     Attributes:
         choose: "cheapest" takes the offer with the lowest predicted time, leaving a site as it is included; "fused"
-            takes the best fused target that accepts, whatever the cost (coverage checks, debugging).
+            takes the best fused target that accepts, whatever the cost (coverage checks, debugging); "first" takes the
+            first of `targets` that accepts, in the order given, whatever the cost.
             Default from the environment variable ATTN_PASS_CHOOSE.
         numerics: "default" equals eager to the dtype's rounding wherever eager's row is defined; "strict" also keeps
             what eager gives on rows whose every key is masked, or leaves the site.
         targets: names of the targets allowed; None allows every target of the device.
+        rules: what certain sites are to become: pairs of a pattern and names of targets, the first that accepts is
+            taken whatever the cost, "leave" among them leaves the site. A pattern ("*cross_attn", "modeling.py:203")
+            is matched as file names are, with the site's module path and with its source line; the first that matches
+            counts, and `choose`, `targets` and `tune` do not. A dict is accepted.
         poor_cases: names of the poor cases allowed to make variants; None allows all, an empty tuple none.
-        tune: measure the best offers instead of trusting predictions. Not available yet.
+        tune: compile the best offers in a worker process and time them on inputs of the site's sizes, strides and
+            dtypes, in place of trusting predictions; what was found is remembered on disk. Also with
+            mode="max-autotune" and "max-autotune-no-cudagraphs", unless given.
         verify: "graph" compares old and new graph on data, "kernel" also each target with the reference. Not
             available yet; default from ATTN_PASS_VERIFY.
         on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
@@ -72,6 +81,7 @@ class Options:
     choose: Choose = field(default_factory=_from_environment("ATTN_PASS_CHOOSE", Choose, "cheapest"))
     numerics: Numerics = "default"
     targets: tuple[str, ...] | None = None
+    rules: Rules = ()
     poor_cases: tuple[str, ...] | None = None
     tune: bool = False
     verify: Verify = field(default_factory=_from_environment("ATTN_PASS_VERIFY", Verify, "off"))
@@ -84,6 +94,8 @@ class Options:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():
             object.__setattr__(self, name, _checked(name, hint, getattr(self, name)))
+        if self.choose == "first" and not self.targets:
+            raise OptionError("choose='first' takes the first of `targets` that accepts: name some in targets=(...)")
         for name, value in _NOT_YET:
             if getattr(self, name) == value:
                 raise OptionError(
@@ -148,6 +160,8 @@ def unknown_name(what: str, given: str, accepted: Iterable[str]) -> OptionError:
 
 def _checked(name: str, hint: Any, value: Any) -> Any:
     """The value as the field stores it, or an OptionError that says what the field accepts."""
+    if name == "rules":
+        return _checked_rules(value)
     kinds = (hint,) if get_origin(hint) in (Literal, tuple) or isinstance(hint, type) else get_args(hint)
     if value is None and type(None) in kinds:
         return None
@@ -171,6 +185,18 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
                 return value.strip()
             raise _rejected(name, value, 'a device such as "cpu" or "cuda:0", or None')
     raise AssertionError(f"field {name} of Options has a type without a check: {hint}")
+
+
+def _checked_rules(value: Any) -> Rules:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    try:
+        rules = tuple((pattern, tuple([names] if isinstance(names, str) else names)) for pattern, names in pairs)
+    except (TypeError, ValueError):
+        rules = ((0, ()),)
+    if not all(isinstance(word, str) and word for pattern, names in rules for word in (pattern, *names)):
+        accepted = 'a dict, or pairs, of a pattern ("*cross_attn", "modeling.py:203") and names of targets'
+        raise _rejected("rules", value, accepted)
+    return rules
 
 
 def _checked_mode(value: Any) -> str | None:
@@ -216,7 +242,7 @@ def _rejected(name: str, value: object, accepted: str, near: str = "") -> Option
 
 
 def _plain_default(name: str) -> Any:
-    return {"tune": False, "verify": "off"}[name]
+    return {"verify": "off"}[name]
 
 
 def _nearest(given: str, accepted: list[str]) -> str:

@@ -54,6 +54,7 @@ class SiteReport:
         score_mod: the score function that was emitted, as Python source; ``t0`` and so on are tensors of the program.
             Empty where none was.
         predicted_us: predicted time in microseconds of each offer, "leave" included.
+        measured_us: measured time of each form that was, "leave" included; empty where none was (`Options.tune`).
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
         node: name of the graph node the site ends in.
@@ -75,6 +76,7 @@ class SiteReport:
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""
     predicted_us: dict[str, float] = field(default_factory=dict)
+    measured_us: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
     module: str = ""
     node: str = ""

@@ -21,6 +21,7 @@ def test_defaults() -> None:
         "choose": "cheapest",
         "numerics": "default",
         "targets": None,
+        "rules": (),
         "poor_cases": None,
         "tune": False,
         "verify": "off",
@@ -76,7 +77,7 @@ def test_a_wrong_value_is_told_with_what_is_accepted(name: str, value: object, s
         Options(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("tune", True), ("verify", "graph"), ("verify", "kernel")])
+@pytest.mark.parametrize(("name", "value"), [("verify", "graph"), ("verify", "kernel")])
 def test_what_is_not_built_yet_is_refused_not_ignored(name: str, value: object) -> None:
     with pytest.raises(OptionError, match=f"{name}=.* is not available yet"):
         make_options(**{name: value})
@@ -148,3 +149,17 @@ def test_split_rejects_with_a_sentence(options: object, said: str) -> None:
 def test_split_takes_inductor_values_torch_takes() -> None:
     values = {"joint_custom_pre_pass": (print,), "cpp.threads": 4, "worker_log_path": "/tmp/log"}
     assert split_options(values)[1] == values
+
+
+def test_rules_are_pairs_or_a_dict() -> None:
+    made = make_options(rules={"*cross_attn": ["sdpa", "leave"], "modeling.py:203": "flex"})
+    assert made.rules == (("*cross_attn", ("sdpa", "leave")), ("modeling.py:203", ("flex",)))
+    assert made == make_options(rules=made.rules) and hash(made)
+    for wrong in (3, {"a": 3}, {"": "sdpa"}, ["a"], {3: "sdpa"}):
+        with pytest.raises(OptionError, match="option 'rules'"):
+            make_options(rules=wrong)
+
+
+def test_first_needs_targets() -> None:
+    with pytest.raises(OptionError, match="name some in targets"):
+        make_options(choose="first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -46,13 +47,13 @@ _CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0,
 _CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
 
 
-@lru_cache(maxsize=1)
 def cpu() -> Device:
-    """This machine's CPU, by its core count."""
-    cores = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return cpu_with(cores)
+    """This machine's CPU, with as many cores as torch uses threads of those this process may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cpu_with(max(1, min(cores, torch.get_num_threads())))
 
 
+@lru_cache(maxsize=8)
 def cpu_with(cores: int) -> Device:
     """A CPU with that many cores."""
     return Device(
@@ -91,6 +92,15 @@ def cuda() -> Device:
         fused_op_us=6.0,
         kernels=("flash", "efficient"),
     )
+
+
+def facts(device: Device) -> dict[str, str]:
+    """What a measurement on this device holds for: the hardware by name, and the versions that compile for it."""
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name()}, driver side {torch.version.cuda}"
+    else:
+        name = f"{device.name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    return {"device": name, "torch": torch.__version__}
 
 
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attn_pass.hardware import cost
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
+from attn_pass.options import LEAVE
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import problem_of
 
-LEAVE = "leave"
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
+AS_ASKED = "left as asked for"
 _BETTER = 0.99  # an offer must be cheaper than leaving by more than a rounding of the model
+_CLEARLY = 0.97  # and by more than noise where both were measured
+_MOST_MEASURED = 4
+_HOPELESS = 20.0  # predicted to take so many times the best: not measured
+
+Measured = Mapping[str, float]
+"""Microseconds by label, `LEAVE` included."""
+Measure = Callable[[Sequence[str]], Measured | str]
+"""Times the forms with these labels, or says why it did not."""
+
+
+def only(label: str) -> Callable[..., Measured]:
+    """A measurement by which the form with this label is the one to take."""
+
+    def measured(*_: object) -> Measured:
+        return {LEAVE: 1.0, label: 0.0}
+
+    return measured
 
 
 @dataclass
@@ -26,6 +45,7 @@ class Choice:
     reason: str
     refusals: dict[str, str] = field(default_factory=dict)
     predicted_us: dict[str, float] = field(default_factory=dict)
+    measured_us: dict[str, float] = field(default_factory=dict)
 
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
@@ -49,11 +69,14 @@ def choose(
     *,
     prefer: str,
     allowed: tuple[str, ...] | None,
+    measure: Measure | None = None,
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
-    ``prefer`` is "cheapest", or "fused" to take the best fused offer whatever it costs. ``forms`` come with the
-    names of the poor cases that were applied to get them.
+    ``prefer`` is "cheapest"; "fused" to take the best fused offer whatever it costs; or "first" to take the first of
+    the allowed targets that offers, `LEAVE` among them, whatever it costs. ``forms`` come with the names of the poor
+    cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
+    is taken.
     """
     if attention.nan_guard and setting.numerics == "strict":
         return Choice(None, None, f"numerics='strict': {NAN_GUARD}")
@@ -76,7 +99,7 @@ def choose(
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     if not offers:
-        choice.reason = _why_none(choice.refusals, allowed)
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
         others = [r for r in choice.refusals.values() if r != attention.not_affine]
         if attention.not_affine and others:
             choice.reason = f"{attention.not_affine}; {others[0]}"
@@ -84,16 +107,40 @@ def choose(
     candidates = offers
     if prefer == "fused":
         candidates = [o for o in offers if o[0].fused] or offers
+    elif prefer == "first":
+        offering = {offer.target for offer, _ in offers} | {LEAVE}
+        first = next((name for name in allowed or () if name in offering), LEAVE)
+        candidates = [o for o in offers if o[0].target == first]
+        if not candidates:
+            choice.reason = AS_ASKED
+            return choice
     best, target = min(candidates, key=lambda o: o[0].microseconds)
-    forced = prefer == "fused" and best.fused
-    predicted = f"{leaving:.0f} us predicted as it is, {best.microseconds:.0f} us as {_label(best)}"
-    if not forced and best.microseconds >= leaving * _BETTER:
-        choice.reason = f"already the cheapest form: {predicted}"
+    found = measure(_shortlist(offers)) if measure is not None and prefer != "first" else {}
+    if not isinstance(found, str) and len(found) > 1:
+        choice.measured_us = dict(found)
+        best, target = min(offers, key=lambda o: found.get(_label(o[0]), math.inf))
+        as_it_is, then, enough = found[LEAVE], found[_label(best)], _CLEARLY
+    else:
+        as_it_is, then, enough = leaving, best.microseconds, _BETTER
+    how = "measured" if choice.measured_us else "predicted"
+    reason = f"{as_it_is:.0f} us {how} as it is, {then:.0f} us as {_label(best)}"
+    if isinstance(found, str):
+        reason = f"{reason}; {found}"
+    forced = prefer == "first" or (prefer == "fused" and best.fused)
+    if not forced and then >= as_it_is * enough:
+        choice.reason = f"already the {'fastest' if choice.measured_us else 'cheapest'} form: {reason}"
         return choice
     if attention.nan_guard:
         best = replace(best, assumptions=(*best.assumptions, NAN_GUARD))
-    choice.offer, choice.target, choice.reason = best, target, predicted
+    choice.offer, choice.target, choice.reason = best, target, reason
     return choice
+
+
+def _shortlist(offers: Sequence[tuple[Offer, Target]]) -> list[str]:
+    """The labels of the offers worth measuring, the best by prediction first."""
+    ordered = sorted((o for o, _ in offers), key=lambda o: o.microseconds)
+    limit = ordered[0].microseconds * _HOPELESS
+    return list(dict.fromkeys(_label(o) for o in ordered if o.microseconds <= limit))[:_MOST_MEASURED]
 
 
 def _label(offer: Offer) -> str:

@@ -1,10 +1,15 @@
 """Keys that no query sees: the attention over the others.
 
-Poor: a mask that keeps the same run of keys for every query (one query under a causal mask aligned to the first key, or
-under a sliding window; a prefix) makes the kernel read all keys and values, compute every score, and throw most away.
+Poor: every query keeps the same run of keys. One query under a causal mask aligned to the first key (for a call with
+``is_causal=True`` that is one key, whatever the cache holds), one query in a sliding window at the end of a cache, a
+prefix of a known length. The program reads all keys and values, computes every score, and throws most away.
 
-Exact because a masked score weighs nothing, and the mask is proved to be ``lower <= key <= upper`` and nothing else, so
-that nothing is masked among the keys that are left. Those are a slice of the operands.
+Costs: ``S / run`` times the bytes of keys and values and the FLOPs that are needed, and the mask.
+
+Becomes: the attention over that run of keys, a slice of the operands, without a mask.
+
+Exact because: a masked score weighs nothing, and the mask is proved to be ``lower <= key <= upper`` and nothing else,
+so that nothing is masked among the keys that are left.
 """
 
 from __future__ import annotations

@@ -21,6 +21,11 @@ def _registered() -> tuple[Target, ...]:
     return tuple(entry.load()() for entry in entry_points(group=GROUP))
 
 
+def built_in() -> tuple[Target, ...]:
+    """The targets of this package."""
+    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+
+
 def all_targets() -> tuple[Target, ...]:
     """Every target: the built-in ones, then those of installed packages."""
-    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), *_registered())
+    return (*built_in(), *_registered())

@@ -1,7 +1,14 @@
-"""FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply.
+"""FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply, weak fills.
 
-Inductor compiles the kernel around the score function, which is the expression as it was read. Without Inductor the
-operator runs as products and a softmax: right, and no gain, so that it is then taken with ``choose="fused"`` alone.
+Inductor compiles the kernel around the score function, which is the expression as it was read, and a block mask skips
+what a causal mask or a window hides. Operands are copied into memory of their own, and captured tensors are computed
+first, since the CPU template gets views and unfinished tensors wrong in torch 2.13.
+
+Offers on the CPU, in inference, in float32 and half precision, from torch 2.13 on, with `backend` and `aot_compile`.
+Elsewhere (`wrap`, `rewrite`) the operator runs as products and a softmax: right, and no gain, so that it is then taken
+with ``choose="fused"`` alone; inside the hook the site is left, and `torch.export.save` cannot write it. Not with a
+gradient, dropout, an unknown number of heads or head dim, or a captured tensor of unknown size. Compiling takes about
+4 s a layer, which counts as 0.4 ms a call.
 """
 
 from __future__ import annotations

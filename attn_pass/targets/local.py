@@ -4,6 +4,10 @@ A dense mask makes the kernel compute every score to throw most of them away. Ro
 the keys ``t * rows + first`` to ``t * rows + first + width - 1`` and no others, so the blocks of queries become heads
 of the kernel, and their keys overlapping views of one padded copy. Exact because a masked score has weight zero, and
 the mask within a block is the mask as it was read, at the same rows and keys.
+
+Offers on the CPU, in inference and training, where the whole mask is proved to be a sliding window (either side) or
+chunks of a size that is known, in which every row keeps a key. Not beside padding or a bias, with a sink, or over keys
+shared by the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,18 @@
 """One canonical `scaled_dot_product_attention` call: rank 4, explicit scale, a mask of a legal dtype.
 
-Torch then takes one of its fused kernels; `kernels` has the rules each of them asks for, so that nothing is offered
-that would fall to the unfused path.
+`is_causal` or a mask, `enable_gqa` where heads are grouped. Unequal head dims are padded with zeros and the result is
+sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last dimension that is not dense
+is copied.
+
+With a sink, in inference: ``aten._scaled_dot_product_flash_attention_for_cpu``, whose logarithm of the sum of
+exponentials gives the sink's share of each row; in training that logarithm has no gradient.
+
+With a mask that depends on key minus row alone (ALiBi, T5's buckets, decay, dilated windows), computed in the program
+and wanting no gradient: one vector of distances by the program's own operations, seen as a matrix whose steps are both
+1, for queries in reverse order. No matrix is made.
+
+Offers where torch takes a fused kernel; `kernels` has the rules each of them asks for, so that nothing is offered that
+would fall to the unfused path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One key: its weight is 1 in every row, so the values are the result."""
+"""One key: its weight is 1 in every row, so the values are the result, copied for every query.
+
+Offers in inference, on any device, where there is one key that no mask can hide. Queries and keys are not read, so a
+score that is not finite is not noticed: the report says so, and ``numerics="strict"`` refuses.
+"""
 
 from __future__ import annotations
 

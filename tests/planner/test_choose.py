@@ -71,3 +71,48 @@ def test_nearly_causal_masks_are_not_called_causal(shift: int) -> None:
 def test_unmeasured_devices_are_left_with_the_reason() -> None:
     site = decided(sdpa, r(8, 5, 16), r(8, 7, 16), r(8, 7, 16), device="xpu", choose="fused")
     assert site.outcome == "left" and "xpu" in site.reason
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        distance = torch.arange(q.size(-2))[:, None] - torch.arange(k.size(-2))
+        return (q @ k.mT).masked_fill((distance < 0) | (distance > 3), float("-inf")).softmax(-1) @ v
+
+
+class _Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = _Layer(), _Layer()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.near(q, k, v) + self.far(k, q, v)
+
+
+def test_rules_choose_by_module_or_line() -> None:
+    inputs = (r(2, 4, 64, 16), r(2, 4, 64, 16), r(2, 4, 64, 16))
+
+    def decided_by(rules: Any) -> dict[str, attn_pass.SiteReport]:
+        torch._dynamo.reset()
+        backend = attn_pass.wrap("aot_eager", rules=rules, on_error="raise")
+        with torch.no_grad(), attn_pass.record() as report:
+            torch.compile(_Layers(), backend=backend)(*inputs)
+        return {site.module: site for site in report.sites}
+
+    sites = decided_by({"far": ("decomposed", "local", "sdpa"), "ne*": "leave"})
+    assert sites["far"].target == "local" and "the rule for 'far'" in sites["far"].reason
+    assert sites["near"].outcome == "left" and sites["near"].reason.startswith("left as asked for")
+    line = sites["near"].where.split(" in ")[0]
+    assert [s.outcome for s in decided_by([(line, ["leave"]), ("far", "sdpa")]).values()] == ["left", "left"]
+    assert [s.outcome for s in decided_by({"other": "leave"}).values()] == ["rewritten", "rewritten"]
+    with pytest.raises(Exception, match="unknown target in a rule 'sdp'"):
+        decided_by({"far": "sdp"})
+
+
+def test_first_takes_targets_in_their_order_whatever_the_cost() -> None:
+    inputs = (r(1, 2, 64, 16), r(1, 2, 64, 16), r(1, 2, 64, 16))
+    for order in (("local", "sdpa"), ("sdpa", "local")):
+        torch._dynamo.reset()
+        backend = attn_pass.wrap("aot_eager", choose="first", targets=order)
+        with torch.no_grad(), attn_pass.record() as report:
+            torch.compile(_Layer(), backend=backend)(*inputs)
+        assert [s.target for s in report.sites] == [order[0]]

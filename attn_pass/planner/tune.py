@@ -1,0 +1,126 @@
+"""Measuring instead of predicting: the best offers for one attention, compiled and timed in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass import store
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.extract import CannotExtract, Program, extract
+from attn_pass.graph.values import Sizes
+from attn_pass.hardware.device import facts
+from attn_pass.options import LEAVE, Options
+from attn_pass.planner.choose import Measured
+from attn_pass.targets.base import Setting
+
+_SECONDS = 2.0  # of timing, where the forms are hard to tell apart
+_LIMIT_SECONDS = 300.0  # for a site: starting the process and compiling every form included
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attention is: what is needed to make a program of it."""
+
+    result: Node
+    sources: Sequence[Node]
+    sizes: Sizes
+    effects: Effects
+    known: Mapping[Node, torch.Tensor]
+    needs_grad: Callable[[Node], bool]
+    setting: Setting
+
+
+class Tuner:
+    """Times forms of an attention; remembers what it found on disk, by device, versions and program."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = replace(options, tune=False, rules=(), choose="cheapest", on_error="raise", verify="off")
+
+    def __call__(self, place: Place, labels: Sequence[str]) -> Measured | str:
+        """Microseconds of each form and of `LEAVE`, or why nothing was measured."""
+        device = place.setting.device.type
+        if self._options.device is not None or (device != "cpu" and not torch.cuda.is_available()):
+            return f"tune=True: no {self._options.device or device} device to measure on here, the model decides"
+        try:
+            p = place
+            program = extract(p.result, p.sources, p.sizes, p.effects, p.known, p.needs_grad)
+        except CannotExtract as error:
+            return f"tune=True: not measured, {error}; the model decides"
+        job = self._job(place, program, [LEAVE, *labels])
+        key = store.key_of([job, _digests(program), facts(place.setting.device)])
+        result = store.load(key)
+        if result is None:
+            result = _run(job, program)
+            if isinstance(result, str):
+                return f"tune=True: not measured, {result}; the model decides"
+            store.save(key, result)
+        found = {label: statistics.median(samples) for label, samples in result["us"].items()}
+        if LEAVE not in found or len(found) < 2:
+            failed = next(iter(result["failed"].values()), "nothing else compiled")
+            return f"tune=True: not measured, {failed}; the model decides"
+        return found
+
+    def _job(self, place: Place, program: Program, labels: Sequence[str]) -> dict[str, Any]:
+        autocast = place.setting.autocast
+        inputs = [{k: v for k, v in vars(i).items() if k != "value"} for i in program.inputs]
+        return {
+            "text": program.text,
+            "inputs": inputs,
+            "options": asdict(self._options),
+            "labels": list(labels),
+            "threads": torch.get_num_threads(),
+            "autocast": None if autocast is None else [place.setting.device.type, _name(autocast)],
+            "grad": any(i.requires_grad for i in program.inputs),
+            "seconds": _SECONDS,
+            "megabytes": _half_the_memory(),
+            "values": "",
+        }
+
+
+def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:
+    """What the worker process found, or why it found nothing."""
+    values = {str(n): i.value for n, i in enumerate(program.inputs) if i.value is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        if values:
+            job = {**job, "values": str(Path(folder) / "values.pt")}
+            torch.save(values, job["values"])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-m", "attn_pass.trial"]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=_LIMIT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"it took more than {_LIMIT_SECONDS:.0f} s"
+        except OSError as error:
+            return f"no worker process could be started ({error})"
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [""])[-1][:200]
+        return f"the worker process ended with {done.returncode} ({last})"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _digests(program: Program) -> list[str]:
+    return [store.key_of(i.value.tolist()) for i in program.inputs if i.value is not None]
+
+
+def _half_the_memory() -> int:
+    """Megabytes: half of what the machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 21 if hasattr(os, "sysconf") else 8192
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,197 @@
+"""A worker process that compiles one attention in several forms and times them: ``python -m attn_pass.trial``.
+
+Reads a job as JSON from its standard input and writes the result to its standard output. The forms are
+timed in turns, so that what disturbs the machine disturbs all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import operator
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from attn_pass import dynamo
+from attn_pass.errors import RewriteError
+from attn_pass.graph.values import KNOWN_TENSORS
+from attn_pass.options import LEAVE, Options
+from attn_pass.planner.choose import only
+from attn_pass.report import Report
+
+Run = Callable[[], Any]
+_BLOCK = 0.005  # seconds a form runs before the next one's turn
+_ROUNDS = (7, 60)
+_NOISE = 0.03  # two forms closer than this are the same
+
+
+def backend_for(label: str, options: Options) -> Callable[..., Any]:
+    """A torch.compile backend that gives every attention the form with this label, or compiles it as it is.
+
+    Raises (from the compile):
+        RewriteError: nothing in the graph takes this form.
+    """
+
+    def compile_as(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        known = dynamo.known_buffers(gm, example_inputs, options)
+        report = Report()
+        if label != LEAVE:
+            report = dynamo.decide(gm, options, "compile", "inductor", known, measure=only(label)).report
+            if not report.rewritten:
+                raise RewriteError(f"nothing takes the form {label}")
+        return dynamo.compile_with_inductor(gm, example_inputs, options, report)
+
+    return compile_as
+
+
+def interleaved(runs: Mapping[str, Run], seconds: float) -> dict[str, list[float]]:
+    """Microseconds a call of each, block by block in turns, until the fastest two are told apart or time is up."""
+    from torch.utils.benchmark import Timer
+
+    threads = torch.get_num_threads()
+    timers = {name: Timer("run()", globals={"run": run}, num_threads=threads) for name, run in runs.items()}
+    calls = {}
+    for name, timer in timers.items():
+        timer.timeit(1)
+        calls[name] = max(1, int(_BLOCK / max(timer.timeit(1).mean, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    end = time.monotonic() + seconds
+    for number in range(_ROUNDS[1]):
+        for name, timer in timers.items():
+            samples[name].append(timer.timeit(calls[name]).mean * 1e6)
+        if number + 1 >= _ROUNDS[0] and (time.monotonic() > end or _told_apart(samples)):
+            break
+    return samples
+
+
+def _told_apart(samples: Mapping[str, Sequence[float]]) -> bool:
+    """Whether the fastest is clearly faster than all others, or too near to them for it to matter."""
+    spans = sorted((statistics.quantiles(s, n=4) for s in samples.values()), key=lambda q: q[1])
+    best = spans[0]
+    return all(best[2] < other[0] or other[2] < best[1] * (1 + _NOISE) for other in spans[1:])
+
+
+def _inputs(job: Mapping[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Random tensors as they lie in memory, and those that are known."""
+    torch.manual_seed(0)
+    values = torch.load(job["values"], weights_only=True) if job["values"] else {}
+    made = []
+    for number, spec in enumerate(job["inputs"]):
+        value = values.get(str(number))
+        made.append(_random(spec) if value is None else value)
+    return made, values
+
+
+def _random(spec: Mapping[str, Any]) -> torch.Tensor:
+    dtype, device = getattr(torch, spec["dtype"]), spec["device"]
+    shape, stride = spec["shape"], spec["stride"]
+    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+    if dtype == torch.bool:
+        flat = torch.rand(size, device=device) < 0.9
+    elif dtype.is_floating_point or dtype.is_complex:
+        flat = torch.randn(size, dtype=torch.float32, device=device).to(dtype)
+    else:
+        flat = torch.zeros(size, dtype=dtype, device=device)  # the one value that is an index of every table
+    return flat.as_strided(shape, stride).requires_grad_(spec["requires_grad"])
+
+
+def _program(text: str) -> Callable[..., Any]:
+    """The function the text defines, new each time, so that torch.compile shares nothing between two of them."""
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "math": math,
+        "inf": math.inf,
+        "nan": math.nan,
+        "NoneType": type(None),
+        "device": torch.device,
+        "operator": operator,
+        "_operator": operator,
+    }
+    exec(compile(text, "<attention>", "exec"), namespace)  # text that attn_pass itself wrote
+    return functools.partial(namespace["forward"], None)
+
+
+@contextlib.contextmanager
+def _surroundings(job: Mapping[str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(job["grad"]))
+        if job["autocast"]:
+            kind, dtype = job["autocast"]
+            stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
+        yield
+
+
+def _limit_memory(megabytes: int, device: str) -> None:
+    """Caps what this process may take, so that a form which does not fit fails and not the machine."""
+    if device.startswith("cuda"):
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        return
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
+
+
+def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles and times every form of a job: ``{"us": {label: [samples]}, "failed": {label: reason}}``."""
+    from torch._inductor import config
+
+    torch.set_num_threads(job["threads"])
+    inputs, values = _inputs(job)
+    options = Options(**job["options"])
+    failed: dict[str, str] = {}
+    runs: dict[str, Run] = {}
+
+    def backend(label: str) -> Callable[..., Any]:
+        compile_as = backend_for(label, options)
+
+        def with_known(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+            told = {names[int(i)]: (f"input {i}", t) for i, t in values.items() if int(i) < len(names)}
+            gm.meta[KNOWN_TENSORS] = told
+            compiled: Callable[..., Any] = compile_as(gm, example_inputs)
+            return compiled
+
+        return with_known
+
+    with _surroundings(job), config.patch(compile_threads=1):
+        for label in job["labels"]:
+            compiled = torch.compile(_program(job["text"]), backend=backend(label), dynamic=False)
+            run = functools.partial(_step, compiled, inputs, job["grad"])
+            try:
+                run()
+                runs[label] = run
+            except Exception as error:
+                failed[label] = dynamo.first_line(error)
+        samples = interleaved(runs, job["seconds"]) if len(runs) > 1 else {}
+    return {"us": samples, "failed": failed}
+
+
+def _step(compiled: Callable[..., Any], inputs: Sequence[torch.Tensor], grad: bool) -> Any:
+    """One call, and its backward where gradients are wanted."""
+    (result,) = compiled(*inputs)
+    if grad and result.requires_grad:
+        leaves = [x for x in inputs if x.requires_grad]
+        return torch.autograd.grad(result, leaves, torch.ones_like(result), allow_unused=True)
+    return result
+
+
+def main() -> None:
+    """Runs the job on the standard input."""
+    job = json.load(sys.stdin)
+    _limit_memory(job["megabytes"], next((i["device"] for i in job["inputs"]), "cpu"))
+    with contextlib.redirect_stdout(sys.stderr):
+        result = run_job(job)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

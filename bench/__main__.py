@@ -1,0 +1,22 @@
+"""`python -m bench NAME`: the benchmarks by name."""
+
+from __future__ import annotations
+
+import typer
+
+from bench import constants, forms, masks, never_slower, pass_time, s4, training
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+for name, module in {
+    "constants": constants,
+    "forms": forms,
+    "masks": masks,
+    "never-slower": never_slower,
+    "pass-time": pass_time,
+    "s4": s4,
+    "training": training,
+}.items():
+    app.command(name)(module.main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,114 @@
+"""`tune=True`: forms are measured in a process of their own, remembered, and the fastest is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from against_eager import qkv, randn
+
+import attn_pass
+from attn_pass.planner import tune
+from attn_pass.trial import interleaved
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def site_of(fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False, **options: Any) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", tune=True, on_error="raise", **options)
+    with attn_pass.record() as report:
+        torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
+    return report.sites[0]
+
+
+def test_what_is_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    inputs = qkv(2, 8, 4, 300, 64, kv_heads=2)
+    with torch.no_grad():
+        site = site_of(grouped, *inputs)
+    measured = site.measured_us
+    assert {"leave", "sdpa", "sdpa (grouped heads)"} <= measured.keys()
+    assert "us measured as it is" in site.reason
+    taken = {(None, ()): "leave", ("sdpa", ()): "sdpa"}.get((site.target, site.poor_cases), "sdpa (grouped heads)")
+    assert measured[taken] <= min(measured.values()) * 1.04
+    assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(tune, "_run", lambda *_: pytest.fail("measured twice"))
+    with torch.no_grad():
+        assert site_of(grouped, *inputs).measured_us == measured
+
+
+def test_measurements_overrule_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(job: dict[str, Any], _: object) -> dict[str, Any]:
+        return {"us": {label: [1.0 if label == "sdpa" else 9.0] for label in job["labels"]}, "failed": {}}
+
+    monkeypatch.setattr(tune, "_run", measured)
+    with torch.no_grad():
+        site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
+        assert site.predicted_us["sdpa (grouped heads)"] < site.predicted_us["sdpa"]
+        assert (site.target, site.poor_cases) == ("sdpa", ())
+        monkeypatch.setattr(
+            tune, "_run", lambda job, _: {"us": {label: [2.0] for label in job["labels"]}, "failed": {}}
+        )
+        site = site_of(grouped, *qkv(2, 8, 4, 301, 64, kv_heads=2))
+    assert site.outcome == "left" and "already the fastest" in site.reason
+
+
+def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_LIMIT_SECONDS", 0.01)
+    with torch.no_grad():
+        site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
+    assert site.outcome == "rewritten" and "the model decides" in site.reason and not site.measured_us
+
+
+def test_another_device_is_not_measured_here() -> None:
+    with torch.no_grad():
+        site = site_of(grouped, *qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16), device="cuda")
+    assert "no cuda device to measure on" in site.reason
+
+
+def _jobs(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:
+    jobs: list[dict[str, Any]] = []
+
+    def keep(job: dict[str, Any], _: object) -> str:
+        jobs.append(job)
+        return "only looked at"
+
+    monkeypatch.setattr(tune, "_run", keep)
+    site = site_of(fn, *inputs, **options)
+    assert "only looked at" in site.reason
+    return jobs[0]
+
+
+def test_the_job_has_the_sites_sizes_strides_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 4, 40, 50, 16))
+    mask = randn(2, 1, 1, 50)
+    job = _jobs(monkeypatch, lambda q, k, v, m: (q @ k.mT + m).softmax(-1) @ v, q.requires_grad_(), k, v, mask)
+    assert [i["shape"] for i in job["inputs"]].count((2, 4, 40, 16)) == 1
+    assert {tuple(i["stride"]) for i in job["inputs"]} == {x.stride() for x in (q, k, v, mask)}
+    assert [i["requires_grad"] for i in job["inputs"]].count(True) == 1 and job["grad"]
+
+
+def test_a_dynamic_site_is_measured_at_its_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        job = _jobs(monkeypatch, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv(2, 8, 4, 300, 64), dynamic=True)
+    assert {tuple(i["shape"]) for i in job["inputs"]} == {(2, 8, 4, 64), (2, 8, 300, 64)}
+
+
+def test_blocks_are_timed_in_turns() -> None:
+    order: list[str] = []
+    samples = interleaved({n: lambda n=n: order.append(n) for n in "ab"}, 0.1)  # type: ignore[misc]
+    assert len(samples["a"]) == len(samples["b"]) >= 7
+    assert order.index("b") < len(order) - order[::-1].index("a")
