@@ -19,6 +19,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
+from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
@@ -77,11 +78,14 @@ def _check_names(options: Options) -> None:
         for name in names:
             if name not in (accepted := [*(t.name for t in all_targets()), LEAVE]):
                 raise unknown_name("target in a rule", name, accepted)
-    if options.device is not None:
+    if options.device is not None and options.device.lower() not in catalog.NAMES:
         try:
             torch.device(options.device)
         except RuntimeError as error:
-            raise OptionError(f"device={options.device!r} is no device torch knows: {_first_line(error)}") from None
+            raise OptionError(
+                f"device={options.device!r} is neither a device torch knows nor one of "
+                f"{', '.join(catalog.NAMES)}: {_first_line(error)}"
+            ) from None
 
 
 @dataclass
@@ -280,7 +284,7 @@ class _Graph:
         composite = site.composite
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
-        device = torch.device(self.options.device or record.device or "cpu").type
+        device = device_for(torch.device(record.device or "cpu"), self.options.device).type
         if self.options.targets is not None and "sdpa" not in self.options.targets:
             record.reason = record.reason or "the target sdpa is not allowed"
         elif device != "cpu":

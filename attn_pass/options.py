@@ -72,7 +72,7 @@ class Options:
             programs are taken so without it.
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
         shield: keep Inductor's own attention patterns off the softmaxes of the graph (on the CPU).
-        device: decide for this device ("cuda", "cuda:0", ...) instead of the one the tensors are on.
+        device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
 
     Raises:
         OptionError: a value is not accepted; the message says what was given and what is accepted.

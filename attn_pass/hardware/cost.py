@@ -126,7 +126,7 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
     exponentials = problem.scores / device.exp_gops / 1e3
     if problem.q_len == 1:
         # Inductor turns a product with one row into a multiply-and-sum that reads broadcast operands in place.
-        products = max(problem.flops / device.vector_gflops / 1e3, traffic(device, problem.operand_bytes))
+        products = max(problem.flops / device.vector(problem.dtype) / 1e3, traffic(device, problem.operand_bytes))
         scores = traffic(device, 3 * size * problem.scores)
         return products + exponentials + scores + 3 * device.kernel_us
     rate = device.matmul(problem.dtype) * _row_efficiency(problem.q_len)

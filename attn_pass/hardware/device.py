@@ -20,7 +20,7 @@ class Device:
     cores: int
     matmul_gflops: Mapping[torch.dtype, float]  # a large matrix product
     fused_gflops: Mapping[torch.dtype, float]  # the product work inside the fused kernel, softmax not counted
-    vector_gflops: float  # multiply-and-sum without a matrix product (a product with one row)
+    vector_gflops: Mapping[torch.dtype, float]  # multiply-and-sum without a matrix product (a product with one row)
     exp_gops: float  # exponentials, with the rest of a softmax around them
     memory_gbytes: float
     cache_gbytes: float  # traffic that stays in the last-level cache
@@ -31,10 +31,17 @@ class Device:
     kernels: tuple[
         str, ...
     ] = ()  # the fused kernels torch's call may take here, as `attn_pass.targets.kernels` names them
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
+    cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
+    is_here: bool = True  # False for one that is decided for by its data sheet alone
 
     def matmul(self, dtype: torch.dtype) -> float:
         """GFLOP/s of a matrix product; half precision where nothing better is known counts as float32."""
         return self.matmul_gflops.get(dtype, self.matmul_gflops[torch.float32])
+
+    def vector(self, dtype: torch.dtype) -> float:
+        """GFLOP/s of products with one row."""
+        return self.vector_gflops.get(dtype, self.vector_gflops[torch.float32])
 
     def fused(self, dtype: torch.dtype) -> float:
         """GFLOP/s inside the fused kernel."""
@@ -45,6 +52,7 @@ class Device:
 # more cores is taken to scale with them in arithmetic and up to eight cores' worth in memory.
 _CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 40.0}
 _CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
+_CORE_VECTOR = {torch.float32: 36.0}
 
 
 def cpu() -> Device:
@@ -62,7 +70,7 @@ def cpu_with(cores: int) -> Device:
         cores=cores,
         matmul_gflops={k: v * cores for k, v in _CORE_MATMUL.items()},
         fused_gflops={k: v * cores for k, v in _CORE_FUSED.items()},
-        vector_gflops=36.0 * cores,
+        vector_gflops={k: v * cores for k, v in _CORE_VECTOR.items()},
         exp_gops=1.7 * cores,
         memory_gbytes=11.0 * min(cores, 8),
         cache_gbytes=25.0 * cores,
@@ -74,43 +82,29 @@ def cpu_with(cores: int) -> Device:
     )
 
 
-def cuda() -> Device:
-    """A GPU by the data sheet of an H200, for decisions about a device that is not here. Nothing is measured."""
-    return Device(
-        type="cuda",
-        name="cuda, by the data sheet of an H200",
-        cores=132,
-        matmul_gflops={torch.float32: 50e3, torch.float64: 50e3, torch.bfloat16: 700e3, torch.float16: 700e3},
-        fused_gflops={torch.float32: 25e3, torch.bfloat16: 450e3, torch.float16: 450e3},
-        vector_gflops=60e3,
-        exp_gops=4e3,
-        memory_gbytes=4000.0,
-        cache_gbytes=8000.0,
-        cache_bytes=50 << 20,
-        op_us=3.0,
-        kernel_us=2.0,
-        fused_op_us=6.0,
-        kernels=("flash", "efficient"),
-    )
-
-
 def facts(device: Device) -> dict[str, str]:
     """What a measurement on this device holds for: the hardware by name, and the versions that compile for it."""
-    if device.type == "cuda":
-        name = f"{torch.cuda.get_device_name()}, driver side {torch.version.cuda}"
-    else:
+    if device.type == "cpu":
         name = f"{device.name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        name = f"{device.name}, CUDA {torch.version.cuda}, cuDNN {device.cudnn}"
     return {"device": name, "torch": torch.__version__}
 
 
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:
     """The device to decide for: the one asked for, or the one the tensors are on.
 
-    A device whose decisions were not measured yet has no kernels, unless it is asked for by name.
+    ``asked`` is a device as torch names it or one of `attn_pass.hardware.catalog.NAMES`. A device whose decisions were
+    not measured yet has no kernels, unless it is asked for.
     """
+    from attn_pass.hardware import catalog
+
+    if asked is not None and asked.lower() in catalog.NAMES:
+        return catalog.by_name(asked)
     kind = tensors.type if asked is None else torch.device(asked).type
     if kind == "cpu":
         return cpu()
-    if kind == "cuda" and asked is not None:
-        return cuda()
+    if kind == "cuda":
+        found = catalog.cuda_here() if torch.cuda.is_available() else catalog.by_name(catalog.DEFAULT_CUDA)
+        return found if asked is not None else replace(found, kernels=())
     return replace(cpu_with(1), type=kind, name=kind, kernels=())

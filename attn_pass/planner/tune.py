@@ -19,7 +19,7 @@ from torch.fx import Node
 from attn_pass import store
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.extract import CannotExtract, Program, extract
-from attn_pass.graph.values import Sizes
+from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.hardware.device import facts
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import Measured
@@ -50,9 +50,9 @@ class Tuner:
 
     def __call__(self, place: Place, labels: Sequence[str]) -> Measured | str:
         """Microseconds of each form and of `LEAVE`, or why nothing was measured."""
-        device = place.setting.device.type
-        if self._options.device is not None or (device != "cpu" and not torch.cuda.is_available()):
-            return f"tune=True: no {self._options.device or device} device to measure on here, the model decides"
+        device, made = place.setting.device, tensor_value(place.result)
+        if not device.is_here or made is None or made.device.type != device.type:
+            return f"tune=True: no {device.name} to measure on here, the model decides"
         try:
             p = place
             program = extract(p.result, p.sources, p.sizes, p.effects, p.known, p.needs_grad)

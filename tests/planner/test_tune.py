@@ -75,8 +75,8 @@ def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.
 
 def test_another_device_is_not_measured_here() -> None:
     with torch.no_grad():
-        site = site_of(grouped, *qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16), device="cuda")
-    assert "no cuda device to measure on" in site.reason
+        site = site_of(grouped, *qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16), device="A100")
+    assert "no A100 to measure on" in site.reason
 
 
 def _jobs(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:

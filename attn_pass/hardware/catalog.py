@@ -1,0 +1,97 @@
+"""Accelerators by name, so that a decision can be made, and tested, for one that is not here. Data sheets, in numbers.
+
+Rates are what products and copies are known to reach where that is known (H200), and 80 to 90 % of the data sheet's
+elsewhere. Nothing here was measured by this project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_pass.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One row of the catalogue: rates in units of 1e9 a second."""
+
+    type: str
+    name: str
+    cores: int  # streaming multiprocessors, AI cores, tensor cores of a chip
+    half_gflops: float
+    single_gflops: float
+    exp_gops: float
+    memory_gbytes: float
+    cache_bytes: int
+    capability: tuple[int, int] = (0, 0)
+    cudnn: int = 0
+
+
+_CUDNN = 91900  # torch 2.11's and newer's wheels
+_SHEETS: tuple[Sheet, ...] = (
+    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN),
+    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN),
+    Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN),
+    Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN),
+    Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN),
+    Sheet("npu", "Ascend 910B", 24, 280e3, 70e3, 1500, 1400, 192 << 20),
+    Sheet("npu", "Ascend 910C", 48, 600e3, 140e3, 3000, 2800, 192 << 20),
+    Sheet("xla", "TPU v4", 2, 240e3, 30e3, 1500, 1100, 128 << 20),
+    Sheet("xla", "TPU v5e", 1, 175e3, 22e3, 1000, 740, 128 << 20),
+    Sheet("xla", "TPU v5p", 2, 410e3, 50e3, 2000, 2500, 128 << 20),
+    Sheet("xla", "TPU v6e", 1, 820e3, 100e3, 2500, 1480, 128 << 20),
+)
+DEFAULT_CUDA = "h200"
+_BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
+NAMES = tuple(_BY_NAME)
+_KERNELS = {"cuda": ("flash", "efficient")}
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def by_name(name: str) -> Device:
+    """A device of the catalogue, which need not be here."""
+    return replace(_device(_BY_NAME[name.lower()]), is_here=False)
+
+
+def cuda_here() -> Device:
+    """The GPU of this process: by its name where the catalogue has it, else scaled by its size from one of its age."""
+    properties = torch.cuda.get_device_properties()
+    capability = (properties.major, properties.minor)
+    known = next((s for s in _SHEETS if s.type == "cuda" and s.name in properties.name), None)
+    sheet = known or _like(capability, properties.multi_processor_count)
+    cudnn = torch.backends.cudnn.version() or 0
+    return replace(_device(sheet), name=properties.name, capability=capability, cudnn=cudnn)
+
+
+def _like(capability: tuple[int, int], cores: int) -> Sheet:
+    """A row for a GPU that the catalogue lacks: the nearest older one, scaled by the multiprocessors."""
+    rows = sorted((s for s in _SHEETS if s.type == "cuda"), key=lambda s: s.capability)
+    row = next((s for s in reversed(rows) if s.capability <= capability), rows[0])
+    share = cores / row.cores
+    rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes")
+    return replace(row, cores=cores, **{name: getattr(row, name) * share for name in rates})
+
+
+def _device(sheet: Sheet) -> Device:
+    single = {torch.float32: sheet.single_gflops, torch.float64: sheet.single_gflops / 2}
+    half = dict.fromkeys(_HALF, sheet.half_gflops)
+    return Device(
+        type=sheet.type,
+        name=sheet.name,
+        cores=sheet.cores,
+        matmul_gflops=single | half,
+        fused_gflops={torch.float32: sheet.single_gflops / 2, **{k: 0.6 * v for k, v in half.items()}},
+        vector_gflops={torch.float32: sheet.single_gflops},
+        exp_gops=sheet.exp_gops,
+        memory_gbytes=sheet.memory_gbytes,
+        cache_gbytes=2 * sheet.memory_gbytes,
+        cache_bytes=sheet.cache_bytes,
+        op_us=3.0,
+        kernel_us=2.0,
+        fused_op_us=6.0,
+        kernels=_KERNELS.get(sheet.type, ()),
+        capability=sheet.capability,
+        cudnn=sheet.cudnn,
+    )

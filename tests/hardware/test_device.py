@@ -1,0 +1,53 @@
+"""Devices as plain numbers: the one here, and those of the catalogue that are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attn_pass
+from attn_pass.hardware import catalog
+from attn_pass.hardware.device import cpu, device_for
+
+
+def test_the_cpu_has_as_many_cores_as_torch_uses_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = cpu()
+        assert one.cores == 1 and one.matmul(torch.float32) == one.matmul_gflops[torch.float32]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", catalog.NAMES)
+def test_a_device_of_the_catalogue_is_decided_for_without_being_here(name: str) -> None:
+    device = device_for(torch.device("cpu"), name.upper())
+    assert not device.is_here and device.name.lower() == name
+    assert device.matmul(torch.bfloat16) > device.matmul(torch.float32) > 0
+    assert device.memory_gbytes > 100 and device.cores > 0
+
+
+def test_rates_of_newer_gpus_are_higher() -> None:
+    l4, a100, h200, b200 = (catalog.by_name(n) for n in ("L4", "A100", "H200", "B200"))
+    assert l4.memory_gbytes < a100.memory_gbytes < h200.memory_gbytes < b200.memory_gbytes
+    assert [d.capability for d in (a100, l4, h200, b200)] == [(8, 0), (8, 9), (9, 0), (10, 0)]
+
+
+def test_a_gpu_the_catalogue_lacks_is_scaled_from_one_of_its_age() -> None:
+    sheet = catalog._like((8, 6), 54)
+    assert sheet.cores == 54 and sheet.memory_gbytes == pytest.approx(850)
+    assert catalog._like((12, 0), 148).half_gflops == pytest.approx(1600e3)
+
+
+def test_the_option_takes_a_name_or_what_torch_knows() -> None:
+    q = torch.randn(2, 4, 128, 64, dtype=torch.bfloat16)
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return (q @ q.mT).softmax(-1) @ q
+
+    with torch.no_grad():
+        site = attn_pass.explain(attention, q, attn_pass_options={"device": "A100"}).sites[0]
+        assert site.outcome == "rewritten"
+        with pytest.raises(attn_pass.OptionError, match="neither a device torch knows nor one of h200"):
+            attn_pass.explain(attention, q, attn_pass_options={"device": "H300"})
