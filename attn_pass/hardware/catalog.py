@@ -46,7 +46,7 @@ _SHEETS: tuple[Sheet, ...] = (
 DEFAULT_CUDA = "h200"
 _BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
 NAMES = tuple(_BY_NAME)
-_KERNELS = {"cuda": ("flash", "efficient")}
+_KERNELS = {"cuda": ("flash", "efficient", "decode")}
 _HALF = (torch.float16, torch.bfloat16)
 
 

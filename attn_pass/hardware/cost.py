@@ -73,6 +73,8 @@ def fused(device: Device, problem: Problem) -> float:
     memory = traffic(device, problem.operand_bytes)
     if problem.batch * problem.heads > problem.kv_batch * problem.kv_heads and problem.q_len == 1:
         memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
+    if device.type == "cuda" and problem.q_len > 1:
+        memory /= balance  # keys are read one after the other by as many multiprocessors as there are tasks
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
@@ -113,6 +115,15 @@ _FLEX_NANOSECONDS = 1.5  # the score function, a soft cap, and the softmax
 _FLEX_MASK_NANOSECONDS = 1.0  # reading one more tensor in the score function
 _FLEX_GFLOPS = 35.0  # the template's own product of queries and keys
 _FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand calls must earn
+
+
+def split_keys(device: Device, problem: Problem) -> float:
+    """A split-KV kernel and its reduction: keys and values once, whatever the group, at what copies reach or less."""
+    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
+    return memory / _SPLIT_SHARE + 2 * device.op_us
+
+
+_SPLIT_SHARE = 0.75  # of the rate a copy reaches; not measured
 
 
 def transcendental(device: Device, problem: Problem, calls: int) -> float:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from attn_pass.targets.base import Target
+from attn_pass.targets.decode import Decode
 from attn_pass.targets.decomposed import Decomposed
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
@@ -23,7 +24,7 @@ def _registered() -> tuple[Target, ...]:
 
 def built_in() -> tuple[Target, ...]:
     """The targets of this package."""
-    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), Decode())
 
 
 def all_targets() -> tuple[Target, ...]:

@@ -95,7 +95,7 @@ class Sdpa:
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends
-        kernels = [k for k in setting.device.kernels if allowed is None or BACKENDS[k] in allowed]
+        kernels = [k for k in setting.device.kernels if k in BACKENDS and (allowed is None or BACKENDS[k] in allowed)]
         if not kernels:
             return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
         call = Call(a, mask_kind(a, setting), mask_needs_grad)
@@ -228,7 +228,7 @@ def operands(lower: Lowering) -> tuple[Value, Value, Value]:
         width = max(a.head_dim, a.value_head_dim)
         query, key = (_pad(plan, x, width - a.head_dim) for x in (query, key))
         value = _pad(plan, value, width - a.value_head_dim)
-    query, key, value = (_dense(plan, x) for x in (query, key, value))
+    query, key, value = (dense_last(plan, x) for x in (query, key, value))
     return query, key, value
 
 
@@ -338,7 +338,7 @@ def _pad(plan: Plan, value: Value, amount: int) -> Value:
     return plan.call(aten.constant_pad_nd.default, value, [0, amount], 0.0) if amount > 0 else value
 
 
-def _dense(plan: Plan, value: Value) -> Value:
+def dense_last(plan: Plan, value: Value) -> Value:
     """The operand with its last dimension dense in memory."""
     tensor = fake_of(value)
     stride = plan.sizes.index(tensor.stride(-1))

@@ -72,7 +72,7 @@ def test_a_device_nobody_asked_for_by_name_has_no_rules() -> None:
     from attn_pass.hardware.device import device_for
 
     assert device_for(torch.device("cuda")).kernels == ()
-    assert device_for(torch.device("cpu"), "cuda").kernels == ("flash", "efficient")
+    assert device_for(torch.device("cpu"), "cuda").kernels == ("flash", "efficient", "decode")
 
 
 def test_eager_s_random_numbers_are_kept_where_they_are_asked_for() -> None:

@@ -1,0 +1,1 @@
+"""Kernels of our own, as operators that trace, export and compile into packages."""

@@ -1,0 +1,153 @@
+"""The Triton kernels of `attn_pass::decode`: one split of the keys, and the join of all splits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["kv_len", "splits", "window"])
+def attend(
+    query,
+    key,
+    value,
+    mask,
+    partial,
+    tops,
+    totals,
+    scale,
+    q_len,
+    kv_len,
+    splits,
+    batches,
+    window,
+    q0,
+    q1,
+    q2,
+    k0,
+    k1,
+    k2,
+    v0,
+    v1,
+    v2,
+    m0,
+    m1,
+    m2,
+    m3,
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MASK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """One KV head of one batch row, one block of packed query rows, one split of the keys.
+
+    Rows are packed head by head: row ``r`` is query ``r % q_len`` of head ``r // q_len`` of the group. ``partial``
+    (splits, B, H, L, Dv) gets the softmax over this split's keys times the values, ``tops`` the highest score (base 2),
+    -inf where a row keeps no key, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
+    of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean.
+    """
+    batch = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    split = tl.program_id(2)
+    row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = row < GROUPS * q_len
+    head = kv_head * GROUPS + row // q_len
+    at = row % q_len
+    dims = tl.arange(0, BLOCK_DIM)
+    value_dims = tl.arange(0, BLOCK_VALUE)
+    batch64 = batch.to(tl.int64)
+
+    q_at = query + batch64 * q0 + head[:, None] * q1 + at[:, None] * q2 + dims[None, :]
+    q = tl.load(q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_base = key + batch64 * k0 + kv_head * k1
+    v_base = value + batch64 * v0 + kv_head * v1
+    m_base = mask + batch64 * m0 + head[:, None] * m1 + at[:, None] * m2
+
+    blocks = tl.cdiv(kv_len, BLOCK_KEYS)
+    each = tl.cdiv(blocks, splits)
+    first = split * each
+    last = tl.minimum(first + each, blocks)
+    if CAUSAL:
+        # The last key any row sees is kv_len - 1; the first one of a window is the first row's.
+        if WINDOWED:
+            first = tl.maximum(first, tl.maximum(kv_len - q_len - window, 0) // BLOCK_KEYS)
+
+    top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
+    scale2 = scale * 1.4426950408889634  # exponentials are of base 2
+    for block in range(first, last):
+        keys = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+        inside = keys < kv_len
+        keys64 = keys.to(tl.int64)
+        k = tl.load(
+            k_base + keys64[None, :] * k2 + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0
+        )
+        scores = tl.dot(q, k) * scale2
+        kept = inside[None, :] & real[:, None]
+        if MASK == 1:
+            bias = tl.load(m_base + keys64[None, :] * m3, mask=kept, other=0.0)
+            bias = bias.to(tl.float32)
+            # The lowest finite number stays finite, so that a row filled with it averages the values.
+            scores += tl.where(bias == float("-inf"), bias, tl.maximum(bias * 1.4426950408889634, -3.0e38))
+        if MASK == 2:
+            kept = kept & (tl.load(m_base + keys64[None, :] * m3, mask=kept, other=0) != 0)
+        if CAUSAL:
+            distance = at[:, None] + (kv_len - q_len) - keys[None, :]
+            kept = kept & (distance >= 0)
+            if WINDOWED:
+                kept = kept & (distance <= window)
+        scores = tl.where(kept, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            v_base + keys64[:, None] * v2 + value_dims[None, :],
+            mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        result = result * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        top = higher
+
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+    heads = KV_HEADS * GROUPS
+    place = ((split.to(tl.int64) * batches + batch) * heads + head) * q_len + at
+    tl.store(
+        partial + place[:, None] * VALUE_DIM + value_dims[None, :],
+        result,
+        mask=real[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
+    tl.store(tops + place, top, mask=real)
+    tl.store(totals + place, total, mask=real)
+
+
+@triton.jit(do_not_specialize=["splits", "rows"])
+def join(partial, tops, totals, result, splits, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """One row's partial results, weighted by their sums of exponentials; 0 where no split kept a key."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DIM)
+    top = float("-inf")
+    total = 0.0
+    joined = tl.zeros([BLOCK_DIM], tl.float32)
+    for split in range(splits):
+        place = split * rows + row
+        part = tl.load(tops + place)
+        higher = tl.maximum(top, part)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        weight = tl.load(totals + place) * tl.exp2(part - base)
+        values = tl.load(partial + place * DIM + dims, mask=dims < DIM, other=0.0)
+        joined = joined * shrink + weight * values
+        total = total * shrink + weight
+        top = higher
+    joined = joined / tl.where(total == 0.0, 1.0, total)
+    tl.store(result + row * DIM + dims, joined.to(result.dtype.element_ty), mask=dims < DIM)

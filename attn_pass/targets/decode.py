@@ -1,0 +1,128 @@
+"""Few query rows over many keys: the split-KV kernel of `attn_pass.kernels.decode`, on CUDA devices.
+
+Torch's kernels take a query of two to some sixty rows as they take a long one: a thread block for each head, all keys
+one after the other, so that most of the device waits. Here keys are cut in as many parts as keep it busy, and all heads
+of a KV head share one pass over its keys and values.
+
+Offers in inference, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group together: up to 1024), head
+dims of 16 to 256 that are multiples of 8, with no mask, a causal mask or window aligned to the last key, or any mask as
+a tensor. The number of keys may be symbolic. It is not known to be right or fast on a GPU yet: the kernel is tested
+under Triton's interpreter, and on other devices the operator is plain products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value, fake_of
+from attn_pass.hardware import cost
+from attn_pass.model.attention import Attention
+from attn_pass.model.mask import Band, row_index
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import problem_of
+from attn_pass.targets.sdpa import additive_mask, dense_last, mask_kind, may_hold_infinity
+
+KERNEL = "decode"  # as `Device.kernels` names it
+_MOST_QUERIES = 64
+_MOST_ROWS = 1024
+
+
+class Decode:
+    """`torch.ops.attn_pass.decode`."""
+
+    name = "decode"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes few query rows in half precision, without gradients."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        problem = problem_of(attention, setting.hint)
+        empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            cost.split_keys(setting.device, problem),
+            fused=True,
+            assumptions=(EMPTY_ROWS,) if attention.has_mask and empty else (),
+        )
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if KERNEL not in setting.device.kernels:
+            return f"the split-KV kernel is not for {setting.device.type} devices"
+        if find_spec("triton") is None:
+            return "the split-KV kernel needs the package triton"
+        if a.needs_grad:
+            return "the split-KV kernel has no backward"
+        if a.dropout or a.sink is not None:
+            return "the split-KV kernel draws no dropout and takes no sink"
+        if a.compute_dtype not in (torch.float16, torch.bfloat16):
+            return "the split-KV kernel takes half precision"
+        if setting.autocast is not None and setting.autocast != a.compute_dtype:
+            return "autocast would give the products another dtype"
+        if setting.allowed_backends is not None:
+            return "sdpa_kernel allows torch's own kernels only"
+        if setting.numerics == "strict" and a.has_mask and not a.rows_never_empty:
+            return "numerics='strict': a row may be masked out entirely"
+        q_len, groups = a.q_len, a.groups
+        if not isinstance(q_len, int) or not isinstance(groups, int) or q_len * groups > _MOST_ROWS:
+            return "the number of query rows is large, or not known"
+        if q_len > _MOST_QUERIES:
+            return f"{q_len} query rows are not few"
+        if any(not isinstance(d, int) or d % 8 or not 16 <= d <= 256 for d in (a.head_dim, a.value_head_dim)):
+            return "the head dim is no multiple of 8 from 16 to 256, or not known"
+        if 0 in (a.kv_len, q_len, a.batch_size, a.query_heads):
+            return "a size is 0"
+        return None
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the operator's call."""
+        from attn_pass.kernels.decode import decode
+
+        del decode  # importing it registers the operator
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        dtype = a.compute_dtype
+        query = lower.query(dtype)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+        query, key, value = (dense_last(plan, x) for x in (query, key, value))
+        band = causal_band(a)
+        mask: Value | None = None
+        causal, window = band is not None, -1
+        if band is not None and band.lower is not None:
+            assert isinstance(band.upper, int) and isinstance(band.lower, int)
+            window = band.upper - band.lower
+        elif band is None and a.has_mask:
+            mask = self._mask(lower, setting)
+        operator = torch.ops.attn_pass.decode.default
+        return lower.result(plan.call(operator, query, key, value, mask, a.scale, causal, window))
+
+    def _mask(self, lower: Lowering, setting: Setting) -> Value:
+        a = lower.attention
+        if mask_kind(a, setting) == "boolean" and a.keep is not None:
+            mask = lower.expression(a.keep.condition, lower.mask_groups())
+            if fake_of(mask).dtype == torch.bool:
+                return mask
+            return lower.plan.call(torch.ops.aten.to.dtype, mask, torch.bool)
+        return additive_mask(lower, setting)
+
+
+def causal_band(a: Attention) -> Band | None:
+    """The whole mask as a band that ends ``kv_len - q_len`` keys after the row's own; None if it is another one."""
+    if not a.has_mask or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+        return None
+    (band,) = a.structure.parts
+    if not isinstance(band, Band) or not a.structure.is_exact or band.upper != a.kv_len - a.q_len:
+        return None
+    if not a.rows_never_empty and (a.bias is not None or (a.keep is not None and a.keep.fill != float("-inf"))):
+        return None  # a row without a key averages the values where the fill is a number
+    if band.lower is not None and not (isinstance(band.lower, int) and isinstance(band.upper, int)):
+        return None
+    return band

@@ -1,0 +1,173 @@
+"""Runs the decode kernel under Triton's interpreter on every case and prints its errors against float64 as JSON.
+
+A process of its own: `TRITON_INTERPRET` is read when the kernels are defined, and nothing can be traced under it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder
+
+from attn_pass.kernels.decode import launch, power, reference, row_block, splits_for
+from attn_pass.kernels.decode_triton import attend, join
+
+_dot = InterpreterBuilder.create_dot
+
+
+def _dot_of_values(self: InterpreterBuilder, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as its bits, and its product would multiply those (triton 3.7.1)."""
+    a, b = (self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
+    return _dot(self, a, b, *rest)
+
+
+InterpreterBuilder.create_dot = _dot_of_values
+
+Tensor = torch.Tensor
+Layout = Callable[[Tensor], Tensor]
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x
+
+
+def _heads_last(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _expanded(x: Tensor) -> Tensor:
+    return x[:1].expand(x.size(0), -1, -1, -1)
+
+
+def _sliced(x: Tensor) -> Tensor:
+    return torch.cat([x] * 4, 2)[:, :, 3 : 3 + x.size(2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, dtype, mask kind and layouts of one call."""
+
+    name: str
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    q_len: int = 1
+    kv_len: int = 300
+    dim: int = 64
+    value_dim: int | None = None
+    dtype: torch.dtype = torch.float16
+    mask: str = ""
+    causal: bool = False
+    window: int = -1
+    cores: int = 8
+    layout: Layout = field(default=_dense)
+    scale: float = 0.125
+
+
+CASES = (
+    Case("plain"),
+    Case("one split", cores=1),
+    Case("many splits", kv_len=1500, cores=64),
+    Case("splits past the last key", kv_len=257, cores=64),
+    Case("one key", kv_len=1),
+    Case("a prime number of keys", kv_len=97),
+    Case("bfloat16", dtype=torch.bfloat16),
+    Case("no groups", heads=3, kv_heads=3),
+    Case("one KV head", heads=8, kv_heads=1),
+    Case("two query rows", q_len=2),
+    Case("64 query rows of 4 heads", q_len=64, heads=4, kv_heads=1, batch=1),
+    Case("rows that fill no block", q_len=7, heads=6, kv_heads=2),
+    Case("head dim 32", dim=32),
+    Case("head dim 80", dim=80),
+    Case("head dim 128", dim=128, kv_len=130),
+    Case("head dim 256", dim=256, kv_len=130),
+    Case("narrow values", dim=96, value_dim=40),
+    Case("causal", q_len=5, causal=True),
+    Case("causal, as many queries as keys", q_len=33, kv_len=33, causal=True),
+    Case("causal, more queries than keys", q_len=9, kv_len=4, causal=True),
+    Case("window", q_len=3, causal=True, window=70, kv_len=700, cores=32),
+    Case("window of one key", q_len=4, causal=True, window=0),
+    Case("added mask", mask="added", q_len=3),
+    Case("added mask of a head", mask="head"),
+    Case("key padding", mask="padding", q_len=2),
+    Case("boolean mask", mask="boolean", q_len=5),
+    Case("rows without a key", mask="empty", q_len=3),
+    Case("rows filled with the lowest number", mask="lowest", q_len=3, kv_len=1000, cores=64),
+    Case("mask and causal", mask="padding", q_len=4, causal=True),
+    Case("heads last", layout=_heads_last, q_len=2),
+    Case("shared by the batch", layout=_expanded),
+    Case("slices of a cache", layout=_sliced, q_len=2),
+    Case("negative scale", scale=-0.3),
+)
+
+
+def mask_of(case: Case) -> Tensor | None:
+    b, h, q, k = case.batch, case.heads, case.q_len, case.kv_len
+    if case.mask == "padding":
+        return (torch.arange(k) < torch.tensor([k, max(1, k // 3)])[:b, None])[:, None, None]
+    if case.mask == "boolean":
+        return torch.rand(b, 1, q, k) < 0.7
+    if case.mask == "empty":
+        return (torch.arange(q) != 1)[:, None] & (torch.rand(b, h, q, k) < 0.7)
+    if case.mask == "lowest":
+        return torch.where(torch.arange(q)[:, None] == 1, torch.finfo(torch.float32).min, torch.zeros(b, 1, q, k))
+    if case.mask:
+        return torch.randn((b, 1, q, k) if case.mask == "added" else (1, h, 1, 1)).to(case.dtype)
+    return None
+
+
+def run(case: Case) -> dict[str, float]:
+    """The largest error of the kernel, and of the plain operators, against float64."""
+    torch.manual_seed(0)
+    q = torch.randn(case.batch, case.heads, case.q_len, case.dim).to(case.dtype)
+    k = torch.randn(case.batch, case.kv_heads, case.kv_len, case.dim).to(case.dtype)
+    v = torch.randn(case.batch, case.kv_heads, case.kv_len, case.value_dim or case.dim).to(case.dtype)
+    q, k, v = (case.layout(x) for x in (q, k, v))
+    mask = mask_of(case)
+    rows = case.heads // case.kv_heads * case.q_len
+    row_blocks = -(-rows // row_block(rows))
+    splits = splits_for(case.batch * case.kv_heads * row_blocks, case.kv_len, case.cores)
+    partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
+    tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
+    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, partial, tops, totals)
+    attend[(case.batch * case.kv_heads, row_blocks, splits)](**arguments)
+    result = torch.full((case.batch, case.heads, case.q_len, v.size(3)), float("nan"), dtype=case.dtype)
+    count = case.batch * case.heads * case.q_len
+    join[(count,)](partial, tops, totals, result, splits, count, DIM=v.size(3), BLOCK_DIM=power(v.size(3)))
+    exact = _exact(q, k, v, mask, case)
+    plain = reference(q, k, v, mask, case.scale, case.causal, case.window)
+    return {"splits": splits, **{n: _error(x, exact) for n, x in (("kernel", result), ("plain", plain))}}
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> Tensor:
+    groups = case.heads // case.kv_heads
+    q, k, v = (x.double() for x in (q, k, v))
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", q.unflatten(1, (case.kv_heads, groups)), k).flatten(1, 2) * case.scale
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if case.causal:
+        ago = torch.arange(case.q_len)[:, None] + case.kv_len - case.q_len - torch.arange(case.kv_len)
+        scores = torch.where((ago >= 0) & ((ago <= case.window) | (case.window < 0)), scores, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhgqk,bhkd->bhgqd", weights.unflatten(1, (case.kv_heads, groups)), v).flatten(1, 2)
+
+
+def _error(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).abs().nan_to_num(nan=1e9).max())
+
+
+def results() -> Iterator[tuple[str, dict[str, float]]]:
+    for case in CASES:
+        yield case.name, run(case)
+
+
+if __name__ == "__main__":
+    print(json.dumps(dict(results())))

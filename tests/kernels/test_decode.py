@@ -1,0 +1,81 @@
+"""`attn_pass::decode`: the kernel under Triton's interpreter, the operator traced, exported and packaged on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from against_eager import qkv
+
+pytest.importorskip("triton")
+
+from attn_pass.kernels.decode import decode, splits_for
+
+SCRIPT = Path(__file__).with_name("interpreted.py")
+
+
+@lru_cache(maxsize=1)
+def _interpreted() -> dict[str, dict[str, float]]:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_kernel_is_right_on_every_case() -> None:
+    """Against float64; the weights are rounded to half precision before the second product, as fused kernels do."""
+    found = _interpreted()
+    assert len(found) > 30
+    wrong = {n: row for n, row in found.items() if not row["kernel"] <= 2 * row["plain"] + 1e-4}
+    assert not wrong
+    assert max(row["splits"] for row in found.values()) >= 4 and min(row["splits"] for row in found.values()) == 1
+
+
+def test_splits_fill_the_device_and_no_more() -> None:
+    assert splits_for(programs=8, kv_len=131072, cores=132) == 33
+    assert splits_for(programs=8, kv_len=1000, cores=132) == 4
+    assert splits_for(programs=1000, kv_len=131072, cores=132) == 1
+    assert splits_for(programs=1, kv_len=1, cores=132) == 1
+
+
+class Step(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.attn_pass.decode(q, k, v, None, 0.125, True, 50)
+
+
+def _inputs(kv_len: int = 90) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return qkv(2, 4, 3, kv_len, 64, kv_heads=2, dtype=torch.float16)
+
+
+def test_the_operator_is_well_formed() -> None:
+    q, k, v = _inputs()
+    torch.library.opcheck(decode, (q, k, v, None, 0.125, True, 50))
+    mask = torch.rand(2, 1, 3, 90) < 0.8
+    torch.library.opcheck(decode, (q, k, v, mask, 0.125))
+
+
+def test_it_compiles_for_any_number_of_keys() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Step(), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for kv_len in (90, 300, 7):
+            q, k, v = _inputs(kv_len)
+            torch._dynamo.mark_dynamic(k, 2)
+            torch._dynamo.mark_dynamic(v, 2)
+            torch.testing.assert_close(compiled(q, k, v), Step()(q, k, v))
+
+
+def test_it_is_exported_and_packaged(tmp_path: Path) -> None:
+    keys = torch.export.Dim("keys", min=4, max=4096)
+    inputs = _inputs()
+    program = torch.export.export(Step(), inputs, dynamic_shapes=({}, {2: keys}, {2: keys}))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "decode.pt2"))
+    run = torch._inductor.aoti_load_package(package)
+    for kv_len in (90, 257):
+        q, k, v = _inputs(kv_len)
+        torch.testing.assert_close(run(q, k, v), Step()(q, k, v), atol=2e-3, rtol=2e-3)
