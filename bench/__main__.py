@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from bench import constants, forms, masks, never_slower, pass_time, s4, training
+from bench import constants, forms, masks, models, never_slower, pass_time, s4, training
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, module in {
     "constants": constants,
     "forms": forms,
     "masks": masks,
+    "models": models,
     "never-slower": never_slower,
     "pass-time": pass_time,
     "s4": s4,

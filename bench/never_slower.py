@@ -235,7 +235,7 @@ def of_best(row: dict[str, Any]) -> float:
 def _in_fresh_process(number: int, tune: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
-        line = [sys.executable, "-m", "bench", "never-slower", "--one", str(number), "--json", str(out)]
+        line = [sys.executable, "-m", "bench.never_slower", "--one", str(number), "--json", str(out)]
         done = subprocess.run([*line, *(["--tune"] if tune else [])], capture_output=True, text=True)
         if done.returncode != 0:
             return {"name": str(grid()[number]), "error": done.stderr.strip().splitlines()[-1][:300]}
@@ -317,3 +317,7 @@ def main(
         raise typer.Exit(1)
     if json_file is None and rows:
         console.print(markdown(rows, tune))
+
+
+if __name__ == "__main__":
+    typer.run(main)

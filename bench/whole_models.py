@@ -45,15 +45,15 @@ class Model:
 
 
 class Called(nn.Module):
-    """A library's model: tensors go in under these names, the first output comes out."""
+    """A library's model: tensors go in under these names, beside fixed settings; the first output comes out."""
 
-    def __init__(self, model: nn.Module, *names: str) -> None:
+    def __init__(self, model: nn.Module, *names: str, **settings: Any) -> None:
         super().__init__()
         self.model = model
-        self.names = names
+        self.names, self.settings = names, settings
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.model(**dict(zip(self.names, tensors)))[0]
+        output: torch.Tensor = self.model(**dict(zip(self.names, tensors)), **self.settings)[0]
         return output
 
 
@@ -219,7 +219,8 @@ def diffusion_block(attention: str = "eager") -> Built:
         if isinstance(module, Attention):
             module.set_processor(processor())
     inputs = torch.randn(2, 320, 64, 64), torch.randn(2, 77, 768)
-    return Called(model, "hidden_states", "encoder_hidden_states"), inputs
+    # The class of its output warns that it will move, which no full graph can hold.
+    return Called(model, "hidden_states", "encoder_hidden_states", return_dict=False), inputs
 
 
 MODELS: tuple[Model, ...] = (

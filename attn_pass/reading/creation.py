@@ -58,18 +58,24 @@ def _constant(value: bool | int | float | None, dtype: torch.dtype) -> Expr | No
 
 def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor) -> Expr | None:
     bounds = (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
-    if value.is_floating_point() or value.dtype in WRAPPING or len(position) != 1:
+    if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
         return None
     start: Index = 0
-    step = bounds[2] if len(bounds) == 3 else call.get("step", 1)
+    step = _whole(bounds[2] if len(bounds) == 3 else call.get("step", 1))
     if len(bounds) >= 2:
-        begin = fake_value(bounds[0]) if isinstance(bounds[0], Node) else bounds[0]
+        begin = _whole(fake_value(bounds[0]) if isinstance(bounds[0], Node) else bounds[0])
         if not isinstance(begin, (int, torch.SymInt)):
             return None
         start = reader.sizes.index(begin)
     if not isinstance(step, int):
         return None
-    return index_value(position[0] * step + start)
+    found = index_value(position[0] * step + start)
+    return apply("cast", found, dtype=value.dtype) if value.is_floating_point() else found
+
+
+def _whole(number: Any) -> Any:
+    """A whole floating number as the integer it is: positions of a floating type are exact up to 2**24 of them."""
+    return int(number) if isinstance(number, float) and number.is_integer() and abs(number) < 1 << 20 else number
 
 
 def _triangle(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:

@@ -453,10 +453,13 @@ class Reader:
 
     def pointwise(self, node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
         """A pointwise call as an expression; ``read(value, position)`` gives its operands."""
-        from attn_pass.reading.limits import leaves_the_type
+        from attn_pass.reading.limits import leaves_the_type, wraps_in_comparison
 
         result, value = self._pointwise(node, call, position, read), tensor_value(node)
-        if leaves_the_type(call.op, result, None if value is None else value.dtype):
+        compared = [fake_value(a) if isinstance(a, Node) else a for a in (call.get("input"), call.get("other"))]
+        if leaves_the_type(call.op, result, None if value is None else value.dtype) or wraps_in_comparison(
+            call.op, compared
+        ):
             raise Unreadable("numbers that may leave the range or the digits of their type", node)
         return result
 

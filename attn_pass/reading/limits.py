@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from attn_pass.model.expression import Const, Expr, as_index, walk
@@ -9,7 +11,10 @@ from attn_pass.model.index import terms_of
 from attn_pass.model.pieces import pieces
 
 LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, nothing gets near what wraps around
+_LARGEST_STEP = 1 << 11  # of an int32: with an index of a million
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
+_CHOICES = ("where", "method_where", "masked_fill", "clamp", "max", "minimum", "maximum")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _NARROW = (torch.float16, torch.bfloat16)
 WRAPPING = (torch.uint8, torch.int8, torch.int16)
 _FILL = 1e8  # a number that size is there to mask, and its last digits mean nothing
@@ -17,12 +22,14 @@ _FILL = 1e8  # a number that size is there to mask, and its last digits mean not
 
 def leaves_the_type(op: str, result: Expr, dtype: torch.dtype | None) -> bool:
     """Whether an operation done in ``dtype`` may give something else than the expression for it says."""
-    if op not in _ARITHMETIC or dtype is None:
+    if dtype is None:
         return False
-    if dtype in WRAPPING:
+    if dtype in WRAPPING and op in (*_ARITHMETIC, "neg", *_CHOICES):
         return True
+    if op not in _ARITHMETIC:
+        return False
     if not dtype.is_floating_point:
-        return any(_is_large(e) for e in walk(result))
+        return any(_is_large(e, dtype) for e in walk(result))
     found = pieces(result) if dtype in _NARROW else None
     if found is None:
         return False
@@ -33,8 +40,19 @@ def leaves_the_type(op: str, result: Expr, dtype: torch.dtype | None) -> bool:
     return not all(fine) or any(limit < abs(v) < float("inf") for v in values)
 
 
-def _is_large(expression: Expr) -> bool:
+def _is_large(expression: Expr, dtype: torch.dtype) -> bool:
     if isinstance(expression, Const):
         return isinstance(expression.value, int) and abs(expression.value) >= LARGEST
     index = as_index(expression)
-    return index is not None and any(abs(c) >= LARGEST for _, c in terms_of(index))
+    step = _LARGEST_STEP if dtype == torch.int32 else LARGEST
+    return index is not None and any(abs(c) >= (step if monomial else LARGEST) for monomial, c in terms_of(index))
+
+
+def wraps_in_comparison(op: str, compared: Sequence[object]) -> bool:
+    """Whether a comparison of integers holds a number their type does not: torch wraps it around first."""
+    if op not in _COMPARISONS:
+        return False
+    types = [v.dtype for v in compared if isinstance(v, torch.Tensor)]
+    numbers = [v for v in compared if isinstance(v, int)]
+    integers = [t for t in types if not t.is_floating_point and t != torch.bool]
+    return any(not torch.iinfo(t).min <= n <= torch.iinfo(t).max for t in integers for n in numbers)

@@ -6,6 +6,7 @@ expression itself stays available for targets that take any score function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,13 +19,14 @@ from attn_pass.model.expression import (
     Dot,
     Expr,
     IndexValue,
+    Load,
     apply,
     contains_dot,
     expression_axes,
     is_boolean,
     walk,
 )
-from attn_pass.model.index import Axis
+from attn_pass.model.index import Axis, terms_of
 
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
@@ -38,12 +40,16 @@ class NotAffine(Exception):
 
 @dataclass(frozen=True)
 class Scores:
-    """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere."""
+    """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere.
+
+    ``shift`` is added to all of it: the softmax does not see it, a choice between two forms of the scores does.
+    """
 
     scale: float = 1.0
     factors: tuple[Factor, ...] = ()
     bias: Expr | None = None
     keep: Keep | None = None
+    shift: float = 0.0
 
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
@@ -55,10 +61,40 @@ def is_masking(fill: float, dtype: torch.dtype) -> bool:
 
 def is_small(term: Expr, dtype: torch.dtype) -> bool:
     """Whether a term of constants and indices alone leaves the scores it is added to what they are."""
-    limit = torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else _SMALL
-    return all(
-        isinstance(e, (Apply, IndexValue)) or (isinstance(e, Const) and abs(e.value) < limit) for e in walk(term)
-    )
+    return _size(term) < (torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else _SMALL)
+
+
+def _size(term: Expr) -> float:
+    """An upper bound of the absolute value; infinite where there is none by its form."""
+    if isinstance(term, Const):
+        return abs(float(term.value))
+    if isinstance(term, IndexValue):
+        return float(sum(abs(c) * (_LONGEST if monomial else 1) for monomial, c in terms_of(term.index)))
+    if not isinstance(term, Apply) or term.op not in _BOUNDS:
+        return 1.0 if is_boolean(term) else math.inf
+    sizes = [_size(a) for a in term.args]
+    if term.op == "div":
+        divisor = term.args[1]
+        return sizes[0] / sizes[1] if isinstance(divisor, Const) and divisor.value else math.inf
+    return _BOUNDS[term.op](sizes)
+
+
+_LONGEST = 1e5  # a position, for the size of what is computed from it
+_BOUNDS: dict[str, Callable[[list[float]], float]] = {
+    "add": sum,
+    "sub": sum,
+    "mul": math.prod,
+    "div": max,
+    "neg": max,
+    "abs": max,
+    "cast": max,
+    "tanh": lambda _: 1.0,
+    "sigmoid": lambda _: 1.0,
+    "log": max,
+    "maximum": max,
+    "minimum": max,
+    "where": lambda sizes: max(sizes[1:]),
+}
 
 
 def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -148,10 +184,27 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
         term = apply("cast", term, dtype=torch.float32)
     if isinstance(term, Const) and is_small(term, dtype):
         # The same for every key: the softmax does not see it, and it is too small to undo a mask.
-        return scores
-    scores = _without_keep(scores)
-    bias = term if scores.bias is None else apply("add", scores.bias, term)
+        return replace(scores, shift=scores.shift + float(term.value))
+    scores = _without_keep(scores, dtype)
+    bias = term if scores.bias is None else apply("add", _wide(scores.bias, dtype), _wide(term, dtype))
     return replace(scores, bias=bias)
+
+
+def _wide(term: Expr, dtype: torch.dtype) -> Expr:
+    """A bias as it is once it was added to scores, which are wider than it may be itself."""
+    if isinstance(term, Apply) and term.op == "add":
+        return apply("add", *(_wide(part, dtype) for part in term.args))
+    kind = torch.promote_types(dtype, torch.float32)
+    is_tensor = any(isinstance(e, Load) for e in walk(term)) and not (isinstance(term, Apply) and term.dtype == kind)
+    return apply("cast", term, dtype=kind) if is_tensor else term
+
+
+def _shifted(scores: Scores) -> Scores:
+    """The same scores with the shift as part of the bias."""
+    if not scores.shift:
+        return scores
+    bias = Const(scores.shift) if scores.bias is None else apply("add", scores.bias, Const(scores.shift))
+    return replace(scores, bias=bias, shift=0.0)
 
 
 def _mul(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -180,13 +233,14 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
             keep = replace(keep, fill=fill)
         if scores.bias is not None and not 0 < number <= 1 and _has_fill(scores.bias):
             raise NotAffine(f"masked scores are multiplied by {number:g}")
-        bias = None if scores.bias is None else apply("mul", scores.bias, Const(number))
-        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep)
+        bias = None if scores.bias is None else apply("mul", _wide(scores.bias, dtype), Const(number))
+        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep, shift=scores.shift * number)
     if keys in expression_axes(factor):
         raise NotAffine("the scores are multiplied by something that differs from key to key")
     if keep is not None:
         raise NotAffine("masked scores are multiplied by a tensor")
-    bias = None if scores.bias is None else apply(op, scores.bias, factor)
+    scores = _shifted(scores)
+    bias = None if scores.bias is None else apply(op, _wide(scores.bias, dtype), _wide(factor, dtype))
     return replace(scores, factors=(*scores.factors, Factor(factor, inverse)), bias=bias)
 
 
@@ -195,7 +249,7 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if contains_dot(condition):
         raise NotAffine("the mask depends on the scores")
     if contains_dot(yes) and contains_dot(no):
-        return _either(condition, normalise(yes, keys, dtype), normalise(no, keys, dtype))
+        return _either(condition, normalise(yes, keys, dtype), normalise(no, keys, dtype), dtype)
     inner, fill = (yes, no) if contains_dot(yes) else (no, yes)
     if inner is no:
         condition = apply("not", condition)
@@ -207,14 +261,21 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     scores = normalise(inner, keys, dtype)
     if scores.keep is not None and scores.keep.fill == value:
         return replace(scores, keep=Keep(apply("and", scores.keep.condition, condition), value))
-    return replace(_without_keep(scores), keep=Keep(condition, value))
+    if scores.keep is not None and NEGATIVE_INFINITY not in (scores.keep.fill, value):
+        raise NotAffine(f"masked scores are filled with {scores.keep.fill:g} and with {value:g}")
+    if scores.keep is not None and scores.bias is None and value == NEGATIVE_INFINITY:
+        # Nothing but -inf comes after this fill, so that it may be low enough to absorb any score.
+        scores = replace(scores, bias=_as_bias(scores.keep, None, min(scores.keep.fill, LOWEST)), keep=None)
+    return replace(_without_keep(scores, dtype), keep=Keep(condition, value))
 
 
-def _either(condition: Expr, yes: Scores, no: Scores) -> Scores:
+def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Scores:
     """A choice between two forms of the scores that differ in what is added to the same product."""
     if yes.scale != no.scale or yes.factors != no.factors:
         raise NotAffine("where chooses between two forms of the scores")
-    yes, no = _without_keep(yes), _without_keep(no)
+    yes, no = _without_keep(yes, dtype), _without_keep(no, dtype)
+    if yes.shift != no.shift:
+        yes, no = _shifted(yes), _shifted(no)
     if yes.bias is no.bias is None:
         return yes
     zero = Const(0.0)
@@ -225,18 +286,28 @@ def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     inner, bound, _ = _one_with_dot(expression)
     if not isinstance(bound, Const) or not is_masking(float(bound.value), dtype):
         raise NotAffine("the scores are clamped from below by something that is no mask value")
-    scores = _without_keep(normalise(inner, keys, dtype))
+    scores = normalise(inner, keys, dtype)
+    if scores.keep is not None and scores.bias is None:
+        return replace(scores, keep=replace(scores.keep, fill=max(scores.keep.fill, float(bound.value))))
+    scores = _without_keep(scores, dtype)
     if scores.bias is None:
         return scores
     return replace(scores, bias=apply("maximum", scores.bias, bound))
 
 
-def _without_keep(scores: Scores) -> Scores:
+def _without_keep(scores: Scores, dtype: torch.dtype) -> Scores:
     """The same scores with the mask as part of the bias, so that what comes after it applies to it too."""
     if scores.keep is None:
         return scores
-    bias = apply("where", scores.keep.condition, scores.bias or Const(0.0), Const(scores.keep.fill))
-    return replace(scores, bias=bias, keep=None)
+    if dtype == torch.float64 and scores.keep.fill != NEGATIVE_INFINITY:
+        raise NotAffine(
+            f"{scores.keep.fill:g} would not absorb a float64 score, and more is done after it was filled in"
+        )
+    return replace(scores, bias=_as_bias(scores.keep, scores.bias, scores.keep.fill), keep=None)
+
+
+def _as_bias(keep: Keep, bias: Expr | None, fill: float) -> Expr:
+    return apply("where", keep.condition, bias or Const(0.0), Const(fill))
 
 
 def _has_fill(bias: Expr) -> bool:

@@ -82,7 +82,7 @@ class EmptyRows:
         count = self.plan.size(a.kv_len)
         state = call(aten.div.Tensor, call(aten.mul.Tensor, state, scale), count)
         sizes = [self.plan.size(s) for s in (a.batch_size, product(x.size for x in a.kv_heads))]
-        rows = [*sizes, self.plan.size(a.groups * a.q_len), self.plan.size(a.head_dim)]
+        rows = [*sizes, self.plan.size(a.groups * a.q_len), fake_of(query).shape[-1]]
         if a.groups == 1:
             return call(aten.matmul.default, query, state)
         grouped = call(aten.matmul.default, call(aten.reshape.default, query, rows), state)

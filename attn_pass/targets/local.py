@@ -21,7 +21,7 @@ from torch.fx import Node
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Expr, apply, index_value
+from attn_pass.model.expression import TRUE, Expr, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.model.mask import Band, Chunk, Structure, row_index
 from attn_pass.targets.base import Offer, Refusal, Setting
@@ -168,13 +168,17 @@ def _key_blocks(plan: Plan, a: Attention, blocks: Blocks, value: Value, count: I
     if a.needs_grad:  # the gradient of as_strided is computed element by element
         flat = plan.call(aten.reshape.default, moved, [plan.size(n) for n in (pairs, total, width)])
         windows = plan.call(aten.unfold.default, flat, 1, blocks.width, blocks.rows)
-        return plan.call(aten.transpose.int, windows, -1, -2)
+        turned = plan.call(aten.transpose.int, windows, -1, -2)
+        if isinstance(total, int):
+            return turned
+        # Inductor takes the strides of the first length for those of every length (seen in torch 2.13.0).
+        return plan.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
     dense = plan.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
     strides = [plan.size(n) for n in (total * width, blocks.rows * width, width, 1)]
     return plan.call(aten.as_strided.default, dense, sizes, strides)
 
 
-def _mask(lower: Lowering, blocks: Blocks, count: Index, rows: Index) -> Value:
+def _mask(lower: Lowering, blocks: Blocks, count: Index, rows: Index) -> Value | None:
     """What each block keeps, (1, blocks, groups * rows, width); rows that are not there keep everything."""
     a = lower.attention
     block, row, key = Axis("t", count), Axis("ti", blocks.rows), Axis("tj", blocks.width)
@@ -185,6 +189,8 @@ def _mask(lower: Lowering, blocks: Blocks, count: Index, rows: Index) -> Value:
     condition = apply("and", condition, apply("lt", index_value(at_key), index_value(a.kv_len)))
     if rows != a.q_len:
         condition = apply("or", condition, apply("ge", index_value(at_row), index_value(a.q_len)))
+    if condition == TRUE:
+        return None
     shared = tuple(x for x in a.heads if x not in a.kv_heads)
     return lower.expression(condition, ((), (block,), (*shared, row), (key,)))
 

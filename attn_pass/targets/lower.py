@@ -100,7 +100,7 @@ class Lowering:
         found = self._lower(expression, groups)
         if isinstance(found, float | int):
             a = self.attention.sources[self.attention.query.source]
-            return self.plan.call(aten.full.default, [1] * len(groups), found, dtype=torch.float32, device=a.device)
+            return self.plan.call(aten.full.default, [1] * len(groups), found, dtype=_type_of(found), device=a.device)
         return found
 
     def _lower(self, expression: Expr, groups: Sequence[Group]) -> Value | float | int | bool:
@@ -129,7 +129,7 @@ class Lowering:
         if op == "cast":
             return call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
         if op == "where":
-            yes, no = args[1:]
+            yes, no = (self._tensor(a) if isinstance(a, float) and _is_wide(a) else a for a in args[1:])
             overload = {
                 (True, True): aten.where.self,
                 (False, True): aten.where.ScalarSelf,
@@ -159,9 +159,7 @@ class Lowering:
             return value  # type: ignore[return-value]
         device = self.attention.sources[self.attention.query.source].device
         held = fake_of(value) if isinstance(value, (Planned, Node)) else value
-        real = isinstance(held, (float, torch.SymFloat))
-        kind = torch.bool if isinstance(held, bool) else torch.float32 if real else torch.int64
-        return self.plan.call(aten.full.default, [], value, dtype=kind, device=device)
+        return self.plan.call(aten.full.default, [], value, dtype=_type_of(held), device=device)
 
     def _index(self, index: Index, groups: Sequence[Group]) -> Value:
         """Index arithmetic from arange, an axis at its place among the groups."""
@@ -213,6 +211,20 @@ class Lowering:
             # Written in place later: the kernel saves its result for the backward, which a matmul does not.
             value = self.plan.in_layout_of_result(value)
         return value
+
+
+def _type_of(value: object) -> torch.dtype:
+    """The dtype of a tensor that holds a number."""
+    if isinstance(value, bool):
+        return torch.bool
+    if not isinstance(value, (float, torch.SymFloat)):
+        return torch.int64
+    return torch.float64 if isinstance(value, float) and _is_wide(value) else torch.float32
+
+
+def _is_wide(value: float) -> bool:
+    """Whether a number is finite in float64 alone."""
+    return torch.finfo(torch.float32).max < abs(value) < float("inf")
 
 
 def _floor_divide(divisor: object) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 from against_eager import qkv, randn
 
 import attn_pass
+from attn_pass import dynamo
 from attn_pass.planner import tune
 from attn_pass.trial import interleaved
 
@@ -105,6 +106,32 @@ def test_a_dynamic_site_is_measured_at_its_hints(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         job = _jobs(monkeypatch, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv(2, 8, 4, 300, 64), dynamic=True)
     assert {tuple(i["shape"]) for i in job["inputs"]} == {(2, 8, 4, 64), (2, 8, 300, 64)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tuned"),
+    [
+        ({"mode": "max-autotune-no-cudagraphs"}, True),
+        ({"options": {"mode": "max-autotune"}}, True),
+        ({"options": {"mode": "max-autotune", "tune": False}}, False),
+        ({"options": {"tune": True}}, True),
+        ({"mode": "reduce-overhead"}, False),
+        ({}, False),
+    ],
+)
+def test_max_autotune_tunes_unless_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tuned: bool
+) -> None:
+    seen: list[attn_pass.Options] = []
+
+    def compile_rewritten(gm: torch.fx.GraphModule, inputs: Any, options: attn_pass.Options, *_: Any) -> Any:
+        seen.append(options)
+        return gm.forward
+
+    monkeypatch.setattr(dynamo, "compile_rewritten", compile_rewritten)
+    torch._dynamo.reset()
+    torch.compile(grouped, backend=attn_pass.backend, **settings)(*qkv(2, 8, 4, 30, 64, kv_heads=2))
+    assert [options.tune for options in seen] == [tuned]
 
 
 def test_blocks_are_timed_in_turns() -> None:

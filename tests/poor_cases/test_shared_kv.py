@@ -1,4 +1,4 @@
-"""Keys and values shared over the batch: the batch is more query rows, whatever mask, factor or gradient comes along."""
+"""Keys and values shared over the batch: the batch is more query rows, whatever comes along."""
 
 from __future__ import annotations
 
@@ -153,9 +153,7 @@ def test_one_token_for_many_is_folded_by_its_cost(row: Tensor | None, way: Progr
 
 
 def test_a_small_call_may_be_two_products_over_the_folded_rows(only_folded: None) -> None:
-    inputs = (*operands(), MASKS["of everything"])
-    report = same(call, *inputs, choose="cheapest", targets=("decomposed",))
-    folded(report, "decomposed")
+    folded(same(call, *operands(), MASKS["of everything"], choose="cheapest", targets=("decomposed",)), "decomposed")
 
 
 # ---------------------------------------------------------------- some of the batch only
@@ -218,26 +216,25 @@ def test_beams_as_a_dimension(row: Tensor | None, way: Program, grad: bool) -> N
 
 # ---------------------------------------------------------------- what else a site has
 
-EXTRAS: dict[str, tuple[Program, Tensor, str]] = {
-    "a temperature of each batch row": (lambda s, v, t: torch.softmax(s * t, -1) @ v, randn(B, 1, 1, 1).exp(), "sdpa"),
-    "a temperature of each query": (lambda s, v, t: torch.softmax(s / t, -1) @ v, randn(B, H, L, 1).exp(), "sdpa"),
-    "a head mask": (lambda s, v, t: (torch.softmax(s, -1) * t) @ v, randn(B, H, 1, 1), "sdpa"),
+EXTRAS: dict[str, tuple[Program, Tensor]] = {
+    "a temperature of each batch row": (lambda s, v, t: torch.softmax(s * t, -1) @ v, randn(B, 1, 1, 1).exp()),
+    "a temperature of each query": (lambda s, v, t: torch.softmax(s / t, -1) @ v, randn(B, H, L, 1).exp()),
+    "a head mask": (lambda s, v, t: (torch.softmax(s, -1) * t) @ v, randn(B, H, 1, 1)),
     "rows without a key": (
-        lambda s, v, t: torch.softmax(s.masked_fill(t < 0.5, LOWEST), -1) @ v, randn(B, 1, L, 1), "sdpa",
+        lambda s, v, t: torch.softmax(s.masked_fill(t < 0.5, LOWEST), -1) @ v, randn(B, 1, L, 1),
     ),
     "an added matrix with rows without a key": (
         lambda s, v, t: torch.softmax(s + t, -1) @ v,
-        torch.zeros(B, 1, L, S).masked_fill(randn(B, 1, L, 1) < 0.2, LOWEST), "sdpa",
+        torch.zeros(B, 1, L, S).masked_fill(randn(B, 1, L, 1) < 0.2, LOWEST),
     ),
 }  # fmt: skip
 
 
 @training
 @table(EXTRAS)
-def test_what_belongs_to_a_query_moves_along(only_folded: None, row: tuple[Program, Tensor, str], grad: bool) -> None:
-    last, extra, target = row
-    report = same(lambda q, k, v, t: last(q @ k.mT * 0.25, v, t), *operands(grad=grad), extra, grad=grad)
-    folded(report, target)
+def test_what_belongs_to_a_query_moves_along(only_folded: None, row: tuple[Program, Tensor], grad: bool) -> None:
+    last, extra = row
+    folded(same(lambda q, k, v, t: last(q @ k.mT * 0.25, v, t), *operands(grad=grad), extra, grad=grad))
 
 
 def test_a_sink_moves_along(only_folded: None) -> None:

@@ -156,3 +156,25 @@ def test_an_integer_bias_is_not_rounded_to_half(dtype: torch.dtype, keys: int) -
         return torch.softmax(scores, -1).to(v.dtype) @ v
 
     same(program, *qkv(8, keys, dtype), rewritten=1, twice=3.0)
+
+
+TRIANGLE = torch.ones(8, 8, dtype=torch.uint8).tril()
+WRAPS: dict[str, Callable[[], Tensor]] = {
+    "-uint8": lambda: (-TRIANGLE) == 255,
+    "uint8 filled with -1": lambda: TRIANGLE.masked_fill(TRIANGLE.bool(), -1) > 1,
+    "uint8 against 257": lambda: ~(TRIANGLE < 257),
+    "int32 against 2**32": lambda: TRIANGLE.int() == 2**32,
+    "int32 positions, far apart": lambda: (
+        (torch.arange(8, dtype=torch.int32) * 700_000_000)[:, None]
+        < (torch.arange(8, dtype=torch.int32) * 700_000_000)[None]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WRAPS))
+def test_integers_that_wrap_around_are_not_numbers(name: str) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).masked_fill(WRAPS[name](), -1e9).softmax(-1) @ v
+
+    report = same(program, *qkv(), reference=False)
+    assert "causal" not in report.sites[0].mask and report.sites[0].mask != "none"

@@ -126,3 +126,32 @@ def test_a_form_for_some_lengths_only_is_not_emitted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Blocks, "count", lambda self, a: divide(a.q_len + self.rows - 1, self.rows)[0])
     with pytest.warns(attn_pass.AttnPassWarning, match="would hold for some sizes only"):
         assert rewritten().left
+
+
+def test_chunks_that_fill_their_blocks_need_no_mask() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        inputs = qkv(1, 2, 96, 96, dtype=dtype)
+
+        def chunked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            i, j = torch.arange(96)[:, None] // 32, torch.arange(96)[None] // 32
+            return (q @ k.mT * 0.25).masked_fill(i != j, float("-inf")).softmax(-1) @ v
+
+        same(chunked, *inputs, rewritten=1, choose="fused", targets=("local",))
+
+
+def test_training_with_inductor_holds_for_every_length() -> None:
+    def window(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ago = torch.arange(q.size(-2))[:, None] - torch.arange(k.size(-2))[None]
+        return (q @ k.mT * 0.25).masked_fill((ago < 0) | (ago > 40), float("-inf")).softmax(-1) @ v
+
+    torch._dynamo.reset()
+    options = {"choose": "fused", "targets": ("local",), "on_error": "raise"}
+    compiled = torch.compile(window, backend=attn_pass.backend, options=options, dynamic=True)
+    for length in (300, 129, 500):
+        inputs = qkv(1, 2, length, length, grad=True)
+        out, want = compiled(*inputs), window(*inputs)
+        torch.testing.assert_close(out, want, atol=2e-5, rtol=2e-5)
+        for found, exact in zip(
+            torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True
+        ):
+            torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
