@@ -15,7 +15,7 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 
 from attn_pass.hardware.device import cpu
-from bench.s4 import command, device_name, percentile_10, versions
+from bench.machine import command, device_name, percentile_10, versions
 
 Rate = tuple[str, str, float, float]
 """What, its unit, measured, in use."""

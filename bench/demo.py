@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import attn_pass
-from bench import s4
+from bench import machine, s4
 from bench.architectures import ARCHITECTURES, Architecture
 
 # Largest difference from eager that counts as equal, relative to the largest value of that output. Fused kernels sum in
@@ -190,8 +190,8 @@ def main(
     """Explain, rewrite and check real architectures, then compile seed S4 with and without the pass."""
     console = s4.plain_console()
     progress = Progress(console)
-    versions = ", ".join(f"{name} {version}" for name, version in s4.versions().items())
-    progress.tell(f"{s4.device_name('cpu')}; {versions}; {torch.get_num_threads()} threads")
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
+    progress.tell(f"{machine.device_name('cpu')}; {versions}; {torch.get_num_threads()} threads")
 
     verdicts = []
     for architecture in chosen(only or []):

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import attn_pass
-from bench.s4 import command, device_name, percentile_10, relative_error, versions
+from bench.machine import command, device_name, percentile_10, relative_error, versions
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -25,7 +25,7 @@ import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.trial import backend_for
-from bench.s4 import command, device_name, percentile_10, versions
+from bench.machine import command, device_name, percentile_10, versions
 
 ROUNDS = 15
 _BLOCK = 0.01  # seconds a candidate runs before the next one's turn

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from attn_pass.engine import rewrite_graph
 from attn_pass.options import make_options
 from attn_pass.report import Report
-from bench.s4 import command, device_name, versions
+from bench.machine import command, device_name, versions
 
 LAYERS = (12, 24, 48)
 

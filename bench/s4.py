@@ -10,18 +10,13 @@ and the stock package runs twice under two names: the ratio of those two rows is
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +28,17 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.utils.benchmark import Timer
+
+from bench.machine import (
+    Candidate,
+    command,
+    device_name,
+    peak_bytes,
+    percentile_10,
+    private_caches,
+    relative_error,
+    versions,
+)
 
 BATCH, HEADS, KV_LEN, HEAD_DIM = 1000, 4, 2048, 32
 MAX_BATCH = 2048
@@ -185,16 +191,6 @@ ALL: tuple[Way, ...] = (EAGER, STOCK_COMPILE, PASS_COMPILE, STOCK, STOCK_AGAIN, 
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way that is ready to run, with what it took to get there."""
-
-    name: str
-    run: Runner
-    compile_s: float
-    package_bytes: int | None
-
-
-@dataclass(frozen=True)
 class Row:
     """What was measured of one candidate; `peak_bytes` is the memory one call adds, None where it cannot be read."""
 
@@ -234,20 +230,6 @@ class Result:
         return above.median_us / below.median_us if above and below else None
 
 
-@contextmanager
-def private_caches(folder: Path) -> Iterator[None]:
-    """Keep Inductor's disk caches of this block in `folder`, so that compile times are those of a first compile."""
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        else:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
-
-
 def warm_compiler(folder: Path) -> None:
     """Compile something trivial: the first compile in a fresh cache also builds Inductor's precompiled headers."""
 
@@ -285,13 +267,6 @@ def prepare(ways: Sequence[Way], setting: Setting, tell: Callable[[str], None]) 
     return candidates
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference over the largest expected value; NaN for a NaN in `got`, inf for another shape."""
-    if got.shape != want.shape:
-        return math.inf
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
-
-
 def errors(candidates: Sequence[Candidate], setting: Setting) -> list[float]:
     """The worst error against float64 of every candidate over CHECKED_BATCHES."""
     worst = [0.0] * len(candidates)
@@ -319,37 +294,6 @@ def interleaved_us(candidates: Sequence[Candidate], inputs: Inputs, rounds: int)
             index = (first + offset) % len(candidates)
             samples[index].append(timers[index].timeit(calls[index]).mean * 1e6)
     return samples
-
-
-def _status_kib(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
-    """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
-    if inputs[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        candidate.run(*inputs)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        # What earlier calls freed is still resident and would be reused unseen: hand it back first (malloc_trim(3)).
-        ctypes.CDLL(None).malloc_trim(0)
-        # Linux: writing 5 resets the high-water mark of resident memory (proc(5), clear_refs).
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status_kib("VmRSS")
-        candidate.run(*inputs)
-        return max(0, _status_kib("VmHWM") - before) * 1024
-    except (OSError, AttributeError, TypeError):
-        return None
-
-
-def percentile_10(samples: Sequence[float]) -> float:
-    return statistics.quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
 
 
 def measure(ways: Sequence[Way], setting: Setting, rounds: int, tell: Callable[[str], None]) -> Result:
@@ -393,37 +337,6 @@ def measure(ways: Sequence[Way], setting: Setting, rounds: int, tell: Callable[[
 
 
 # ---- telling ----
-
-
-def device_name(device: str) -> str:
-    """The processor in words, with the number of cores this process may use."""
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    try:
-        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":", 1)[1].strip() if models else name
-    except OSError:
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
-
-
-def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version("attn-pass")
-    except PackageNotFoundError:
-        ours = "not installed"
-    return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": ours}
-
-
-def command() -> str:
-    """The command line, with folders cut off: a result file says what was run, not where."""
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
-    module = Path(sys.argv[0]).stem
-    return " ".join(["python -m", f"bench.{module}", *words])
 
 
 # A redirected output has no width of its own; the tables of this folder need this much.

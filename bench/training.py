@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 import attn_pass
-from bench.s4 import Candidate, command, device_name, peak_bytes, relative_error, versions
+from bench.machine import Candidate, command, device_name, peak_bytes, relative_error, versions
 
 Tensors = tuple[torch.Tensor, ...]
 LOWEST = torch.finfo(torch.float32).min

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bench import s4
+from bench import machine, s4
 from bench.census import compile_time, export, sdpa, tables
 from bench.census.children import Task, run_all
 from bench.census.folder import Census, FolderError, open_census
@@ -84,8 +84,8 @@ def _run(tasks: list[Task], out: Path, jobs: int, limit_s: float, json_file: Pat
 def _tell(rows: list[Row], json_file: Path | None) -> None:
     s4.plain_console().print(tables.markdown(rows), markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
-        command = s4.command().replace("bench.__main__", "bench.census")
-        conditions = {"device": s4.device_name("cpu"), "versions": s4.versions(), "command": command}
+        command = machine.command().replace("bench.__main__", "bench.census")
+        conditions = {"device": machine.device_name("cpu"), "versions": machine.versions(), "command": command}
         json_file.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import attn_pass
 from bench.census.folder import open_census
 from bench.census.rows import Row, told_report
-from bench.s4 import private_caches
+from bench.machine import private_caches
 
 WAYS = ("stock", "attn_pass")
 VOCABULARY, WIDTH, HEADS, INNER = 512, 128, 4, 256

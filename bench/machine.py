@@ -1,0 +1,113 @@
+"""What every bench needs of the machine: its name and versions, memory at its highest, errors, private caches."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Inputs = tuple[torch.Tensor, ...]
+Runner = Callable[..., Any]
+
+
+@contextmanager
+def private_caches(folder: Path) -> Iterator[None]:
+    """Keep Inductor's disk caches of this block in `folder`, so that compile times are those of a first compile."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way that is ready to run, with what it took to get there."""
+
+    name: str
+    run: Runner
+    compile_s: float
+    package_bytes: int | None
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference over the largest expected value; NaN for a NaN in `got`, inf for another shape."""
+    if got.shape != want.shape:
+        return math.inf
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def _status_kib(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
+    """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        candidate.run(*inputs)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        # What earlier calls freed is still resident and would be reused unseen: hand it back first (malloc_trim(3)).
+        ctypes.CDLL(None).malloc_trim(0)
+        # Linux: writing 5 resets the high-water mark of resident memory (proc(5), clear_refs).
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_kib("VmRSS")
+        candidate.run(*inputs)
+        return max(0, _status_kib("VmHWM") - before) * 1024
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def percentile_10(samples: Sequence[float]) -> float:
+    return statistics.quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
+
+
+def device_name(device: str) -> str:
+    """The processor in words, with the number of cores this process may use."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    try:
+        models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        name = models[0].split(":", 1)[1].strip() if models else name
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        ours = version("attn-pass")
+    except PackageNotFoundError:
+        ours = "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": ours}
+
+
+def command() -> str:
+    """The command line, with folders cut off: a result file says what was run, not where."""
+    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    module = Path(sys.argv[0]).stem
+    return " ".join(["python -m", f"bench.{module}", *words])
