@@ -23,10 +23,12 @@ help:
 setup: $(STAMP)
 
 # torch first and alone: everything after it then resolves against the pinned build instead of bringing one of its own.
+# timm without what it asks for: torchvision, which the models of the benches do not use, would bring another torch.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt --no-deps timm
 	touch $@
 
 demo: $(STAMP)

@@ -89,6 +89,11 @@ FORMS: tuple[Form, ...] = (
     Form("by hand, causal (1, 8, 1024, 64)", causal_by_hand, lambda: _qkv(1, 8, 8, 1024, 1024, 64)),
     Form("by hand, repeated K/V (1, 32/8, 512, 64)", repeated_kv, lambda: _qkv(1, 32, 8, 512, 512, 64)),
     Form("by hand, repeated K/V, decode (4, 32/8, 1 x 4096, 64)", repeated_kv, lambda: _qkv(4, 32, 8, 1, 4096, 64)),
+    Form(
+        "by hand, repeated K/V, decode, bfloat16 (4, 32/8, 1 x 4096, 64)",
+        repeated_kv,
+        lambda: tuple(t.bfloat16() for t in _qkv(4, 32, 8, 1, 4096, 64)),
+    ),
     Form("call (2, 8, 512, 64)", call, lambda: _qkv(2, 8, 8, 512, 512, 64)),
     Form("call, rank 3 (16, 256, 64)", call, lambda: (_r(16, 256, 64), _r(16, 256, 64), _r(16, 256, 64))),
     Form("call, value dim 128 (2, 8, 256, 64)", call, lambda: (*_qkv(2, 8, 8, 256, 256, 64)[:2], _r(2, 8, 256, 128))),

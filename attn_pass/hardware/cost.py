@@ -69,8 +69,11 @@ def fused(device: Device, problem: Problem) -> float:
     tasks = problem.batch * problem.heads * max(1, -(-problem.q_len // _row_block(problem.q_len)))
     balance = min(1.0, tasks / device.cores)
     rate = device.fused(problem.dtype) * balance * _row_efficiency(problem.q_len)
-    arithmetic = work * problem.flops / rate / 1e3
     memory = traffic(device, problem.operand_bytes)
+    if device.type == "cpu" and problem.q_len < 32:
+        rate *= _FEW_ROWS.get(problem.dtype, 1.0)
+        memory *= _FEW_ROWS_TRAFFIC
+    arithmetic = work * problem.flops / rate / 1e3
     if problem.batch * problem.heads > problem.kv_batch * problem.kv_heads and problem.q_len == 1:
         memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
     if device.type == "cuda" and problem.q_len > 1:
@@ -78,9 +81,13 @@ def fused(device: Device, problem: Problem) -> float:
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
-    return device.fused_op_us + max(arithmetic, memory) + mask + copies
+    starting = tasks * _TASK_US[problem.dtype.itemsize == 2] / min(tasks, device.cores) if device.type == "cpu" else 0.0
+    return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
 
 
+_FEW_ROWS = {torch.float16: 0.35}  # what is left of the rate with few rows, on the CPU
+_FEW_ROWS_TRAFFIC = 1.4
+_TASK_US = (0.7, 2.0)  # a core's time around the work of one task, in float32 and in half precision, which is packed
 _MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
 
 
@@ -89,7 +96,7 @@ def _row_block(q_len: int) -> int:
     return 256 if q_len >= 768 else 64 if q_len >= 192 else 32
 
 
-_EFFICIENCY = ((1, 0.075), (2, 0.2), (8, 0.6), (32, 0.8), (192, 0.9), (768, 1.0))
+_EFFICIENCY = ((1, 0.075), (2, 0.2), (4, 0.4), (8, 0.6), (32, 0.8), (192, 0.9), (768, 1.0))
 
 
 def _row_efficiency(q_len: int) -> float:
@@ -117,6 +124,19 @@ _FLEX_GFLOPS = 35.0  # the template's own product of queries and keys
 _FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand calls must earn
 
 
+# A core's time for one score between products, beside its exponential and its traffic: in float32, and in half.
+_SCORE_NANOSECONDS = (1.2, 0.3)
+_HALF_MASK_NANOSECONDS = 2.5  # more with a mask in half precision, which is widened element by element
+
+
+def safe_softmax(device: Device, problem: Problem) -> float:
+    """What a softmax that gives 0 for an empty row adds to a plain one."""
+    return problem.scores * _SAFE_NANOSECONDS / device.cores / 1e3
+
+
+_SAFE_NANOSECONDS = 4.0
+
+
 def split_keys(device: Device, problem: Problem) -> float:
     """A split-KV kernel and its reduction: keys and values once, whatever the group, at what copies reach or less."""
     memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
@@ -137,7 +157,8 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
     exponentials = problem.scores / device.exp_gops / 1e3
     if problem.q_len == 1:
         # Inductor turns a product with one row into a multiply-and-sum that reads broadcast operands in place.
-        products = max(problem.flops / device.vector(problem.dtype) / 1e3, traffic(device, problem.operand_bytes))
+        rate = device.vector(problem.dtype) * (1.0 if problem.head_dim % 16 == 0 else 0.5)  # a vector's worth of lanes
+        products = max(problem.flops / rate / 1e3, traffic(device, problem.operand_bytes))
         scores = traffic(device, 3 * size * problem.scores)
         return products + exponentials + scores + 3 * device.kernel_us
     rate = device.matmul(problem.dtype) * _row_efficiency(problem.q_len)
@@ -148,4 +169,7 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
         problem.head_dim + problem.value_dim
     )
     copies = traffic(device, 2 * problem.expanded_kv_bytes) if shared and materialised_kv else 0.0
+    if device.type == "cpu":
+        each = _SCORE_NANOSECONDS[size == 2] + (_HALF_MASK_NANOSECONDS if size == 2 and problem.mask_elements else 0.0)
+        scores += problem.scores * each / device.cores / 1e3
     return products + exponentials + scores + mask + copies + 2 * device.op_us + 2 * device.kernel_us

@@ -50,9 +50,9 @@ class Device:
 
 # A core's rates, measured on an AVX-512 x86 machine with two cores (docs/results/cpu-constants.md); a machine with
 # more cores is taken to scale with them in arithmetic and up to eight cores' worth in memory.
-_CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 40.0}
+_CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0}
 _CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
-_CORE_VECTOR = {torch.float32: 36.0}
+_CORE_VECTOR = {torch.float32: 36.0, torch.bfloat16: 25.0, torch.float16: 25.0}
 
 
 def cpu() -> Device:
@@ -74,7 +74,7 @@ def cpu_with(cores: int) -> Device:
         exp_gops=1.7 * cores,
         memory_gbytes=11.0 * min(cores, 8),
         cache_gbytes=25.0 * cores,
-        cache_bytes=1 << 25,
+        cache_bytes=12 << 20,
         op_us=6.0,
         kernel_us=3.0,
         fused_op_us=15.0,

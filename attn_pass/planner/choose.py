@@ -51,7 +51,9 @@ class Choice:
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
     """What stock Inductor makes of the site, in microseconds."""
     problem = problem_of(attention, setting.hint)
-    copies = cost.traffic(setting.device, 2 * written.copied_bytes)
+    # With one query row Inductor computes the copies inside its multiply-and-sum.
+    inside = problem.q_len == 1 and not written.fused
+    copies = 0.0 if inside else cost.traffic(setting.device, 2 * written.copied_bytes)
     if written.fused:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
         return cost.fused(setting.device, problem) + copies

@@ -49,7 +49,10 @@ class Decomposed:
         if bias and setting.numerics == "strict":
             return Refusal(self.name, "numerics='strict': a row may be masked out entirely")
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
-        return Offer(self.name, variant, attention, cost.unfused(setting.device, problem), fused=False)
+        microseconds = cost.unfused(setting.device, problem)
+        if attention.has_mask:
+            microseconds += cost.safe_softmax(setting.device, problem)
+        return Offer(self.name, variant, attention, microseconds, fused=False)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the products; an empty row gives zero, as the call it replaces does."""
