@@ -26,7 +26,7 @@ from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, softmax
 from attn_pass.patterns.base import Site
-from attn_pass.planner.choose import Choice, Measured, choose
+from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
@@ -214,31 +214,40 @@ class _Graph:
         record.refusals = choice.refusals
         record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
-        record.reason = choice.reason if rule is None else f"{choice.reason} (the rule for {rule[0]!r})"
-        if choice.offer is None or choice.target is None:
-            return False
-        self._emit(site, choice, setting)
-        record.outcome = "decomposed" if choice.offer.target == "decomposed" else "rewritten"
-        record.target, record.score_mod = choice.offer.target, choice.offer.score_mod
-        record.poor_cases = tuple(n for n in choice.offer.variant.split(" + ") if n)
-        record.assumptions = (*choice.offer.assumptions, *described.assumptions)
-        return True
+        by_rule = "" if rule is None else f" (the rule for {rule[0]!r})"
+        record.reason = choice.reason + by_rule
+        for take in choice.takes:
+            try:
+                self._emit(site, take, setting)
+            except RewriteError as error:
+                if take is choice.takes[-1]:
+                    raise
+                record.refusals[take.target.name] = _first_line(error)
+                continue
+            offer = take.offer
+            record.reason = take.reason + by_rule
+            record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
+            record.target, record.score_mod = offer.target, offer.score_mod
+            record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n)
+            record.assumptions = (*offer.assumptions, *described.assumptions)
+            return True
+        return False
 
-    def _emit(self, site: Site, choice: Choice, setting: Setting) -> None:
-        assert site.described is not None and choice.offer is not None and choice.target is not None
+    def _emit(self, site: Site, take: Take, setting: Setting) -> None:
+        assert site.described is not None
         if self.size_nodes is None:
             self.size_nodes = SizeNodes(self.gm, self.sizes)
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
             before = plan.guards()
-            value = choice.target.emit(plan, nodes, choice.offer, setting)
+            value = take.target.emit(plan, nodes, take.offer, setting)
         if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
-            raise RewriteError(f"{choice.target.name} would hold for some sizes only: {broken}")  # nobody checks them
+            raise RewriteError(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
             raise RewriteError(
-                f"{choice.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
+                f"{take.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
                 f"{None if old is None else (old.dtype, tuple(old.shape))}"
             )
         node = plan.apply(value, site.internal)

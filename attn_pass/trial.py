@@ -33,8 +33,10 @@ _ROUNDS = (7, 60)
 _NOISE = 0.03  # two forms closer than this are the same
 
 
-def backend_for(label: str, options: Options) -> Callable[..., Any]:
+def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = ()) -> Callable[..., Any]:
     """A torch.compile backend that gives every attention the form with this label, or compiles it as it is.
+
+    ``values`` are the inputs that keep the values they have.
 
     Raises (from the compile):
         RewriteError: nothing in the graph takes this form.
@@ -42,6 +44,9 @@ def backend_for(label: str, options: Options) -> Callable[..., Any]:
 
     def compile_as(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         known = dynamo.known_buffers(gm, example_inputs, options)
+        names = (n.name for n in gm.graph.nodes if n.op == "placeholder")
+        kept = {n: ("a buffer", x) for n, x in zip(names, example_inputs) if any(x is v for v in values)}
+        known[KNOWN_TENSORS] = {**known[KNOWN_TENSORS], **kept}
         report = Report()
         if label != LEAVE:
             report = dynamo.decide(gm, options, "compile", "inductor", known, measure=only(label)).report
@@ -150,21 +155,10 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     failed: dict[str, str] = {}
     runs: dict[str, Run] = {}
 
-    def backend(label: str) -> Callable[..., Any]:
-        compile_as = backend_for(label, options)
-
-        def with_known(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            names = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
-            told = {names[int(i)]: (f"input {i}", t) for i, t in values.items() if int(i) < len(names)}
-            gm.meta[KNOWN_TENSORS] = told
-            compiled: Callable[..., Any] = compile_as(gm, example_inputs)
-            return compiled
-
-        return with_known
-
     with _surroundings(job), config.patch(compile_threads=1):
         for label in job["labels"]:
-            compiled = torch.compile(_program(job["text"]), backend=backend(label), dynamic=False)
+            backend = backend_for(label, options, list(values.values()))
+            compiled = torch.compile(_program(job["text"]), backend=backend, dynamic=False)
             run = functools.partial(_step, compiled, inputs, job["grad"])
             try:
                 run()

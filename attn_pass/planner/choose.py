@@ -36,13 +36,24 @@ def only(label: str) -> Callable[..., Measured]:
     return measured
 
 
+@dataclass(frozen=True)
+class Take:
+    """An offer to take, and why."""
+
+    offer: Offer
+    target: Target
+    reason: str
+
+
 @dataclass
 class Choice:
-    """The offer taken, or None to leave the site, with everything that was considered."""
+    """The offers to take, best first, none to leave the site; with everything that was considered.
 
-    offer: Offer | None
-    target: Target | None
-    reason: str
+    One after the first is for where the first turns out not to hold for the sizes the program is for.
+    """
+
+    takes: tuple[Take, ...] = ()
+    reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
@@ -81,10 +92,51 @@ def choose(
     is taken.
     """
     if attention.nan_guard and setting.numerics == "strict":
-        return Choice(None, None, f"numerics='strict': {NAN_GUARD}")
+        return Choice(reason=f"numerics='strict': {NAN_GUARD}")
     targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
-    choice = Choice(None, None, "", predicted_us={LEAVE: leaving})
+    choice = Choice(predicted_us={LEAVE: leaving})
+    offers = _offers(forms, targets, setting, choice)
+    if not offers:
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
+        others = [r for r in choice.refusals.values() if r != attention.not_affine]
+        if attention.not_affine and others:
+            choice.reason = f"{attention.not_affine}; {others[0]}"
+        return choice
+    candidates = _candidates(offers, prefer, allowed)
+    if not candidates:
+        choice.reason = AS_ASKED
+        return choice
+    times, remark = choice.predicted_us, ""
+    if measure is not None and prefer != "first":
+        found = measure(_shortlist(offers))
+        if isinstance(found, str):
+            remark = f"; {found}"
+        else:
+            times = choice.measured_us = dict(found)
+            candidates = [o for o in candidates if _label(o[0]) in times] or candidates
+    how, enough, best = ("measured", _CLEARLY, "fastest") if times is choice.measured_us else _PREDICTED
+    ranked = sorted(candidates, key=lambda o: times.get(_label(o[0]), math.inf))
+    for offer, target in ranked:
+        time = times.get(_label(offer), math.inf)
+        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {_label(offer)}{remark}"
+        if prefer == "first" or (prefer == "fused" and offer.fused) or time < times[LEAVE] * enough:
+            if attention.nan_guard:
+                offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
+            choice.takes = (*choice.takes, Take(offer, target, reason))
+        elif not choice.reason:
+            choice.reason = f"already the {best} form: {reason}"
+    return choice
+
+
+_PREDICTED = ("predicted", _BETTER, "cheapest")
+_Offers = Sequence[tuple[Offer, Target]]
+
+
+def _offers(
+    forms: Iterable[tuple[tuple[str, ...], Attention]], targets: Sequence[Target], setting: Setting, choice: Choice
+) -> _Offers:
+    """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
     for names, form in forms:
         for target in targets:
@@ -100,45 +152,21 @@ def choose(
             choice.predicted_us[_label(answer)] = answer.microseconds
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
-    if not offers:
-        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
-        others = [r for r in choice.refusals.values() if r != attention.not_affine]
-        if attention.not_affine and others:
-            choice.reason = f"{attention.not_affine}; {others[0]}"
-        return choice
-    candidates = offers
+    return offers
+
+
+def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -> _Offers:
+    """The offers there is a choice between; none where the user asked for the site to be left."""
     if prefer == "fused":
-        candidates = [o for o in offers if o[0].fused] or offers
-    elif prefer == "first":
+        return [o for o in offers if o[0].fused] or offers
+    if prefer == "first":
         offering = {offer.target for offer, _ in offers} | {LEAVE}
         first = next((name for name in allowed or () if name in offering), LEAVE)
-        candidates = [o for o in offers if o[0].target == first]
-        if not candidates:
-            choice.reason = AS_ASKED
-            return choice
-    best, target = min(candidates, key=lambda o: o[0].microseconds)
-    found = measure(_shortlist(offers)) if measure is not None and prefer != "first" else {}
-    if not isinstance(found, str) and len(found) > 1:
-        choice.measured_us = dict(found)
-        best, target = min(offers, key=lambda o: found.get(_label(o[0]), math.inf))
-        as_it_is, then, enough = found[LEAVE], found[_label(best)], _CLEARLY
-    else:
-        as_it_is, then, enough = leaving, best.microseconds, _BETTER
-    how = "measured" if choice.measured_us else "predicted"
-    reason = f"{as_it_is:.0f} us {how} as it is, {then:.0f} us as {_label(best)}"
-    if isinstance(found, str):
-        reason = f"{reason}; {found}"
-    forced = prefer == "first" or (prefer == "fused" and best.fused)
-    if not forced and then >= as_it_is * enough:
-        choice.reason = f"already the {'fastest' if choice.measured_us else 'cheapest'} form: {reason}"
-        return choice
-    if attention.nan_guard:
-        best = replace(best, assumptions=(*best.assumptions, NAN_GUARD))
-    choice.offer, choice.target, choice.reason = best, target, reason
-    return choice
+        return [o for o in offers if o[0].target == first]
+    return offers
 
 
-def _shortlist(offers: Sequence[tuple[Offer, Target]]) -> list[str]:
+def _shortlist(offers: _Offers) -> list[str]:
     """The labels of the offers worth measuring, the best by prediction first."""
     ordered = sorted((o for o, _ in offers), key=lambda o: o.microseconds)
     limit = ordered[0].microseconds * _HOPELESS

@@ -116,3 +116,26 @@ def test_first_takes_targets_in_their_order_whatever_the_cost() -> None:
         with torch.no_grad(), attn_pass.record() as report:
             torch.compile(_Layer(), backend=backend)(*inputs)
         assert [s.target for s in report.sites] == [order[0]]
+
+
+def test_where_the_best_form_does_not_hold_the_next_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_pass.targets.sdpa import Sdpa
+
+    def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+        return (q @ k.mT * 0.125).softmax(-1) @ v
+
+    inputs = (r(2, 8, 4, 64), r(2, 2, 300, 64), r(2, 2, 300, 64))
+    best = decided(grouped, *inputs)
+    assert best.poor_cases == ("grouped heads",)
+    emit = Sdpa.emit
+
+    def refusing(self: Any, plan: Any, nodes: Any, offer: Any, setting: Any) -> Any:
+        if offer.variant:
+            raise attn_pass.RewriteError("holds for some sizes only")
+        return emit(self, plan, nodes, offer, setting)
+
+    monkeypatch.setattr(Sdpa, "emit", refusing)
+    site = decided(grouped, *inputs)
+    assert (site.target, site.poor_cases) == ("sdpa", ()) and "as sdpa" in site.reason
+    assert "some sizes" in site.refusals["sdpa"]

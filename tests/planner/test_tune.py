@@ -139,3 +139,26 @@ def test_blocks_are_timed_in_turns() -> None:
     samples = interleaved({n: lambda n=n: order.append(n) for n in "ab"}, 0.1)  # type: ignore[misc]
     assert len(samples["a"]) == len(samples["b"]) >= 7
     assert order.index("b") < len(order) - order[::-1].index("a")
+
+
+class Masked(torch.nn.Module):
+    """Causal by a buffer."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).tril(), persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~self.mask, float("-inf")).softmax(-1) @ v
+
+
+def test_the_worker_is_told_the_buffers_that_are_known() -> None:
+    with torch.no_grad():
+        site = site_of(Masked(200), *qkv(2, 4, 200, 200, 32), assume_constant_buffers=True)
+    assert site.mask == "causal" and {"leave", "sdpa"} <= site.measured_us.keys(), site.reason
+
+
+def test_training_is_measured_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(1, 2, 64, 64, 32, grad=True)
+    site = site_of(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v)
+    assert {"leave", "sdpa"} <= site.measured_us.keys(), site.reason
