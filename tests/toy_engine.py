@@ -80,7 +80,14 @@ class Toy:
         self.options: list[Options] = []
 
     def __call__(
-        self, gm: GraphModule, *, options: Options, report: Report, program: str, runner: str = "other"
+        self,
+        gm: GraphModule,
+        *,
+        options: Options,
+        report: Report,
+        program: str,
+        runner: str = "other",
+        measure: object = None,
     ) -> bool:
         self.programs.append(program)
         self.options.append(options)
