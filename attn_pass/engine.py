@@ -67,17 +67,15 @@ def rewrite_graph(
 
 
 def _check_names(options: Options) -> None:
+    targets = [t.name for t in all_targets()]
     for kind, given, known in (
-        ("target", options.targets, [t.name for t in all_targets()]),
+        ("target", options.targets, targets),
+        ("target in a rule", [name for _, names in options.rules for name in names], [*targets, LEAVE]),
         ("poor case", options.poor_cases, list(CASES)),
     ):
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
-    for _, names in options.rules:
-        for name in names:
-            if name not in (accepted := [*(t.name for t in all_targets()), LEAVE]):
-                raise unknown_name("target in a rule", name, accepted)
     if options.device is not None and options.device.lower() not in catalog.NAMES:
         try:
             torch.device(options.device)

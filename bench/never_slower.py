@@ -24,6 +24,7 @@ from rich.console import Console
 import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
+from attn_pass.planner.choose import label
 from attn_pass.trial import backend_for
 from bench.machine import command, device_name, percentile_10, versions
 
@@ -195,9 +196,7 @@ def predicted_choice(shape: Shape) -> str:
 
 def label_of(site: attn_pass.SiteReport) -> str:
     """The form a site was given, as the planner calls it."""
-    if site.outcome == "left":
-        return LEAVE
-    return f"{site.target} ({' + '.join(site.poor_cases)})" if site.poor_cases else str(site.target)
+    return LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
 
 
 def _interleaved(candidates: dict[str, Callable[..., Any]], inputs: tuple[torch.Tensor, ...]) -> dict[str, list[float]]:

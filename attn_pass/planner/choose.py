@@ -174,7 +174,12 @@ def _shortlist(offers: _Offers) -> list[str]:
 
 
 def _label(offer: Offer) -> str:
-    return f"{offer.target} ({offer.variant})" if offer.variant else offer.target
+    return label(offer.target, offer.variant)
+
+
+def label(target: str, variant: str) -> str:
+    """What a form is called in predictions and measurements."""
+    return f"{target} ({variant})" if variant else target
 
 
 def _why_none(refusals: dict[str, str], allowed: tuple[str, ...] | None) -> str:

@@ -456,10 +456,8 @@ class Reader:
         from attn_pass.reading.limits import leaves_the_type, wraps_in_comparison
 
         result, value = self._pointwise(node, call, position, read), tensor_value(node)
-        compared = [fake_value(a) if isinstance(a, Node) else a for a in (call.get("input"), call.get("other"))]
-        if leaves_the_type(call.op, result, None if value is None else value.dtype) or wraps_in_comparison(
-            call.op, compared
-        ):
+        dtype = None if value is None else value.dtype
+        if leaves_the_type(call.op, result, dtype) or wraps_in_comparison(call):
             raise Unreadable("numbers that may leave the range or the digits of their type", node)
         return result
 

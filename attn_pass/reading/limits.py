@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+from torch.fx import Node
 
+from attn_pass.graph.values import fake_value
 from attn_pass.model.expression import Const, Expr, as_index, walk
 from attn_pass.model.index import terms_of
 from attn_pass.model.pieces import pieces
+from attn_pass.reading.vocabulary import Call
 
 LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, nothing gets near what wraps around
 _LARGEST_STEP = 1 << 11  # of an int32: with an index of a million
@@ -48,10 +49,12 @@ def _is_large(expression: Expr, dtype: torch.dtype) -> bool:
     return index is not None and any(abs(c) >= (step if monomial else LARGEST) for monomial, c in terms_of(index))
 
 
-def wraps_in_comparison(op: str, compared: Sequence[object]) -> bool:
+def wraps_in_comparison(call: Call) -> bool:
     """Whether a comparison of integers holds a number their type does not: torch wraps it around first."""
-    if op not in _COMPARISONS:
+    if call.op not in _COMPARISONS:
         return False
+    operands = (call.get("input"), call.get("other"))
+    compared = [fake_value(a) if isinstance(a, Node) else a for a in operands]
     types = [v.dtype for v in compared if isinstance(v, torch.Tensor)]
     numbers = [v for v in compared if isinstance(v, int)]
     integers = [t for t in types if not t.is_floating_point and t != torch.bool]

@@ -18,14 +18,14 @@ from importlib.util import find_spec
 import torch
 from torch.fx import Node
 
-from attn_pass.graph.edit import Plan, Value, fake_of
+from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
-from attn_pass.targets.sdpa import additive_mask, dense_last, mask_kind, may_hold_infinity
+from attn_pass.targets.sdpa import dense_last, mask_tensor, may_hold_infinity
 
 KERNEL = "decode"  # as `Device.kernels` names it
 _MOST_QUERIES = 64
@@ -100,18 +100,9 @@ class Decode:
             assert isinstance(band.upper, int) and isinstance(band.lower, int)
             window = band.upper - band.lower
         elif band is None and a.has_mask:
-            mask = self._mask(lower, setting)
+            mask = mask_tensor(lower, setting)
         operator = torch.ops.attn_pass.decode.default
         return lower.result(plan.call(operator, query, key, value, mask, a.scale, causal, window))
-
-    def _mask(self, lower: Lowering, setting: Setting) -> Value:
-        a = lower.attention
-        if mask_kind(a, setting) == "boolean" and a.keep is not None:
-            mask = lower.expression(a.keep.condition, lower.mask_groups())
-            if fake_of(mask).dtype == torch.bool:
-                return mask
-            return lower.plan.call(torch.ops.aten.to.dtype, mask, torch.bool)
-        return additive_mask(lower, setting)
 
 
 def causal_band(a: Attention) -> Band | None:

@@ -157,14 +157,17 @@ class Sdpa:
             return None, False
         if kind == "causal":
             return None, True
-        groups = lower.mask_groups()
-        if kind == "boolean":
-            assert a.keep is not None
-            mask = lower.expression(a.keep.condition, groups)
-            if fake_of(mask).dtype != torch.bool:
-                mask = lower.plan.call(aten.to.dtype, mask, torch.bool)
-            return mask, False
-        return additive_mask(lower, setting), False
+        return mask_tensor(lower, setting), False
+
+
+def mask_tensor(lower: Lowering, setting: Setting) -> Value:
+    """The mask (B, H, L, S) as a tensor: boolean where that says all of it, else what is added."""
+    a = lower.attention
+    if mask_kind(a, setting) != "boolean":
+        return additive_mask(lower, setting)
+    assert a.keep is not None
+    mask = lower.expression(a.keep.condition, lower.mask_groups())
+    return mask if fake_of(mask).dtype == torch.bool else lower.plan.call(aten.to.dtype, mask, torch.bool)
 
 
 def settled(plan: Plan, value: Value) -> Value:

@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, randn, same
 from torch import Tensor
+from ways import LOWEST, Program, call, hand, table, training, ways
 
 import attn_pass
 
 KEYS = "keys nobody sees"
-LOWEST = torch.finfo(torch.float32).min
 B, H, L, S, D = 2, 2, 5, 7, 16
-Program = Callable[..., Any]
-
-
-def hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    scores = q @ k.mT * 0.25
-    if mask is not None:
-        scores = scores.masked_fill(~mask, NEG_INF) if mask.dtype == torch.bool else scores + mask
-    return torch.softmax(scores, -1) @ v
-
-
-def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, mask)
-
-
-WAYS = {"by hand": hand, "a call": call}
-ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-training = pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-
-
-def table(rows: dict[str, Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", rows.values(), ids=rows)
 
 
 def operands(q_len: int, kv_len: int, grad: bool = False, value_dim: int = D, kv_batch: int = B) -> list[Tensor]:

@@ -8,38 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import NEG_INF, randn, same
+from against_eager import randn, same
 from torch import Tensor
+from ways import LOWEST, Program, call, hand, table, training, ways
 
 import attn_pass
 from attn_pass import engine
 
 NAME = "shared K/V over the batch"
-LOWEST = torch.finfo(torch.float32).min
 B, H, L, S, D, BEAMS = 3, 2, 5, 7, 16, 3
-Program = Callable[..., Any]
-
-
-def hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    scores = q @ k.mT * 0.25
-    if mask is not None:
-        scores = scores.masked_fill(~mask, NEG_INF) if mask.dtype == torch.bool else scores + mask
-    if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), NEG_INF)
-    return torch.softmax(scores, -1) @ v
-
-
-def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
-
-
-WAYS = {"by hand": hand, "a call": call}
-ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-training = pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-
-
-def table(rows: dict[str, Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", rows.values(), ids=rows)
 
 
 def keep(*shape: int) -> Tensor:
