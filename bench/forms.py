@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import attn_pass
-from bench.machine import command, device_name, percentile_10, relative_error, versions
+from bench.machine import command, device_name, in_turns, percentile_10, relative_error, versions
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -135,19 +134,7 @@ def measure(form: Form, rounds: int) -> dict[str, Any]:
             "attn_pass": compiled(form, backend=attn_pass.backend),
         }
         error = relative_error(candidates["attn_pass"](*inputs), want)
-        samples: dict[str, list[float]] = {name: [] for name in candidates}
-        calls: dict[str, int] = {}
-        for name, run in candidates.items():
-            run(*inputs)
-            began = time.perf_counter()
-            run(*inputs)
-            calls[name] = max(3, int(0.02 / max(time.perf_counter() - began, 1e-6)))
-        for _ in range(rounds):
-            for name, run in candidates.items():
-                began = time.perf_counter()
-                for _ in range(calls[name]):
-                    run(*inputs)
-                samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
+        samples = in_turns(candidates, inputs, rounds, seconds=0.02, least=3)
     median = {name: statistics.median(values) for name, values in samples.items()}
     site = report.sites[0]
     chose = (

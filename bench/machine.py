@@ -8,7 +8,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,26 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     if got.shape != want.shape:
         return math.inf
     return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def in_turns(
+    runs: Mapping[str, Runner], inputs: Inputs, rounds: int, *, seconds: float, least: int = 1
+) -> dict[str, list[float]]:
+    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more."""
+    calls = {}
+    for name, run in runs.items():
+        run(*inputs)
+        began = time.perf_counter()
+        run(*inputs)
+        calls[name] = max(least, int(seconds / max(time.perf_counter() - began, 1e-6)))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            for _ in range(calls[name]):
+                run(*inputs)
+            samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
+    return samples
 
 
 def _status_kib(field: str) -> int:

@@ -26,7 +26,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.trial import backend_for
-from bench.machine import command, device_name, percentile_10, versions
+from bench.machine import command, device_name, in_turns, percentile_10, versions
 
 ROUNDS = 15
 _BLOCK = 0.01  # seconds a candidate runs before the next one's turn
@@ -172,7 +172,7 @@ def time_shape(shape: Shape, tune: bool) -> dict[str, Any]:
                 run(*inputs)
             except (torch._dynamo.exc.BackendCompilerFailed, RewriteError):
                 del candidates[name]
-        samples = _interleaved(candidates, inputs)
+        samples = in_turns(candidates, inputs, ROUNDS, seconds=_BLOCK)
     return {
         "shape": asdict(shape),
         "name": str(shape),
@@ -197,23 +197,6 @@ def predicted_choice(shape: Shape) -> str:
 def label_of(site: attn_pass.SiteReport) -> str:
     """The form a site was given, as the planner calls it."""
     return LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
-
-
-def _interleaved(candidates: dict[str, Callable[..., Any]], inputs: tuple[torch.Tensor, ...]) -> dict[str, list[float]]:
-    calls = {}
-    for name, run in candidates.items():
-        run(*inputs)
-        began = time.perf_counter()
-        run(*inputs)
-        calls[name] = max(1, int(_BLOCK / max(time.perf_counter() - began, 1e-6)))
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(ROUNDS):
-        for name, run in candidates.items():
-            began = time.perf_counter()
-            for _ in range(calls[name]):
-                run(*inputs)
-            samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
-    return samples
 
 
 # ------------------------------------------------------------ the whole grid
