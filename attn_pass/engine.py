@@ -33,6 +33,7 @@ from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import EMPTY_ROWS, Setting
+from attn_pass.targets.kernels import as_written
 
 MeasurePlace = Callable[[Place, Sequence[str]], Measured | str]
 
@@ -196,7 +197,7 @@ class _Graph:
             return False
         setting = self._setting(site, attention)
         copied = sum(_bytes(n, self.sizes) for n in described.copies)
-        written = replace(site.written, fused=setting.fused_as_written, copied_bytes=copied)
+        written = replace(site.written, copied_bytes=copied)
         rule, measure = self._rule(record), None
         if self.measure is not None and rule is None:
             measure = functools.partial(self.measure, self._place(site, setting))
@@ -273,6 +274,11 @@ class _Graph:
     def _setting(self, site: Site, attention: Attention) -> Setting:
         source = attention.sources[attention.query.source]
         device = device_for(source.device, self.options.device)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
+        fused = None
+        if site.region.sdpa_backends is None:
+            fused = as_written(attention, site.written, device, deterministic=deterministic)
         return Setting(
             device=device,
             program=self.program,
@@ -282,7 +288,8 @@ class _Graph:
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
             eager_form=site.form != calls.FORM,
-            fused_as_written=site.written.fused and site.region.sdpa_backends is None,
+            kernel_as_written=fused,
+            deterministic=deterministic,
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
         )
@@ -291,11 +298,11 @@ class _Graph:
         composite = site.composite
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
-        device = device_for(torch.device(record.device or "cpu"), self.options.device).type
+        device = device_for(torch.device(record.device or "cpu"), self.options.device)
         if self.options.targets is not None and "sdpa" not in self.options.targets:
             record.reason = record.reason or "the target sdpa is not allowed"
-        elif device != "cpu":
-            record.reason = record.reason or f"no measured rule for {device} devices yet"
+        elif not device.kernels or device.type not in ("cpu", "cuda"):
+            record.reason = record.reason or f"no rule for {device.type} devices yet"
         elif composite.masked and self.options.numerics == "strict":
             record.reason = record.reason or "numerics='strict': a row may be masked out entirely"
         if record.reason:

@@ -6,7 +6,8 @@ elsewhere. Nothing here was measured by this project.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,15 +28,23 @@ class Sheet:
     cache_bytes: int
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)  # of ``half_gflops``, what each kernel reaches
 
 
+# FlashAttention-3's figures for H100, cuDNN's own for H200; on A100 cuDNN takes 1.2 times as long as flash, on Ada
+# 1.07.
+# What CUTLASS's kernel reaches is a guess from the instructions it was compiled for, and so is all of Blackwell.
+_HOPPER = {"cudnn": 0.85, "flash": 0.47, "efficient": 0.30}
+_AMPERE = {"cudnn": 0.59, "flash": 0.72, "efficient": 0.45}
+_ADA = {"cudnn": 0.65, "flash": 0.70, "efficient": 0.50}
+_BLACKWELL = {"cudnn": 0.70, "flash": 0.22, "efficient": 0.17}
 _CUDNN = 91900  # torch 2.11's and newer's wheels
 _SHEETS: tuple[Sheet, ...] = (
-    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN),
-    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN),
-    Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN),
-    Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN),
-    Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN),
+    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER),
+    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN, _HOPPER),
+    Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN, _AMPERE),
+    Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN, _ADA),
+    Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN, _BLACKWELL),
     Sheet("npu", "Ascend 910B", 24, 280e3, 70e3, 1500, 1400, 192 << 20),
     Sheet("npu", "Ascend 910C", 48, 600e3, 140e3, 3000, 2800, 192 << 20),
     Sheet("xla", "TPU v4", 2, 240e3, 30e3, 1500, 1100, 128 << 20),
@@ -46,7 +55,7 @@ _SHEETS: tuple[Sheet, ...] = (
 DEFAULT_CUDA = "h200"
 _BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
 NAMES = tuple(_BY_NAME)
-_KERNELS = {"cuda": ("flash", "efficient", "decode")}
+_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode")}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -56,13 +65,30 @@ def by_name(name: str) -> Device:
 
 
 def cuda_here() -> Device:
-    """The GPU of this process: by its name where the catalogue has it, else scaled by its size from one of its age."""
+    """The GPU of this process: by its name where the catalogue has it, else scaled by its size from one of its age.
+
+    Without the kernels that this build of torch lacks or that ``torch.backends.cuda`` has switched off. AMD's GPUs,
+    which torch calls cuda as well, have other kernels, and none here.
+    """
     properties = torch.cuda.get_device_properties()
     capability = (properties.major, properties.minor)
     known = next((s for s in _SHEETS if s.type == "cuda" and s.name in properties.name), None)
     sheet = known or _like(capability, properties.multi_processor_count)
     cudnn = torch.backends.cudnn.version() or 0
-    return replace(_device(sheet), name=properties.name, capability=capability, cudnn=cudnn)
+    kernels = tuple(k for k in _KERNELS["cuda"] if _usable(k))
+    return replace(_device(sheet), name=properties.name, capability=capability, cudnn=cudnn, kernels=kernels)
+
+
+def _usable(kernel: str) -> bool:
+    of = torch.backends.cuda
+    if torch.version.hip is not None:
+        return False
+    switches: Mapping[str, Callable[[], bool]] = {
+        "cudnn": of.cudnn_sdp_enabled,
+        "flash": lambda: of.is_flash_attention_available() and of.flash_sdp_enabled(),
+        "efficient": of.mem_efficient_sdp_enabled,
+    }
+    return kernel not in switches or switches[kernel]()
 
 
 def _like(capability: tuple[int, int], cores: int) -> Sheet:
@@ -82,7 +108,7 @@ def _device(sheet: Sheet) -> Device:
         name=sheet.name,
         cores=sheet.cores,
         matmul_gflops=single | half,
-        fused_gflops={torch.float32: sheet.single_gflops / 2, **{k: 0.6 * v for k, v in half.items()}},
+        fused_gflops=single | {k: 0.6 * v for k, v in half.items()},  # float32 as three products in TF32: a guess
         vector_gflops={torch.float32: sheet.single_gflops},
         exp_gops=sheet.exp_gops,
         memory_gbytes=sheet.memory_gbytes,
@@ -92,6 +118,7 @@ def _device(sheet: Sheet) -> Device:
         kernel_us=2.0,
         fused_op_us=6.0,
         kernels=_KERNELS.get(sheet.type, ()),
+        shares=sheet.shares,
         capability=sheet.capability,
         cudnn=sheet.cudnn,
     )

@@ -76,8 +76,6 @@ def fused(device: Device, problem: Problem) -> float:
     arithmetic = work * problem.flops / rate / 1e3
     if problem.batch * problem.heads > problem.kv_batch * problem.kv_heads and problem.q_len == 1:
         memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
-    if device.type == "cuda" and problem.q_len > 1:
-        memory /= balance  # keys are read one after the other by as many multiprocessors as there are tasks
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
@@ -135,15 +133,6 @@ def safe_softmax(device: Device, problem: Problem) -> float:
 
 
 _SAFE_NANOSECONDS = 4.0
-
-
-def split_keys(device: Device, problem: Problem) -> float:
-    """A split-KV kernel and its reduction: keys and values once, whatever the group, at what copies reach or less."""
-    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
-    return memory / _SPLIT_SHARE + 2 * device.op_us
-
-
-_SPLIT_SHARE = 0.75  # of the rate a copy reaches; not measured
 
 
 def transcendental(device: Device, problem: Problem, calls: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -28,9 +28,8 @@ class Device:
     op_us: float  # calling one operator that is not fused with its neighbours
     kernel_us: float  # one generated kernel
     fused_op_us: float  # calling the fused attention operator
-    kernels: tuple[
-        str, ...
-    ] = ()  # the fused kernels torch's call may take here, as `attn_pass.targets.kernels` names them
+    kernels: tuple[str, ...] = ()  # the fused kernels there are, as `attn_pass.targets.kernels` names them
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the matrix rate, what each of them reaches
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
     is_here: bool = True  # False for one that is decided for by its data sheet alone
@@ -94,8 +93,8 @@ def facts(device: Device) -> dict[str, str]:
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:
     """The device to decide for: the one asked for, or the one the tensors are on.
 
-    ``asked`` is a device as torch names it or one of `attn_pass.hardware.catalog.NAMES`. A device whose decisions were
-    not measured yet has no kernels, unless it is asked for.
+    ``asked`` is a device as torch names it or one of `attn_pass.hardware.catalog.NAMES`. A GPU that is not here has no
+    kernels, unless it is asked for.
     """
     from attn_pass.hardware import catalog
 
@@ -105,6 +104,8 @@ def device_for(tensors: torch.device, asked: str | None = None) -> Device:
     if kind == "cpu":
         return cpu()
     if kind == "cuda":
-        found = catalog.cuda_here() if torch.cuda.is_available() else catalog.by_name(catalog.DEFAULT_CUDA)
+        if torch.cuda.is_available():
+            return catalog.cuda_here()
+        found = catalog.by_name(catalog.DEFAULT_CUDA)
         return found if asked is not None else replace(found, kernels=())
     return replace(cpu_with(1), type=kind, name=kind, kernels=())

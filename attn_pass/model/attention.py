@@ -53,8 +53,11 @@ class Keep:
 class AsWritten:
     """What the program would run if nothing were done."""
 
-    fused: bool  # a call torch has a fused kernel for, as it is called
-    mask_elements: int = 0  # of the mask the call is given, whatever it turned out to be
+    fused: bool  # a call torch has a fused CPU kernel for, as it is called
+    plain: bool = False  # a call on dense operands of rank 4 and one batch size, as all fused kernels ask for
+    mask: str = "none"  # the call is given: "none", "boolean" or "additive"
+    mask_needs_grad: bool = False
+    mask_elements: int = 0  # of that mask, whatever it turned out to be
     causal: bool = False  # the call's own flag
     copied_bytes: int = 0  # operands copied before the products or the call
 

@@ -66,21 +66,39 @@ def _as_written(reader: Reader, node: Node, given: dict[str, Any]) -> AsWritten:
     elements = 0
     if mask is not None and out is not None:
         elements = reader.sizes.hint(product(reader.sizes.shape(mask)))
-    return AsWritten(_cpu_fuses(reader, given), elements, given["is_causal"])
+    plain = _is_plain(reader, given)
+    kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
+    needs_grad = mask is not None and mask.requires_grad
+    return AsWritten(
+        fused=plain and not given["dropout_p"] and not needs_grad and _has_one_head_dim(reader, given),
+        plain=plain,
+        mask=kind,
+        mask_needs_grad=needs_grad,
+        mask_elements=elements,
+        causal=given["is_causal"],
+    )
 
 
-def _cpu_fuses(reader: Reader, given: dict[str, Any]) -> bool:
-    """Whether torch's fused CPU kernel takes the call as it is (``use_flash_attention_cpp``)."""
+def _is_plain(reader: Reader, given: dict[str, Any]) -> bool:
+    """Whether the call is one that fused kernels look at: rank 4, nothing to broadcast, dense last dimensions.
+
+    With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks.
+    """
     tensors = [tensor_value(given[n]) for n in ("query", "key", "value")]
     q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
-    if any(len(s) != 4 for s in (q, k, v)) or given["dropout_p"] or q[0] != k[0] or k[0] != v[0]:
+    if any(len(s) != 4 for s in (q, k, v)) or q[0] != k[0] or k[0] != v[0]:
         return False
-    if k[1] != v[1] or (q[1] != k[1] and not given["enable_gqa"]) or not q[3] == k[3] == v[3]:
+    if k[1] != v[1] or (q[1] != k[1] and not given["enable_gqa"]):
         return False
     mask = tensor_value(given["attn_mask"])
-    if mask is not None and (mask.requires_grad or mask.dim() not in (2, 4)):
+    if mask is not None and mask.dim() not in (2, 4):
         return False
     return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
+
+
+def _has_one_head_dim(reader: Reader, given: dict[str, Any]) -> bool:
+    sizes = {reader.sizes.shape(t)[-1] for t in map(tensor_value, (given[n] for n in _SDPA[:3])) if t is not None}
+    return len(sizes) == 1
 
 
 def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:

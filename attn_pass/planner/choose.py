@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from attn_pass.hardware import cost
+import torch
+
+from attn_pass.hardware import cost, cost_cuda
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
-from attn_pass.targets.problem import problem_of
+from attn_pass.targets.problem import cost_of, problem_of
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 AS_ASKED = "left as asked for"
@@ -65,11 +67,16 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     # With one query row Inductor computes the copies inside its multiply-and-sum.
     inside = problem.q_len == 1 and not written.fused
     copies = 0.0 if inside else cost.traffic(setting.device, 2 * written.copied_bytes)
-    if written.fused:
+    kernel = setting.kernel_as_written
+    if kernel is not None:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
-        return cost.fused(setting.device, problem) + copies
+        return cost_of(kernel, attention, problem, setting) + copies
+    if setting.device.type == "cuda" and not setting.eager_form:
+        problem = replace(problem, dtype=torch.float32)  # torch's unfused form widens half precision
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
+    if setting.device.type == "cuda":  # what is elementwise is part of the softmax's kernel
+        return cost_cuda.unfused(setting.device, problem) + scaled + copies
     scaled += cost.transcendental(setting.device, problem, calls)
     return cost.unfused(setting.device, problem) + scaled + copies
 

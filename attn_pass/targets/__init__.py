@@ -6,8 +6,11 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from attn_pass.targets.base import Target
+from attn_pass.targets.cudnn import Cudnn
 from attn_pass.targets.decode import Decode
 from attn_pass.targets.decomposed import Decomposed
+from attn_pass.targets.efficient import Efficient
+from attn_pass.targets.flash import Flash
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
@@ -23,8 +26,9 @@ def _registered() -> tuple[Target, ...]:
 
 
 def built_in() -> tuple[Target, ...]:
-    """The targets of this package."""
-    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), Decode())
+    """The targets of this package; of equally cheap offers the first is taken."""
+    cuda = (Cudnn(), Flash(), Efficient(), Decode())
+    return (*cuda, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
 
 
 def all_targets() -> tuple[Target, ...]:

@@ -37,9 +37,15 @@ class Setting:
     allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
     eager_form: bool = True  # written out by hand; False for a call that already is attention
     runner: Runner = "other"
-    fused_as_written: bool = False  # that call reaches a fused kernel already, whose rounding and gradients it has
+    kernel_as_written: str | None = None  # the fused kernel that call reaches, whose rounding and gradients it has
+    deterministic: bool = False  # torch.use_deterministic_algorithms(True)
     same_random_numbers: bool = False  # Inductor's fallback_random: eager's draws are wanted
     hint: Callable[[Index], int] = _static
+
+    @property
+    def fused_as_written(self) -> bool:
+        """Whether the program's own call reaches a fused kernel already."""
+        return self.kernel_as_written is not None
 
 
 @dataclass(frozen=True)

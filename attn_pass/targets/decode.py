@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value
-from attn_pass.hardware import cost
+from attn_pass.hardware import cost_cuda
 from attn_pass.model.attention import Attention
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
@@ -48,7 +48,7 @@ class Decode:
             self.name,
             variant,
             attention,
-            cost.split_keys(setting.device, problem),
+            cost_cuda.split_keys(setting.device, problem),
             fused=True,
             assumptions=(EMPTY_ROWS,) if attention.has_mask and empty else (),
         )

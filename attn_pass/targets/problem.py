@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attn_pass.hardware import cost, cost_cuda
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes
 from attn_pass.model.index import Axis, Index, axes, product
+from attn_pass.targets.base import Setting
 
 
 def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
@@ -28,6 +30,14 @@ def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes:
         mask_bytes=attention.compute_dtype.itemsize,
         copied_bytes=copied_bytes,
     )
+
+
+def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
+    """Microseconds one of torch's fused kernels takes on the setting's device."""
+    if setting.device.type != "cuda":
+        return cost.fused(setting.device, problem)
+    growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
+    return cost_cuda.torch_kernel(setting.device, kernel, problem, growing=growing)
 
 
 def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:

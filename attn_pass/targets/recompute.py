@@ -56,6 +56,8 @@ class Recompute:
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
             return "it is for training under torch.compile"
+        if setting.device.type != "cpu":
+            return "the kernels of other devices give such gradients themselves"
         if setting.autocast is not None:
             return "autocast would treat its backward differently from the program's"
         if a.sink is not None:

@@ -33,11 +33,12 @@ from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.index import Index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
-from attn_pass.targets.kernels import BACKENDS, Call, refusal
+from attn_pass.targets.kernels import BACKENDS, Call, order, picked_by_torch, refusal
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.problem import moved_query_bytes, problem_of
+from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 
 _LOWEST = torch.finfo(torch.float32).min
+_LOWEST_CUDA = -2.0e38
 
 
 class Sdpa:
@@ -71,20 +72,15 @@ class Sdpa:
             if by_distance is None
             else setting.hint(by_distance.axis.size),
         )
-        assumptions: tuple[str, ...] = ()
-        if setting.assume_nonempty_rows and not attention.rows_never_empty:
-            assumptions = ("no row is masked out entirely",)
-        elif may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty:
-            assumptions = (EMPTY_ROWS,)
-        return Offer(
-            self.name, variant, attention, cost.fused(setting.device, problem), fused=True, assumptions=assumptions
-        )
+        kernel = picked_by_torch(_call(attention, setting), setting.allowed_backends)
+        assert kernel is not None
+        predicted = cost_of(kernel, attention, problem, setting)
+        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumed(attention, setting))
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if a.sink is not None and (a.needs_grad or setting.device.type != "cpu"):
             return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
-        wants = a.needs_grad and any(a.sources[load.source].needs_grad for e in _mask_parts(a) for load in loads(e))
-        return self.unfit(a, setting, mask_needs_grad=wants) or self._mask_refusal(a, setting)
+        return self.unfit(a, setting, mask_needs_grad=wants_mask_gradient(a)) or mask_refusal(a, setting)
 
     def unfit(self, a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> str | None:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
@@ -95,25 +91,20 @@ class Sdpa:
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends
-        kernels = [k for k in setting.device.kernels if k in BACKENDS and (allowed is None or BACKENDS[k] in allowed)]
+        kernels = [k for k in order(setting.device) if allowed is None or BACKENDS[k] in allowed]
         if not kernels:
             return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
-        call = Call(a, mask_kind(a, setting), mask_needs_grad)
-        refusals = [refusal(kernel, call) for kernel in kernels]
-        if None not in refusals:
-            return refusals[-1]
+        call = _call(a, setting, mask_needs_grad=mask_needs_grad)
+        picked = picked_by_torch(call, allowed)
+        if picked is None:
+            reasons = [refusal(kernel, call, by_torch=True) for kernel in kernels]
+            return next(
+                (r for r in reversed(reasons) if r), "torch's call would have to pad its head dims, and does not"
+            )
+        if (reason := refusal(picked, call)) is not None:
+            return reason
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
-        return None
-
-    def _mask_refusal(self, a: Attention, setting: Setting) -> str | None:
-        strict = setting.numerics == "strict" and not a.rows_never_empty
-        if strict and _mask_parts(a) and a.empty_row_is_nan:
-            return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
-        if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
-            return reason
-        if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
-            return "autocast to float16 would change an additive mask"
         return None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
@@ -134,11 +125,7 @@ class Sdpa:
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
-        empty = None
-        if repairs_empty_rows(a, setting):
-            assert mask is not None
-            empty = EmptyRows(plan, a, mask)
-            mask = empty.unmasked()
+        mask, empty = repaired(lower, mask, setting)
         out: Value = plan.call(target, query, key, value, mask, a.dropout, causal, **arguments)
         if by_distance is not None:
             out = plan.call(aten.flip.default, out, [2])
@@ -158,6 +145,35 @@ class Sdpa:
         if kind == "causal":
             return None, True
         return mask_tensor(lower, setting), False
+
+
+def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> Call:
+    return Call(a, mask_kind(a, setting), setting.device, mask_needs_grad, setting.deterministic, together=True)
+
+
+def wants_mask_gradient(a: Attention) -> bool:
+    """Whether anything a bias or mask is computed from needs a gradient."""
+    return a.needs_grad and any(a.sources[load.source].needs_grad for e in _mask_parts(a) for load in loads(e))
+
+
+def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
+    """What a fused kernel's result rests on, for the report."""
+    if setting.assume_nonempty_rows and not a.rows_never_empty:
+        return ("no row is masked out entirely",)
+    possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.rows_never_empty
+    return (EMPTY_ROWS,) if possible else ()
+
+
+def mask_refusal(a: Attention, setting: Setting) -> str | None:
+    """Why the rows its mask may leave without a key would not be the program's; None where they would."""
+    strict = setting.numerics == "strict" and not a.rows_never_empty
+    if strict and _mask_parts(a) and a.empty_row_is_nan:
+        return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+    if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
+        return reason
+    if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
+        return "autocast to float16 would change an additive mask"
+    return None
 
 
 def mask_tensor(lower: Lowering, setting: Setting) -> Value:
@@ -298,6 +314,31 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     return mask
 
 
+def repaired(lower: Lowering, mask: Value | None, setting: Setting) -> tuple[Value | None, EmptyRows | None]:
+    """The mask for the kernel, in the dtype it takes, and what replaces rows without a key where they are repaired."""
+    empty = None
+    if mask is not None and repairs_empty_rows(lower.attention, setting):
+        empty = EmptyRows(lower.plan, lower.attention, mask)
+        mask = empty.unmasked()
+    if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
+        given = setting.fused_as_written and fake_of(mask).dtype == lower.attention.compute_dtype
+        mask = mask if given else _narrowed(lower, mask)
+    return mask, empty
+
+
+def _narrowed(lower: Lowering, mask: Value) -> Value:
+    """An additive mask in the compute dtype, as CUDA kernels ask for it.
+
+    They multiply it by the logarithm of e once it is added, which takes float32's lowest number to -inf; a number that
+    stays finite absorbs any score as well. In float16 a masking fill becomes -inf: rows of nothing else are repaired.
+    """
+    plan, dtype = lower.plan, lower.attention.compute_dtype
+    wide = plan.call(aten.to.dtype, mask, torch.float32)
+    infinite = plan.call(aten.eq.Scalar, wide, float("-inf"))
+    clamped = plan.call(aten.to.dtype, plan.call(aten.clamp.default, wide, _LOWEST_CUDA), dtype)
+    return plan.call(aten.masked_fill.Scalar, clamped, infinite, float("-inf"))
+
+
 def _mask_parts(a: Attention) -> list[Expr]:
     return [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
 
@@ -316,9 +357,18 @@ def mask_kind(a: Attention, setting: Setting) -> str:
 
 
 def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
-    """Whether rows without a key need their own gradients: see `EmptyRows`. A fused call keeps those it has."""
+    """Whether rows without a key are computed beside the kernel: see `EmptyRows`. A fused call keeps those it has.
+
+    In training, and on CUDA in float16, which has no number that absorbs a score.
+    """
     possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
-    return possible and a.needs_grad and mask_kind(a, setting) == "additive"
+    narrow = setting.device.type == "cuda" and a.compute_dtype == torch.float16 and may_hold_finite_fill(a)
+    return possible and (a.needs_grad or narrow) and mask_kind(a, setting) == "additive"
+
+
+def may_hold_finite_fill(a: Attention) -> bool:
+    """Whether the mask may mask with a number: all but one that fills with -inf, and adds nothing."""
+    return a.bias is not None or _is_finite_fill(a)
 
 
 def may_hold_infinity(a: Attention) -> bool:

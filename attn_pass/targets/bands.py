@@ -1,0 +1,37 @@
+"""Masks that are one band of keys around the row's own, aligned to the last key, as window sizes kernels take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Index, is_nonnegative
+from attn_pass.model.mask import Band, row_index
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row ``i`` keeps the keys from ``i + S - L - left`` to ``i + S - L + right``; None is no bound."""
+
+    left: Index | None
+    right: Index | None
+
+
+def window_of(a: Attention) -> Window | None:
+    """The whole mask as a window whose bounds hold the row's own key; None if it is another one.
+
+    A row without a key must be one that kernels give 0 for: one filled with -inf.
+    """
+    if a.bias is not None or a.keep is None or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+        return None
+    (band,) = a.structure.parts
+    if not isinstance(band, Band) or not a.structure.is_exact:
+        return None
+    if not a.rows_never_empty and a.keep.fill != float("-inf"):
+        return None  # a row without a key averages the values where the fill is a number
+    last = a.kv_len - a.q_len
+    left = None if band.lower is None else last - band.lower
+    right = None if band.upper is None else band.upper - last
+    if any(bound is not None and not is_nonnegative(bound) for bound in (left, right)):
+        return None
+    return Window(left, right)

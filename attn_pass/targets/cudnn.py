@@ -1,0 +1,46 @@
+"""cuDNN's fused attention as torch calls it: the fastest kernel for prefill and training on Hopper.
+
+Offers in float16 and bfloat16, forward and backward, with grouped heads, masks that need no gradient and leave no row
+without a key, and dropout in steps of 1/16. A plan is built for each new shape, which takes tens of milliseconds, so
+that with lengths that are not known when compiled other kernels are cheaper for all but the largest shapes.
+
+A single query on Blackwell is not offered: decoding was wrong there (https://github.com/pytorch/pytorch/issues/193893).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from attn_pass.graph.edit import Plan, Value, aten
+from attn_pass.targets.base import Offer, Setting
+from attn_pass.targets.cuda import Kernel, masked, unbroadcast
+from attn_pass.targets.lower import Lowering
+
+
+class Cudnn(Kernel):
+    """`aten._scaled_dot_product_cudnn_attention`."""
+
+    name = "cudnn"
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call; expanded operands are written out, since strides of 0 are not known to be taken."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        kind = self.mask(a, setting)
+        operands = [unbroadcast(plan, x) for x in self.operands(lower)]
+        mask, empty = masked(lower, kind, setting)
+        assert empty is None  # it is offered where no row is without a key
+        both = plan.call(
+            aten._scaled_dot_product_cudnn_attention.default,
+            *operands,
+            mask,
+            a.needs_grad,
+            a.dropout,
+            kind == "causal",
+            False,
+            scale=abs(a.scale),
+        )
+        return self.result(lower, plan.call(operator.getitem, both, 0))

@@ -1,0 +1,434 @@
+"""CPU implementations of torch's CUDA attention operators, strict about what each kernel asks for.
+
+For machines without a GPU: graphs rewritten for a CUDA device then run here, under eager, torch.compile and export, and
+compute the documented function in float64, forward and backward. Whatever a kernel would refuse, or read wrongly,
+raises. The constraints are written down once more here, from the sources of torch 2.13 (sdp_utils.cpp, flash_api.cpp,
+attention.cu, MHA.cpp), and not taken from the rules of `attn_pass.targets.kernels`, so that each checks the other.
+
+This says that a call is one the kernel takes, and what it means; not that the kernel is right or fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
+_ALIGNMENT = 16  # bytes
+
+
+class Refused(RuntimeError):
+    """The kernel would not take the call."""
+
+
+def _ask(holds: bool, what: str) -> None:
+    if not holds:
+        raise Refused(what)
+
+
+def _dense_last(*tensors: Tensor) -> None:
+    for t in tensors:
+        _ask(t.dim() == 4, f"rank {t.dim()}")
+        _ask(t.stride(-1) == 1 or t.size(-1) == 1, f"strides {t.stride()}: the last dimension is not dense")
+
+
+def _common(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> None:
+    """Operands (B, H, L, D)."""
+    _dense_last(query, key, value)
+    _ask(query.dtype == key.dtype == value.dtype, "dtypes differ")
+    _ask(query.size(0) == key.size(0) == value.size(0), "batches differ")
+    _ask(key.size(1) == value.size(1), "heads of keys and values differ")
+    _ask(key.size(2) == value.size(2), "lengths of keys and values differ")
+    _ask(query.size(3) == key.size(3), "head dims of query and key differ")
+    _ask(0 not in (*query.shape, *key.shape, *value.shape), "a size is 0")
+    _ask(query.size(1) % key.size(1) == 0 if grouped else query.size(1) == key.size(1), "heads do not fit")
+
+
+# ---------------------------------------------------------------- the function
+
+
+def _keep_window(rows: int, keys: int, left: int, right: int) -> Tensor:
+    distance = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+    keep = torch.ones(rows, keys, dtype=torch.bool)
+    if left >= 0:
+        keep &= distance >= -left
+    if right >= 0:
+        keep &= distance <= right
+    return keep
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, drawn: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Result and logarithm of the sum of exponentials, (B, H, L, D) and (B, H, L), in float64."""
+    groups = query.size(1) // key.size(1)
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores + mask
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    if drawn is not None:
+        weights = weights * drawn
+    return weights @ value, scores.logsumexp(-1)
+
+
+def _drawn(shape: tuple[int, ...], dropout: float, seed: Tensor) -> Tensor | None:
+    if not dropout:
+        return None
+    generator = torch.Generator().manual_seed(int(seed.view(torch.int64).flatten()[0]))
+    return (torch.rand(shape, generator=generator) >= dropout).double() / (1 - dropout)
+
+
+def _seed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, int(torch.randint(1 << 40, ())), dtype=torch.int64).to(dtype)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None, dropout: float, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    given = query.size(-1) ** -0.5 if scale is None else scale
+    shape = (*query.shape[:3], key.size(2))
+    wide = (query.double(), key.double(), value.double())
+    out, total = _attend(*wide, given, None if mask is None else mask.double(), _drawn(shape, dropout, seed))
+    return out.to(query.dtype), total.float()
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    mask: Tensor | None,
+    dropout: float,
+    seed: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Gradients of the operands, and of ``bias``, which is a part of ``mask``, where there is one."""
+    given = query.size(-1) ** -0.5 if scale is None else scale
+    with torch.enable_grad():
+        leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
+        added = None if mask is None else mask.detach().double()
+        if bias is not None:
+            leaves.append(bias.detach().double().requires_grad_())
+            added = leaves[-1] if added is None else added + leaves[-1]
+        shape = (*query.shape[:3], key.size(2))
+        out, _ = _attend(*leaves[:3], given, added, _drawn(shape, dropout, seed))
+        found = torch.autograd.grad(out, leaves, grad.double())
+    given_tensors = (query, key, value, *(() if bias is None else (bias,)))
+    return tuple(g.to(t.dtype) for g, t in zip(found, given_tensors))
+
+
+def _masking(keep: Tensor) -> Tensor:
+    return torch.zeros(keep.shape, dtype=torch.float64).masked_fill(~keep, float("-inf"))
+
+
+def _causal(query: Tensor, key: Tensor, *, from_the_first_key: bool) -> Tensor:
+    rows, keys = query.size(2), key.size(2)
+    if from_the_first_key:
+        return _masking(torch.ones(rows, keys, dtype=torch.bool).tril())
+    return _masking(_keep_window(rows, keys, -1, 0))
+
+
+def _like(query: Tensor, out: Tensor) -> Tensor:
+    """The result in the memory order of the query, as the kernels allocate it."""
+    return torch.empty_like(query).copy_(out) if out.shape == query.shape else _in_order_of(query, out)
+
+
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    order = sorted(range(query.dim()), key=lambda d: -query.stride(d))
+    inverse = [order.index(d) for d in range(query.dim())]
+    return out.permute(order).contiguous().permute(inverse)
+
+
+# ---------------------------------------------------------------- flash
+
+
+def _flash_asks(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> None:
+    """Operands (B, H, L, D)."""
+    _common(query, key, value, grouped=True)
+    _ask(query.dtype in HALF, f"{query.dtype}")
+    _ask(query.size(3) == value.size(3), "head dims of keys and values differ")
+    _ask(query.size(3) <= 256 and query.size(3) % 8 == 0, f"head dim {query.size(3)}")
+    _ask(0 <= dropout < 1, f"dropout {dropout}")
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _flash_asks(query, key, value, dropout_p)
+    _ask(not is_causal or query.size(2) == key.size(2), "causal with unequal lengths")
+    _ask(scale is None or scale > 0, "a scale that is not positive: the highest score is looked for before it")
+    seed = _seed((2,), torch.uint64)
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
+    none = torch.empty(0, dtype=query.dtype)
+    offset = torch.zeros((), dtype=torch.uint64)
+    return _like(query, out), total, None, None, query.size(2), key.size(2), seed, offset, none
+
+
+def _flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    _flash_asks(query, key, value, dropout_p)
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    return _backward(grad_out, query, key, value, scale, mask, dropout_p, philox_seed)
+
+
+def _flash_window_mask(query: Tensor, key: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
+    left, right = -1 if left is None else left, -1 if right is None else right
+    if causal and query.size(2) > 1:
+        right = 0
+    return None if left < 0 and right < 0 else _masking(_keep_window(query.size(2), key.size(2), left, right))
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    **newer: Any,
+) -> tuple[Any, ...]:
+    """Operands (B, L, H, D)."""
+    _ask(cum_seq_q is None and cum_seq_k is None and seqused_k is None, "no variable lengths in this stand-in")
+    _ask(alibi_slopes is None and not any(newer.values()), "compiled out")
+    _ask(max_q == query.size(1) and max_k == key.size(1), "lengths are not those of the operands")
+    _ask(scale is None or scale > 0, "a scale that is not positive: the highest score is looked for before it")
+    turned = [x.transpose(1, 2) for x in (query, key, value)]
+    _flash_asks(*turned, dropout_p)
+    seed = _seed((2,), torch.uint64)
+    mask = _flash_window_mask(turned[0], turned[1], is_causal, window_size_left, window_size_right)
+    out, total = _forward(*turned, scale, mask, dropout_p, seed)
+    none = torch.empty(0, dtype=query.dtype)
+    return _like(query, out.transpose(1, 2)), total, seed, torch.zeros((), dtype=torch.uint64), none
+
+
+def _flash_forward_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    grad, *turned = (x.transpose(1, 2) for x in (grad_out, query, key, value))
+    _flash_asks(*turned, dropout_p)
+    mask = _flash_window_mask(turned[0], turned[1], is_causal, window_size_left, window_size_right)
+    found = _backward(grad, *turned, scale, mask, dropout_p, rng_state)
+    return tuple(x.transpose(1, 2).contiguous() for x in found)
+
+
+# ---------------------------------------------------------------- cuDNN
+
+
+def _cudnn_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> None:
+    _common(query, key, value, grouped=True)
+    _ask(query.dtype in HALF, f"{query.dtype}")
+    _ask(all(0 not in [s for s, n in zip(t.stride(), t.shape) if n > 1] for t in (query, key, value)), "stride 0")
+    for dim in (query.size(3), value.size(3)):
+        _ask(dim % 8 == 0 and dim <= 256, f"head dim {dim}")
+    _ask(key.size(2) > 1, "a single key")
+    _ask(query.size(2) > 1 or not dropout, "one query with dropout")
+    _ask(float(dropout * 16).is_integer(), f"dropout {dropout}")
+    if bias is not None:
+        _ask(bias.dim() in (2, 4) and bias.stride(-1) == 1, "the bias has another rank, or is not dense")
+        _ask(bias.dtype == query.dtype, f"a bias of {bias.dtype}")
+        full = (query.size(0), query.size(1), query.size(2), key.size(2))[-bias.dim() :]
+        _ask(all(n in (1, f) for n, f in zip(bias.shape, full)), f"a bias of {tuple(bias.shape)}")
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _cudnn_asks(query, key, value, attn_bias, dropout_p)
+    _ask(not is_causal or query.size(2) == key.size(2), "causal with unequal lengths")
+    seed = _seed((), torch.int64)
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    if attn_bias is not None:
+        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
+    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
+    if attn_bias is not None:
+        _ask(bool(torch.isfinite(total).all()), "a row without a key")
+    kept = total[..., None] if compute_log_sumexp else torch.empty(total[..., None].shape)
+    laid = _in_order_of(query, out)
+    return laid, kept, None, None, query.size(2), key.size(2), seed, torch.zeros((), dtype=torch.int64), None
+
+
+def _cudnn_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    attn_bias: Tensor | None,
+    cum_seq_q: Tensor,
+    cum_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    if attn_bias is not None and attn_bias.numel():
+        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
+    return _backward(grad_out, query, key, value, scale, mask, dropout_p, philox_seed)
+
+
+# ---------------------------------------------------------------- memory-efficient
+
+
+def _efficient_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> None:
+    _common(query, key, value, grouped=False)
+    _ask(query.dtype in (torch.float32, *HALF), f"{query.dtype}")
+    multiple = _ALIGNMENT // query.element_size()
+    for tensor in (query, key, value):
+        _ask(tensor.size(3) % multiple == 0, f"head dim {tensor.size(3)}")
+        _ask(tensor.storage_offset() % multiple == 0, f"storage offset {tensor.storage_offset()}")
+    _ask(0 <= dropout < 1, f"dropout {dropout}")
+    if bias is not None:
+        _ask(bias.dtype == query.dtype, f"a bias of {bias.dtype}")
+        _ask(bias.shape == (*query.shape[:3], key.size(2)), f"a bias of {tuple(bias.shape)}")
+        _ask(bias.stride(-1) == 1 or bias.size(-1) == 1, "the bias is not dense")
+        strides = [s for s, n in zip(bias.stride()[:-1], bias.shape) if n > 1]
+        _ask(all(s % multiple == 0 for s in strides), f"strides {bias.stride()} of the bias are not aligned")
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    _efficient_asks(query, key, value, attn_bias, dropout_p)
+    _ask(
+        attn_bias is None
+        or not bool(
+            (attn_bias.double() * 1.4426950408889634).float().isneginf().logical_and(~attn_bias.isneginf()).any()
+        ),
+        "a finite bias that is -inf once it is multiplied by the logarithm of e",
+    )
+    seed = _seed((), torch.int64)
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    if attn_bias is not None:
+        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
+    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
+    rows = -(-query.size(2) // 32) * 32 if compute_log_sumexp else 0
+    kept = torch.zeros(*query.shape[:2], rows)
+    if compute_log_sumexp:
+        kept[..., : query.size(2)] = total
+    laid = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return laid, kept, seed, torch.zeros((), dtype=torch.int64)
+
+
+def _efficient_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:
+    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
+    _ask(logsumexp.numel() > 0, "the forward did not keep the sums of exponentials")
+    bias = attn_bias if attn_bias is not None and attn_bias.numel() else None
+    found = _backward(grad_out_, query, key, value, scale, mask, dropout_p, philox_seed, bias)
+    found = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]) + found[3:]
+    return (*found, None) if bias is None else found
+
+
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_backward": _flash_forward_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Gives the operators their CPU implementations, once a process."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        for name, function in _OPERATORS.items():
+            _library.impl(name, function, "CPU")

@@ -1,0 +1,183 @@
+"""Torch's CUDA kernels as targets: what is emitted, run on the CPU by implementations strict about every constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import NEG_INF, qkv, randn, same
+
+import attn_pass
+from bench import stand_ins
+
+stand_ins.install()
+
+Tensor = torch.Tensor
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.size(-3) // k.size(-3)
+    if groups != 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * -0.3).softmax(-1) @ v
+
+
+def banded(left: int | None, right: int | None, fill: float = NEG_INF) -> Callable[..., Tensor]:
+    """Keys from ``i + S - L - left`` to ``i + S - L + right``."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows, keys = q.size(-2), k.size(-2)
+        distance = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+        keep = torch.ones(rows, keys, dtype=torch.bool)
+        if left is not None:
+            keep = keep & (distance >= -left)
+        if right is not None:
+            keep = keep & (distance <= right)
+        return (q @ k.mT * 0.3).masked_fill(~keep, fill).softmax(-1) @ v
+
+    return program
+
+
+def from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+
+def negative_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return from_the_first_key(-q, k, v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+
+def heads_last(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 4, 6, 9, 16, dtype=dtype))
+
+
+def expanded_query() -> tuple[Tensor, ...]:
+    return (randn(1, 2, 5, 16, dtype=BF16).expand(3, 2, 5, 16), *qkv(3, 2, 5, 9, 16, dtype=BF16)[1:])
+
+
+BIAS = randn(1, 4, 6, 9, dtype=BF16)
+SOME = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]  # two batch rows, of which each keeps a key
+NONE_IN_ONE = torch.arange(9) < torch.tensor([0, 7])[:, None, None, None]
+CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "flash, plain": ("flash", plain, qkv(2, 4, 6, 9, 16, dtype=BF16)),
+    "flash, float16": ("flash", plain, qkv(2, 4, 6, 9, 16, dtype=FP16)),
+    "flash, grouped": ("flash", plain, qkv(2, 6, 5, 9, 16, kv_heads=2, dtype=BF16)),
+    "flash, odd head dim": ("flash", plain, qkv(2, 4, 6, 9, 20, dtype=BF16)),
+    "flash, narrow values": ("flash", plain, qkv(2, 4, 6, 9, 24, value_dim=10, dtype=BF16)),
+    "flash, wide values": ("flash", plain, qkv(2, 4, 6, 9, 12, value_dim=33, dtype=BF16)),
+    "flash, heads last": ("flash", plain, heads_last()),
+    "flash, strided head dim": ("flash", plain, tuple(randn(2, 3, 16, n, dtype=BF16).mT for n in (5, 7, 7))),
+    "flash, one row": ("flash", plain, qkv(2, 4, 1, 9, 16, dtype=BF16)),
+    "flash, one key": ("flash", plain, qkv(2, 4, 5, 1, 16, dtype=BF16)),
+    "flash, expanded query": ("flash", plain, expanded_query()),
+    "flash, rank 3": ("flash", plain, tuple(randn(4, n, 16, dtype=BF16) for n in (3, 7, 7))),
+    "flash, negative scale": ("flash", negative, qkv(2, 4, 6, 9, 16, dtype=BF16)),
+    "flash, causal": ("flash", banded(None, 0), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "flash, causal to the last key": ("flash", banded(None, 0), qkv(2, 4, 5, 9, 16, dtype=BF16)),
+    "flash, causal to the last key, rows without one": ("flash", banded(None, 0), qkv(2, 4, 9, 5, 16, dtype=BF16)),
+    "flash, window": ("flash", banded(3, 0), qkv(2, 4, 5, 9, 16, dtype=BF16)),
+    "flash, window, odd head dim": ("flash", banded(3, 0), qkv(2, 4, 5, 9, 18, dtype=BF16)),
+    "flash, window of both sides": ("flash", banded(2, 3), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "flash, keys from there on": ("flash", banded(2, None), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "flash, window, filled": ("flash", banded(3, 0, -1e9), qkv(2, 4, 5, 9, 16, dtype=BF16)),
+    "flash, window of one": ("flash", banded(0, 0), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "cudnn, plain": ("cudnn", plain, qkv(2, 4, 6, 9, 16, dtype=BF16)),
+    "cudnn, grouped": ("cudnn", plain, qkv(2, 6, 5, 9, 16, kv_heads=2, dtype=BF16)),
+    "cudnn, narrow values": ("cudnn", plain, qkv(2, 4, 6, 9, 24, value_dim=10, dtype=BF16)),
+    "cudnn, heads last": ("cudnn", plain, heads_last(FP16)),
+    "cudnn, expanded query": ("cudnn", plain, expanded_query()),
+    "cudnn, causal": ("cudnn", banded(None, 0), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "cudnn, window": ("cudnn", banded(3, 0), qkv(2, 4, 5, 9, 16, dtype=BF16)),
+    "cudnn, filled window": ("cudnn", banded(3, 0, -1e9), qkv(2, 4, 5, 9, 16, dtype=BF16)),
+    "cudnn, negative scale": ("cudnn", negative, qkv(2, 4, 6, 9, 16, dtype=BF16)),
+    "efficient, plain": ("efficient", plain, qkv(2, 4, 6, 9, 16)),
+    "efficient, odd head dim": ("efficient", plain, qkv(2, 4, 6, 9, 18)),
+    "efficient, half, odd head dim": ("efficient", plain, qkv(2, 4, 6, 9, 18, dtype=BF16)),
+    "efficient, narrow values": ("efficient", plain, qkv(2, 4, 6, 9, 24, value_dim=10)),
+    "efficient, packed groups": ("efficient", plain, qkv(2, 6, 5, 9, 16, kv_heads=2)),
+    "efficient, heads last": ("efficient", plain, heads_last(FP32)),
+    "efficient, causal from the first key": ("efficient", from_the_first_key, qkv(2, 4, 5, 9, 16)),
+    "efficient, causal": ("efficient", banded(None, 0), qkv(2, 4, 9, 9, 16)),
+    "efficient, causal to the last key": ("efficient", banded(None, 0), qkv(2, 4, 5, 9, 16)),
+    "efficient, negative scale, causal": ("efficient", negative_causal, qkv(2, 4, 5, 9, 16)),
+    "efficient, bias": ("efficient", biased, (*qkv(2, 4, 6, 9, 16), randn(1, 4, 6, 9))),
+    "efficient, aligned bias": ("efficient", biased, (*qkv(2, 4, 6, 16, 16), randn(1, 4, 6, 16))),
+    "efficient, bias of rows": ("efficient", biased, (*qkv(2, 4, 6, 9, 16), randn(1, 4, 6, 1))),
+    "efficient, bias of keys": ("efficient", biased, (*qkv(2, 4, 6, 9, 16), randn(2, 1, 1, 9))),
+    "efficient, turned bias": ("efficient", biased, (*qkv(2, 4, 6, 9, 16), randn(4, 9, 6).mT)),
+    "efficient, bfloat16 bias": ("efficient", biased, (*qkv(2, 4, 6, 9, 16, dtype=BF16), BIAS)),
+    "efficient, padding": ("efficient", filled, (*qkv(2, 4, 6, 9, 16), SOME)),
+    "efficient, padding, bfloat16": ("efficient", filled, (*qkv(2, 4, 6, 9, 16, dtype=BF16), SOME)),
+    "efficient, padding, float16": ("efficient", filled, (*qkv(2, 4, 6, 9, 16, dtype=FP16), SOME)),
+    "efficient, padding by -inf": ("efficient", infinite, (*qkv(2, 4, 6, 9, 16), SOME)),
+    "efficient, a row of fills": ("efficient", filled, (*qkv(2, 4, 6, 9, 16), NONE_IN_ONE)),
+    "efficient, a row of fills, bfloat16": ("efficient", filled, (*qkv(2, 4, 6, 9, 16, dtype=BF16), NONE_IN_ONE)),
+    "efficient, a row of -inf": ("efficient", infinite, (*qkv(2, 4, 6, 9, 16), NONE_IN_ONE)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_computes_what_was_written(name: str) -> None:
+    target, fn, inputs = CASES[name]
+    report = same(fn, *inputs, rewritten=1, device="H200", targets=(target,))
+    assert report.sites[0].target == target
+
+
+@pytest.mark.parametrize("name", [n for n, c in CASES.items() if "one" not in n])
+def test_gradients(name: str) -> None:
+    target, fn, inputs = CASES[name]
+    leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    report = same(fn, *leaves, rewritten=1, device="H200", targets=(target,))
+    assert report.sites[0].target == target
+
+
+def test_torch_s_own_call_gets_its_mask_in_the_operands_dtype() -> None:
+    masks: list[torch.dtype] = []
+
+    def run(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        for node in gm.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                masks.append(node.args[3].meta["example_value"].dtype)
+        return gm.forward
+
+    backend = attn_pass.wrap(run, device="A100", targets=("sdpa",), choose="fused", on_error="raise")
+    torch.compile(filled, backend=backend)(*qkv(2, 4, 6, 9, 16, dtype=BF16), SOME)
+    assert masks == [BF16]
+
+
+@pytest.mark.parametrize("target", ["flash", "cudnn", "efficient"])
+def test_dropout_in_training_keeps_the_mean(target: str) -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(2, 2, 8, 8, 16, dtype=BF16))
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25) @ v
+
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", device="H200", targets=(target,), choose="fused", on_error="raise")
+    compiled = torch.compile(program, backend=backend)
+    with attn_pass.record() as report:
+        compiled(q, k, v)
+    assert report.sites[0].target == target
+    outs = torch.stack([compiled(q, k, v).detach().float() for _ in range(200)])
+    want = plain(q.detach().float() * 0.25 / 0.3, k.detach().float(), v.detach().float())
+    assert outs.std(0).mean() > 0.05
+    assert (outs.mean(0) - want).abs().max() < 0.35
