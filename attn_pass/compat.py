@@ -55,3 +55,11 @@ def has_pre_grad_timing() -> bool:
     from torch._inductor import config
 
     return hasattr(config, "pre_grad_pass_timing")
+
+
+def active_flash() -> str:
+    """The FlashAttention that runs behind torch's operators: "FA2", or what the user activated, "FA3" or "FA4"."""
+    from torch.nn import attention
+
+    current = getattr(attention, "current_flash_attention_impl", None)  # torch 2.11
+    return (current() if current is not None else None) or "FA2"

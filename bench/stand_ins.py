@@ -10,7 +10,8 @@ This says that a call is one the kernel takes, and what it means; not that the k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,17 +110,34 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the operands, and of ``bias``, which is a part of ``mask``, where there is one."""
     given = query.size(-1) ** -0.5 if scale is None else scale
-    with torch.enable_grad():
-        leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-        added = None if mask is None else mask.detach().double()
-        if bias is not None:
-            leaves.append(bias.detach().double().requires_grad_())
-            added = leaves[-1] if added is None else added + leaves[-1]
-        shape = (*query.shape[:3], key.size(2))
-        out, _ = _attend(*leaves[:3], given, added, _drawn(shape, dropout, seed))
-        found = torch.autograd.grad(out, leaves, grad.double())
-    given_tensors = (query, key, value, *(() if bias is None else (bias,)))
-    return tuple(g.to(t.dtype) for g, t in zip(found, given_tensors))
+    added = None if mask is None else mask.double()
+    if bias is not None:
+        added = bias.double() if added is None else added + bias.double()
+    groups = query.size(1) // key.size(1)
+    q, g = query.double(), grad.double()
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    scores = q @ k.transpose(-1, -2) * given
+    weights = torch.ops.aten._safe_softmax.default(scores if added is None else scores + added, -1)
+    drawn = _drawn(tuple(weights.shape), dropout, seed)
+    of_weights = g @ v.transpose(-1, -2)
+    kept = weights
+    if drawn is not None:
+        of_weights, kept = of_weights * drawn, weights * drawn
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    found = [
+        of_scores @ k * given,
+        _by_kv_head(of_scores.transpose(-1, -2) @ q * given, groups),
+        _by_kv_head(kept.transpose(-1, -2) @ g, groups),
+    ]
+    tensors = [query, key, value]
+    if bias is not None:
+        found.append(of_scores)
+        tensors.append(bias)
+    return tuple(torch.empty_like(t).copy_(f) for f, t in zip(found, tensors))
+
+
+def _by_kv_head(gradient: Tensor, groups: int) -> Tensor:
+    return gradient.unflatten(1, (-1, groups)).sum(2)
 
 
 def _masking(keep: Tensor) -> Tensor:
@@ -264,7 +282,7 @@ def _flash_forward_backward(
     _flash_asks(*turned, dropout_p)
     mask = _flash_window_mask(turned[0], turned[1], is_causal, window_size_left, window_size_right)
     found = _backward(grad, *turned, scale, mask, dropout_p, rng_state)
-    return tuple(x.transpose(1, 2).contiguous() for x in found)
+    return tuple(torch.empty_like(t).copy_(f.transpose(1, 2)) for f, t in zip(found, (query, key, value)))
 
 
 # ---------------------------------------------------------------- cuDNN
@@ -353,7 +371,7 @@ def _efficient_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         _ask(bias.shape == (*query.shape[:3], key.size(2)), f"a bias of {tuple(bias.shape)}")
         _ask(bias.stride(-1) == 1 or bias.size(-1) == 1, "the bias is not dense")
         strides = [s for s, n in zip(bias.stride()[:-1], bias.shape) if n > 1]
-        _ask(all(s % multiple == 0 for s in strides), f"strides {bias.stride()} of the bias are not aligned")
+        _ask(not _aligned or all(s % multiple == 0 for s in strides), f"strides {bias.stride()} are not aligned")
 
 
 def _efficient(
@@ -408,8 +426,11 @@ def _efficient_backward(
     _ask(logsumexp.numel() > 0, "the forward did not keep the sums of exponentials")
     bias = attn_bias if attn_bias is not None and attn_bias.numel() else None
     found = _backward(grad_out_, query, key, value, scale, mask, dropout_p, philox_seed, bias)
-    found = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]) + found[3:]
-    return (*found, None) if bias is None else found
+    laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
+    if bias is None or not grad_input_mask[3]:
+        return (*laid, None)
+    wide = torch.zeros(*bias.shape[:-1], -(-bias.size(-1) // 16) * 16, dtype=bias.dtype)[..., : bias.size(-1)]
+    return (*laid, wide.copy_(found[3]))
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -423,6 +444,18 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }
 _library: torch.library.Library | None = None
+_aligned = True
+
+
+@contextmanager
+def lowered_by_inductor() -> Iterator[None]:
+    """Inside, biases need no aligned strides: Inductor sees to that itself, for tensors on CUDA alone."""
+    global _aligned
+    _aligned = False
+    try:
+        yield
+    finally:
+        _aligned = True
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from attn_pass.compat import active_flash
 from attn_pass.hardware.device import Device
 
 
@@ -38,6 +39,7 @@ _HOPPER = {"cudnn": 0.85, "flash": 0.47, "efficient": 0.30}
 _AMPERE = {"cudnn": 0.59, "flash": 0.72, "efficient": 0.45}
 _ADA = {"cudnn": 0.65, "flash": 0.70, "efficient": 0.50}
 _BLACKWELL = {"cudnn": 0.70, "flash": 0.22, "efficient": 0.17}
+_NEWER_FLASH = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
 _CUDNN = 91900  # torch 2.11's and newer's wheels
 _SHEETS: tuple[Sheet, ...] = (
     Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER),
@@ -76,7 +78,14 @@ def cuda_here() -> Device:
     sheet = known or _like(capability, properties.multi_processor_count)
     cudnn = torch.backends.cudnn.version() or 0
     kernels = tuple(k for k in _KERNELS["cuda"] if _usable(k))
-    return replace(_device(sheet), name=properties.name, capability=capability, cudnn=cudnn, kernels=kernels)
+    device = replace(_device(sheet), name=properties.name, capability=capability, cudnn=cudnn, kernels=kernels)
+    return with_flash(device, active_flash())
+
+
+def with_flash(device: Device, version: str) -> Device:
+    """The device with another FlashAttention behind torch's operators: "FA2", "FA3" or "FA4"."""
+    share = _NEWER_FLASH.get(version, device.shares.get("flash", 0.0))
+    return replace(device, flash=version, shares={**device.shares, "flash": share})
 
 
 def _usable(kernel: str) -> bool:

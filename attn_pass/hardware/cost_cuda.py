@@ -32,8 +32,9 @@ SHAPES = {
 _EXP_OVERLAP = 0.5  # of the exponentials' time is not hidden behind products (FA2 and cuDNN on H100, D 64 and 128)
 _CORE_BANDWIDTH = 1.4  # of its share of the device's bandwidth is what one multiprocessor alone can draw
 _REACHED = 0.85  # of the rate of a copy
-_SPLIT_SHARE = 0.75  # the same, for a kernel that splits the keys and joins the parts
-_FLASH_SPLIT_SHARE = 0.70  # flash splits them into blocks of 128 rows, most of which are padding
+_MASKED = 1.5  # the time of products and exponentials with a mask to add among them: a guess
+_SPLIT_SHARE = 0.80  # the same, for a kernel that splits the keys and joins the parts
+_FLASH_SPLIT_SHARE = 0.75  # flash splits them into blocks of 128 rows, most of which are padding
 _LOOKUP_US = 0.5  # cuDNN finds the plan of a shape by its key, on the host
 _JOIN_US = 2.0  # the second kernel of a split waits for the first
 _PLAN_US = 30_000 / 16  # cuDNN builds a plan for each new shape, 23 to 37 ms; a shape is taken to come 16 times
@@ -46,12 +47,11 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
     tasks = problem.batch * problem.heads * blocks
     balance = min(1.0, tasks / device.cores)
     one_row = problem.q_len == 1
-    split = one_row if kernel == "cudnn" else shape.splits_keys
+    split = one_row if kernel == "cudnn" else shape.splits_keys and device.flash != "FA4"
     spread = 1.0 if split and problem.kv_len >= 512 else balance
-    rows = float(blocks * shape.rows)
-    if one_row and shape.packs_one_row:
-        rows *= problem.kv_batch * problem.kv_heads / max(1, problem.batch * problem.heads)
-    scores = problem.batch * problem.heads * rows * problem.kv_len * (0.55 if problem.causal else 1.0)
+    heads = problem.kv_heads if one_row and shape.packs_one_row else problem.heads
+    rows = blocks * shape.rows
+    scores = problem.batch * heads * rows * problem.kv_len * (0.55 if problem.causal else 1.0)
     dims = sum(_compiled(shape, d) for d in (problem.head_dim, problem.value_dim))
     rate = device.fused(problem.dtype) if problem.dtype.itemsize == 4 else _rate(device, kernel, problem)
     products = 2.0 * scores * dims / rate / 1e3
@@ -59,23 +59,32 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
     arithmetic = (products + _EXP_OVERLAP * exponentials) / spread
     reached = _FLASH_SPLIT_SHARE if balance < spread and not one_row else _REACHED
     memory = traffic(device, problem.operand_bytes) / reached
-    if not (one_row and shape.packs_one_row):
-        memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
+    read = problem.expanded_kv_bytes * heads / problem.heads  # keys and values by each head, or group, that wants them
+    memory = max(memory, read / device.cache_gbytes / 1e3)
     memory /= min(1.0, spread * _CORE_BANDWIDTH)
     mask = 0.0
     if problem.mask_elements:
         made = traffic(device, 2 * problem.mask_elements * problem.mask_bytes)
         mask = made + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
+        arithmetic *= _MASKED
     copies = traffic(device, 2 * problem.copied_bytes)
     plan = _PLAN_US if growing and kernel == "cudnn" else 0.0
     start = device.fused_op_us + (_LOOKUP_US if kernel == "cudnn" else 0.0)
+    if kernel == "flash" and balance < spread:
+        start += device.op_us + _JOIN_US
     return start + max(arithmetic, memory) + mask + copies + plan
 
 
 def split_keys(device: Device, problem: Problem) -> float:
-    """A split-KV kernel and its reduction: keys and values once, whatever the group, at what copies reach or less."""
-    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
-    return memory / _SPLIT_SHARE + 2 * device.op_us + _JOIN_US
+    """A split-KV kernel and its reduction: keys and values once for a KV head, its rows in blocks of 16 or more."""
+    packed = problem.heads // problem.kv_heads * problem.q_len if problem.kv_heads else problem.q_len
+    scores = problem.batch * problem.kv_heads * -(-packed // 16) * 16 * problem.kv_len
+    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "flash", problem) / 1e3
+    arithmetic = products + _EXP_OVERLAP * scores / device.exp_gops / 1e3
+    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes) / _SPLIT_SHARE
+    read = problem.expanded_kv_bytes * problem.kv_heads / problem.heads  # the batch may share keys and values
+    memory = max(memory, read / device.cache_gbytes / 1e3)
+    return max(arithmetic, memory) + 2 * device.op_us + _JOIN_US
 
 
 def unfused(device: Device, problem: Problem) -> float:
@@ -86,12 +95,14 @@ def unfused(device: Device, problem: Problem) -> float:
     size = problem.dtype.itemsize
     rows = -(-problem.q_len // 64) * 64
     rate = device.matmul(problem.dtype) * _PRODUCT_SHARE
-    scores = traffic(device, size * problem.scores)
+    scores = traffic(device, 2 * size * problem.scores) / 2  # scores and weights lie in the cache together, or not
     products = 0.0
-    for dim in (problem.head_dim, problem.value_dim):
+    for dim, columns in ((problem.head_dim, problem.kv_len), (problem.value_dim, problem.value_dim)):
         flops = 2.0 * problem.batch * problem.heads * rows * problem.kv_len * dim
         moved = size * problem.batch * problem.heads * dim * (problem.q_len + problem.kv_len)
-        products += max(flops / rate / 1e3, (traffic(device, moved) + scores) / _REACHED)
+        tasks = problem.batch * problem.heads * (rows // 64) * -(-columns // 128)
+        spread = min(1.0, 2 * _CORE_BANDWIDTH * max(1, tasks) / device.cores)  # the inner dimension may be cut in two
+        products += max(flops / rate / 1e3, (traffic(device, moved) + scores) / _PRODUCT_REACHED) / spread
     softmax = 2 * scores + problem.scores / device.exp_gops / 1e3
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     shared = problem.batch * problem.heads > problem.kv_batch * problem.kv_heads
@@ -99,6 +110,7 @@ def unfused(device: Device, problem: Problem) -> float:
     return products + softmax + mask + copies + 2 * device.op_us + 2 * device.kernel_us
 
 
+_PRODUCT_REACHED = 0.7  # of the rate of a copy
 _PRODUCT_SHARE = 0.85  # of the rate of a large product, for one whose inner or outer dimension is a head
 
 

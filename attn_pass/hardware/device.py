@@ -32,6 +32,7 @@ class Device:
     shares: Mapping[str, float] = field(default_factory=dict)  # of the matrix rate, what each of them reaches
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
+    flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 
     def matmul(self, dtype: torch.dtype) -> float:

@@ -127,6 +127,7 @@ _DROPOUT = Rule(
 )
 
 
+_FLASH_MAJORS = {"FA3": (9,), "FA4": (9, 10)}  # torch/nn/attention/_fa3.py and _fa4.py
 # The C++ name is check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
 _SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 
@@ -174,6 +175,16 @@ _FLASH: tuple[Rule, ...] = (
     _DROPOUT,
     _PADDABLE,
     _SIZES,
+    Rule(
+        "version",
+        lambda c: f"{c.device.flash} has no kernel for this GPU",
+        lambda c: c.device.capability[0] in _FLASH_MAJORS.get(c.device.flash, range(99)),
+    ),
+    Rule(
+        "dropout of newer versions",
+        lambda c: f"{c.device.flash} draws no dropout",
+        lambda c: c.device.flash == "FA2" or not c.attention.dropout,
+    ),
     Rule("head dim", "the head dim is over 256, or not known", lambda c: (width(c) or 1 << 30) <= 256),
     Rule("mask", "the flash kernel takes no mask", lambda c: c.mask in ("none", "causal", "band")),
     Rule(

@@ -72,7 +72,8 @@ class Sdpa:
             if by_distance is None
             else setting.hint(by_distance.axis.size),
         )
-        kernel = picked_by_torch(_call(attention, setting), setting.allowed_backends)
+        call = _call(attention, setting, mask_needs_grad=wants_mask_gradient(attention))
+        kernel = picked_by_torch(call, setting.allowed_backends)
         assert kernel is not None
         predicted = cost_of(kernel, attention, problem, setting)
         return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumed(attention, setting))
@@ -97,10 +98,8 @@ class Sdpa:
         call = _call(a, setting, mask_needs_grad=mask_needs_grad)
         picked = picked_by_torch(call, allowed)
         if picked is None:
-            reasons = [refusal(kernel, call, by_torch=True) for kernel in kernels]
-            return next(
-                (r for r in reversed(reasons) if r), "torch's call would have to pad its head dims, and does not"
-            )
+            reason = refusal(kernels[-1], call, by_torch=True)
+            return reason or f"torch's call pads no head dims for the {kernels[-1]} kernel"
         if (reason := refusal(picked, call)) is not None:
             return reason
         if setting.autocast is not None and setting.autocast != a.compute_dtype:

@@ -101,7 +101,7 @@ def test_what_it_refuses(why: str, shape: tuple[int, ...], settings: dict[str, A
 
 
 def test_prefill_is_not_split() -> None:
-    assert _taken("H200", 1, 32, 2048, 2048, 128).target == "sdpa"
+    assert _taken("H200", 1, 32, 2048, 2048, 128).target == "cudnn"
 
 
 def test_no_other_device_takes_it() -> None:

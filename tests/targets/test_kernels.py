@@ -1,4 +1,4 @@
-"""The rules of torch's fused kernels, both sides of each limit, decided for a device that need not be here."""
+"""What a site is told by the rules of torch's fused kernels, for a device that need not be here."""
 
 from __future__ import annotations
 
@@ -40,13 +40,18 @@ ROWS: dict[str, tuple[bool, dict[str, Any], str]] = {
     "half": (True, {"dtype": HALF}, ""),
     "float32, dim of 16": (True, {"dtype": SINGLE}, ""),
     "float32, dim of 12": (True, {"dtype": SINGLE, "dim": 12, "width": 12}, ""),
-    "float32, dim of 10": (False, {"dtype": SINGLE, "dim": 10, "width": 10}, "multiple of 8"),
+    "float32, dim of 10": (True, {"dtype": SINGLE, "dim": 10, "width": 10}, ""),
+    "float32, dim of 10, by torch": (
+        False,
+        {"dtype": SINGLE, "dim": 10, "width": 10, "targets": ("sdpa",)},
+        "pads no head dims",
+    ),
     "half, dim of 10": (True, {"dtype": HALF, "dim": 10, "width": 10}, ""),
     "half, dim of 256": (True, {"dtype": HALF, "dim": 256, "width": 256}, ""),
     "half, dim of 264": (True, {"dtype": HALF, "dim": 264, "width": 264}, ""),
-    "half, dim of 260": (False, {"dtype": HALF, "dim": 260, "width": 260}, "multiple of 8"),
+    "half, dim of 260": (True, {"dtype": HALF, "dim": 260, "width": 260}, ""),
     "half, biased": (True, {"dtype": HALF, "bias": BIAS}, ""),
-    "half, biased, dim of 10": (False, {"dtype": HALF, "bias": BIAS, "dim": 10, "width": 10}, "multiple of 8"),
+    "half, biased, dim of 10": (True, {"dtype": HALF, "bias": BIAS, "dim": 10, "width": 10}, ""),
     "half, narrow values": (True, {"dtype": HALF, "width": 8}, ""),
     "float64": (False, {"dtype": torch.float64}, "float64 has no fused kernel"),
     "half, dropout": (True, {"dtype": HALF, "dropout": 0.1}, ""),
@@ -72,7 +77,7 @@ def test_a_device_nobody_asked_for_by_name_has_no_rules() -> None:
     from attn_pass.hardware.device import device_for
 
     assert device_for(torch.device("cuda")).kernels == ()
-    assert device_for(torch.device("cpu"), "cuda").kernels == ("flash", "efficient", "decode")
+    assert device_for(torch.device("cpu"), "cuda").kernels == ("cudnn", "flash", "efficient", "decode")
 
 
 def test_eager_s_random_numbers_are_kept_where_they_are_asked_for() -> None:
