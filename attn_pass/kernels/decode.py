@@ -8,16 +8,46 @@ and the number of multiprocessors at run time. Inference only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from attn_pass.kernels.decode_triton import attend, join
 
-BLOCK_KEYS = 64
 _MOST_ROWS = 64  # packed query rows a program takes
+_TILES = ((64, 3), (64, 2), (32, 2))  # keys and pipeline stages, the best first
+_LEAST_SHARED = 99 << 10  # bytes: what a block may have on Ada and on consumer GPUs, the least of all that are served
 _LEAST_KEYS = 256  # of a split: less work than this is not worth joining
 _PROGRAMS_PER_CORE = 2
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program works on: packed query rows, keys at a time, pipeline stages; and its warps."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def tiles_for(rows: int, dim: int, value_dim: int, shared_bytes: int = _LEAST_SHARED, major: int = 8) -> Tiles:
+    """The largest tiles that fit the shared memory of a block, counted with every stage's keys and values in it.
+
+    Eight warps where four would spill registers: 64 rows of 256, before compute capability 9 of 128 (seen in what
+    ptxas makes of it).
+    """
+    most_values = 64 * 128 if major >= 9 else 64 * 64
+    wide, wide_values = power(dim), power(value_dim)
+    most = min(_MOST_ROWS, power(rows))
+    for block in (most, most // 2):
+        for keys, stages in _TILES:
+            needed = 2 * (block * (wide + keys) + stages * keys * (wide + wide_values))
+            if needed <= shared_bytes:
+                return Tiles(block, keys, stages, 8 if block * wide_values > most_values else 4)
+    return Tiles(16, 32, 1, 4)
 
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
@@ -56,15 +86,17 @@ def decode(
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len, value_dim = key.size(1), key.size(2), value.size(3)
     rows = heads // kv_heads * q_len
-    block_rows = row_block(rows)
-    row_blocks = (rows + block_rows - 1) // block_rows
-    cores = torch.cuda.get_device_properties(query.device).multi_processor_count
-    splits = splits_for(batch * kv_heads * row_blocks, kv_len, cores)
+    device = torch.cuda.get_device_properties(query.device)
+    shared = getattr(device, "shared_memory_per_block_optin", _LEAST_SHARED)
+    tiles = tiles_for(rows, query.size(3), value_dim, shared, device.major)
+    row_blocks = (rows + tiles.rows - 1) // tiles.rows
+    splits = splits_for(batch * kv_heads * row_blocks, kv_len, device.multi_processor_count)
     partial = query.new_empty((splits, batch, heads, q_len, value_dim), dtype=torch.float32)
     tops = query.new_empty((splits, batch, heads, q_len), dtype=torch.float32)
     totals = torch.empty_like(tops)
-    arguments = launch(query, key, value, mask, scale, causal, window, partial, tops, totals)
-    wrap_triton(attend)[(batch * kv_heads, row_blocks, splits)](**arguments, num_warps=4, num_stages=3)
+    arguments = launch(query, key, value, mask, scale, causal, window, partial, tops, totals, tiles)
+    grid = (batch * kv_heads, row_blocks, splits)
+    wrap_triton(attend)[grid](**arguments, num_warps=tiles.warps, num_stages=tiles.stages)
     result = query.new_empty((batch, heads, q_len, value_dim))
     count, block = batch * heads * q_len, power(value_dim)
     wrap_triton(join)[(count,)](
@@ -84,6 +116,7 @@ def launch(
     partial: Tensor,
     tops: Tensor,
     totals: Tensor,
+    tiles: Tiles,
 ) -> dict[str, object]:
     """The arguments of `attend` by name."""
     batch, heads, q_len, dim = query.shape
@@ -114,8 +147,8 @@ def launch(
         "VALUE_DIM": value_dim,
         "BLOCK_DIM": power(dim),
         "BLOCK_VALUE": power(value_dim),
-        "BLOCK_ROWS": row_block(heads // kv_heads * q_len),
-        "BLOCK_KEYS": BLOCK_KEYS,
+        "BLOCK_ROWS": tiles.rows,
+        "BLOCK_KEYS": tiles.keys,
         "MASK": 0 if mask is None else 2 if mask.dtype == torch.bool else 1,
         "CAUSAL": causal,
         "WINDOWED": causal and window >= 0,
@@ -125,11 +158,6 @@ def launch(
 def power(size: int) -> int:
     """The power of two a block needs, which tensor cores want to be 16 or more."""
     return max(16, 1 << (int(size) - 1).bit_length())
-
-
-def row_block(rows: int) -> int:
-    """Packed query rows a program takes."""
-    return min(_MOST_ROWS, power(rows))
 
 
 def reference(

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from attn_pass.kernels.decode import launch, power, reference, row_block, splits_for
+from attn_pass.kernels.decode import launch, power, reference, splits_for, tiles_for
 from attn_pass.kernels.decode_triton import attend, join
 
 _dot = InterpreterBuilder.create_dot
@@ -68,6 +68,7 @@ class Case:
     causal: bool = False
     window: int = -1
     cores: int = 8
+    shared_bytes: int = 227 << 10
     layout: Layout = field(default=_dense)
     scale: float = 0.125
 
@@ -78,6 +79,8 @@ CASES = (
     Case("many splits", kv_len=1500, cores=64),
     Case("splits past the last key", kv_len=257, cores=64),
     Case("one key", kv_len=1),
+    Case("little shared memory", heads=32, kv_heads=2, q_len=4, dim=256, shared_bytes=99 << 10),
+    Case("less shared memory", heads=32, kv_heads=2, q_len=4, dim=256, shared_bytes=48 << 10),
     Case("a prime number of keys", kv_len=97),
     Case("bfloat16", dtype=torch.bfloat16),
     Case("no groups", heads=3, kv_heads=3),
@@ -133,11 +136,12 @@ def run(case: Case) -> dict[str, float]:
     q, k, v = (case.layout(x) for x in (q, k, v))
     mask = mask_of(case)
     rows = case.heads // case.kv_heads * case.q_len
-    row_blocks = -(-rows // row_block(rows))
+    tiles = tiles_for(rows, case.dim, v.size(3), case.shared_bytes)
+    row_blocks = -(-rows // tiles.rows)
     splits = splits_for(case.batch * case.kv_heads * row_blocks, case.kv_len, case.cores)
     partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
     tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
-    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, partial, tops, totals)
+    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, partial, tops, totals, tiles)
     attend[(case.batch * case.kv_heads, row_blocks, splits)](**arguments)
     result = torch.full((case.batch, case.heads, case.q_len, v.size(3)), float("nan"), dtype=case.dtype)
     count = case.batch * case.heads * case.q_len
