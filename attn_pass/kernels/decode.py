@@ -33,6 +33,16 @@ class Tiles:
     warps: int
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What each split leaves for the join: (splits, B, H, L, Dv) results, and (splits, B, H, L) for the other two."""
+
+    splits: int
+    results: Tensor
+    tops: Tensor  # the highest score of a row
+    totals: Tensor  # the sum of exponentials over it
+
+
 def tiles_for(rows: int, dim: int, value_dim: int, shared_bytes: int = _LEAST_SHARED, major: int = 8) -> Tiles:
     """The largest tiles that fit the shared memory of a block, counted with every stage's keys and values in it.
 
@@ -91,14 +101,17 @@ def decode(
     tiles = tiles_for(rows, query.size(3), value_dim, shared, device.major)
     row_blocks = (rows + tiles.rows - 1) // tiles.rows
     splits = splits_for(batch * kv_heads * row_blocks, kv_len, device.multi_processor_count)
-    partial = query.new_empty((splits, batch, heads, q_len, value_dim), dtype=torch.float32)
-    tops = query.new_empty((splits, batch, heads, q_len), dtype=torch.float32)
+    count = batch * heads * q_len
+    # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
+    partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)
+    tops = query.new_empty(splits * count, dtype=torch.float32)
     totals = torch.empty_like(tops)
-    arguments = launch(query, key, value, mask, scale, causal, window, partial, tops, totals, tiles)
+    parts = Parts(splits, partial, tops, totals)
+    arguments = launch(query, key, value, mask, scale, causal, window, parts, tiles)
     grid = (batch * kv_heads, row_blocks, splits)
     wrap_triton(attend)[grid](**arguments, num_warps=tiles.warps, num_stages=tiles.stages)
     result = query.new_empty((batch, heads, q_len, value_dim))
-    count, block = batch * heads * q_len, power(value_dim)
+    block = power(value_dim)
     wrap_triton(join)[(count,)](
         partial, tops, totals, result, splits, count, DIM=value_dim, BLOCK_DIM=block, num_warps=2
     )
@@ -113,9 +126,7 @@ def launch(
     scale: float,
     causal: bool,
     window: int,
-    partial: Tensor,
-    tops: Tensor,
-    totals: Tensor,
+    parts: Parts,
     tiles: Tiles,
 ) -> dict[str, object]:
     """The arguments of `attend` by name."""
@@ -128,13 +139,13 @@ def launch(
         "key": key,
         "value": value,
         "mask": query if seen is None else seen,
-        "partial": partial,
-        "tops": tops,
-        "totals": totals,
+        "partial": parts.results,
+        "tops": parts.tops,
+        "totals": parts.totals,
         "scale": scale,
         "q_len": q_len,
         "kv_len": kv_len,
-        "splits": partial.size(0),
+        "splits": parts.splits,
         "batches": batch,
         "window": window,
         **{f"q{n}": s for n, s in enumerate(query.stride()[:3])},

@@ -63,12 +63,14 @@ def attend(
     dims = tl.arange(0, BLOCK_DIM)
     value_dims = tl.arange(0, BLOCK_VALUE)
     batch64 = batch.to(tl.int64)
+    kv_head64 = kv_head.to(tl.int64)
+    head64 = head.to(tl.int64)
 
-    q_at = query + batch64 * q0 + head[:, None] * q1 + at[:, None] * q2 + dims[None, :]
+    q_at = query + batch64 * q0 + head64[:, None] * q1 + at[:, None] * q2 + dims[None, :]
     q = tl.load(q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
-    k_base = key + batch64 * k0 + kv_head * k1
-    v_base = value + batch64 * v0 + kv_head * v1
-    m_base = mask + batch64 * m0 + head[:, None] * m1 + at[:, None] * m2
+    k_base = key + batch64 * k0 + kv_head64 * k1
+    v_base = value + batch64 * v0 + kv_head64 * v1
+    m_base = mask + batch64 * m0 + head64[:, None] * m1 + at[:, None] * m2
 
     blocks = tl.cdiv(kv_len, BLOCK_KEYS)
     each = tl.cdiv(blocks, splits)

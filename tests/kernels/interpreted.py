@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 
-from attn_pass.kernels.decode import launch, power, reference, splits_for, tiles_for
+from attn_pass.kernels.decode import Parts, launch, power, reference, splits_for, tiles_for
 from attn_pass.kernels.decode_triton import attend, join
 
 _dot = InterpreterBuilder.create_dot
@@ -141,7 +141,7 @@ def run(case: Case) -> dict[str, float]:
     splits = splits_for(case.batch * case.kv_heads * row_blocks, case.kv_len, case.cores)
     partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
     tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
-    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, partial, tops, totals, tiles)
+    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, Parts(splits, partial, tops, totals), tiles)
     attend[(case.batch * case.kv_heads, row_blocks, splits)](**arguments)
     result = torch.full((case.batch, case.heads, case.q_len, v.size(3)), float("nan"), dtype=case.dtype)
     count = case.batch * case.heads * case.q_len

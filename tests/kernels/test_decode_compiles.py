@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from attn_pass.kernels.decode import Tiles, launch, tiles_for  # noqa: E402
+from attn_pass.kernels.decode import Parts, Tiles, launch, tiles_for  # noqa: E402
 from attn_pass.kernels.decode_triton import attend  # noqa: E402
 
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -36,7 +36,7 @@ def compiled(capability: int, dim: int, rows: int, mask: torch.dtype | None = No
         part = torch.empty(partial.shape[:-1])
         seen = None if mask is None else torch.empty(1, 1, q.size(2), 1024, dtype=mask)
     tiles = tiles_for(rows, dim, dim, SHARED[capability], capability // 10)
-    values = launch(q, k, v, seen, 0.125, True, -1, partial, part, part, tiles)
+    values = launch(q, k, v, seen, 0.125, True, -1, Parts(4, partial, part, part), tiles)
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[object]]] = {}

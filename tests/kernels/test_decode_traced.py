@@ -1,0 +1,77 @@
+"""What AOTAutograd makes of `attn_pass::decode` for tensors on a GPU that is not here: two launches, and no guard."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._functorch.aot_autograd import aot_export_module
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from attn_pass.kernels.decode import decode  # noqa: E402
+
+HOPPER = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9)
+
+
+class Driver:
+    """As much of a driver as the analysis of a kernel asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: HOPPER)
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+
+
+class Step(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor]:
+        return (decode(q, k, v, None, 0.1, True, -1),)
+
+
+def traced(env: ShapeEnv, dim: int) -> torch.fx.GraphModule:
+    with FakeTensorMode(shape_env=env):
+        length = env.create_symintnode(env.create_symbol(1000, ConstantSource("length")), hint=1000)
+        q = torch.empty(1, 8, 4, dim, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.empty(1, 2, length, dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        return aot_export_module(Step(), (q, k, v), trace_joint=False)[0]
+
+
+def launches(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return [n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_number_of_keys_is_free() -> None:
+    env = ShapeEnv()
+    first, second = launches(traced(env, 64).graph)
+    assert env.guards == []
+    splits = first.kwargs["kwargs"]["splits"]  # type: ignore[index, call-overload]
+    assert isinstance(splits, torch.fx.Node) and second.kwargs["kwargs"]["splits"] is splits  # type: ignore[index, call-overload]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_nothing_but_its_own_results_is_written() -> None:
+    """What Triton's analysis cannot tell to be only read would be copied before every call."""
+    first, second = launches(traced(ShapeEnv(), 64).graph)
+    assert first.kwargs["tensors_to_clone"] == ["partial", "tops", "totals"]
+    assert second.kwargs["tensors_to_clone"] == ["result"]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("dim", "stages"), [(64, 3), (256, 3)])
+def test_warps_and_stages_are_those_of_the_tiles(dim: int, stages: int) -> None:
+    first, _ = launches(traced(ShapeEnv(), dim).graph)
+    kernel: Any = kernel_side_table.get_kernel(first.kwargs["kernel_idx"])
+    (config,) = kernel.configs
+    assert (config.num_warps, config.num_stages) == (4, stages)
