@@ -1,17 +1,22 @@
-"""Writes what `docs/rewrites.md` says of poor cases and targets from their docstrings: `python docs/build.py`."""
+"""Writes the parts of the documentation that come from the code: `python docs/build.py`.
+
+Of `rewrites.md` what is said of poor cases and targets, from their docstrings; of `cuda.md` the tables.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import decisions
+
 from attn_pass import poor_cases, targets
 
-PAGE = Path(__file__).parent / "rewrites.md"
+HERE = Path(__file__).parent
 _LABEL = re.compile(r"^(Poor|Costs|Becomes|Exact because|Offers)\b:?", re.MULTILINE)
 
 
@@ -23,23 +28,40 @@ def section(name: str, module: ModuleType) -> str:
     return f"### `{name}`\n\n{text}\n"
 
 
-def sections() -> Iterator[tuple[str, str]]:
-    """What stands between the marks for each room."""
+def docstrings(room: str) -> str:
+    """The docstrings of a room's files."""
     cases = [(name, inspect.getmodule(case)) for name, case in poor_cases.CASES.items()]
     forms = [(target.name, inspect.getmodule(type(target))) for target in targets.built_in()]
-    for room, entries in (("poor_cases", cases), ("targets", forms)):
-        yield room, "\n".join(section(name, module) for name, module in entries if module is not None)
+    entries = {"poor_cases": cases, "targets": forms}[room]
+    return "\n".join(section(name, module) for name, module in entries if module is not None)
 
 
-def built(page: str) -> str:
-    """The page with every marked part written anew."""
-    for room, text in sections():
-        start = f"<!-- from attn_pass/{room}: make docs -->\n"
+def table(rows: Callable[[], Iterator[str]]) -> str:
+    """The rows of a table, each a line."""
+    return "".join(f"{row}\n" for row in rows())
+
+
+# What stands between a mark and its end, page by page.
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "rewrites.md": {
+        "from attn_pass/poor_cases": lambda: docstrings("poor_cases"),
+        "from attn_pass/targets": lambda: docstrings("targets"),
+    },
+    "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
+}
+
+
+def built(name: str) -> str:
+    """A page with every marked part written anew."""
+    page = (HERE / name).read_text()
+    for mark, text in PARTS[name].items():
+        start = f"<!-- {mark}: make docs -->\n"
         head, found, rest = page.partition(start)
-        assert found, f"{PAGE.name} has no mark for {room}"
-        page = f"{head}{start}{text}{rest[rest.index('<!-- end -->') :]}"
+        assert found, f"{name} has no mark for {mark}"
+        page = f"{head}{start}{text()}{rest[rest.index('<!-- end -->') :]}"
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(built(PAGE.read_text()))
+    for name in PARTS:
+        (HERE / name).write_text(built(name))

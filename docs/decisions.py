@@ -1,0 +1,124 @@
+"""The tables of `docs/cuda.md`: which kernel each device gets for common attentions, and what each kernel asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import attn_pass
+from attn_pass.report import SiteReport
+from attn_pass.targets.kernels import KERNELS
+
+DEVICES = ("H200", "A100", "L4", "B200")
+NEG_INF = float("-inf")
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.size(1) // k.size(1)
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return (q @ k.mT * q.size(-1) ** -0.5).softmax(-1) @ v
+
+
+def masked(left: int | None, right: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Keys from ``i + S - L - left`` to ``i + S - L + right``."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.size(-2), device=q.device)[:, None] + k.size(-2) - q.size(-2)
+        j = torch.arange(k.size(-2), device=q.device)
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device)
+        keep = keep if left is None else keep & (j >= i - left)
+        keep = keep if right is None else keep & (j <= i + right)
+        return (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+    return program
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.empty(1, q.size(1), q.size(2), k.size(2), dtype=q.dtype, device=q.device).normal_()
+    return (q @ k.mT + bias).softmax(-1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.empty(q.size(0), 1, 1, k.size(2), device=q.device).normal_() > 0
+    return (q @ k.mT).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.size(2), device=q.device)[:, None], torch.arange(k.size(2), device=q.device)
+    scores = 50.0 * torch.tanh(q @ k.mT * q.size(-1) ** -0.5 / 50.0)
+    return scores.masked_fill(j > i, NEG_INF).softmax(-1) @ v
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: sizes are B, H, Hkv, L, S, D."""
+
+    name: str
+    program: Callable[[Tensor, Tensor, Tensor], Tensor]
+    sizes: tuple[int, int, int, int, int, int]
+    dtype: torch.dtype = torch.bfloat16
+    training: bool = False
+    growing: bool = False
+
+
+CASES = (
+    Case("prefill", plain, (4, 32, 32, 2048, 2048, 128)),
+    Case("prefill, causal", masked(None, 0), (4, 32, 32, 2048, 2048, 128)),
+    Case("training, causal", masked(None, 0), (4, 32, 32, 2048, 2048, 64), training=True),
+    Case("float32", plain, (4, 32, 32, 2048, 2048, 64), dtype=torch.float32),
+    Case("head dim 256", plain, (2, 16, 16, 2048, 2048, 256)),
+    Case("ViT", plain, (64, 12, 12, 197, 197, 64)),
+    Case("diffusion, cross", plain, (2, 8, 8, 4096, 77, 40)),
+    Case("sliding window of 4096", masked(4096, 0), (1, 32, 32, 32768, 32768, 128)),
+    Case("chunked prefill", masked(None, 0), (1, 32, 32, 512, 8192, 128)),
+    Case("bias over heads", biased, (8, 12, 12, 512, 512, 64)),
+    Case("padding, finite fill", padded, (8, 12, 12, 512, 512, 64)),
+    Case("soft cap, causal", capped, (4, 32, 32, 4096, 4096, 128)),
+    Case("decode, 1 row", plain, (8, 32, 8, 1, 32768, 128)),
+    Case("decode, 1 row, growing", plain, (8, 32, 8, 1, 32768, 128), growing=True),
+    Case("decode, 8 rows", plain, (1, 32, 8, 8, 131072, 128)),
+    Case("shared keys (seed S4)", plain, (1000, 4, 4, 1, 2048, 32), dtype=torch.float16),
+)
+
+
+def decided(case: Case, device: str) -> SiteReport:
+    """What the site of a case becomes on a device, told from tensors without memory."""
+    batch, heads, kv_heads, q_len, kv_len, dim = case.sizes
+    shared = 1 if case.name.startswith("shared") else batch
+    with torch.device("meta"):
+        q = torch.empty(batch, heads, q_len, dim, dtype=case.dtype, requires_grad=case.training)
+        k, v = (
+            torch.empty(shared, kv_heads, kv_len, dim, dtype=case.dtype, requires_grad=case.training) for _ in range(2)
+        )
+    for tensor in (k, v):
+        if case.growing:
+            torch._dynamo.mark_dynamic(tensor, 2)
+    with torch.set_grad_enabled(case.training):
+        (site,) = attn_pass.explain(case.program, q, k, v, attn_pass_options={"device": device}).sites
+    return site
+
+
+def decisions() -> Iterator[str]:
+    """Rows of the table of decisions."""
+    yield f"| attention | B, H, Hkv, L, S, D | dtype | {' | '.join(DEVICES)} |"
+    yield "|---|---|---|" + "---|" * len(DEVICES)
+    for case in CASES:
+        cells = []
+        for device in DEVICES:
+            site = decided(case, device)
+            cells.append(site.target or "left")
+        sizes = ", ".join(map(str, case.sizes))
+        yield f"| {case.name} | {sizes} | {str(case.dtype)[6:]} | {' | '.join(cells)} |"
+
+
+def rules() -> Iterator[str]:
+    """Rows of the table of rules."""
+    yield "| kernel | asks about |"
+    yield "|---|---|"
+    for kernel, asked in KERNELS.items():
+        names = ", ".join(f"{r.name} (ours)" if r.ours else r.name for r in asked)
+        yield f"| `{kernel}` | {names} |"
