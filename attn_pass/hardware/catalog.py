@@ -66,13 +66,14 @@ def by_name(name: str) -> Device:
     return replace(_device(_BY_NAME[name.lower()]), is_here=False)
 
 
-def cuda_here() -> Device:
-    """The GPU of this process: by its name where the catalogue has it, else scaled by its size from one of its age.
+def cuda_here(at: torch.device | None = None) -> Device:
+    """A GPU of this process, or the current one.
 
-    Without the kernels that this build of torch lacks or that ``torch.backends.cuda`` has switched off. AMD's GPUs,
-    which torch calls cuda as well, have other kernels, and none here.
+    By its name where the catalogue has it, else scaled by its size from one of its age. Without the kernels that this
+    build of torch lacks or that ``torch.backends.cuda`` has switched off. AMD's GPUs, which torch calls cuda as well,
+    have other kernels, and none here.
     """
-    properties = torch.cuda.get_device_properties()
+    properties = torch.cuda.get_device_properties(at)
     capability = (properties.major, properties.minor)
     known = next((s for s in _SHEETS if s.type == "cuda" and s.name in properties.name), None)
     sheet = known or _like(capability, properties.multi_processor_count)

@@ -101,12 +101,13 @@ def device_for(tensors: torch.device, asked: str | None = None) -> Device:
 
     if asked is not None and asked.lower() in catalog.NAMES:
         return catalog.by_name(asked)
-    kind = tensors.type if asked is None else torch.device(asked).type
+    wanted = tensors if asked is None else torch.device(asked)
+    kind = wanted.type
     if kind == "cpu":
         return cpu()
     if kind == "cuda":
         if torch.cuda.is_available():
-            return catalog.cuda_here()
+            return catalog.cuda_here(wanted)
         found = catalog.by_name(catalog.DEFAULT_CUDA)
         return found if asked is not None else replace(found, kernels=())
     return replace(cpu_with(1), type=kind, name=kind, kernels=())

@@ -37,7 +37,7 @@ class Cudnn(Kernel):
             aten._scaled_dot_product_cudnn_attention.default,
             *operands,
             mask,
-            a.needs_grad,
+            a.needs_grad or setting.program == "export",  # whose gradients nobody knows
             a.dropout,
             kind == "causal",
             False,

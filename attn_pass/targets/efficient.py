@@ -38,7 +38,7 @@ class Efficient(Kernel):
             key,
             value,
             mask,
-            a.needs_grad,
+            a.needs_grad or setting.program == "export",  # whose gradients nobody knows
             a.dropout,
             kind == "causal",
             scale=abs(a.scale),

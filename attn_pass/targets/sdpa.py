@@ -87,8 +87,10 @@ class Sdpa:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
         if a.not_affine:
             return a.not_affine
-        if not setting.device.kernels:
+        if setting.device.type not in ("cpu", "cuda"):
             return f"no measured rule for {setting.device.type} devices yet"
+        if not setting.device.kernels:
+            return "no GPU is here, or torch's fused kernels are switched off"
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends

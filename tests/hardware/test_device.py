@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import attn_pass
+from attn_pass.compat import active_flash
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import cpu, device_for
 
@@ -38,6 +41,43 @@ def test_a_gpu_the_catalogue_lacks_is_scaled_from_one_of_its_age() -> None:
     sheet = catalog._like((8, 6), 54)
     assert sheet.cores == 54 and sheet.memory_gbytes == pytest.approx(850)
     assert catalog._like((12, 0), 148).half_gflops == pytest.approx(1600e3)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU as torch describes one; nothing runs on it."""
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_gpu_that_is_here_has_the_kernels_this_torch_has() -> None:
+    device = device_for(torch.device("cuda"))
+    assert device.is_here and (device.capability, device.cudnn) == ((9, 0), 91900)
+    assert device.kernels == ("cudnn", "flash", "efficient", "decode")
+    assert device.shares == catalog.by_name("H200").shares
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_is_switched_off_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert device_for(torch.device("cuda", 1)).kernels == ("efficient", "decode")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert device_for(torch.device("cuda")).kernels == ()
+
+
+def test_newer_flash_attention_is_known_where_it_is_active() -> None:
+    h200 = catalog.by_name("H200")
+    newer = catalog.with_flash(h200, "FA3")
+    assert newer.flash == "FA3" and newer.shares["flash"] > h200.shares["flash"]
+    assert catalog.with_flash(h200, active_flash()) == h200
 
 
 def test_the_option_takes_a_name_or_what_torch_knows() -> None:

@@ -189,13 +189,6 @@ def test_a_kernel_the_program_does_not_allow_is_not_taken() -> None:
     assert kernel(site) != "cudnn" and "sdpa_kernel allows only FLASH_ATTENTION" in site.refusals["cudnn"]
 
 
-def test_newer_flash_attention_wins_where_it_is_active() -> None:
-    from attn_pass.hardware import catalog
-
-    device = catalog.with_flash(catalog.by_name("H200"), "FA3")
-    assert device.flash == "FA3" and device.shares["flash"] > catalog.by_name("H200").shares["flash"]
-
-
 @pytest.mark.parametrize("device", ALL)
 def test_shared_keys_are_folded_into_rows(device: str) -> None:
     """Seed S4 (pytorch #151287): one query row for each of a thousand batch rows over the same keys."""
