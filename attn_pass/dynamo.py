@@ -417,7 +417,8 @@ def patches_for(report: Report) -> dict[str, Any]:
     With max-autotune or without, the C++ template of FlexAttention lets Inductor fuse what follows into it and then
     raises NotImplementedError (torch 2.13.0).
     """
-    return {"epilogue_fusion": False} if any(site.target == "flex" for site in report.rewritten) else {}
+    on_cpu = any(site.target == "flex" and site.device == "cpu" for site in report.rewritten)
+    return {"epilogue_fusion": False} if on_cpu else {}
 
 
 def compile_with_inductor(

@@ -227,7 +227,7 @@ class _Graph:
             record.reason = take.reason + by_rule
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
-            record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n)
+            record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n in CASES)
             record.assumptions = (*offer.assumptions, *described.assumptions)
             return True
         return False

@@ -50,6 +50,14 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """Bias and keep-condition once more, down to indices and to what the program's tensors of them were made of."""
+
+    bias: Expr | None
+    condition: Expr | None
+
+
+@dataclass(frozen=True)
 class AsWritten:
     """What the program would run if nothing were done."""
 
@@ -94,6 +102,7 @@ class Attention:
     bias: Expr | None = None
     keep: Keep | None = None
     distance: ByDistance | None = None  # bias and condition of keep once more, where they depend on ``key - row`` alone
+    computed: Computed | None = None  # and where they can be computed element by element, without a tensor of them
     structure: Structure = EVERYTHING  # what bias and keep-condition together keep
     rows_never_empty: bool = False  # proved: every row keeps at least one key
     dropout: float = 0.0

@@ -116,12 +116,14 @@ def choose(
         return choice
     times, remark = choice.predicted_us, ""
     if measure is not None and prefer != "first":
-        found = measure(_shortlist(offers))
+        more = _alternatives(offers, setting)
+        found = measure(_shortlist(offers, more))
         if isinstance(found, str):
             remark = f"; {found}"
         else:
             times = choice.measured_us = dict(found)
-            candidates = [o for o in candidates if _label(o[0]) in times] or candidates
+            everything = [*candidates, *(o for label in more for o in more[label])]
+            candidates = [o for o in everything if _label(o[0]) in times] or candidates
     how, enough, best = ("measured", _CLEARLY, "fastest") if times is choice.measured_us else _PREDICTED
     ranked = sorted(candidates, key=lambda o: times.get(_label(o[0]), math.inf))
     for offer, target in ranked:
@@ -173,11 +175,30 @@ def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -
     return offers
 
 
-def _shortlist(offers: _Offers) -> list[str]:
-    """The labels of the offers worth measuring, the best by prediction first."""
+def _alternatives(offers: _Offers, setting: Setting) -> dict[str, _Offers]:
+    """Offers like one of these with other block sizes, by the label of that one."""
+    found: dict[str, _Offers] = {}
+    for offer, target in offers:
+        more = getattr(target, "alternatives", None)
+        others = [] if more is None else [(other, target) for other in more(offer, setting)]
+        if others:
+            found[_label(offer)] = others
+    return found
+
+
+def _shortlist(offers: _Offers, alternatives: Mapping[str, _Offers]) -> list[str]:
+    """The labels of the offers worth measuring, the best by prediction first.
+
+    Where the best offer of a target has alternatives they come before what the targets offer besides their best, so
+    that another of these is not measured in the place of a better block size.
+    """
     ordered = sorted((o for o, _ in offers), key=lambda o: o.microseconds)
     limit = ordered[0].microseconds * _HOPELESS
-    return list(dict.fromkeys(_label(o) for o in ordered if o.microseconds <= limit))[:_MOST_MEASURED]
+    close = [o for o in ordered if o.microseconds <= limit]
+    best = list({o.target: o for o in reversed(close)}.values())
+    more = [other for o in best for other, _ in alternatives.get(_label(o), ())]
+    first = sorted(best, key=lambda o: o.microseconds) if more else []
+    return list(dict.fromkeys(_label(o) for o in (*first, *more, *close)))[:_MOST_MEASURED]
 
 
 def _label(offer: Offer) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.attention import Attention, Factor, Keep
+from attn_pass.model.attention import Attention, Computed, Factor, Keep
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import (
     Apply,
@@ -32,6 +32,7 @@ from attn_pass.model.index import (
     substitute,
     unsplit_axis,
 )
+from attn_pass.model.repeatable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
@@ -313,6 +314,29 @@ class _Assembly:
         groups = () if found is None else (batch, heads, (), (found.axis,))
         return found if all(self._is_view(x, groups) for e in kept for x in loads(e)) else None
 
+    def _computed(self, named: NamedMask, bias: Expr | None, condition: Expr | None) -> Computed | None:
+        """The mask computed element by element, where that gives what the program's own tensors hold.
+
+        ``bias`` and ``condition`` are lifted as far as they go. What they load must still be what it was.
+        """
+        reader, result = self.parts.reader, self.parts.result
+        bias = None if named.bias is None else bias
+        condition = None if named.keep is None else condition
+        needed = [e for e in (bias, condition) if e is not None]
+        if not needed or named.structure.is_causal:
+            return None
+        if not all(is_repeatable(e, [s.dtype for s in reader.sources]) for e in needed):
+            return None
+        for load in (x for e in needed for x in loads(e)):
+            source, node = reader.sources[load.source], reader.source_nodes[load.source]
+            if node.graph is not result.graph or reader.order[node] >= reader.order[result]:
+                return None
+            if reader.effects.mutation_between(node, reader.order[node] - 1, reader.order[result]) is not None:
+                return None
+            if source.needs_grad and _needs_grad(result):
+                return None
+        return Computed(bias, condition)
+
     def _finish(
         self,
         batch: tuple[Axis, ...],
@@ -322,11 +346,11 @@ class _Assembly:
         scores: Scores,
     ) -> Described:
         parts, reader = self.parts, self.parts.reader
+        deep_bias = self._deep(scores.bias)
         deep_keep = None if scores.keep is None else self._deep(scores.keep.condition)
-        named = name_mask(
-            scores.bias, scores.keep, self._deep(scores.bias), deep_keep, parts.keys, rows, parts.score_dtype
-        )
+        named = name_mask(scores.bias, scores.keep, deep_bias, deep_keep, parts.keys, rows, parts.score_dtype)
         distance = self._distance(named, scores, batch, heads, rows)
+        computed = self._computed(named, deep_bias, deep_keep)
         operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
         groups = {
             "query": (batch, heads, rows, (parts.dim,)),
@@ -349,8 +373,9 @@ class _Assembly:
             if expression is not None:
                 used += loads(expression)
         views = used[len(operands) :]
-        for expression in () if distance is None else (distance.bias, distance.condition):
-            used += () if expression is None else loads(expression)
+        for again in (distance, computed):
+            for expression in () if again is None else (again.bias, again.condition):
+                used += () if expression is None else loads(expression)
         function: Expr = Dot() if self.modified is None else self._whole_score(self.modified.function)
         if self.modified is not None:
             used += loads(function)
@@ -406,6 +431,12 @@ class _Assembly:
                 distance,
                 bias=None if distance.bias is None else renumber(distance.bias),
                 condition=None if distance.condition is None else renumber(distance.condition),
+            ),
+            computed=None
+            if computed is None
+            else Computed(
+                None if computed.bias is None else renumber(computed.bias),
+                None if computed.condition is None else renumber(computed.condition),
             ),
             structure=named.structure,
             rows_never_empty=named.rows_never_empty and _is_bounded(function),

@@ -59,6 +59,7 @@ class Offer:
     fused: bool
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""  # the score function that would be emitted, as Python
+    kernel_options: tuple[tuple[str, int], ...] = ()  # block sizes and the like that the kernel is given
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class Refusal:
 class Target(Protocol):
     """A kernel or a form: says whether it takes an attention, and emits it.
 
-    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set.
+    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set. One
+    that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, told apart by
+    their variants, where forms are measured.
     """
 
     name: str

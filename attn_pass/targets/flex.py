@@ -1,210 +1,166 @@
 """FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply, weak fills.
 
 Inductor compiles the kernel around the score function, which is the expression as it was read, and a block mask skips
-what a causal mask or a window hides. Operands are copied into memory of their own, and captured tensors are computed
-first, since the CPU template gets views and unfinished tensors wrong in torch 2.13.
+what the mask is known to hide. On CUDA devices also for masks that torch's kernels take as a matrix only: windows,
+chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix where they can be computed
+score by score; in training too, unless the score function reads a tensor that wants a gradient itself; and with keys
+in splits for few query rows.
 
-Offers on the CPU, in inference, in float32 and half precision, from torch 2.13 on, with `backend` and `aot_compile`.
-Elsewhere (`wrap`, `rewrite`) the operator runs as products and a softmax: right, and no gain, so that it is then taken
-with ``choose="fused"`` alone; inside the hook the site is left, and `torch.export.save` cannot write it. Not with a
-gradient, dropout, an unknown number of heads or head dim, or a captured tensor of unknown size. Compiling takes about
-4 s a layer, which counts as 0.4 ms a call.
+On the CPU: scores of such a form alone, in inference, in float32 and half precision, from torch 2.13 on, with `backend`
+and `aot_compile`. Operands are copied into memory of their own, and captured tensors are computed first, since the CPU
+template gets views and unfinished tensors wrong in torch 2.13. Compiling takes about 4 s a layer, which counts as
+0.4 ms a call. Where Inductor does not run it (`wrap`, `rewrite`) the operator runs as products and a softmax: right,
+and no gain, so that it is then taken with ``choose="fused"`` alone; inside the hook the CPU's is left, and
+`torch.export.save` cannot write it. Not with dropout, or an unknown number of heads or head dim. What is emitted for
+CUDA was run as products and a softmax only: the Triton templates cannot be rendered without a GPU.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
-from attn_pass.compat import TORCH_VERSION
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, Const, Expr, apply, contains_dot, loads
-from attn_pass.model.index import Axis, is_nonnegative, product
-from attn_pass.model.mask import Band, row_index
+from attn_pass.model.expression import loads
+from attn_pass.model.index import product
+from attn_pass.model.mask import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
-from attn_pass.targets.flex_lower import KV_BLOCK, Q_BLOCK, ScoreMod, amplifies, block_mask, kernel_options, own_memory
+from attn_pass.targets.flex_blocks import Sides, block_mask, share
+from attn_pass.targets.flex_lower import Mod, band_mod, kernel_options, own_memory
+from attn_pass.targets.flex_rules import Case, no_decoding, refusal, rows_are_safe
+from attn_pass.targets.flex_score import Function, function_of, names_of, visible
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
+from attn_pass.targets.sdpa import dense_last
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MINIMUM = (2, 13)  # earlier CPU templates were not tried
-_LOWEST = torch.finfo(torch.float32).min
+# Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
+# multiple of the key block it would take its decoding kernel for a single query, which asks for pointers it is not
+# given (seen in torch 2.13.0). CUDA's tiles divide torch's own 128.
+_BLOCKS = {"cpu": (64, 256), "cuda": (128, 128)}
+
+# Tiles for the tuner on CUDA: query rows, keys, warps, stages. The first is near what Inductor takes for small dims.
+_TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2))
+_DECODING_TILES = ((32, 2, 3), (128, 4, 3))  # keys, warps, stages; rows are what there are
 
 
 class Flex:
-    """`torch.ops.higher_order.flex_attention` on the CPU, in inference."""
+    """`torch.ops.higher_order.flex_attention`: on the CPU in inference, on CUDA devices."""
 
     name = "flex"
     takes_any_score = True
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
-        """Takes what no other target can: scores that are not affine in the product of queries and keys."""
-        reason = self._refusal(attention, setting)
+        """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
+        function = function_of(attention, setting)
+        reason = refusal(Case(attention, setting, function))
         if reason is not None:
             return Refusal(self.name, reason)
-        band = visible(attention)
-        problem = problem_of(attention, setting.hint)
-        if not loads(score_of(attention)):
-            problem = replace(problem, mask_elements=0)
-        seen = _share(band, problem.q_len, problem.kv_len)
-        if setting.runner == "inductor":
-            predicted = cost.flex(setting.device, problem, seen)
-        else:  # without Inductor the operator runs as products and a softmax over scores it calls the function for
-            predicted = 2 * cost.unfused(setting.device, problem)
         assumptions: tuple[str, ...] = ()
-        if attention.empty_row_is_nan and not attention.rows_never_empty:
+        if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.rows_never_empty:
+            assumptions = ("no row is masked out entirely",)
+        elif attention.empty_row_is_nan and not attention.rows_never_empty:
             assumptions = (EMPTY_ROWS,)
-        source = score_mod_source(score_of(attention), _names(attention))
+        source = score_mod_source(function.together(), names_of(attention))
+        predicted = _cost(attention, function, setting)
         return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, score_mod=source)
 
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if not a.not_affine:
-            return "the scores are a scale, a bias and a mask, which need no score function"
-        if setting.device.type != "cpu":
-            return f"no measured rule for {setting.device.type} devices yet"
-        if TORCH_VERSION < _MINIMUM:
-            return f"FlexAttention on the CPU is known from torch {_MINIMUM[0]}.{_MINIMUM[1]} on"
-        if setting.runner == "hook":
-            # NotImplementedError in CppFlexAttentionTemplate.render if what follows is fused into it (torch 2.13.0).
-            return "inside Inductor's hook nothing keeps Inductor from fusing what follows into the kernel, and failing"
-        if a.needs_grad:
-            return "FlexAttention has no backward on the CPU"
-        if a.compute_dtype not in _DTYPES:
-            return f"FlexAttention takes no {str(a.compute_dtype)[6:]} on the CPU"
-        if a.sink is not None:
-            return "a sink beside scores of such a form is computed by no target"
-        if a.dropout:
-            return f"dropout {a.dropout:g}: FlexAttention draws none"
-        kv_heads = product(x.size for x in a.kv_heads)
-        if not all(isinstance(n, int) for n in (a.query_heads, kv_heads, a.head_dim, a.value_head_dim)):
-            return "the number of heads or a head dim is not known"  # C++ errors in torch 2.13.0
-        if 0 in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim, a.batch_size, a.query_heads):
-            return "a size is 0"
-        if not all(isinstance(n, int) for e in loads(score_of(a)) for n in a.sources[e.source].shape):
-            # "ks2 was not declared": the checks of its index ask for the size (torch 2.13.0).
-            return "the score function reads a tensor whose size is not known"
-        if not all(is_nonnegative(i) for e in loads(score_of(a)) for i in e.index):
-            return "the score function would read in front of a tensor"
-        if setting.allowed_backends is not None:
-            return f"sdpa_kernel allows only {', '.join(setting.allowed_backends) or 'nothing'}"
-        if setting.autocast is not None and setting.autocast != a.compute_dtype:
-            return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
-        if setting.numerics == "strict" and not a.rows_never_empty and a.empty_row_is_nan:
-            return "numerics='strict': a row may be masked out entirely, and eager may give NaN there"
-        return amplifies(score_of(a))
+    def alternatives(self, offer: Offer, setting: Setting) -> Iterable[Offer]:
+        """The same with other tiles than Inductor's own choice, for the tuner."""
+        if setting.device.type != "cuda":
+            return
+        decodes = no_decoding(offer.attention) is None
+        prefix = "fwd_" if offer.attention.needs_grad else ""  # a backward has block sizes of its own
+        for tile in _DECODING_TILES if decodes else _TILES:
+            names = ("BLOCK_N", "num_warps", "num_stages") if decodes else ("BLOCK_M", *_NAMES)
+            options = tuple((prefix + name, value) for name, value in zip(names, tile))
+            text = " ".join(f"{name}={value}" for name, value in zip(names, tile))
+            variant = f"{offer.variant} + {text}" if offer.variant else text
+            yield replace(offer, variant=variant, kernel_options=options)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the operator with its score function and block mask."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
+        on_cuda = setting.device.type == "cuda"
         dtype = a.compute_dtype
-        query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
+        query_groups = (a.batch, a.heads, a.rows, (a.dim,))
+        affine = not a.not_affine
+        query = lower.query(dtype) if affine else lower.operand(a.query, query_groups, dtype, expand=True)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-        operands = [own_memory(plan, x) for x in (query, key, value)]
-        score = ScoreMod(lower, score_of(a))
-        mask = block_mask(lower, visible(a), a.q_len, a.kv_len, is_whole_mask(a))
-        results = plan.call(
-            torch.ops.higher_order.flex_attention,
+        operands = [(dense_last if on_cuda else own_memory)(plan, x) for x in (query, key, value)]
+        function = function_of(a, setting)
+        score = Mod(lower, function.score, on_cuda=on_cuda)
+        device = a.sources[a.query.source].device
+        masked: tuple[Value, ...] = ()
+        if not on_cuda or function.mask is None:
+            mask = band_mod(device, visible(a) if function.mask is not None else Band())
+        else:
+            made = Mod(lower, function.mask, scored=False, on_cuda=True)
+            mask, masked = made.module(), tuple(made.captured)
+        blocks = block_mask(
+            plan,
+            device,
+            function.parts,
+            Sides.of(plan, (a.q_len, a.kv_len), _BLOCKS[setting.device.type]),
+            mask,
+            masks=function.mask is not None,
+            whole=function.whole,
+            backward=a.needs_grad,
+        )
+        arguments = (
             *operands,
             plan.module("flex_score_mod", score.module()),
-            mask,
-            1.0,
-            kernel_options(operands),
+            blocks,
+            a.scale if affine else 1.0,
+            kernel_options(operands, _options(a, offer) if on_cuda else {}),
             tuple(score.captured),
-            (),
+            masked,
         )
+        with torch.no_grad():  # with gradients the operator traces its backward at once, under a fake mode of its own
+            results = plan.call(torch.ops.higher_order.flex_attention, *arguments)
+        if a.needs_grad:
+            results.fake[0].requires_grad_()
         return lower.result(plan.call(operator.getitem, results, 0))
 
 
-def _names(a: Attention) -> dict[Axis, str]:
-    """What each axis is in a score function: the index of its group, or the digit of it that it is."""
-    names: dict[Axis, str] = {}
-    for group, name in zip((a.batch, a.heads, a.rows, (a.keys,)), ("b", "h", "q_idx", "kv_idx")):
-        real = [x for x in group if x.size != 1]
-        for number, axis in enumerate(real):
-            faster = product(x.size for x in real[number + 1 :])
-            digit = name if faster == 1 else f"{name} // {faster}"
-            names[axis] = digit if number == 0 else f"({digit}) % {axis.size}"
-            if len(real) > 1:
-                names[axis] = f"({names[axis]})"
-    return names
+_NAMES = ("BLOCK_N", "num_warps", "num_stages")
 
 
-def visible(a: Attention) -> Band:
-    """A band that holds every key any row attends to; without bounds where a row may have none."""
-    bands = [p for p in a.structure.parts if isinstance(p, Band)]
-    known = a.rows_never_empty and a.structure.row == row_index(a.rows)
-    return bands[0] if known and len(bands) == 1 else Band()
+def _options(a: Attention, offer: Offer) -> dict[str, object]:
+    """What the CUDA templates are told beside torch's defaults. Names are those of `FlexKernelOptions`."""
+    options: dict[str, object] = dict(offer.kernel_options)
+    if no_decoding(a) is not None:
+        options["BACKEND"] = "TRITON"  # by itself it decodes wherever the rows are few, and may find no choice
+    if rows_are_safe(a):
+        options["ROWS_GUARANTEED_SAFE"] = True
+    return options
 
 
-def is_whole_mask(a: Attention) -> bool:
-    """Whether the band `visible` gives, with bounds that are known, is all there is to the mask."""
-    band = visible(a)
-    known = all(b is None or isinstance(b, int) for b in (band.lower, band.upper))
-    return known and band != Band() and a.structure.parts == (band,)
+def _cost(a: Attention, function: Function, setting: Setting) -> float:
+    """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
+    problem = problem_of(a, setting.hint)
+    on_cuda = setting.device.type == "cuda"
+    if on_cuda:
+        problem = replace(problem, mask_elements=_captured_bytes(a, function, setting), mask_bytes=1)
+    elif not loads(function.score):
+        problem = replace(problem, mask_elements=0)
+    if setting.runner == "other":
+        return 2 * cost.unfused(setting.device, problem)
+    visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[setting.device.type])
+    if on_cuda:
+        return cost.flex_cuda(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
+    return cost.flex(setting.device, problem, visited)
 
 
-def multiplied_once(expression: Expr) -> Expr:
-    """Factors and divisors that are numbers as one factor: the kernel's divisions are slow, and it has many scores."""
-    if not isinstance(expression, Apply):
-        return expression
-    factor = 1.0
-    inner: Expr = expression
-    while isinstance(inner, Apply) and inner.op in ("mul", "div"):
-        number, rest = inner.args[1], inner.args[0]
-        if inner.op == "mul" and isinstance(rest, Const):
-            number, rest = rest, number
-        if not isinstance(number, Const) or isinstance(number.value, bool) or not contains_dot(rest):
-            break
-        value = float(number.value)
-        factor = factor * value if inner.op == "mul" else factor / value if value else math.inf
-        inner = rest
-    if inner is expression or not 1e-30 < abs(factor) < 1e30:
-        return apply(expression.op, *(multiplied_once(x) for x in expression.args), dtype=expression.dtype)
-    return apply("mul", multiplied_once(inner), Const(factor))
-
-
-def score_of(a: Attention) -> Expr:
-    """The score function: the modified product, the bias added, the fill where it is not kept."""
-    score = multiplied_once(a.modified)
-    if a.has_mask and is_whole_mask(a):
-        return score
-    if a.has_mask and a.structure.is_exact and a.rows_never_empty:
-        # The mask is index arithmetic, and what is masked weighs nothing: no tensor to read, and none to make.
-        return apply("where", a.structure.condition(), score, Const(float("-inf")))
-    if a.bias is not None:
-        bias = a.bias
-        if a.score_dtype == torch.float16:
-            # A masking fill absorbs any score in float16, not in the float32 the kernel adds it in.
-            low = apply("and", apply("le", bias, Const(_HALF)), apply("gt", bias, Const(float("-inf"))))
-            bias = apply("where", low, Const(_LOWEST), apply("cast", bias, dtype=torch.float32))
-        score = apply("add", score, bias)
-    if a.keep is not None:
-        score = apply("where", a.keep.condition, score, Const(float(a.keep.fill)))
-    return score
-
-
-_HALF = torch.finfo(torch.float16).min / 2
-
-
-def _share(band: Band, q_len: int, kv_len: int) -> float:
-    """The share of the blocks that is computed."""
-    blocks = max(1, -(-kv_len // KV_BLOCK))
-    total = 0
-    for first in range(0, q_len, Q_BLOCK):
-        end, start = blocks, 0
-        if isinstance(band.upper, int):
-            end = min(blocks, (first + Q_BLOCK - 1 + band.upper) // KV_BLOCK + 1)
-        if isinstance(band.lower, int):
-            start = min(max(0, (first + band.lower) // KV_BLOCK), blocks)
-        total += max(0, end - start)
-    return total / (blocks * max(1, -(-q_len // Q_BLOCK)))
+def _captured_bytes(a: Attention, function: Function, setting: Setting) -> int:
+    """Bytes of the tensors the functions read."""
+    sources = {load.source for load in function.loads()}
+    return sum(setting.hint(product(a.sources[n].shape)) * a.sources[n].dtype.itemsize for n in sources)

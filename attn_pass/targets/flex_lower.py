@@ -1,9 +1,8 @@
-"""Lowering for FlexAttention: a score expression as a `score_mod` graph, and a block mask as planned calls."""
+"""Lowering for FlexAttention: score and mask functions as graphs of aten calls, what they capture, and operands."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load, contains_dot, walk
+from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load, walk
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, product
 from attn_pass.model.mask import Band
 from attn_pass.model.views import Group
@@ -19,62 +18,53 @@ from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
 from attn_pass.targets.sdpa import is_dense
 from attn_pass.targets.tanh import tanh
 
-# The CPU template keeps a block of scores in memory for each thread. With 128 a multiple of the key block it would
-# take its decoding kernel for a single query, which asks for pointers it is not given (seen in torch 2.13.0).
-Q_BLOCK, KV_BLOCK = 64, 256
 
-# Functions of the scores that pass an error on without making a jump of it.
-_CONTINUOUS = frozenset(("add", "sub", "mul", "neg", "abs", "tanh", "sigmoid", "exp", "maximum", "minimum", "cast"))
-
-
-def amplifies(score: Expr) -> str | None:
-    """What in the expression could turn a rounding of the scores into another result; None for nothing."""
-    for part in walk(score):
-        if not isinstance(part, Apply) or not contains_dot(part) or part.op in _CONTINUOUS:
-            continue
-        if part.op == "where" and not contains_dot(part.args[0]):
-            continue
-        if part.op == "div" and not contains_dot(part.args[1]):
-            continue
-        return f"{part.op} of the scores would make a jump of a rounding"
-    return None
-
-
-class ScoreMod:
-    """A `score_mod` graph, ``(score, b, h, q_idx, kv_idx, *captured) -> score``, and the values it captures.
+class Mod:
+    """A graph ``(score, b, h, q_idx, kv_idx, *captured) -> score``, or one without a score that says what is kept.
 
     Elements of an axis are digits of the index of its group. Sizes and numbers that are not known come in as captured
-    tensors without dimensions: the template passes symbolic ones as integers only.
+    tensors without dimensions: the templates pass symbolic ones as integers only. ``on_cuda``: the template takes
+    tensors that lie anywhere, and its hyperbolic tangent has a derivative.
     """
 
-    def __init__(self, lower: Lowering, expression: Expr) -> None:
+    def __init__(self, lower: Lowering, expression: Expr, *, scored: bool = True, on_cuda: bool = False) -> None:
         self.lower = lower
         self.plan = lower.plan
+        self._on_cuda = on_cuda
+        self._name = "ScoreMod" if scored else "MaskMod"
         self._device = lower.attention.sources[lower.attention.query.source].device
         self.captured: list[Value] = []
         self._graph = Graph()
         self._placeholders: dict[object, Node] = {}
-        names = ("score", "b", "h", "q_idx", "kv_idx")
-        self._score, *indices = [self._graph.placeholder(n) for n in names]
         compute = lower.attention.compute_dtype
-        for node, dtype in zip((self._score, *indices), (compute, *[torch.int32] * 4)):
-            node.meta["val"] = torch.empty((), dtype=dtype, device=self._device)
+        if scored:
+            self._score = self._placeholder("score", compute)
+        indices = [self._placeholder(name, torch.int32) for name in ("b", "h", "q_idx", "kv_idx")]
         self._last = indices[-1]
         a = lower.attention
         self._digits: dict[Axis, tuple[Group, Node]] = {}
         for group, index in zip((a.batch, a.heads, a.rows, (a.keys,)), indices):
             self._digits |= {axis: (group, index) for axis in group}
         self._known: dict[Any, Any] = {}
-        if compute != torch.float32:
+        if scored and compute != torch.float32:
             self._score = self._call(aten.to.dtype, self._score, torch.float32)
         result = self._lower(expression)
-        if fake_dtype_is_wide(expression, lower):
+        if scored and fake_dtype_is_wide(expression, lower):
             result = self._call(aten.to.dtype, result, torch.float32)
+        if not scored:
+            result = self._tensor(result, torch.bool)
+            if _value(result).dtype != torch.bool:
+                result = self._call(aten.to.dtype, result, torch.bool)
         self._graph.output(result)
+
+    def _placeholder(self, name: str, dtype: torch.dtype) -> Node:
+        node = self._graph.placeholder(name)
+        node.meta["val"] = torch.empty((), dtype=dtype, device=self._device)
+        return node
 
     def module(self) -> GraphModule:
         """The graph as a module, to be planned with `Plan.module`."""
-        return GraphModule(torch.nn.Module(), self._graph, class_name="ScoreMod")
+        return GraphModule(torch.nn.Module(), self._graph, class_name=self._name)
 
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         node = self._graph.call_function(target, args, kwargs)
@@ -112,7 +102,7 @@ class ScoreMod:
         if expression.op == "lookup":
             table, row = expression.args
             assert isinstance(table, Load)
-            source = self._capture(table.source, lambda: captured(self.plan, self.lower.nodes[table.source]))
+            source = self._capture(table.source, lambda: self._captured(self.lower.nodes[table.source]))
             indices = [self._lower(row), *(self._index(i) for i in table.index[1:])]
             return self._call(aten.index.Tensor, source, [self._tensor(i) for i in indices])
         op, args = expression.op, [self._lower(a) for a in expression.args]
@@ -127,7 +117,9 @@ class ScoreMod:
             return self._call(POINTWISE[op], *self._alike(*args))
         if op in ("and", "or", "not"):
             return self._call(POINTWISE[op], *(self._tensor(a) for a in args))
-        if op == "tanh" and isinstance(args[0], Node) and _value(args[0]).dtype == torch.float32:
+        if op in ("floordiv", "remainder"):
+            return self._divided(self._tensor(args[0]), args[1], op == "remainder")
+        if op == "tanh" and not self._on_cuda and isinstance(args[0], Node) and _value(args[0]).dtype == torch.float32:
             return tanh(self._call, args[0])
         return self._call(POINTWISE[op], self._tensor(args[0]), *args[1:])
 
@@ -151,7 +143,7 @@ class ScoreMod:
         held = fake_of(node)
         if not isinstance(held, torch.Tensor):
             return self._number(node, torch.float32 if isinstance(held, (float, torch.SymFloat)) else torch.int64)
-        source = self._capture(load.source, lambda: captured(self.plan, node))
+        source = self._capture(load.source, lambda: self._captured(node))
         if not load.index:
             return source
         return self._call(aten.index.Tensor, source, [self._tensor(self._index(i)) for i in load.index])
@@ -160,9 +152,12 @@ class ScoreMod:
         """A number that is not known statically, as a captured tensor without dimensions."""
 
         def made() -> Value:
-            return captured(self.plan, self.plan.call(aten.full.default, [], value, dtype=kind, device=self._device))
+            return self._captured(self.plan.call(aten.full.default, [], value, dtype=kind, device=self._device))
 
         return self._capture((id(value), kind), made)
+
+    def _captured(self, value: Value) -> Value:
+        return value if self._on_cuda else captured(self.plan, value)
 
     # ------------------------------------------------------------ indices
 
@@ -264,88 +259,8 @@ def own_memory(plan: Plan, value: Value) -> Value:
     return plan.call(aten.mul.Tensor, value, 1.0)
 
 
-def block_mask(lower: Lowering, band: Band, q_len: Index, kv_len: Index, whole: bool) -> tuple[Any, ...]:
-    """The block-mask argument: the blocks with a key inside the band.
-
-    ``whole``: the band is the whole mask. Blocks inside it are full ones then, and those it cuts are masked by its
-    condition. Otherwise all are full, and which keys of a block count is left to the score function.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    plan, a = lower.plan, lower.attention
-    call = plan.call
-    device = a.sources[a.query.source].device
-    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    blocks = _ceil(plan, kv_len, KV_BLOCK)
-    # One more than there are: torch guards on a symbolic size of 1 being one.
-    rows, keys = (_one_more(plan, n) for n in (_ceil(plan, q_len, Q_BLOCK), blocks))
-    first_row = call(aten.mul.Scalar, call(aten.arange.default, rows, **place), Q_BLOCK)
-    last = call(aten.full.default, [], blocks, **place)
-
-    def block_of(distance: int) -> Value:
-        """The block of the key so far from a block's first row, or the one past the last block."""
-        found = call(aten.floor_divide.Scalar, call(aten.add.Scalar, first_row, distance), KV_BLOCK)
-        return call(aten.minimum.default, call(aten.clamp.default, found, 0), last)
-
-    start: Value = call(aten.zeros.default, [rows], **place)
-    end: Value = call(aten.expand.default, last, [rows])
-    full_start, full_end = start, end
-    if isinstance(band.upper, int):
-        end = full_end = block_of(Q_BLOCK - 1 + band.upper + KV_BLOCK)
-        if whole:
-            full_end = block_of(band.upper + 1)
-    if isinstance(band.lower, int):
-        start = full_start = block_of(band.lower)
-        if whole:
-            full_start = block_of(Q_BLOCK - 1 + band.lower + KV_BLOCK - 1)
-    end = call(aten.maximum.default, start, end)
-    full_start = call(aten.minimum.default, call(aten.maximum.default, full_start, start), end)
-    full_end = call(aten.minimum.default, call(aten.maximum.default, full_end, full_start), end)
-
-    def row(values: Value) -> Value:
-        return call(aten.view.default, values, [1, 1, -1, 1])
-
-    def counted(values: Value) -> Value:
-        return call(aten.clone.default, call(aten.view.default, values, [1, 1, -1]))
-
-    def laid_out(values: Value) -> Value:
-        return call(aten.clone.default, values, memory_format=torch.contiguous_format)
-
-    number = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
-    full = counted(call(aten.sub.Tensor, full_end, full_start))
-    full_at = laid_out(call(aten.add.Tensor, number, row(full_start)))
-    before, after = call(aten.sub.Tensor, full_start, start), call(aten.sub.Tensor, end, full_end)
-    partial = counted(call(aten.add.Tensor, before, after))
-    behind = call(aten.add.Tensor, number, row(call(aten.sub.Tensor, full_end, before)))
-    in_front = call(aten.lt.Tensor, number, row(before))
-    partial_at = laid_out(call(aten.where.self, in_front, call(aten.add.Tensor, number, row(start)), behind))
-    values: dict[int, Any] = {id(fake_of(v)): v for v in (partial, partial_at, full, full_at)}
-    fields = BlockMask.from_kv_blocks(
-        fake_of(partial),
-        fake_of(partial_at),
-        fake_of(full),
-        fake_of(full_at),
-        BLOCK_SIZE=(Q_BLOCK, KV_BLOCK),
-        seq_lengths=(0, 0),
-        compute_q_blocks=False,
-    ).as_tuple()
-    lengths = (plan.size(q_len), plan.size(kv_len))
-    mask = plan.module("flex_mask_mod", _mask_mod(device, band if whole else Band()))
-    return (*lengths, *(values.get(id(x), x) for x in fields[2:-1]), mask)
-
-
-def _ceil(plan: Plan, size: Index, by: int) -> Any:
-    if isinstance(size, int):
-        return -(-size // by)
-    return plan.call(operator.floordiv, plan.call(operator.add, plan.size(size), by - 1), by)
-
-
-def _one_more(plan: Plan, size: Any) -> Any:
-    return size if isinstance(size, int) else plan.call(operator.add, size, 1)
-
-
-def _mask_mod(device: torch.device, band: Band) -> GraphModule:
-    """Whether a key is inside the band, as a `mask_mod` graph."""
+def band_mod(device: torch.device, band: Band) -> GraphModule:
+    """Whether a key is inside the band, as a `mask_mod` graph; one without bounds keeps everything."""
     graph = Graph()
     inputs = [graph.placeholder(name) for name in ("b", "h", "q_idx", "kv_idx")]
     for node in inputs:
@@ -369,9 +284,9 @@ def _value(node: Node) -> Any:
     return node.meta["val"]
 
 
-def kernel_options(operands: Sequence[Value]) -> dict[str, Any]:
+def kernel_options(operands: Sequence[Value], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The options the operator wants to be complete (`KeyError` otherwise), as torch's own function makes them."""
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
     query, key, value = (fake_of(v) for v in operands)
-    return dict(_apply_kernel_options(query, key, value, False, None))
+    return dict(_apply_kernel_options(query, key, value, False, dict(given) if given else None))  # type: ignore[arg-type]

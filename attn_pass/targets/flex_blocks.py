@@ -1,0 +1,394 @@
+"""Which blocks of a block mask are visited, and which need no mask: interval arithmetic over the parts of a mask.
+
+A block of rows sees an interval of keys for a band, a chunk or a key range, and the intersection of theirs for several;
+for alternatives it sees one interval each. The same arithmetic, on rows, says which rows see a block of keys, which a
+backward asks for. It is written once and done on integers (how much is left to compute) or on planned tensors (the
+lists themselves), so that lengths may be symbolic.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.index import Index
+from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
+
+_FAR = 1 << 30  # past every block
+_MOST_OPTIONS = 8
+
+Conjunction = tuple[Band | Keys | Chunk, ...]
+
+
+def are_known(parts: Sequence[Part]) -> bool:
+    """Whether every bound is a number."""
+    return all(
+        all(are_known(option) for option in part.options)
+        if isinstance(part, Either)
+        else all(b is None or isinstance(b, int) for b in vars(part).values())
+        for part in parts
+    )
+
+
+def conjunctions(parts: Sequence[Part]) -> tuple[Conjunction, ...]:
+    """The parts as alternatives of conjunctions with known bounds; what would make too many is left out."""
+    options: tuple[Conjunction, ...] = ((),)
+    for part in parts:
+        if isinstance(part, (Band, Keys, Chunk)):
+            if are_known((part,)):
+                options = tuple((*o, part) for o in options)
+        elif isinstance(part, Either):
+            inner = [c for option in part.options for c in conjunctions(option)]
+            if () not in inner and len(options) * len(inner) <= _MOST_OPTIONS:
+                options = tuple((*o, *i) for o, i in product(options, inner))
+    return options
+
+
+# ---------------------------------------------------------------- the arithmetic
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the arithmetic is done with: integers, or one-dimensional tensors of a plan."""
+
+    add: Callable[[Any, int], Any]
+    times: Callable[[Any, int], Any]
+    floor: Callable[[Any, int], Any]
+    larger: Callable[[Any, Any], Any]
+    smaller: Callable[[Any, Any], Any]
+
+
+INTEGERS = Numbers(operator.add, operator.mul, operator.floordiv, max, min)
+
+
+def _tensors(plan: Plan) -> Numbers:
+    def with_number(overload: Callable[..., Any], plain: Callable[[Any, int], Any], identity: int) -> Any:
+        def of(x: Any, n: int) -> Any:
+            return plain(x, n) if isinstance(x, int) else x if n == identity else plan.call(overload, x, n)
+
+        return of
+
+    def of_two(overload: Callable[..., Any], plain: Callable[[Any, Any], Any], limit: str) -> Any:
+        def of(x: Any, y: Any) -> Any:
+            x, y = (y, x) if isinstance(x, int) else (x, y)
+            if isinstance(x, int):
+                return plain(x, y)
+            return plan.call(aten.clamp.default, x, **{limit: y}) if isinstance(y, int) else plan.call(overload, x, y)
+
+        return of
+
+    return Numbers(
+        with_number(aten.add.Scalar, operator.add, 0),
+        with_number(aten.mul.Scalar, operator.mul, 1),
+        with_number(aten.floor_divide.Scalar, operator.floordiv, 1),
+        of_two(aten.maximum.default, max, "min"),
+        of_two(aten.minimum.default, min, "max"),
+    )
+
+
+Bounds = tuple[Any, Any]  # lowest and highest position, None for no bound
+
+
+def _of_rows(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> tuple[Bounds, Bounds]:
+    """The keys that any of the rows ``first`` to ``first + size - 1`` sees, and those that all of them see."""
+    last = size - 1
+    if isinstance(part, Band):
+        low, high = _whole(part.lower), _whole(part.upper)
+        some = (None if low is None else do.add(first, low), None if high is None else do.add(first, last + high))
+        every = (None if low is None else do.add(first, last + low), None if high is None else do.add(first, high))
+        return some, every
+    if isinstance(part, Keys):
+        return (part.lower, part.upper), (part.lower, part.upper)
+    return _of_chunk(first, last, part.size, part.row_shift, part.key_shift, do)
+
+
+def _of_keys(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> tuple[Bounds, Bounds]:
+    """The rows that see any of the keys ``first`` to ``first + size - 1``, and those that see all of them."""
+    if isinstance(part, Band):
+        low, high = _whole(part.lower), _whole(part.upper)
+        turned = Band(None if high is None else -high, None if low is None else -low)
+        return _of_rows(turned, first, size, do)
+    if isinstance(part, Chunk):
+        return _of_chunk(first, size - 1, part.size, part.key_shift, part.row_shift, do)
+    low, high = _whole(part.lower), _whole(part.upper)
+    # Every row or none: none is a first row that is out of reach.
+    outside, cut = [], []
+    if low is not None:
+        outside.append(do.add(do.times(first, -1), low - size + 1))
+        cut.append(do.add(do.times(first, -1), low))
+    if high is not None:
+        outside.append(do.add(first, -high))
+        cut.append(do.add(first, size - 1 - high))
+    return (_if_any_is_positive(outside, do), None), (_if_any_is_positive(cut, do), None)
+
+
+def _of_chunk(first: Any, last: int, size: Any, shift: Any, other: Any, do: Numbers) -> tuple[Bounds, Bounds]:
+    lowest, highest = (do.times(do.floor(do.add(first, shift + n), size), size) for n in (0, last))
+    some = (do.add(lowest, -other), do.add(highest, size - 1 - other))
+    return some, (do.add(highest, -other), do.add(lowest, size - 1 - other))
+
+
+def _if_any_is_positive(values: list[Any], do: Numbers) -> Any:
+    """Far away where one of the values is above 0; 0 elsewhere."""
+    found: Any = None
+    for value in values:
+        far = do.times(do.smaller(do.larger(value, 0), 1), _FAR)
+        found = far if found is None else do.larger(found, far)
+    return found
+
+
+def _whole(bound: Index | None) -> int | None:
+    assert bound is None or isinstance(bound, int)
+    return bound
+
+
+Span = tuple[Any, Any, Any, Any]  # blocks: first and one past the last that is seen, the same of those seen in full
+
+
+def span(parts: Conjunction, first: Any, own: int, other: int, count: Any, do: Numbers, *, of_keys: bool) -> Span:
+    """The blocks of size ``other``, of which there are ``count``, that a block of size ``own`` at ``first`` meets."""
+    some: list[Bounds] = []
+    every: list[Bounds] = []
+    for part in parts:
+        found = (_of_keys if of_keys else _of_rows)(part, first, own, do)
+        some.append(found[0])
+        every.append(found[1])
+
+    nothing = do.times(first, 0)
+
+    def block(value: Any, ahead: int) -> Any:
+        return do.larger(do.smaller(do.floor(do.add(value, ahead), other), count), nothing)
+
+    def meet(values: list[Any], choose: Callable[[Any, Any], Any]) -> Any:
+        met: Any = None
+        for value in values:
+            if value is not None:
+                met = value if met is None else choose(met, value)
+        return met
+
+    low, high = meet([b[0] for b in some], do.larger), meet([b[1] for b in some], do.smaller)
+    full_low, full_high = meet([b[0] for b in every], do.larger), meet([b[1] for b in every], do.smaller)
+    start = nothing if low is None else block(low, 0)
+    end = do.larger(nothing, count) if high is None else block(high, other)
+    full_start = start if full_low is None else block(full_low, other - 1)
+    full_end = end if full_high is None else block(full_high, 1)
+    end = do.larger(start, end)
+    full_start = do.smaller(do.larger(full_start, start), end)
+    full_end = do.smaller(do.larger(full_end, full_start), end)
+    return start, end, full_start, full_end
+
+
+def share(parts: Sequence[Part], q_len: int, kv_len: int, sizes: tuple[int, int]) -> float:
+    """The share of the blocks that is computed."""
+    rows, keys = (max(1, -(-n // size)) for n, size in zip((q_len, kv_len), sizes))
+    options = conjunctions(parts)
+    total = 0
+    for row in range(rows):
+        found = [span(o, row * sizes[0], *sizes, keys, INTEGERS, of_keys=False)[:2] for o in options]
+        reached = 0
+        for start, end in sorted(found):
+            total += max(0, end - max(start, reached))
+            reached = max(reached, end)
+    return total / (rows * keys)
+
+
+# ---------------------------------------------------------------- the lists
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Of each block of one side, (1, 1, blocks), how many of the other it meets, and which: (1, 1, blocks, others)."""
+
+    partial: Value
+    partial_at: Value
+    full: Value | None
+    full_at: Value | None
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Lengths in positions and in blocks. ``room`` is the blocks there are room for, never 1 by accident."""
+
+    lengths: tuple[Index, Index]
+    sizes: tuple[int, int]
+    blocks: tuple[Any, Any]
+    room: tuple[Any, Any]
+
+    @staticmethod
+    def of(plan: Plan, lengths: tuple[Index, Index], sizes: tuple[int, int]) -> Sides:
+        """Of query rows and keys."""
+        rows, keys = (_ceil(plan, n, size) for n, size in zip(lengths, sizes))
+        # One more than there are: torch guards on a symbolic size of 1 being one.
+        return Sides(lengths, sizes, (rows, keys), (_one_more(plan, rows), _one_more(plan, keys)))
+
+    def turned(self) -> Sides:
+        """Of keys and query rows."""
+        return Sides(self.lengths[::-1], self.sizes[::-1], self.blocks[::-1], self.room[::-1])
+
+
+def block_mask(
+    plan: Plan,
+    device: torch.device,
+    parts: Sequence[Part],
+    sides: Sides,
+    mask: GraphModule,
+    *,
+    masks: bool,
+    whole: bool,
+    backward: bool = False,
+) -> tuple[Any, ...]:
+    """The block-mask argument: the blocks the parts let any key of through.
+
+    Without ``masks`` all of them are full, and which keys of a block count is left to the score function. ``whole``:
+    the parts are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds the lists of each
+    block of keys.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    options = conjunctions(parts)
+    if not masks and len(options) > 1:
+        options = ((),)
+    exact = whole and masks
+
+    def lists(of_keys: bool) -> Lists:
+        around = sides.turned() if of_keys else sides
+        if len(options) == 1:
+            return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys)
+        return _of_several(plan, device, options, sides, exact, of_keys=of_keys)
+
+    of_rows = lists(False)
+    found = [of_rows.partial, of_rows.partial_at, of_rows.full, of_rows.full_at]
+    if backward:
+        of_keys = lists(True)
+        found += [of_keys.partial, of_keys.partial_at, of_keys.full, of_keys.full_at]
+    else:
+        found += [None] * 4
+    held = [None if v is None else fake_of(v) for v in found]
+    fields: Any = dict(zip(_FIELDS, held))
+    made = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, **fields)
+    values: dict[int, Any] = {id(f): v for f, v in zip(held, found) if f is not None}
+    lengths = (plan.size(n) for n in sides.lengths)
+    return (*lengths, *(values.get(id(x), x) for x in made.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
+
+
+_FIELDS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
+
+
+def _firsts(plan: Plan, device: torch.device, sides: Sides) -> tuple[Value, Value]:
+    """The first position of each block of the one side, and the number of blocks of the other as a tensor."""
+    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    firsts = plan.call(aten.mul.Scalar, plan.call(aten.arange.default, sides.room[0], **place), sides.sizes[0])
+    return firsts, plan.call(aten.full.default, [], sides.blocks[1], **place)
+
+
+def _of_one(
+    plan: Plan, device: torch.device, parts: Conjunction, sides: Sides, masks: bool, exact: bool, *, of_keys: bool
+) -> Lists:
+    """An interval of blocks each: the full ones inside, the others in front and behind."""
+    call = plan.call
+    firsts, count = _firsts(plan, device, sides)
+    rows, keys = sides.room
+    start, end, full_start, full_end = span(parts, firsts, *sides.sizes, count, _tensors(plan), of_keys=of_keys)
+    if not masks:
+        full_start, full_end = start, end
+    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    number = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
+
+    def row(values: Value) -> Value:
+        return call(aten.view.default, values, [1, 1, -1, 1])
+
+    def counted(values: Value) -> Value:
+        return call(aten.clone.default, call(aten.view.default, values, [1, 1, -1]))
+
+    def laid_out(values: Value) -> Value:
+        return call(aten.clone.default, values, memory_format=torch.contiguous_format)
+
+    def from_to(first: Value, end: Value) -> tuple[Value, Value]:
+        listed = laid_out(call(aten.add.Tensor, number, row(first)))
+        return counted(call(aten.sub.Tensor, end, first)), listed
+
+    if masks and not exact:
+        return Lists(*from_to(start, end), None, None)
+    full, full_at = from_to(full_start, full_end)
+    before, after = call(aten.sub.Tensor, full_start, start), call(aten.sub.Tensor, end, full_end)
+    partial = counted(call(aten.add.Tensor, before, after))
+    behind = call(aten.add.Tensor, number, row(call(aten.sub.Tensor, full_end, before)))
+    in_front = call(aten.lt.Tensor, number, row(before))
+    partial_at = laid_out(call(aten.where.self, in_front, call(aten.add.Tensor, number, row(start)), behind))
+    return Lists(partial, partial_at, full, full_at)
+
+
+def _of_several(
+    plan: Plan,
+    device: torch.device,
+    options: Sequence[Conjunction],
+    sides: Sides,
+    exact: bool,
+    *,
+    of_keys: bool,
+) -> Lists:
+    """Blocks that any of several intervals holds: a matrix of blocks, whose true columns are sorted to the front."""
+    call, do = plan.call, _tensors(plan)
+    firsts, count = _firsts(plan, device, sides)
+    columns = call(aten.arange.default, sides.room[1], dtype=torch.int32, device=device)
+
+    def inside(first: Value, end: Value) -> Value:
+        after, before = (call(aten.unsqueeze.default, v, 1) for v in (first, end))
+        return call(
+            aten.logical_and.default, call(aten.ge.Tensor, columns, after), call(aten.lt.Tensor, columns, before)
+        )
+
+    seen: list[Value] = []
+    full: list[Value] = []
+    for option in options:
+        start, end, full_start, full_end = span(option, firsts, *sides.sizes, count, do, of_keys=False)
+        seen.append(inside(start, end))
+        full.append(inside(full_start, full_end))
+    any_seen, all_full = (_any(plan, found) for found in (seen, full))
+    if not isinstance(sides.blocks[0], int):  # the row of blocks there is room for, and none
+        there = call(aten.lt.Tensor, firsts, plan.call(aten.full.default, [], plan.size(sides.lengths[0])))
+        there = call(aten.unsqueeze.default, there, 1)
+        any_seen, all_full = (call(aten.logical_and.default, m, there) for m in (any_seen, all_full))
+    if not exact:
+        return Lists(*_sorted(plan, any_seen, of_keys), None, None)
+    partial = call(aten.logical_and.default, any_seen, call(aten.logical_not.default, all_full))
+    return Lists(*_sorted(plan, partial, of_keys), *_sorted(plan, all_full, of_keys))
+
+
+def _any(plan: Plan, found: list[Value]) -> Value:
+    total = found[0]
+    for more in found[1:]:
+        total = plan.call(aten.logical_or.default, total, more)
+    return total
+
+
+def _sorted(plan: Plan, matrix: Value, turned: bool) -> tuple[Value, Value]:
+    """How many columns (rows, if turned) of each row are true, and which, in order."""
+    call = plan.call
+    if turned:
+        matrix = call(aten.transpose.int, matrix, 0, 1)
+    numbers = call(aten.to.dtype, matrix, torch.int32)
+    counts = call(aten.sum.dim_IntList, numbers, [1], dtype=torch.int32)
+    order = call(operator.getitem, call(aten.sort.stable, numbers, stable=True, dim=1, descending=True), 1)
+    order = call(aten.clone.default, call(aten.to.dtype, order, torch.int32), memory_format=torch.contiguous_format)
+    return tuple(call(aten.unsqueeze.default, call(aten.unsqueeze.default, v, 0), 0) for v in (counts, order))  # type: ignore[return-value]
+
+
+def _ceil(plan: Plan, size: Index, by: int) -> Any:
+    if isinstance(size, int):
+        return -(-size // by)
+    return plan.call(operator.floordiv, plan.call(operator.add, plan.size(size), by - 1), by)
+
+
+def _one_more(plan: Plan, size: Any) -> Any:
+    return size if isinstance(size, int) else plan.call(operator.add, size, 1)
