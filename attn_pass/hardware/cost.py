@@ -162,36 +162,3 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
         each = _SCORE_NANOSECONDS[size == 2] + (_HALF_MASK_NANOSECONDS if size == 2 and problem.mask_elements else 0.0)
         scores += problem.scores * each / device.cores / 1e3
     return products + exponentials + scores + mask + copies + 2 * device.op_us + 2 * device.kernel_us
-
-
-def flex_cuda(device: Device, problem: Problem, share: float, *, splits_keys: bool = False) -> float:
-    """FlexAttention as Inductor's Triton templates; ``share`` of the blocks is computed.
-
-    ``splits_keys``: the template for few rows, whose programs share a KV head's keys; otherwise there is one program
-    for each head's tile of rows, and few of them leave most multiprocessors idle.
-    """
-    dims = sum(1 << max(0, n - 1).bit_length() for n in (problem.head_dim, problem.value_dim))  # tiles are padded
-    if splits_keys:
-        heads = problem.batch * problem.kv_heads
-        rows = max(16, 1 << max(0, problem.q_len * (problem.heads // problem.kv_heads) - 1).bit_length())
-        programs = heads * max(1, device.cores // max(1, heads) * 2)
-    else:
-        heads = problem.batch * problem.heads
-        rows = -(-problem.q_len // _FLEX_TILE) * _FLEX_TILE
-        programs = heads * (rows // _FLEX_TILE)
-    newer = device.capability >= (9, 0)
-    rate = _FLEX_CUDA_SHARE * device.matmul(problem.dtype) if newer else _FLEX_OF_FLASH * device.fused(problem.dtype)
-    busy = min(1.0, programs / device.cores)
-    arithmetic = share * 2.0 * heads * rows * problem.kv_len * dims / (rate * busy) / 1e3
-    memory = traffic(device, problem.operand_bytes) / busy
-    captured = traffic(device, problem.mask_elements * problem.mask_bytes)
-    copies = traffic(device, 2 * problem.copied_bytes)
-    launches = (1 + splits_keys) * device.fused_op_us + _FLEX_BLOCK_KERNELS * device.kernel_us
-    return max(arithmetic, memory) + captured + copies + launches
-
-
-# Not measured by this project: 85 % of FlashAttention 3 on H100, 90 % of FlashAttention 2 on A100 (PyTorch's blog).
-_FLEX_CUDA_SHARE = 0.55  # of a matrix product's rate, from compute capability 9.0 on
-_FLEX_OF_FLASH = 0.8  # of the rate of torch's flash kernel before
-_FLEX_TILE = 128  # query rows of a program
-_FLEX_BLOCK_KERNELS = 4  # generated kernels that make the lists of blocks

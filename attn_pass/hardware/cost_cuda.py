@@ -87,6 +87,40 @@ def split_keys(device: Device, problem: Problem) -> float:
     return max(arithmetic, memory) + 2 * device.op_us + _JOIN_US
 
 
+def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = False) -> float:
+    """FlexAttention as Inductor's Triton templates; ``share`` of the blocks is computed.
+
+    ``splits_keys``: the template for few rows, whose programs share a KV head's keys; otherwise there is one program
+    for each head's tile of rows, and few of them leave most multiprocessors idle.
+    """
+    dims = sum(1 << max(0, n - 1).bit_length() for n in (problem.head_dim, problem.value_dim))  # tiles are padded
+    if splits_keys:
+        heads = problem.batch * problem.kv_heads
+        rows = max(16, 1 << max(0, problem.q_len * (problem.heads // problem.kv_heads) - 1).bit_length())
+        programs, reached = heads * max(1, device.cores // max(1, heads) * 2), _FLASH_SPLIT_SHARE
+    else:
+        heads = problem.batch * problem.heads
+        rows = -(-problem.q_len // _FLEX_TILE) * _FLEX_TILE
+        programs, reached = heads * (rows // _FLEX_TILE), _REACHED
+    busy = min(1.0, max(1, programs) / device.cores)
+    scores = share * heads * rows * problem.kv_len
+    of_flash = _FLEX_OF_FLASH[device.capability >= (9, 0)]
+    half = problem.dtype.itemsize < 4
+    rate = of_flash * (_rate(device, "flash", problem) if half else device.fused(problem.dtype))
+    arithmetic = (2.0 * scores * dims / rate + _EXP_OVERLAP * scores / device.exp_gops) / busy / 1e3
+    memory = traffic(device, problem.operand_bytes) / reached / min(1.0, busy * _CORE_BANDWIDTH)
+    captured = traffic(device, problem.mask_elements * problem.mask_bytes)
+    copies = traffic(device, 2 * problem.copied_bytes)
+    start = (1 + splits_keys) * device.fused_op_us + _FLEX_BLOCK_KERNELS * device.kernel_us + _FLEX_COMPILE_US
+    return max(arithmetic, memory) + captured + copies + start
+
+
+_FLEX_OF_FLASH = (0.85, 1.2)  # of FlashAttention-2's rate, before and from Hopper on (A100, H100: PyTorch's blog)
+_FLEX_TILE = 128  # query rows of a program
+_FLEX_BLOCK_KERNELS = 4  # generated kernels that make the lists of blocks
+_FLEX_COMPILE_US = 20.0  # its compile takes some 2 s a layer, which a hundred thousand calls must earn
+
+
 def unfused(device: Device, problem: Problem) -> float:
     """Two batched products and a softmax with the scores in memory, shared keys and values written out for each head.
 

@@ -30,6 +30,8 @@ from attn_pass.targets.sdpa import (
     wants_mask_gradient,
 )
 
+_BLOCK = 128  # rows, and keys, that are computed together
+
 
 class Kernel:
     """One of torch's kernels as a target: its name, and how it is handed a mask."""
@@ -98,11 +100,11 @@ class Kernel:
         return dims
 
     def _seen(self, a: Attention, kind: str, hint: Callable[[Index], int]) -> int:
-        """The keys a row goes through."""
+        """The keys a block of rows goes through."""
         window = window_of(a) if kind == "band" else None
         if window is None or window.left is None or window.right is None:
             return hint(a.kv_len)
-        return max(1, min(hint(a.kv_len), hint(window.left) + hint(window.right) + 1))
+        return max(1, min(hint(a.kv_len), hint(window.left) + hint(window.right) + 1 + _BLOCK))
 
     # ------------------------------------------------------------ emission
 

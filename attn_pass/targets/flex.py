@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value
-from attn_pass.hardware import cost
+from attn_pass.hardware import cost, cost_cuda
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.model.index import product
@@ -156,7 +156,7 @@ def _cost(a: Attention, function: Function, setting: Setting) -> float:
         return 2 * cost.unfused(setting.device, problem)
     visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[setting.device.type])
     if on_cuda:
-        return cost.flex_cuda(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
+        return cost_cuda.flex(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
     return cost.flex(setting.device, problem, visited)
 
 

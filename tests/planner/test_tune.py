@@ -75,8 +75,9 @@ def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.
 
 
 def test_another_device_is_not_measured_here() -> None:
+    inputs = qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16)
     with torch.no_grad():
-        site = site_of(grouped, *qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16), device="A100")
+        site = attn_pass.explain(grouped, *inputs, attn_pass_options={"device": "A100", "tune": True}).sites[0]
     assert "no A100 to measure on" in site.reason
 
 

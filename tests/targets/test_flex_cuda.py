@@ -18,7 +18,7 @@ from test_attention_gym import program as gym_program
 from torch import nn
 
 import attn_pass
-from attn_pass.hardware import catalog, cost
+from attn_pass.hardware import catalog, cost_cuda
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
 from attn_pass.targets import flex_blocks, flex_rules
@@ -700,19 +700,19 @@ def problem(**sizes: int) -> Problem:
 
 
 def test_the_cost_is_near_what_is_reported() -> None:
-    """550 GFLOP at 0.55 of 790 TFLOP/s; half of it for a causal mask; longer than a fused kernel without a mask."""
-    full = cost.flex_cuda(H200, problem(), 1.0)
-    assert full == pytest.approx(4 * 4096 * 4096 * 32 * 128 / 0.55 / 790e6, rel=0.05)
-    assert cost.flex_cuda(H200, problem(), 0.5) == pytest.approx(full / 2, rel=0.1)
+    """275 GFLOP at about half of 790 TFLOP/s; half of it for a causal mask; longer on an older GPU."""
+    full = cost_cuda.flex(H200, problem(), 1.0)
+    assert full == pytest.approx(4 * 4096 * 4096 * 32 * 128 / 0.5 / 790e6, rel=0.1)
+    assert cost_cuda.flex(H200, problem(), 0.5) == pytest.approx(full / 2, rel=0.1)
     a100 = catalog.by_name("A100")
-    assert cost.flex_cuda(a100, problem(), 1.0) > full
+    assert cost_cuda.flex(a100, problem(), 1.0) > full
 
 
 def test_splits_keep_the_device_busy() -> None:
     few = problem(heads=8, kv_heads=8, q_len=4, kv_len=65536)
-    assert cost.flex_cuda(H200, few, 1.0) > 5 * cost.flex_cuda(H200, few, 1.0, splits_keys=True)
+    assert cost_cuda.flex(H200, few, 1.0) > 5 * cost_cuda.flex(H200, few, 1.0, splits_keys=True)
     grouped = problem(heads=32, kv_heads=8, q_len=4, kv_len=65536)
-    assert cost.flex_cuda(H200, grouped, 1.0, splits_keys=True) < cost.flex_cuda(H200, grouped, 1.0)
+    assert cost_cuda.flex(H200, grouped, 1.0, splits_keys=True) < cost_cuda.flex(H200, grouped, 1.0)
 
 
 def predictions(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> attn_pass.SiteReport:
@@ -724,7 +724,7 @@ def predictions(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> attn
 
 def test_a_long_window_is_chosen_by_cost() -> None:
     q, k, v = (torch.empty(1, 8, 4096, 64, dtype=torch.bfloat16) for _ in range(3))
-    site = predictions(masked(window), q, k, v)
+    site = predictions(masked(window), q, k, v, targets=("flex", "efficient"))
     assert site.target == "flex" and site.predicted_us["flex"] < site.predicted_us["leave"]
     site = predictions(masked(causal), q, k, v)
     assert site.target != "flex" and "flex" not in site.predicted_us
