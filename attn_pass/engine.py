@@ -24,7 +24,7 @@ from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
-from attn_pass.patterns import calls, composite, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.tune import Place, Tuner
@@ -161,7 +161,7 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
-        for finder in (calls.find, softmax.find, composite.find):
+        for finder in (calls.find, flash_attn_calls.find, softmax.find, composite.find):
             try:
                 yield from finder(self.reader)
             except Exception as error:
@@ -281,8 +281,8 @@ class _Graph:
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
-            eager_form=site.form != calls.FORM,
-            fused_as_written=site.written.fused and site.region.sdpa_backends is None,
+            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM),
+            fused_as_written=site.written.fused and (site.region.sdpa_backends is None or site.written.from_library),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
         )

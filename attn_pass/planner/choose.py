@@ -12,6 +12,7 @@ from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets.flash_attn import CALL_US
 from attn_pass.targets.problem import problem_of
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
@@ -67,7 +68,7 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     copies = 0.0 if inside else cost.traffic(setting.device, 2 * written.copied_bytes)
     if written.fused:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
-        return cost.fused(setting.device, problem) + copies
+        return cost.fused(setting.device, problem) + copies + (CALL_US if written.from_library else 0.0)
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
     scaled += cost.transcendental(setting.device, problem, calls)

@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from attn_pass.targets.base import Target
 from attn_pass.targets.decode import Decode
 from attn_pass.targets.decomposed import Decomposed
+from attn_pass.targets.flash_attn import FlashAttn
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
@@ -24,7 +25,7 @@ def _registered() -> tuple[Target, ...]:
 
 def built_in() -> tuple[Target, ...]:
     """The targets of this package."""
-    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), Decode())
+    return (Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), Decode(), FlashAttn())
 
 
 def all_targets() -> tuple[Target, ...]:
