@@ -46,7 +46,7 @@ def import_or_skip() -> ModuleType:
 
 @contextmanager
 def present() -> Iterator[ModuleType]:
-    """Inside, flash_attn and its kernels can be imported, by the package under test too; outside nothing has changed."""
+    """Inside, flash_attn and its kernels can be imported, by attn_pass too; outside nothing has changed."""
     modules = _loaded()
     before = {name: sys.modules.get(name) for name in modules}
     interface = modules["flash_attn.flash_attn_interface"]

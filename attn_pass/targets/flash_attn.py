@@ -1,10 +1,10 @@
 """The library flash-attn (Dao-AILab, 2.7 and newer): FlashAttention-2 with soft caps, ALiBi, windows.
 
 The kernel that torch's own flash attention is made from, with what torch leaves out of it: soft caps (with the
-device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key. It is called as the operator it registers,
-``flash_attn::_flash_attn_forward``, on (B, L, H, D) views; head dims that are unequal or no multiple of 8 are padded
-with zeros. The operator is written in Python, which costs 20 us a call: where torch's own kernels can do the same,
-theirs is the cheaper offer.
+device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key. It is
+called as the operator it registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D) views; head dims that are
+unequal or no multiple of 8 are padded with zeros. The operator is written in Python, which is taken to cost 20 us a
+call: where torch's own kernels can do the same, theirs is the cheaper offer.
 
 Offers where the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16
 and bfloat16, in inference. Not in training, where the gradient is in the package's autograd function, and not for

@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from attn_pass.model.attention import Attention
+from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import (
+    FALSE,
+    TRUE,
     Apply,
     Const,
     Dot,
@@ -25,7 +28,7 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most
-from attn_pass.model.mask import Band, Keys, Opaque, keeps_a_key, row_index
+from attn_pass.model.mask import Band, Keys, Opaque, Structure, keeps_a_key, row_index
 from attn_pass.model.pieces import pieces
 
 _ADDED = Opaque("additive")  # what a structure says of a bias that is no mask
@@ -59,25 +62,25 @@ def arguments_of(a: Attention) -> Arguments:
     if not a.has_mask:
         return found
     finite = a.keep is not None and a.keep.fill != float("-inf")
-    band = _band(a)
-    added = None
+    visible = replace(a.structure, parts=tuple(p for p in a.structure.parts if p != _ADDED))
+    term: Expr | None = None
     if a.bias is not None:
         added = _added(a)
-        finite = finite or added.finite_fill
+        term, finite = added.term, finite or added.finite_fill
+        if added.condition != TRUE and visible.is_exact:
+            # What the reading did not take for a mask because of how it is added.
+            visible = structure_of(apply("and", visible.condition(), added.condition), a.keys, a.rows)
     own = a.kv_len - a.q_len
-    left, right = _sides(band, own)
+    left, right = _sides(_band(a, visible), own)
     if (left > -1 or right > 0) and not is_at_most(a.q_len, a.kv_len):
         raise NoForm("a window with more rows than keys, for all that is known")
-    named = tuple(p for p in a.structure.parts if p != _ADDED)
-    never_empty = a.rows_never_empty or keeps_a_key(replace(a.structure, parts=named), a.keys)
-    slopes = None if added is None or added.term is None else _slopes(a, added.term, own, after=right == 0)
     return replace(
         found,
         causal=right == 0,
         left=left,
         right=right,
-        slopes=slopes,
-        rows_never_empty=never_empty,
+        slopes=None if term is None else _slopes(a, term, own, after=right == 0 or _is_last(a, own)),
+        rows_never_empty=a.rows_never_empty or keeps_a_key(visible, a.keys),
         finite_fill=finite,
     )
 
@@ -125,17 +128,16 @@ def _is_number(expression: Expr) -> bool:
 # ---------------------------------------------------------------- masks
 
 
-def _band(a: Attention) -> Band:
-    """The keep-condition as a band of ``key - row``. Raises `NoForm` for any other mask."""
-    if a.structure.row != row_index(a.rows):
-        raise NoForm("the mask is over other rows than the call")
-    parts = [p for p in a.structure.parts if p != _ADDED]
-    if not parts:
+def _band(a: Attention, visible: Structure) -> Band:
+    """What is kept as a band of ``key - row``. Raises `NoForm` for any other mask."""
+    if not visible.parts:
         return Band()
-    part = parts[0]
-    if isinstance(part, Keys) and a.structure.row == 0:  # one row, at 0
+    if visible.row != row_index(a.rows):
+        raise NoForm("the mask is over other rows than the call")
+    part = visible.parts[0]
+    if isinstance(part, Keys) and visible.row == 0:  # one row, at 0
         part = Band(part.lower, part.upper)
-    if len(parts) > 1 or not isinstance(part, Band):
+    if len(visible.parts) > 1 or not isinstance(part, Band):
         raise NoForm(f"the mask is no window of keys: {a.mask_text}")
     return part
 
@@ -156,22 +158,29 @@ def _sides(band: Band, own: Index) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
+def _is_last(a: Attention, own: Index) -> bool:
+    """Whether no key comes after a row's own without any mask: one row."""
+    return is_at_most(axis_index(a.keys), row_index(a.rows) + own)
+
+
 # ---------------------------------------------------------------- ALiBi
 
 
 @dataclass(frozen=True)
 class _Added:
-    """What is added to the scores, masks apart: one term, or none."""
+    """What is added to the scores: the masks in it as a condition, and one term or none."""
 
     term: Expr | None
+    condition: Expr
     finite_fill: bool
 
 
 def _added(a: Attention) -> _Added:
-    """The bias without the masks in it, which the structure has. Raises `NoForm`."""
+    """The bias taken apart. Raises `NoForm`."""
     bias = _over_places(a)
     found: list[Expr] = []
     finite = False
+    condition: Expr = TRUE
     for sign, term in _terms(bias, 1):
         if _is_number(term):
             continue
@@ -183,9 +192,13 @@ def _added(a: Attention) -> _Added:
         if any(not f <= torch.finfo(a.score_dtype).min / 2 for f in fills):
             raise NoForm(NO_FORM)
         finite = finite or any(f != float("-inf") for f in fills)
+        kept: Expr = FALSE
+        for piece, value in values:
+            kept = apply("or", kept, piece) if value.value == 0 else kept
+        condition = apply("and", condition, kept)
     if len(found) > 1:
         raise NoForm(NO_FORM)
-    return _Added(found[0] if found else None, finite)
+    return _Added(found[0] if found else None, condition, finite)
 
 
 def _over_places(a: Attention) -> Expr:
