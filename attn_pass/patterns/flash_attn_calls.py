@@ -144,7 +144,8 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
     output = tuple(Axis(f"o{n}", size) for n, size in enumerate(reader.sizes.shape(out)))
     batch, row, head, _ = at = tuple(axis_index(a) for a in output)
     keys, dim = Axis("j", k_shape[1]), Axis("d", k_shape[3])
-    if q_shape[0] != k_shape[0] or k_shape[:3] != v_shape[:3] or q_shape[3] != k_shape[3]:
+    checked = ((q_shape[0], k_shape[0]), (q_shape[0], v_shape[0]), (k_shape[1], v_shape[1]))
+    if k_shape[2] != v_shape[2] or q_shape[3] != k_shape[3] or any(_differ(*pair) for pair in checked):
         raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
     kv_head = head
     if k_shape[2] != q_shape[2]:
@@ -184,6 +185,15 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
         dropout=float(given["dropout_p"]),
         empty_row_is_nan=False,
     )
+
+
+def _differ(one: Index, other: Index) -> bool:
+    """Whether two sizes are known to differ. Where they are not, the kernel sees to it (CHECK_SHAPE in mha_fwd).
+
+    What torch checks of its own calls is known as a guard; what a kernel checks is not, so that keys and values of a
+    cache that grows have lengths of two names.
+    """
+    return isinstance(one, int) and isinstance(other, int) and one != other
 
 
 def _score(
