@@ -111,8 +111,16 @@ def test_the_stand_in_computes_what_is_documented_and_its_gradients(name: str, l
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-@pytest.mark.parametrize("lengths", list(LENGTHS))
-@pytest.mark.parametrize("target", ["flash_attn", "sdpa"])
+@pytest.mark.parametrize(
+    ("target", "lengths"),
+    [
+        ("flash_attn", "long"),
+        ("flash_attn", "one row"),
+        ("flash_attn", "more rows"),
+        ("sdpa", "long"),
+        ("sdpa", "more rows"),
+    ],
+)
 def test_a_call_is_read_as_what_it_computes(name: str, lengths: str, target: str) -> None:
     call, exact = called(SETTINGS[name])
     capped = "softcap" in SETTINGS[name]
