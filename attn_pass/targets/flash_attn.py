@@ -2,14 +2,13 @@
 
 The kernel that torch's own flash attention is made from, with what torch leaves out of it: soft caps (with the
 device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key. It is
-called as the operator it registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D) views; head dims that are
-unequal or no multiple of 8 are padded with zeros. The operator is written in Python, which is taken to cost 20 us a
-call: where torch's own kernels can do the same, theirs is the cheaper offer.
+called as the operator it registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D) views, in training as its
+function ``flash_attn_func``; head dims that are unequal or no multiple of 8 are padded with zeros. Its Python is taken
+to cost 20 us a call: where torch's own kernels can do the same, theirs is the cheaper offer.
 
 Offers where the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16
-and bfloat16, in inference. Not in training, where the gradient is in the package's autograd function, and not for
-``aot_compile``, whose packages run without Python. The tests run the package over a stand-in for its kernels; nothing
-was measured.
+and bfloat16. In training with torch.compile alone, and not for slopes that are learned; not for ``aot_compile``, whose
+packages run without Python. The tests run the package over a stand-in for its kernels; nothing was measured.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import expression_axes
+from attn_pass.model.expression import expression_axes, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.flash_attn_arguments import Arguments, NoForm, arguments_of
 from attn_pass.targets.lower import Lowering
@@ -57,7 +56,7 @@ class FlashAttn:
             given = arguments_of(attention)
         except NoForm as found:
             return Refusal(self.name, str(found))
-        reason = _refusal_of_rows(attention, given, setting)
+        reason = _refusal_of_rows(attention, given, setting) or _refusal_of_slopes(attention, given)
         if reason is not None:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
@@ -77,19 +76,34 @@ class FlashAttn:
         query, key, value = _operands(lower)
         if given.negated:  # the kernel takes the largest product before it scales
             query = call(aten.neg.default, query)
-        results = call(
-            _operator(),
-            *(query, key, value),
-            0.0,
-            given.scale,
-            causal=given.causal,
-            window_size_left=given.left,
-            window_size_right=given.right,
-            softcap=given.softcap,
-            alibi_slopes=None if given.slopes is None else _slopes(lower, given),
-            return_softmax=False,
-        )
-        out: Value = call(aten.transpose.int, call(operator.getitem, results, 0), 1, 2)
+        slopes = None if given.slopes is None else _slopes(lower, given)
+        out: Value
+        if a.needs_grad:
+            out = call(
+                _function(),
+                *(query, key, value),
+                softmax_scale=given.scale,
+                causal=given.causal,
+                window_size=(given.left, given.right),
+                softcap=given.softcap,
+                alibi_slopes=slopes,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        else:
+            results = call(
+                _operator(),
+                *(query, key, value),
+                0.0,
+                given.scale,
+                causal=given.causal,
+                window_size_left=given.left,
+                window_size_right=given.right,
+                softcap=given.softcap,
+                alibi_slopes=slopes,
+                return_softmax=False,
+            )
+            out = call(operator.getitem, results, 0)
+        out = call(aten.transpose.int, out, 1, 2)
         if _width(a) != a.value_head_dim:
             out = call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
@@ -120,8 +134,8 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
         return "flash_attn is not installed with its kernels"
     if setting.program == "aoti":
         return "flash_attn's operators are written in Python, and a compiled package runs without"
-    if a.needs_grad:
-        return "in training flash_attn's own autograd function has the gradient, and the operator alone has none"
+    if a.needs_grad and setting.program != "compile":
+        return "flash_attn's gradient is in its autograd function, which an exported program cannot hold"
     if a.dropout or a.sink is not None:
         return "flash_attn is given no dropout here and takes no sink"
     if a.compute_dtype not in (torch.float16, torch.bfloat16):
@@ -148,6 +162,13 @@ def _refusal_of_rows(a: Attention, given: Arguments, setting: Setting) -> str | 
     return None
 
 
+def _refusal_of_slopes(a: Attention, given: Arguments) -> str | None:
+    learned = () if given.slopes is None else loads(given.slopes)
+    if a.needs_grad and any(a.sources[load.source].needs_grad for load in learned):
+        return "the slopes need a gradient, which flash_attn does not give"
+    return None
+
+
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
@@ -157,11 +178,23 @@ def _is_installed(name: str) -> bool:
 
 def _operator() -> Any:
     """The operator, registered by importing the package."""
+    _package()
+    return torch.ops.flash_attn._flash_attn_forward.default
+
+
+def _function() -> Any:
+    """``flash_attn_func``: AOTAutograd traces the autograd function in it as it does a program's own."""
+    return _package().flash_attn_func
+
+
+def _package() -> Any:
+    """Raises `RewriteError` where it is another version than the one its operator is from, or cannot be imported."""
     try:
-        importlib.import_module("flash_attn.flash_attn_interface")
-        return torch.ops.flash_attn._flash_attn_forward.default
+        package = importlib.import_module("flash_attn.flash_attn_interface")
+        assert torch.ops.flash_attn._flash_attn_forward.default is not None
     except (ImportError, AttributeError, RuntimeError) as error:
         raise RewriteError(f"flash_attn is installed and cannot be used: {error}") from error
+    return package
 
 
 def _width(a: Attention) -> int:

@@ -243,6 +243,63 @@ def test_grouped_heads_go_to_the_kernel_as_they_are() -> None:
     assert [tuple(v.shape) for v in values] == [(2, 5, 8, 16), (2, 12, 2, 16), (2, 12, 2, 16)]
 
 
+# ---------------------------------------------------------------- training
+
+
+def learned(inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    return [x.clone().requires_grad_(n < 3) for n, x in enumerate(inputs)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "grouped", "causal from the last key", "window from the last key", "negative scale", "temperature"),
+        *("soft cap in float32, causal", "soft cap of the other sign", "alibi of given slopes", "alibi, causal"),
+        *("head dim of no multiple of 8", "narrow values"),
+    ],
+)
+def test_in_training_its_own_backward_gives_the_gradients(name: str) -> None:
+    fn, inputs = CASES[name]
+    report = same(fn, *learned(inputs), rewritten=1, grad=True, device="H200", targets=("flash_attn",))
+    assert report.sites[0].target == "flash_attn"
+
+
+def test_in_a_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    fn, inputs = CASES["soft cap in float32, causal"]
+    again = lambda q, k, v: checkpoint(fn, q, k, v, use_reentrant=False)
+    same(again, *learned(inputs), rewritten=1, grad=True, device="H200", targets=("flash_attn",))
+
+
+def test_a_gradient_of_the_slopes_is_not_lost() -> None:
+    fn, inputs = CASES["alibi of given slopes"]
+    wanted = [x.clone().requires_grad_() for x in inputs]
+    same(fn, *wanted, rewritten=0, grad=True, device="H200", targets=("flash_attn",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["backend", "hook"])
+def test_inductor_compiles_the_forward_and_the_backward(entry: str) -> None:
+    fn, inputs = CASES["soft cap in float32, causal"]
+    ours, eager = learned(inputs), learned(inputs)
+    options = {"device": "H200", "choose": "fused", "targets": ("flash_attn",)}
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        if entry == "backend":
+            found = torch.compile(fn, backend="attn_pass", options=options)(*ours)
+        else:
+            with attn_pass.enabled(**options):
+                found = torch.compile(fn)(*ours)
+        found.float().sum().backward()
+    wanted = fn(*eager)
+    wanted.float().sum().backward()
+    assert [s.target for s in report.sites] == ["flash_attn"]
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=4e-3)
+    for a, b in zip(ours, eager):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-2, atol=4e-3)
+
+
 # ---------------------------------------------------------------- what it leaves
 
 
@@ -288,7 +345,6 @@ def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "float32": ("half precision", plain, qkv(2, 4, 5, 12, 16)),
     "wide heads": ("over 256", plain, qkv(2, 4, 5, 12, 264, dtype=HALF)),
-    "needs a gradient": ("in training", plain, qkv(2, 4, 5, 12, 16, dtype=HALF, grad=True)),
     "causal from the first key": ("not aligned", top_left, LONG),
     "keys before the own": ("not aligned", below, SQUARE),
     "chunks": ("no window of keys", chunked, SQUARE),
