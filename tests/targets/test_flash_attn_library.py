@@ -141,6 +141,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "soft cap, the number first": (capped(lambda s: 5.0 * torch.tanh(0.2 * s)), LONG),
     "soft cap in float32, causal": (capped(lambda s: 2.5 * torch.tanh(s.float() / 2.5), masked=True), LONG),
     "soft cap of the other sign": (capped(lambda s: -3.0 * torch.tanh(s / 3.0), masked=True), LONG),
+    "soft cap, negated": (capped(lambda s: -(torch.tanh(s / 3.0) * 3.0), masked=True), LONG),
+    "soft cap of negated scores": (capped(lambda s: torch.tanh(-s / 3.0) * 3.0, masked=True), LONG),
+    "negative factor": (
+        lambda q, k, v: weighted(q, k, v, lambda s: (s * -1.5).masked_fill(keys(k) > own(q, k), NEG_INF)),
+        LONG,
+    ),
     "soft cap twice of the other sign": (capped(lambda s: -3.0 * torch.tanh(s / -3.0), masked=True), LONG),
     "soft cap that is not the divisor": (capped(lambda s: torch.tanh(s) * 4.0, masked=True), LONG),
     "soft cap, scaled query": (
