@@ -24,11 +24,16 @@ setup: $(STAMP)
 
 # torch first and alone: everything after it then resolves against the pinned build instead of bringing one of its own.
 # timm without what it asks for: torchvision, which the models of the benches do not use, would bring another torch.
+# flash-attn is its Python alone, for the tests, which stand in for its kernels (tests/flash_attn_stand_in.py): a build of
+# seconds that needs no CUDA compiler and asks GitHub for nothing. In a folder of its own, so that no other package of the
+# environment takes it for the whole.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -c constraints.txt --no-deps timm
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(BIN)/python -m pip install -c constraints.txt \
+	    --no-deps --no-build-isolation --use-pep517 --upgrade --target $(VENV)/flash_attn_python flash-attn
 	touch $@
 
 demo: $(STAMP)

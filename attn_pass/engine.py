@@ -24,7 +24,7 @@ from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
-from attn_pass.patterns import calls, composite, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.tune import Place, Tuner
@@ -162,7 +162,7 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
-        for finder in (calls.find, softmax.find, composite.find):
+        for finder in (calls.find, flash_attn_calls.find, softmax.find, composite.find):
             try:
                 yield from finder(self.reader)
             except Exception as error:
@@ -277,7 +277,7 @@ class _Graph:
         deterministic = torch.are_deterministic_algorithms_enabled()
         deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
         fused = None
-        if site.region.sdpa_backends is None:
+        if site.region.sdpa_backends is None or site.written.from_library:
             fused = as_written(attention, site.written, device, deterministic=deterministic)
         return Setting(
             device=device,
@@ -287,7 +287,7 @@ class _Graph:
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
-            eager_form=site.form != calls.FORM,
+            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM),
             kernel_as_written=fused,
             deterministic=deterministic,
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),

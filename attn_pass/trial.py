@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import math
 import operator
@@ -120,6 +121,8 @@ def _program(text: str) -> Callable[..., Any]:
         "operator": operator,
         "_operator": operator,
     }
+    if "torch.ops.flash_attn." in text:
+        importlib.import_module("flash_attn")  # which registers its operators
     exec(compile(text, "<attention>", "exec"), namespace)  # text that attn_pass itself wrote
     return functools.partial(namespace["forward"], None)
 

@@ -35,6 +35,7 @@ _REACHED = 0.85  # of the rate of a copy
 _MASKED = 1.5  # the time of products and exponentials with a mask to add among them: a guess
 _SPLIT_SHARE = 0.80  # the same, for a kernel that splits the keys and joins the parts
 _FLASH_SPLIT_SHARE = 0.75  # flash splits them into blocks of 128 rows, most of which are padding
+PYTHON_US = 20.0  # checks and allocations of a library's call in Python; not measured
 _LOOKUP_US = 0.5  # cuDNN finds the plan of a shape by its key, on the host
 _JOIN_US = 2.0  # the second kernel of a split waits for the first
 _PLAN_US = 30_000 / 16  # cuDNN builds a plan for each new shape, 23 to 37 ms; a shape is taken to come 16 times

@@ -68,6 +68,7 @@ class AsWritten:
     mask_elements: int = 0  # of that mask, whatever it turned out to be
     causal: bool = False  # the call's own flag
     copied_bytes: int = 0  # operands copied before the products or the call
+    from_library: bool = False  # a call of a package, which costs more than one of torch
 
 
 @dataclass(frozen=True)

@@ -180,13 +180,7 @@ def _score(
         value = tensor_value(mask)
         if value is None:
             raise Unreadable("the mask is no tensor", node)
-        where = broadcast_position(position, reader.sizes.shape(value))
-        source, at_source, read_at = reader.through_views(mask, where, time, reader.regions.of(node))
-        known = reader.element(source, at_source, read_at)
-        load: Expr = known
-        if not isinstance(known, Const):
-            load = reader.load(source, at_source, read_at)
-            side[load] = SideLoad(source, read_at, mask, where, time)
+        load = element_of(reader, node, mask, broadcast_position(position, reader.sizes.shape(value)), side)
         if value.dtype == torch.bool:
             score = apply("where", load, score, Const(float("-inf")))
         else:
@@ -194,6 +188,20 @@ def _score(
     if given["is_causal"]:
         score = apply("where", apply("le", _index(position[-1]), _index(position[-2])), score, Const(float("-inf")))
     return score
+
+
+def element_of(
+    reader: Reader, node: Node, tensor: Node, position: Position, side: dict[Load, SideLoad]
+) -> Load | Const:
+    """An element of a tensor that the call ``node`` takes beside its operands: a number, or loaded and noted down."""
+    time = reader.order[node]
+    source, at_source, read_at = reader.through_views(tensor, position, time, reader.regions.of(node))
+    known = reader.element(source, at_source, read_at)
+    if isinstance(known, Const):
+        return known
+    load = reader.load(source, at_source, read_at)
+    side[load] = SideLoad(source, read_at, tensor, position, time)
+    return load
 
 
 def _index(index: Any) -> Expr:

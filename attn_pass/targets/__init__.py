@@ -11,6 +11,7 @@ from attn_pass.targets.decode import Decode
 from attn_pass.targets.decomposed import Decomposed
 from attn_pass.targets.efficient import Efficient
 from attn_pass.targets.flash import Flash
+from attn_pass.targets.flash_attn import FlashAttn
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
@@ -27,7 +28,7 @@ def _registered() -> tuple[Target, ...]:
 
 def built_in() -> tuple[Target, ...]:
     """The targets of this package; of equally cheap offers the first is taken."""
-    cuda = (Cudnn(), Flash(), Efficient(), Decode())
+    cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn())
     return (*cuda, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
 
 

@@ -276,6 +276,7 @@ KERNELS: Mapping[str, tuple[Rule, ...]] = {
     "efficient": _EFFICIENT,
 }
 
+LIBRARY = "flash_attn"  # the package's kernel, which a program calls itself
 # As `torch.nn.attention.SDPBackend` names them.
 BACKENDS = {
     "cpu flash": "FLASH_ATTENTION",
@@ -320,6 +321,8 @@ def picked_by_torch(call: Call, allowed: tuple[str, ...] | None = None) -> str |
 
 def as_written(attention: Attention, written: AsWritten, device: Device, *, deterministic: bool) -> str | None:
     """The fused kernel that runs if nothing is done; None where none does."""
+    if written.from_library:
+        return LIBRARY
     if device.type == "cpu":
         return "cpu flash" if written.fused else None
     if not written.plain:

@@ -10,6 +10,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.targets.base import Setting
+from attn_pass.targets.kernels import LIBRARY
 
 
 def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
@@ -33,10 +34,12 @@ def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes:
 
 
 def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
-    """Microseconds one of torch's fused kernels takes on the setting's device."""
+    """Microseconds one of torch's fused kernels, or the library's, takes on the setting's device."""
     if setting.device.type != "cuda":
         return cost.fused(setting.device, problem)
     growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
+    if kernel == LIBRARY:
+        return cost_cuda.torch_kernel(setting.device, "flash", problem) + cost_cuda.PYTHON_US
     return cost_cuda.torch_kernel(setting.device, kernel, problem, growing=growing)
 
 
