@@ -147,7 +147,7 @@ def _shared(setting: Setting) -> int:
 
 
 def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
-    """What a tile takes at least: the queries once, keys and values for every stage (seen in what Triton 3.7 compiles)."""
+    """What a tile takes at least: queries once, keys and values for every stage (as Triton 3.7 was seen to do)."""
     assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
     dim, value_dim = power_of_two(a.head_dim), power_of_two(a.value_head_dim)
     return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
