@@ -12,7 +12,8 @@ template gets views and unfinished tensors wrong in torch 2.13. Compiling takes 
 0.4 ms a call. Where Inductor does not run it (`wrap`, `rewrite`) the operator runs as products and a softmax: right,
 and no gain, so that it is then taken with ``choose="fused"`` alone; inside the hook the CPU's is left, and
 `torch.export.save` cannot write it. Not with dropout, or an unknown number of heads or head dim. What is emitted for
-CUDA was run as products and a softmax only: the Triton templates cannot be rendered without a GPU.
+CUDA was run as products and a softmax, and its Triton templates rendered and compiled, without a GPU; what they compute
+and how fast is not known.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.flex_blocks import Sides, block_mask, share
 from attn_pass.targets.flex_lower import Mod, band_mod, kernel_options, own_memory
-from attn_pass.targets.flex_rules import Case, no_decoding, refusal, rows_are_safe
+from attn_pass.targets.flex_rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex_score import Function, function_of, names_of, visible
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
@@ -45,9 +46,14 @@ from attn_pass.targets.sdpa import dense_last
 # given (seen in torch 2.13.0). CUDA's tiles divide torch's own 128.
 _BLOCKS = {"cpu": (64, 256), "cuda": (128, 128)}
 
-# Tiles for the tuner on CUDA: query rows, keys, warps, stages. The first is near what Inductor takes for small dims.
-_TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2))
+# Tiles for the tuner on CUDA: query rows, keys, warps, stages. Larger ones take minutes to compile in float32.
+_TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2))
+_WIDE_TILES = ((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 2))
 _DECODING_TILES = ((32, 2, 3), (128, 4, 3))  # keys, warps, stages; rows are what there are
+_TOLD = ("BLOCK_N", "num_warps", "num_stages")
+# Bytes of shared memory a thread block may have, by compute capability; elsewhere the least of any.
+_SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_LEAST_SHARED = 99 << 10
 
 
 class Flex:
@@ -75,10 +81,15 @@ class Flex:
         """The same with other tiles than Inductor's own choice, for the tuner."""
         if setting.device.type != "cuda":
             return
-        decodes = no_decoding(offer.attention) is None
-        prefix = "fwd_" if offer.attention.needs_grad else ""  # a backward has block sizes of its own
-        for tile in _DECODING_TILES if decodes else _TILES:
-            names = ("BLOCK_N", "num_warps", "num_stages") if decodes else ("BLOCK_M", *_NAMES)
+        a = offer.attention
+        decodes = no_decoding(a) is None
+        prefix = "fwd_" if a.needs_grad else ""  # a backward has block sizes of its own
+        tiles = _DECODING_TILES if decodes else _WIDE_TILES if a.compute_dtype.itemsize == 4 else _TILES
+        for tile in tiles:
+            *rows, keys, _, stages = tile
+            if _shared_bytes(a, rows[0] if rows else 16, keys, stages) > _shared(setting):
+                continue
+            names = _TOLD if decodes else ("BLOCK_M", *_TOLD)
             options = tuple((prefix + name, value) for name, value in zip(names, tile))
             text = " ".join(f"{name}={value}" for name, value in zip(names, tile))
             variant = f"{offer.variant} + {text}" if offer.variant else text
@@ -131,7 +142,15 @@ class Flex:
         return lower.result(plan.call(operator.getitem, results, 0))
 
 
-_NAMES = ("BLOCK_N", "num_warps", "num_stages")
+def _shared(setting: Setting) -> int:
+    return _SHARED.get(setting.device.capability, _LEAST_SHARED)
+
+
+def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
+    """What a tile takes at least: queries once, keys and values for every stage (as Triton 3.7 was seen to do)."""
+    assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
+    dim, value_dim = power_of_two(a.head_dim), power_of_two(a.value_head_dim)
+    return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
 
 
 def _options(a: Attention, offer: Offer) -> dict[str, object]:

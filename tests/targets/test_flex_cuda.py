@@ -22,6 +22,7 @@ from attn_pass.hardware import catalog, cost_cuda
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
 from attn_pass.targets import flex_blocks, flex_rules
+from attn_pass.targets.base import Offer
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.flex_rules import Case, refusal
 from attn_pass.targets.flex_score import function_of
@@ -577,7 +578,6 @@ def test_a_mask_decided_by_rounded_numbers_stays_the_tensor_it_is() -> None:
 def test_a_mask_written_to_between_is_not_computed_from_what_it_was_made_of() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
         i, j = positions(q, k)
-        ids = ids.clone()
         keep = (j <= i) & (ids[:, None, :, None] == ids[:, None, None, :])
         ids.add_(torch.arange(ids.size(1)))
         return (q @ k.mT * 0.25).masked_fill(~keep, NEG_INF).softmax(-1) @ v + ids.sum()
@@ -795,8 +795,19 @@ def test_without_measuring_no_block_sizes_are_considered() -> None:
     assert not [label for label in site.predicted_us if "BLOCK" in label]
 
 
-def test_block_sizes_divide_the_masks_blocks() -> None:
-    from attn_pass.targets.flex import _BLOCKS, _DECODING_TILES, _TILES
+def test_block_sizes_divide_the_masks_blocks_and_fit() -> None:
+    from attn_pass.targets.flex import _BLOCKS, _DECODING_TILES, _TILES, _WIDE_TILES
 
-    assert all(_BLOCKS["cuda"][0] % m == 0 and _BLOCKS["cuda"][1] % n == 0 for m, n, *_ in _TILES)
+    assert all(_BLOCKS["cuda"][0] % m == 0 and _BLOCKS["cuda"][1] % n == 0 for m, n, *_ in (*_TILES, *_WIDE_TILES))
     assert all(_BLOCKS["cuda"][1] % n == 0 for n, *_ in _DECODING_TILES)
+
+
+@pytest.mark.parametrize(("device", "dim", "tiles"), [("H200", 128, 4), ("H200", 256, 2), ("L4", 128, 1)])
+def test_block_sizes_that_do_not_fit_the_device_are_not_tried(
+    device: str, dim: int, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [x.to(torch.bfloat16) for x in qkv(1, 2, 300, 300, dim)]
+    case = case_of(masked(window), *inputs, monkeypatch=monkeypatch)
+    setting = replace(case.setting, device=catalog.by_name(device))
+    offer = Flex().consider(case.attention, "", setting)
+    assert isinstance(offer, Offer) and len(list(Flex().alternatives(offer, setting))) == tiles
