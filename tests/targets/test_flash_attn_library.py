@@ -12,8 +12,8 @@ import torch
 from against_eager import NEG_INF, qkv, randn, same
 
 import attn_pass
-from bench import stand_ins
 from attn_pass.targets import flash_attn as target
+from bench import stand_ins
 
 stand_ins.install()
 flash_attn_stand_in.import_or_skip()
