@@ -18,6 +18,7 @@ from attn_pass.errors import (
 from attn_pass.export import aot_compile, rewrite
 from attn_pass.hook import enabled, install, uninstall
 from attn_pass.options import Options
+from attn_pass.package import package_report
 from attn_pass.report import Report, SiteReport, record, reports
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "enabled",
     "explain",
     "install",
+    "package_report",
     "record",
     "reports",
     "rewrite",

@@ -1,4 +1,4 @@
-"""The command line: ``attn-pass explain PATH:FUNCTION`` and ``attn-pass version``."""
+"""The command line: ``attn-pass explain`` of a model or a package, and ``attn-pass version``."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def explain(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="PATH:FUNCTION",
+            metavar="PATH:FUNCTION|MODEL.pt2",
             help="A function, as file.py:function or module:function, that takes nothing and returns (model, args) "
-            "or (model, args, kwargs).",
+            "or (model, args, kwargs); or a package that attn_pass.aot_compile wrote.",
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
@@ -44,8 +44,15 @@ def explain(
         typer.Option(help='"cheapest" (the default) or "fused"; as the environment variable ATTN_PASS_CHOOSE.'),
     ] = None,
 ) -> None:
-    """Print, for each attention of a model, what it would become and why. Compiles nothing."""
+    """Print, for each attention of a model, what it would become and why; of a package, what it became.
+
+    Compiles nothing.
+    """
     try:
+        if target.endswith(".pt2"):
+            report = importlib.import_module("attn_pass").package_report(target)
+            typer.echo(report.to_json() if as_json else str(report))
+            return
         from attn_pass.options import make_options
 
         make_options(**({} if choose is None else {"choose": choose}))  # told before a model is built

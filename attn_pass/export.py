@@ -31,6 +31,7 @@ from attn_pass.dynamo import (
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
+from attn_pass.package import with_report
 from attn_pass.report import Report, publish
 
 
@@ -46,7 +47,8 @@ def aot_compile(
 ) -> str:
     """Export a model, rewrite its attention, compile it with AOTInductor, and return the path of the .pt2 package.
 
-    What the user asks is checked before the compile, which takes long. If AOTInductor cannot lower the rewritten
+    What the user asks is checked before the compile, which takes long. The package holds the report
+    (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten
     program the original is compiled, every site is reported left, and one warning names the first site.
 
     Args:
@@ -74,7 +76,7 @@ def aot_compile(
     report, changed = _rewritten(program, ours, "inductor")
     failure = ""
     try:
-        package = _package(program if changed else original, path, patches | patches_for(report))
+        package = _package(program if changed else original, path, with_report(patches | patches_for(report), report))
     except Exception as error:
         if not changed:
             raise
@@ -82,8 +84,8 @@ def aot_compile(
         if ours.on_error == "raise":
             raise does_not_compile(failure) from error
     if failure:
-        package = _package(original, path, patches)
         leave_all(report, could_not_lower(failure))
+        package = _package(original, path, with_report(patches, report))
     publish(report)
     return package
 
@@ -189,7 +191,8 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
     outputs = _output_names(gm)
-    decision = decide(gm, options, "export", runner, known_values(program, options))
+    kind = "aoti" if runner == "inductor" else "export"
+    decision = decide(gm, options, kind, runner, known_values(program, options))
     if not decision.changed:
         return decision.report, False
     try:

@@ -92,6 +92,16 @@ class SiteReport:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> SiteReport:
+        """The record that `to_dict` was taken of; fields of another version are left out."""
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in stored.items() if name in known}
+        for name in ("poor_cases", "assumptions"):
+            values[name] = tuple(values.get(name, ()))
+        values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
+        return cls(**values)
+
 
 @dataclass(eq=False)
 class Report:
@@ -147,6 +157,12 @@ class Report:
                 "left": len(self.left),
                 "sites": [site.to_dict() for site in self.sites],
             }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Report:
+        """The report that `to_dict` was taken of."""
+        sites = [SiteReport.from_dict(site) for site in stored["sites"]]
+        return cls(sites=sites, seconds=stored["seconds"], graphs=stored["graphs"])
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""

@@ -1,0 +1,50 @@
+"""What a .pt2 package says of itself: the report of `aot_compile`, stored in the package's own metadata.
+
+AOTInductor writes ``aot_inductor.metadata`` into the package, and its loaders, in Python and C++, hand it out
+(``get_metadata``). The report is one entry of it, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+from attn_pass.errors import PackageError
+from attn_pass.report import Report
+
+KEY = "attn_pass"
+_SETTING = "aot_inductor.metadata"
+_FILE = "_metadata.json"
+
+
+def with_report(patches: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Inductor's settings with the report among the metadata of the package."""
+    return {**patches, _SETTING: {**(patches.get(_SETTING) or {}), KEY: report.to_json(indent=None)}}
+
+
+def package_report(path: str | os.PathLike[str]) -> Report:
+    """What `aot_compile` did to the attention of a package, as it was stored in it. Loads no model code.
+
+    Args:
+        path: of the .pt2 file.
+
+    Raises:
+        PackageError: there is no package at this path, or attn_pass did not write it.
+    """
+    name = os.fspath(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [json.loads(archive.read(f)) for f in archive.namelist() if f.endswith(_FILE)]
+    except FileNotFoundError:
+        raise PackageError(f"there is no file {name!r}") from None
+    except (zipfile.BadZipFile, json.JSONDecodeError, OSError) as error:
+        raise PackageError(f"{name!r} is no AOTInductor package: {error}") from error
+    stored = next((metadata[KEY] for metadata in found if KEY in metadata), None)
+    if stored is None:
+        raise PackageError(
+            f"{name!r} holds no report of attn_pass: attn_pass.aot_compile did not write it, or an older version did"
+        )
+    return Report.from_dict(json.loads(stored))
