@@ -109,17 +109,34 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the operands, and of ``bias``, which is a part of ``mask``, where there is one."""
     given = query.size(-1) ** -0.5 if scale is None else scale
-    with torch.enable_grad():
-        leaves = [x.detach().double().requires_grad_() for x in (query, key, value)]
-        added = None if mask is None else mask.detach().double()
-        if bias is not None:
-            leaves.append(bias.detach().double().requires_grad_())
-            added = leaves[-1] if added is None else added + leaves[-1]
-        shape = (*query.shape[:3], key.size(2))
-        out, _ = _attend(*leaves[:3], given, added, _drawn(shape, dropout, seed))
-        found = torch.autograd.grad(out, leaves, grad.double())
-    given_tensors = (query, key, value, *(() if bias is None else (bias,)))
-    return tuple(g.to(t.dtype) for g, t in zip(found, given_tensors))
+    added = None if mask is None else mask.double()
+    if bias is not None:
+        added = bias.double() if added is None else added + bias.double()
+    groups = query.size(1) // key.size(1)
+    q, g = query.double(), grad.double()
+    k, v = (x.double().repeat_interleave(groups, 1) for x in (key, value))
+    scores = q @ k.transpose(-1, -2) * given
+    weights = torch.ops.aten._safe_softmax.default(scores if added is None else scores + added, -1)
+    drawn = _drawn(tuple(weights.shape), dropout, seed)
+    of_weights = g @ v.transpose(-1, -2)
+    kept = weights
+    if drawn is not None:
+        of_weights, kept = of_weights * drawn, weights * drawn
+    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    found = [
+        of_scores @ k * given,
+        _by_kv_head(of_scores.transpose(-1, -2) @ q * given, groups),
+        _by_kv_head(kept.transpose(-1, -2) @ g, groups),
+    ]
+    tensors = [query, key, value]
+    if bias is not None:
+        found.append(of_scores)
+        tensors.append(bias)
+    return tuple(f.to(t.dtype) for f, t in zip(found, tensors))
+
+
+def _by_kv_head(gradient: Tensor, groups: int) -> Tensor:
+    return gradient.unflatten(1, (-1, groups)).sum(2)
 
 
 def _masking(keep: Tensor) -> Tensor:
