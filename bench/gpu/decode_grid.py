@@ -18,7 +18,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import Place
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import Rates, Variant, bytes_of, compare, rates, sets_for
+from bench.gpu.timing import Variant, bytes_of, compare, rates, sets_for
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most
@@ -31,7 +31,7 @@ def _by_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def measure(place: Place, shape: Shape, known: Callable[[], Rates]) -> Row:
+def measure(place: Place, shape: Shape) -> Row:
     """Every way for one number of rows, keys and batches."""
     if place.dry:
         shape = shape.tiny()
@@ -58,7 +58,7 @@ def measure(place: Place, shape: Shape, known: Callable[[], Rates]) -> Row:
     }
     for name, taken in us.items():
         row[f"us, {name}"] = taken
-        row[f"copy, {name}"] = shape.bytes / taken / 1e6 / known().copy_tbs
+        row[f"copy, {name}"] = shape.bytes / taken / 1e6 / rates(place).copy_tbs
     if best and "decode" in us:
         row["gbs"] = shape.bytes / us["decode"] / 1e3
         row["of_best"] = us["decode"] / us[best]
@@ -118,7 +118,7 @@ def launched(shape: Shape, parts: int, block: int, warps: int, stages: int) -> C
     return run
 
 
-def sweep(place: Place, shape: Shape, known: Callable[[], Rates]) -> Row:
+def sweep(place: Place, shape: Shape) -> Row:
     """The kernel's own numbers against others."""
     if place.dry:
         return {"verdict": "the sweep launches kernels, which a dry run has none of"}
@@ -138,7 +138,7 @@ def sweep(place: Place, shape: Shape, known: Callable[[], Rates]) -> Row:
     row: Row = {"us": us, "failed": times.failed, "splits": own, "best_other": best, "bytes": shape.bytes}
     if "decode" in us:
         row |= {"us, decode": us["decode"], "of_best": us["decode"] / us[best], "gbs": shape.bytes / us["decode"] / 1e3}
-        row["copy, decode"] = shape.bytes / us["decode"] / 1e6 / known().copy_tbs
+        row["copy, decode"] = shape.bytes / us["decode"] / 1e6 / rates(place).copy_tbs
     return row
 
 
@@ -149,19 +149,12 @@ def shape_of(batch: int, rows: int, keys: int) -> Shape:
 
 def cases(place: Place) -> list[Case]:
     """The grid, long keys first; then the sweep where it is asked for."""
-    measured: list[Rates] = []
-
-    def known() -> Rates:
-        if not measured:
-            measured.append(rates(place))
-        return measured[0]
-
     cells = [(b, q, s) for s in KEYS for b in BATCHES for q in ROWS]
     if place.quick:
         cells = [(1, q, 32768) for q in (1, 4)]
-    found = [Case(f"q{q} B{b} KV{s}", partial(measure, place, shape_of(b, q, s), known)) for b, q, s in cells]
+    found = [Case(f"q{q} B{b} KV{s}", partial(measure, place, shape_of(b, q, s))) for b, q, s in cells]
     if place.sweep:
-        found += [Case(f"sweep q{q} KV{s}", partial(sweep, place, shape_of(1, q, s), known)) for q, s in SWEPT]
+        found += [Case(f"sweep q{q} KV{s}", partial(sweep, place, shape_of(1, q, s))) for q, s in SWEPT]
     return found
 
 

@@ -18,7 +18,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import NAMED, Place, passed, peak_bytes, said, stock
 from bench.gpu.shapes import Shape, by_hand, call, exact
-from bench.gpu.timing import Rates, Times, Variant, bytes_of, compare, sets_for
+from bench.gpu.timing import Rates, Times, Variant, bytes_of, compare, rates, sets_for, why
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -79,7 +79,7 @@ def _fits(place: Place, shape: Shape) -> bool:
     return place.dry or scores * _WIDE < 0.8 * torch.cuda.get_device_properties().total_memory
 
 
-def measure(place: Place, shape: Shape, rates: Callable[[], Rates]) -> Row:
+def measure(place: Place, shape: Shape) -> Row:
     """All variants of one case in turns."""
     full = shape
     if place.dry:
@@ -109,7 +109,7 @@ def measure(place: Place, shape: Shape, rates: Callable[[], Rates]) -> Row:
         times = compare(place, variants, sets, seconds=_SECONDS)
         row |= _errors(shape, variants, first, times)
     row["failed"] |= {**refused, **times.failed}
-    row |= _summary(row, times, tuple(chosen), own, rates())
+    row |= _summary(row, times, tuple(chosen), own, rates(place))
     return row | planned(full) if place.dry else row
 
 
@@ -125,7 +125,7 @@ def _first_call(place: Place, row: Row, variants: dict[str, Variant], spelling: 
                 variants[name].run(*inputs)
             found[f"peak, {name}"] = peak_bytes(place, partial(variants[name].run, *inputs))
         except Exception as error:
-            row["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            row["failed"][name] = why(error)
             del variants[name]
             continue
         if who == "pass":
@@ -174,7 +174,7 @@ def planned(shape: Shape) -> Row:
     return found
 
 
-def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, rates: Rates) -> Row:
+def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, reached: Rates) -> Row:
     us = {name: time.median_us for name, time in times.found.items()}
     best = times.best(chosen)
     ours = times.best([n for n in us if n.startswith("pass")])
@@ -195,8 +195,8 @@ def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, rates: R
         out["tflops"] = row["flops"] / us[ours] / 1e6
         out["gbs"] = row["bytes"] / us[ours] / 1e3
         out["of_floor"] = row["floor_us"] / us[ours]
-        out["of_matmul"] = out["tflops"] / rates.matmul_tflops
-        out["of_copy"] = out["gbs"] / rates.copy_tbs / 1e3
+        out["of_matmul"] = out["tflops"] / reached.matmul_tflops
+        out["of_copy"] = out["gbs"] / reached.copy_tbs / 1e3
     for spelling in SPELLINGS:
         out[f"us, stock, {spelling}"] = us.get(f"stock, {spelling}")
         out[f"us, pass, {spelling}"] = us.get(f"pass, {spelling}")
@@ -210,19 +210,10 @@ def _ratio(us: dict[str, float], above: str, below: str) -> float | None:
 
 def cases(place: Place) -> list[Case]:
     """One a shape."""
-    from bench.gpu.timing import rates
-
-    known: list[Rates] = []
-
-    def once() -> Rates:
-        if not known:
-            known.append(rates(place))
-        return known[0]
-
     names = list(CASES)
     if place.quick:
         names = [n for n in names if n.startswith(("ViT", "multi-token decode q4", "T5"))]
-    return [Case(name, partial(measure, place, CASES[name], once)) for name in names]
+    return [Case(name, partial(measure, place, CASES[name])) for name in names]
 
 
 PART = Part(
@@ -251,6 +242,8 @@ PART = Part(
         Column("of copy", "of_copy", ".2f"),
         Column("of floor", "of_floor", ".2f"),
         Column("sets of inputs", "sets", "d"),
+        Column("peak MiB, stock", "peak, stock, by hand", ".0f", 2.0**-20),
+        Column("pass", "peak, pass, by hand", ".0f", 2.0**-20),
         Column("wrong", "wrong"),
     ),
     cases,

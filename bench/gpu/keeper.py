@@ -31,9 +31,7 @@ def keep(command: Sequence[str], journal: Journal, limits: Limits, tell: Tell) -
         code = _run(command, limits, journal)
         if code == 0:
             return
-        ended = (
-            "was stopped: it showed nothing for long, or the time was over" if code is None else f"ended with {code}"
-        )
+        ended = "was stopped: nothing came of it, or the time was over" if code is None else f"ended with {code}"
         running = journal.unfinished()
         if running is not None:
             journal.add(part=running[0], row={"name": running[1], "error": f"the process {ended}"})

@@ -1,4 +1,4 @@
-"""Kernels chosen by hand for a shape: each as its operator is called directly, or the reason why it does not take it."""
+"""Kernels chosen by hand for a shape: how each one's operator is called directly, or why it does not take the shape."""
 
 from __future__ import annotations
 

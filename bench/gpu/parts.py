@@ -1,4 +1,4 @@
-"""A run as parts and cases: shares of the time, a journal that outlives the process, errors that stay with their case."""
+"""A run as parts and cases: shares of the time, a journal that outlives the process, errors kept with their case."""
 
 from __future__ import annotations
 

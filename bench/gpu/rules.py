@@ -134,7 +134,7 @@ def read(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Attention, As
             if site.described is None:
                 raise AssertionError(site.refusal)
             found.append((site.described.attention, site.written))
-        return gm.forward
+        return lambda *args: (args[0],)  # nothing is to be computed
 
     torch.compile(fresh(program), backend=look, dynamic=False)(*inputs)
     (only,) = found

@@ -14,10 +14,10 @@ from bench.gpu.place import one_line
 
 def document(journal: Journal, parts: Sequence[Part]) -> dict[str, Any]:
     """Everything the journal holds: ``run``, ``aims``, and ``parts`` by name with ``rows`` and ``notes``."""
-    rows, notes = journal.rows(), journal.notes()
+    rows, notes, head = journal.rows(), journal.notes(), journal.head()
     return {
-        "run": journal.head(),
-        "aims": aims.measured(rows),
+        "run": head,
+        "aims": aims.measured(rows, bool(head.get("dry"))),
         "parts": {p.name: {"rows": rows.get(p.name, []), "notes": notes.get(p.name, [])} for p in parts},
     }
 

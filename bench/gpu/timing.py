@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,7 +107,9 @@ def compare(
         rounds = 1
     else:
         each = sum(s.sample_us for s in samplers.values()) / 1e6
-        rounds = max(LEAST_ROUNDS, min(rounds, int(seconds / max(each, 1e-6))))
+        # Twenty make a median; fewer where twenty would take three times as long as they may.
+        enough = min(rounds, max(20, int(seconds / max(each, 1e-6))))
+        rounds = max(LEAST_ROUNDS, min(enough, int(3 * seconds / max(each, 1e-6))))
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(rounds):
         for name, sampler in samplers.items():
@@ -199,8 +202,9 @@ class Rates:
     copy_tbs: float
 
 
+@lru_cache(maxsize=1)
 def rates(place: Place) -> Rates:
-    """Measured: a product of (8192, 8192) matrices of random numbers, a copy of 2 GB."""
+    """Measured once: a product of (8192, 8192) matrices of random numbers, a copy of 2 GB."""
     size, length = (64, 1 << 16) if place.dry else (8192, 1 << 30)
     a, b = place.normal(size, size), place.normal(size, size)
     source = torch.empty(length, device=place.device, dtype=torch.bfloat16).fill_(1.5)
