@@ -17,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from attn_pass.kernels.decode import launch, power, reference, row_block, splits_for
@@ -33,6 +34,16 @@ def _dot_of_values(self: InterpreterBuilder, a: Any, b: Any, *rest: Any) -> Any:
 
 
 InterpreterBuilder.create_dot = _dot_of_values
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+    """A loop's bound is an array of one element, which numpy 2.4 turns into no number (triton 3.6)."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
 def run(case: Case) -> dict[str, float]:
