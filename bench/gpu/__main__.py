@@ -105,7 +105,7 @@ def main(given: Sequence[str] | None = None) -> int:
         journal = Journal(Path(folder) / "journal.jsonl")
         journal.add(head={"command": " ".join(["python -m bench.gpu", *(_short(w) for w in given)])})
         line = [sys.executable, "-m", "bench.gpu", *given, "--journal", str(journal.path), "--end", str(end)]
-        keep(line, journal, Limits(end, 1e9 if args.dry else 150.0), _tell)
+        keep(line, journal, Limits(end, 1e9 if args.dry else Limits.stall_s), _tell)
         journal.add(head={"seconds": round(time.time() - began)})
         found = telling.document(journal, parts)
         if args.json == Path():

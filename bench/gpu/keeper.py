@@ -21,7 +21,7 @@ class Limits:
     """``end`` of the run (of `time.time`), and how long a case may show nothing."""
 
     end: float
-    stall_s: float = 150.0
+    stall_s: float = 200.0
 
 
 def keep(command: Sequence[str], journal: Journal, limits: Limits, tell: Tell) -> None:

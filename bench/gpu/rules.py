@@ -22,7 +22,8 @@ from attn_pass.hardware.device import Device, cpu
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.patterns import calls
 from attn_pass.reading.lift import Reader
-from attn_pass.targets.kernels import as_written
+from attn_pass.targets.kernels import Call as TableCall
+from attn_pass.targets.kernels import as_written, refusal
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import Place, fresh
 
@@ -152,9 +153,13 @@ def by_torch(call: Call, inputs: Sequence[Tensor]) -> str:
 
 
 def by_table(attention: Attention, written: AsWritten, device: Device) -> str:
-    """The rule table's answer; on the CPU, where the table is of one kernel, what the call as written runs."""
+    """The kernel of the call as it is written; the CPU's must also be one that the table's rules take."""
     found = as_written(attention, written, device, deterministic=False)
-    return "flash" if found == "cpu flash" else found or "none"
+    if device.type == "cpu" and found is not None:
+        mask = "causal" if written.causal else written.mask
+        refused = refusal(found, TableCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
+        return "flash" if refused is None else f"none ({refused})"
+    return found or "none"
 
 
 def compare(place: Place, call: Call) -> Row:
