@@ -63,8 +63,8 @@ def test_standard_cases_name_every_variant_and_their_plan_at_full_size(dry: dict
     assert {"stock, by hand", "pass, by hand", "stock, call", "pass, call", "stock again"} <= set(vit["us"])
     assert {"cudnn", "flash", "efficient", "flex"} <= set(vit["us"])
     assert vit["floor_us"] == pytest.approx(18.0, rel=0.01)
-    assert vit["took, by hand"] == "cudnn" and vit["predicted, by hand"] > 18
-    assert rows["multi-token"]["took, call"] == "decode"
+    assert vit["took, by hand"] in ("cudnn", "flash") and vit["predicted, by hand"] > 18
+    assert rows["multi-token"]["predicted, call"] > 124  # the floor at full size, which is not what was run
     assert not any(row["wrong"] for row in rows.values())
     assert set(rows["T5"]["failed"]) >= {"flash", "flash packed"}
 

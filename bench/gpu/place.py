@@ -5,6 +5,7 @@ Nothing here needs more than torch, triton and attn_pass with what it depends on
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 
 Program = Callable[..., Tensor]
+_MUCH = 4 << 30
 NAMED = "H200"  # the device decided for where there is none
 
 
@@ -58,6 +60,8 @@ class Place:
         """Drops compiled code and cached memory between two cases."""
         torch._dynamo.reset()
         if not self.dry:
+            if torch.cuda.memory_allocated() > _MUCH:
+                gc.collect()  # what failed compiles hold in cycles
             torch.cuda.empty_cache()
 
 
