@@ -18,10 +18,6 @@ from io import StringIO
 from typing import Any, Literal
 
 import torch
-from rich.box import Box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 Outcome = Literal["rewritten", "decomposed", "left"]
 Kind = Literal["attention", "near miss"]
@@ -30,7 +26,7 @@ _LOCK = threading.RLock()  # one for all reports: a lock of its own would make a
 _HISTORY_SIZE = 256
 _TABLE_WIDTH = 160
 
-_BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)  # a rule under the header, nothing else
+_BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
 
 
 @dataclass(eq=False, kw_only=True)
@@ -194,7 +190,13 @@ class Report:
             groups.setdefault(_row_key(site), []).append(site)
         if not groups:
             return self.summary()
-        table = Table(box=_BOX, pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+        # Here, so that compiling needs no rich: only showing does.
+        from rich.box import Box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=Box(_BOX, ascii=True), pad_edge=False, padding=(0, 1, 0, 0), header_style="")
         for title, ratio in _COLUMNS:
             table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
         for group in groups.values():

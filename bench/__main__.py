@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from bench import constants, forms, masks, models, never_slower, pass_time, s4, training
+from bench.gpu import __main__ as gpu
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, module in {
@@ -18,6 +19,17 @@ for name, module in {
     "training": training,
 }.items():
     app.command(name)(module.main)
+
+
+@app.command(
+    "gpu",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def _gpu(context: typer.Context) -> None:
+    """Everything a GPU has to say, in one run (its own --help says more)."""
+    raise typer.Exit(gpu.main(context.args))
+
 
 if __name__ == "__main__":
     app()

@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import attn_pass
-from bench import machine, s4
+from bench import machine, s4, shared_keys
 from bench.architectures import ARCHITECTURES, Architecture
 
 # Largest difference from eager that counts as equal, relative to the largest value of that output. Fused kernels sum in
@@ -160,13 +160,13 @@ def seed_s4(progress: Progress, rounds: int) -> s4.Result:
     """Compile S4 stock, decomposed and with the pass; print the sites, the times and the ratios."""
     progress.console.print(Rule("seed S4: AOTInductor, query length 1, one shared K and V"))
     with tempfile.TemporaryDirectory() as folder, attn_pass.record() as report:
-        result = s4.measure(s4.PACKAGES, s4.Setting(Path(folder)), rounds, progress.tell)
+        result = s4.measure(shared_keys.PACKAGES, shared_keys.Setting(Path(folder)), rounds, progress.tell)
     progress.console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     progress.console.print(s4.rich_table(result))
     for text, slower, faster in (
-        ("stock / attn_pass", s4.STOCK, s4.PASS),
-        ("decomposed / attn_pass", s4.DECOMPOSED, s4.PASS),
-        ("A/A, stock / stock: the noise of this run", s4.STOCK, s4.STOCK_AGAIN),
+        ("stock / attn_pass", shared_keys.STOCK, shared_keys.PASS),
+        ("decomposed / attn_pass", shared_keys.DECOMPOSED, shared_keys.PASS),
+        ("A/A, stock / stock: the noise of this run", shared_keys.STOCK, shared_keys.STOCK_AGAIN),
     ):
         ratio = result.ratio(slower, faster)
         progress.console.print(f"  {ratio:5.2f}  {text}", markup=False, highlight=False)

@@ -18,9 +18,16 @@ from attn_pass.kernels.decode_triton import attend, join
 
 _MOST_ROWS = 64  # packed query rows a program takes
 _TILES = ((64, 3), (64, 2), (32, 2))  # keys and pipeline stages, the best first
-_LEAST_SHARED = 99 << 10  # bytes: what a block may have on Ada and on consumer GPUs, the least of all that are served
 _LEAST_KEYS = 256  # of a split: less work than this is not worth joining
 _PROGRAMS_PER_CORE = 2
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a GPU gives a block; by default what Ada and consumer GPUs do, the least of all that are served."""
+
+    shared_bytes: int = 99 << 10
+    major: int = 8  # of the compute capability
 
 
 @dataclass(frozen=True)
@@ -43,21 +50,27 @@ class Parts:
     totals: Tensor  # the sum of exponentials over it
 
 
-def tiles_for(rows: int, dim: int, value_dim: int, shared_bytes: int = _LEAST_SHARED, major: int = 8) -> Tiles:
-    """The largest tiles that fit the shared memory of a block, counted with every stage's keys and values in it.
+def tiles_for(rows: int, dim: int, value_dim: int, mask_bytes: int = 0, room: Room = Room()) -> Tiles:
+    """The largest tiles that fit, counted with every stage's keys, values and mask in shared memory.
 
-    Eight warps where four would spill registers: 64 rows of 256, before compute capability 9 of 128 (seen in what
-    ptxas makes of it).
+    ``mask_bytes`` is the size of one of its elements, 0 without one. Eight warps where four would spill registers: 64
+    rows of 256, before compute capability 9 of 128 (seen in what ptxas makes of it).
     """
-    most_values = 64 * 128 if major >= 9 else 64 * 64
     wide, wide_values = power(dim), power(value_dim)
     most = min(_MOST_ROWS, power(rows))
+    most_values = 64 * 128 if room.major >= 9 else 64 * 64
     for block in (most, most // 2):
         for keys, stages in _TILES:
-            needed = 2 * (block * (wide + keys) + stages * keys * (wide + wide_values))
-            if needed <= shared_bytes:
+            loaded = stages * keys * (2 * (wide + wide_values) + block * mask_bytes)
+            if loaded + 2 * block * (wide + keys) <= room.shared_bytes:
                 return Tiles(block, keys, stages, 8 if block * wide_values > most_values else 4)
     return Tiles(16, 32, 1, 4)
+
+
+def room_of(device: torch.device) -> Room:
+    """What a block may have on this GPU."""
+    found = torch.cuda.get_device_properties(device)
+    return Room(getattr(found, "shared_memory_per_block_optin", Room.shared_bytes), found.major)
 
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
@@ -96,11 +109,10 @@ def decode(
     batch, heads, q_len, _ = query.shape
     kv_heads, kv_len, value_dim = key.size(1), key.size(2), value.size(3)
     rows = heads // kv_heads * q_len
-    device = torch.cuda.get_device_properties(query.device)
-    shared = getattr(device, "shared_memory_per_block_optin", _LEAST_SHARED)
-    tiles = tiles_for(rows, query.size(3), value_dim, shared, device.major)
+    tiles = tiles_for(rows, query.size(3), value_dim, 0 if mask is None else mask.itemsize, room_of(query.device))
     row_blocks = (rows + tiles.rows - 1) // tiles.rows
-    splits = splits_for(batch * kv_heads * row_blocks, kv_len, device.multi_processor_count)
+    cores = torch.cuda.get_device_properties(query.device).multi_processor_count
+    splits = splits_for(batch * kv_heads * row_blocks, kv_len, cores)
     count = batch * heads * q_len
     # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
     partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)

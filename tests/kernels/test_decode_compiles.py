@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from attn_pass.kernels.decode import Parts, Tiles, launch, tiles_for  # noqa: E402
+from attn_pass.kernels.decode import Parts, Room, Tiles, launch, tiles_for  # noqa: E402
 from attn_pass.kernels.decode_triton import attend  # noqa: E402
 
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -24,6 +24,10 @@ pytestmark = pytest.mark.skipif(not (NVIDIA / "cuobjdump").exists(), reason="thi
 KIB = 1 << 10
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}  # of a block (CUDA C++ programming guide)
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.bool: "*i1"}
+
+
+def room(capability: int) -> Room:
+    return Room(SHARED[capability], capability // 10)
 
 
 @cache
@@ -35,7 +39,7 @@ def compiled(capability: int, dim: int, rows: int, mask: torch.dtype | None = No
         partial = torch.empty(4, 1, q.size(1), q.size(2), dim)
         part = torch.empty(partial.shape[:-1])
         seen = None if mask is None else torch.empty(1, 1, q.size(2), 1024, dtype=mask)
-    tiles = tiles_for(rows, dim, dim, SHARED[capability], capability // 10)
+    tiles = tiles_for(rows, dim, dim, 0 if mask is None else mask.itemsize, room(capability))
     values = launch(q, k, v, seen, 0.125, True, -1, Parts(4, partial, part, part), tiles)
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}
@@ -59,10 +63,10 @@ def compiled(capability: int, dim: int, rows: int, mask: torch.dtype | None = No
 
 @pytest.mark.parametrize("capability", list(SHARED))
 @pytest.mark.parametrize("dim", [32, 128, 256])
-@pytest.mark.parametrize("rows", [4, 64])
-def test_it_fits(capability: int, dim: int, rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "mask"), [(4, None), (64, None), (64, torch.float32)])
+def test_it_fits(capability: int, dim: int, rows: int, mask: torch.dtype | None, tmp_path: Path) -> None:
     """Shared memory within what a block may have, no register spilled, products on the tensor cores."""
-    kernel, _ = compiled(capability, dim, rows)
+    kernel, _ = compiled(capability, dim, rows, mask)
     assert kernel.metadata.shared <= SHARED[capability]
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
@@ -86,7 +90,8 @@ def test_two_blocks_fit_a_multiprocessor_where_the_splits_are_counted_for_two() 
 
 
 def test_tiles_are_smaller_where_there_is_little_shared_memory() -> None:
-    assert tiles_for(64, 128, 128, SHARED[90], 9) == Tiles(64, 64, 3, 4)
-    assert tiles_for(64, 256, 256, SHARED[90], 9) == Tiles(64, 64, 2, 8)
-    assert tiles_for(64, 256, 256, SHARED[89]).rows == 32
-    assert tiles_for(1, 64, 64, SHARED[89]) == Tiles(16, 64, 3, 4)
+    assert tiles_for(64, 128, 128, 0, room(90)) == Tiles(64, 64, 3, 4)
+    assert tiles_for(64, 256, 256, 0, room(90)) == Tiles(64, 64, 2, 8)
+    assert tiles_for(64, 256, 256, 0, room(89)).rows == 32
+    assert tiles_for(1, 64, 64, 0, room(89)) == Tiles(16, 64, 3, 4)
+    assert tiles_for(64, 128, 128, 4, room(80)).stages < tiles_for(64, 128, 128, 0, room(80)).stages

@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 
 from attn_pass.kernels.decode import decode, splits_for
 
-SCRIPT = Path(__file__).with_name("interpreted.py")
-
 
 @lru_cache(maxsize=1)
 def _interpreted() -> dict[str, dict[str, float]]:
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.interpreted"], capture_output=True, text=True, check=False, cwd=root
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -146,7 +146,7 @@ def test_it_computes_what_was_written(name: str) -> None:
 def test_gradients(name: str) -> None:
     target, fn, inputs = CASES[name]
     leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
-    report = same(fn, *leaves, rewritten=1, device="H200", targets=(target,))
+    report = same(fn, *leaves, rewritten=1, grad=True, device="H200", targets=(target,))
     assert report.sites[0].target == target
 
 

@@ -1,35 +1,14 @@
-"""Runs the decode kernel under Triton's interpreter on every case and prints its errors against float64 as JSON.
+"""Calls of the decode operator that are awkward in some way, with their inputs and the float64 result.
 
-A process of its own: `TRITON_INTERPRET` is read when the kernels are defined, and nothing can be traced under it.
+Run under Triton's interpreter (`bench.interpreted`) and on a GPU (`bench.gpu.correctness`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
-
-from attn_pass.kernels.decode import Parts, launch, power, reference, splits_for, tiles_for
-from attn_pass.kernels.decode_triton import attend, join
-
-_dot = InterpreterBuilder.create_dot
-
-
-def _dot_of_values(self: InterpreterBuilder, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter keeps bfloat16 as its bits, and its product would multiply those (triton 3.7.1)."""
-    a, b = (self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
-    return _dot(self, a, b, *rest)
-
-
-InterpreterBuilder.create_dot = _dot_of_values
 
 Tensor = torch.Tensor
 Layout = Callable[[Tensor], Tensor]
@@ -127,51 +106,32 @@ def mask_of(case: Case) -> Tensor | None:
     return None
 
 
-def run(case: Case) -> dict[str, float]:
-    """The largest error of the kernel, and of the plain operators, against float64."""
+def inputs_of(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Query, key, value and mask; the same numbers on every device."""
     torch.manual_seed(0)
     q = torch.randn(case.batch, case.heads, case.q_len, case.dim).to(case.dtype)
     k = torch.randn(case.batch, case.kv_heads, case.kv_len, case.dim).to(case.dtype)
     v = torch.randn(case.batch, case.kv_heads, case.kv_len, case.value_dim or case.dim).to(case.dtype)
-    q, k, v = (case.layout(x) for x in (q, k, v))
     mask = mask_of(case)
-    rows = case.heads // case.kv_heads * case.q_len
-    tiles = tiles_for(rows, case.dim, v.size(3), case.shared_bytes)
-    row_blocks = -(-rows // tiles.rows)
-    splits = splits_for(case.batch * case.kv_heads * row_blocks, case.kv_len, case.cores)
-    partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
-    tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
-    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, Parts(splits, partial, tops, totals), tiles)
-    attend[(case.batch * case.kv_heads, row_blocks, splits)](**arguments)
-    result = torch.full((case.batch, case.heads, case.q_len, v.size(3)), float("nan"), dtype=case.dtype)
-    count = case.batch * case.heads * case.q_len
-    join[(count,)](partial, tops, totals, result, splits, count, DIM=v.size(3), BLOCK_DIM=power(v.size(3)))
-    exact = _exact(q, k, v, mask, case)
-    plain = reference(q, k, v, mask, case.scale, case.causal, case.window)
-    return {"splits": splits, **{n: _error(x, exact) for n, x in (("kernel", result), ("plain", plain))}}
+    q, k, v = (case.layout(x.to(device)) for x in (q, k, v))
+    return q, k, v, None if mask is None else mask.to(device)
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> Tensor:
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> Tensor:
+    """The call's result in float64, 0 in a row without a key."""
     groups = case.heads // case.kv_heads
     q, k, v = (x.double() for x in (q, k, v))
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q.unflatten(1, (case.kv_heads, groups)), k).flatten(1, 2) * case.scale
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
     if case.causal:
-        ago = torch.arange(case.q_len)[:, None] + case.kv_len - case.q_len - torch.arange(case.kv_len)
+        rows, keys = (torch.arange(n, device=q.device) for n in (case.q_len, case.kv_len))
+        ago = rows[:, None] + case.kv_len - case.q_len - keys
         scores = torch.where((ago >= 0) & ((ago <= case.window) | (case.window < 0)), scores, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)
     return torch.einsum("bhgqk,bhkd->bhgqd", weights.unflatten(1, (case.kv_heads, groups)), v).flatten(1, 2)
 
 
-def _error(x: Tensor, exact: Tensor) -> float:
-    return float((x.double() - exact).abs().nan_to_num(nan=1e9).max())
-
-
-def results() -> Iterator[tuple[str, dict[str, float]]]:
-    for case in CASES:
-        yield case.name, run(case)
-
-
-if __name__ == "__main__":
-    print(json.dumps(dict(results())))
+def error(x: Tensor, right: Tensor) -> float:
+    """The largest difference, a NaN counting as a large one."""
+    return float((x.double() - right).abs().nan_to_num(nan=1e9).max())

@@ -1,0 +1,250 @@
+"""Part 3: standard cases, stock Inductor and the pass on both spellings, every kernel chosen by hand, and the floor.
+
+The floor is the longest of products, exponentials and memory at an H200's rates (`bench.gpu.shapes`); shares of what
+this device itself reaches stand beside it. Programs written by hand whose scores would not fit in memory are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attn_pass
+from bench.gpu.kernels import chosen_by_hand
+from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.place import NAMED, Place, passed, peak_bytes, said, stock
+from bench.gpu.shapes import Shape, by_hand, call, exact
+from bench.gpu.timing import Rates, Times, Variant, bytes_of, compare, rates, sets_for, why
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+def _prefill(length: int, dim: int, mask: str) -> tuple[str, Shape]:
+    name = f"prefill B4 H32 S{length} D{dim} {'causal' if mask == 'causal' else 'full'}"
+    return name, Shape(4, 32, 32, length, length, dim, mask)
+
+
+def _decode(batch: int, keys: int, rows: int = 1) -> tuple[str, Shape]:
+    name = f"{'decode' if rows == 1 else 'multi-token decode'} q{rows} B{batch} Hq32 Hkv8 KV{keys} D128"
+    return name, Shape(batch, 32, 8, rows, keys, 128)
+
+
+# Most important first; what the time does not reach is skipped.
+CASES: dict[str, Shape] = dict(
+    (
+        *(_prefill(4096, 128, mask) for mask in ("none", "causal")),
+        ("#151287 folded (1,4,1000,32)x(1,4,2048,32) fp16", Shape(1000, 4, 4, 1, 2048, 32, shared=True, dtype=FP16)),
+        _decode(1, 32768),
+        _decode(1, 131072, 4),
+        *(_prefill(8192, 128, mask) for mask in ("none", "causal")),
+        ("ViT B64 H12 S197 D64", Shape(64, 12, 12, 197, 197, 64)),
+        ("T5 bias B8 H12 S512 D64 bias(1,12,512,512)", Shape(8, 12, 12, 512, 512, 64, "bias")),
+        ("sliding window 4k of 32k causal B1 H32 Hkv8 D128", Shape(1, 32, 8, 32768, 32768, 128, "window", 4096)),
+        ("softcap causal B4 H32 S4096 D128 (tanh+exp)", Shape(4, 32, 32, 4096, 4096, 128, "softcap")),
+        ("ALiBi causal B4 H32 S4096 D128", Shape(4, 32, 32, 4096, 4096, 128, "alibi")),
+        *(_prefill(4096, 64, mask) for mask in ("none", "causal")),
+        ("diffusion cross B2 H8 Sq4096 Skv77 D40", Shape(2, 8, 8, 4096, 77, 40)),
+        ("diffusion self B2 H8 S4096 D40 (padded 64 in kernel)", Shape(2, 8, 8, 4096, 4096, 40)),
+        _decode(1, 131072, 16),
+        *(_prefill(2048, 128, mask) for mask in ("none", "causal")),
+        *(_prefill(1024, 128, mask) for mask in ("none", "causal")),
+        *(_prefill(512, 128, mask) for mask in ("none", "causal")),
+        ("#151287 folded fp32", Shape(1000, 4, 4, 1, 2048, 32, shared=True, dtype=FP32)),
+        ("softcap Gemma-like causal B1 Hq16 Hkv8 S8192 D256", Shape(1, 16, 8, 8192, 8192, 256, "softcap")),
+        _decode(8, 32768),
+        _decode(1, 2048),
+        *(_prefill(512, 64, mask) for mask in ("none", "causal")),
+        *(_prefill(8192, 64, mask) for mask in ("none", "causal")),
+        *(_prefill(1024, 64, mask) for mask in ("none", "causal")),
+        *(_prefill(2048, 64, mask) for mask in ("none", "causal")),
+        ("diffusion cross B2 H8 Sq4096 Skv77 D80", Shape(2, 8, 8, 4096, 77, 80)),
+        ("diffusion cross B2 H8 Sq4096 Skv77 D160", Shape(2, 8, 8, 4096, 77, 160)),
+        *(_prefill(16384, 128, mask) for mask in ("none", "causal")),
+        *(_prefill(16384, 64, mask) for mask in ("none", "causal")),
+        *(_decode(batch, keys) for batch, keys in ((16, 32768), (64, 8192), (1, 8192), (1, 131072), (8, 2048))),
+        *(_decode(batch, keys) for batch, keys in ((8, 8192), (8, 131072), (16, 2048), (16, 8192), (64, 2048))),
+    )
+)
+SPELLINGS: dict[str, Callable[[Shape], Callable[..., Tensor] | None]] = {"by hand": by_hand, "call": call}
+_SECONDS = 2.0
+_WIDE = 8  # bytes a score takes at once in stock's unfused form: half scores in and out, and float32 between
+
+
+def _fits(place: Place, shape: Shape) -> bool:
+    scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    return place.dry or scores * _WIDE < 0.8 * torch.cuda.get_device_properties().total_memory
+
+
+def measure(place: Place, shape: Shape) -> Row:
+    """All variants of one case in turns."""
+    full = shape
+    if place.dry:
+        shape = shape.tiny()
+    torch.manual_seed(0)
+    first = shape.inputs(place)
+    copies = sets_for(bytes_of(first), shape.memory_bound and not place.dry)
+    sets = [first, *(shape.inputs(place) for _ in range(copies - 1))]
+    row: Row = {"floor_us": full.floor_us(), "sets": copies, "bytes": shape.bytes, "flops": shape.flops, "failed": {}}
+    variants: dict[str, Variant] = {}
+    with torch.no_grad():
+        for spelling, spelled in SPELLINGS.items():
+            program = spelled(shape)
+            if program is None:
+                continue
+            if spelling == "by hand" and not _fits(place, shape):
+                row["failed"][f"stock, {spelling}"] = "the scores would not fit in memory"
+            else:
+                variants[f"stock, {spelling}"] = Variant(stock(place, program))
+            variants[f"pass, {spelling}"] = Variant(passed(place, program))
+            row |= _first_call(place, row, variants, spelling, first)
+        own = "stock, call" if "stock, call" in variants else "stock, by hand"
+        if own in variants:
+            variants["stock again"] = variants[own]
+        chosen, refused = chosen_by_hand(shape, place)
+        variants |= chosen
+        times = compare(place, variants, sets, seconds=_SECONDS)
+        row |= _errors(shape, variants, first, times)
+    row["failed"] |= {**refused, **times.failed}
+    row |= _summary(row, times, tuple(chosen), own, rates(place))
+    return row | planned(full) if place.dry else row
+
+
+def _first_call(place: Place, row: Row, variants: dict[str, Variant], spelling: str, inputs: tuple[Any, ...]) -> Row:
+    """Compiles this spelling; what the pass did, and the memory both take."""
+    found: Row = {}
+    for who in ("stock", "pass"):
+        name = f"{who}, {spelling}"
+        if name not in variants:
+            continue
+        try:
+            with attn_pass.record() as report:
+                variants[name].run(*inputs)
+            found[f"peak, {name}"] = peak_bytes(place, partial(variants[name].run, *inputs))
+        except Exception as error:
+            row["failed"][name] = why(error)
+            del variants[name]
+            continue
+        if who == "pass":
+            told = said(report)
+            found |= {f"took, {spelling}": told["took"], f"predicted, {spelling}": told["predicted_us"]}
+            found[f"reason, {spelling}"] = told["reason"]
+    return found
+
+
+def _corner(shape: Shape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The operands of one batch row (eight that share keys) and one KV head: what float64 has room for."""
+    rows = 8 if shape.shared else 1
+    q, k, v, *more = tensors
+    cut = [x[: shape.groups] if x.dim() == 1 else x[:, : shape.groups] for x in more]
+    return (q[:rows, : shape.groups], k[:1, :1], v[:1, :1], *cut)
+
+
+def _errors(shape: Shape, variants: dict[str, Variant], inputs: tuple[Any, ...], times: Times) -> Row:
+    """Every variant's error in a corner of the result: a fast wrong answer is none."""
+    if shape.groups * shape.q_len * shape.kv_len > 1 << 29:
+        return {}
+    right = exact(shape)(*_corner(shape, inputs))
+    made = {}
+    for name, variant in variants.items():
+        if name in times.found:
+            corner = variant.run(*variant.prepare(*inputs))[: right.size(0), : right.size(1)]
+            made[name] = float((corner.double() - right).abs().nan_to_num(nan=torch.inf).max())
+    stocks = [off for name, off in made.items() if name.startswith("stock")]
+    unit = torch.finfo(shape.dtype).eps * max(1.0, float(right.abs().max()))
+    limit = 2 * max(stocks, default=unit) + unit
+    return {"errors": made, "wrong": ", ".join(n for n, off in made.items() if not off <= limit) or None}
+
+
+def planned(shape: Shape) -> Row:
+    """What the pass does with both spellings at full size on the device it decides for; nothing is computed."""
+    found: Row = {}
+    for spelling, spelled in SPELLINGS.items():
+        program = spelled(shape)
+        if program is not None:
+            inputs = shape.inputs(Place("meta"))
+            with torch.no_grad():
+                report = attn_pass.explain(program, *inputs, attn_pass_options={"device": NAMED})
+            told = said(report)
+            found |= {f"took, {spelling}": told["took"], f"predicted, {spelling}": told["predicted_us"]}
+            found[f"reason, {spelling}"] = told["reason"]
+    return found
+
+
+def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, reached: Rates) -> Row:
+    us = {name: time.median_us for name, time in times.found.items()}
+    best = times.best(chosen)
+    ours = times.best([n for n in us if n.startswith("pass")])
+    stocks = times.best([n for n in us if n.startswith("stock,")])
+    out: Row = {
+        "us": us,
+        "p10_us": {name: time.p10_us for name, time in times.found.items()},
+        "how": {name: f"{time.how} x{time.rounds}" for name, time in times.found.items()},
+        "best": best,
+        "best_us": us.get(best or ""),
+        "a_a": _ratio(us, "stock again", own),
+        "pass_of_stock": {s: _ratio(us, f"pass, {s}", f"stock, {s}") for s in SPELLINGS},
+        "pass_of_best": None if not (ours and best) else us[ours] / us[best],
+        "stock_us": us.get(stocks or ""),
+        "pass_us": us.get(ours or ""),
+    }
+    if ours:
+        out["tflops"] = row["flops"] / us[ours] / 1e6
+        out["gbs"] = row["bytes"] / us[ours] / 1e3
+        out["of_floor"] = row["floor_us"] / us[ours]
+        out["of_matmul"] = out["tflops"] / reached.matmul_tflops
+        out["of_copy"] = out["gbs"] / reached.copy_tbs / 1e3
+    for spelling in SPELLINGS:
+        out[f"us, stock, {spelling}"] = us.get(f"stock, {spelling}")
+        out[f"us, pass, {spelling}"] = us.get(f"pass, {spelling}")
+        out[f"ratio, {spelling}"] = out["pass_of_stock"][spelling]
+    return out
+
+
+def _ratio(us: dict[str, float], above: str, below: str) -> float | None:
+    return us[above] / us[below] if above in us and below in us else None
+
+
+def cases(place: Place) -> list[Case]:
+    """One a shape."""
+    names = list(CASES)
+    if place.quick:
+        names = [n for n in names if n.startswith(("ViT", "multi-token decode q4", "T5"))]
+    return [Case(name, partial(measure, place, CASES[name])) for name in names]
+
+
+PART = Part(
+    "floors",
+    "Standard cases: stock, the pass, the best kernel by hand, the floor",
+    0.30,
+    (
+        Column("case", "name"),
+        Column("floor us", "floor_us", ".1f"),
+        Column("stock, by hand", "us, stock, by hand", ".1f"),
+        Column("pass, by hand", "us, pass, by hand", ".1f"),
+        Column("pass / stock", "ratio, by hand", ".2f"),
+        Column("took", "took, by hand"),
+        Column("predicted us", "predicted, by hand", ".1f"),
+        Column("stock, call", "us, stock, call", ".1f"),
+        Column("pass, call", "us, pass, call", ".1f"),
+        Column("pass / stock", "ratio, call", ".2f"),
+        Column("took", "took, call"),
+        Column("A/A", "a_a", ".2f"),
+        Column("best by hand", "best"),
+        Column("us", "best_us", ".1f"),
+        Column("pass / best", "pass_of_best", ".2f"),
+        Column("TFLOP/s", "tflops", ".0f"),
+        Column("of matmul", "of_matmul", ".2f"),
+        Column("GB/s", "gbs", ".0f"),
+        Column("of copy", "of_copy", ".2f"),
+        Column("of floor", "of_floor", ".2f"),
+        Column("sets of inputs", "sets", "d"),
+        Column("peak MiB, stock", "peak, stock, by hand", ".0f", 2.0**-20),
+        Column("pass", "peak, pass, by hand", ".0f", 2.0**-20),
+        Column("wrong", "wrong"),
+    ),
+    cases,
+)

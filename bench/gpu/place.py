@@ -1,0 +1,140 @@
+"""Where a run happens: the GPU, or with ``--dry`` the CPU with stand-ins for the kernels; how programs compile there.
+
+Nothing here needs more than torch, triton and attn_pass with what it depends on: the machine may have nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attn_pass
+from attn_pass.hardware import catalog
+from attn_pass.hardware.device import Device
+from attn_pass.options import LEAVE
+from attn_pass.planner.choose import label
+
+Program = Callable[..., Tensor]
+_MUCH = 4 << 30
+NAMED = "H200"  # the device decided for where there is none
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device of a run, and how thorough the run is."""
+
+    device: str = "cuda"
+    quick: bool = False
+    sweep: bool = False
+
+    @property
+    def dry(self) -> bool:
+        """No GPU: kernels are stand-ins, shapes tiny, and times mean nothing."""
+        return self.device == "cpu"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the pass is told besides a case's own options."""
+        return {"device": NAMED} if self.dry else {}
+
+    @property
+    def decided_for(self) -> Device:
+        """The device as the pass sees it."""
+        return catalog.by_name(NAMED) if self.dry else catalog.cuda_here()
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
+        """Random numbers on the device."""
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).to(dtype).requires_grad_(grad)
+
+    def wait(self) -> None:
+        """Until the device is done; raises what went wrong on it."""
+        if not self.dry:
+            torch.cuda.synchronize()
+
+    def forget(self) -> None:
+        """Drops compiled code and cached memory between two cases."""
+        torch._dynamo.reset()
+        if not self.dry:
+            if torch.cuda.memory_allocated() > _MUCH:
+                gc.collect()  # what failed compiles hold in cycles
+            torch.cuda.empty_cache()
+
+
+def fresh(program: Program) -> Program:
+    """The program as a function whose code Dynamo has not seen, so that no two compiles share anything."""
+
+    def copy(*args: Any) -> Any:
+        return program(*args)
+
+    copy.__code__ = copy.__code__.replace()
+    return copy
+
+
+def stock(place: Place, program: Program) -> Program:
+    """Compiled as torch does; in a dry run only traced."""
+    return torch.compile(fresh(program), dynamic=False, backend="aot_eager" if place.dry else "inductor")
+
+
+def passed(place: Place, program: Program, *, eager: bool = False, dynamic: bool = False, **options: Any) -> Program:
+    """Compiled with the pass: by Inductor, or with ``eager`` and in a dry run only traced."""
+    options = {**place.options, **options}
+    if eager or place.dry:
+        return torch.compile(
+            fresh(program), dynamic=None if dynamic else False, backend=attn_pass.wrap("aot_eager", **options)
+        )
+    return torch.compile(fresh(program), dynamic=None if dynamic else False, backend=attn_pass.backend, options=options)
+
+
+def said(report: attn_pass.Report) -> dict[str, Any]:
+    """What the pass did with a program of one site: the form it took, the microseconds it predicted, and why."""
+    if not report.sites:
+        return {"took": "no site", "predicted_us": None, "reason": ""}
+    site = report.sites[-1]
+    took = LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
+    return {"took": took, "predicted_us": site.predicted_us.get(took), "reason": site.reason}
+
+
+def peak_bytes(place: Place, run: Callable[[], Any]) -> int | None:
+    """Device memory that one call takes at its highest, beside what is there; None in a dry run."""
+    if place.dry:
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def facts(place: Place) -> dict[str, Any]:
+    """What the numbers of a run hold for."""
+    from bench.machine import device_name, versions
+
+    found: dict[str, Any] = {"device": device_name(place.device), **versions()}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = "none"
+    if not place.dry:
+        properties = torch.cuda.get_device_properties()
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+        }
+    return found
+
+
+def one_line(values: Mapping[str, Any]) -> str:
+    """``name value, name value``, for a head line."""
+    return ", ".join(f"{name} {value}" for name, value in values.items())

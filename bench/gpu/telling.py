@@ -1,0 +1,74 @@
+"""The result of a run: one JSON, and a Markdown table a part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import aims
+from bench.gpu.parts import Journal, Part, Row
+from bench.gpu.place import one_line
+
+
+def document(journal: Journal, parts: Sequence[Part]) -> dict[str, Any]:
+    """Everything the journal holds: ``run``, ``aims``, and ``parts`` by name with ``rows`` and ``notes``."""
+    rows, notes, head = journal.rows(), journal.notes(), journal.head()
+    return {
+        "run": head,
+        "aims": aims.measured(rows, bool(head.get("dry"))),
+        "parts": {p.name: {"rows": rows.get(p.name, []), "notes": notes.get(p.name, [])} for p in parts},
+    }
+
+
+def markdown(found: dict[str, Any], parts: Sequence[Part]) -> str:
+    """The tables as committed in docs/results."""
+    run = dict(found["run"])
+    dry = " A dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing." if run.get("dry") else ""
+    lines = ["# One run on a GPU", "", f"{one_line(run)}.{dry}", "", "## Aims", ""]
+    lines += _table(("aim", "verdict", "measured"), [tuple(a.values()) for a in found["aims"]])
+    for part in parts:
+        given = found["parts"][part.name]
+        lines += ["", f"## {part.title}", ""]
+        good = [row for row in given["rows"] if "error" not in row]
+        if good:
+            shown = [c for c in part.columns if any(c.cell(row) != "-" for row in good)]
+            lines += _table([c.title for c in shown], [[c.cell(row) for c in shown] for row in good])
+        failed = [f"- {row['name']}: {row['error']}" for row in given["rows"] if "error" in row]
+        lines += ["", "Failed:", "", *failed] if failed else []
+        lines += ["", *(f"- {note}" for note in given["notes"])] if given["notes"] else []
+    return "\n".join(lines) + "\n"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ") for c in cells) + " |"
+
+    return [line(titles), "|" + "---|" * len(titles), *(line(row) for row in rows)]
+
+
+def write(path: Path, journal: Journal, parts: Sequence[Part]) -> None:
+    """Writes FILE and FILE with .md, each in one step: a run that is killed leaves the last whole one."""
+    found = document(journal, parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for target, text in ((path, json.dumps(found, indent=1) + "\n"), (path.with_suffix(".md"), markdown(found, parts))):
+        partial = target.with_suffix(target.suffix + ".part")
+        partial.write_text(text)
+        partial.replace(target)
+
+
+def summary(found: dict[str, Any]) -> str:
+    """What a caller who sees the end of the output needs."""
+    lines = []
+    for name, part in found["parts"].items():
+        rows: list[Row] = part["rows"]
+        verdicts = [str(r.get("verdict", "")).split(":")[0] for r in rows]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts) if v)
+        failed = [r for r in rows if "error" in r]
+        lines.append(f"{name}: {len(rows)} rows{', ' + counts if counts else ''}, {len(failed)} failed")
+        lines += [f"  {r['name']}: {r['error'][:160]}" for r in failed[:5]]
+        lines += [f"  {r['name']}: {r['verdict']}" for r in rows if r.get("verdict") in ("WRONG", "DIFFERS")]
+        lines += [f"  {r['name']}: wrong {r['wrong']}" for r in rows if r.get("wrong")]
+    lines += [f"{a['verdict']:>12}  {a['aim']}: {a['measured']}" for a in found["aims"]]
+    return "\n".join(lines)

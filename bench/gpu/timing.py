@@ -1,0 +1,216 @@
+"""Times on a GPU: replays of captured graphs, all variants in turns, inputs rotated where the cache would serve them.
+
+A sample is one replay of a graph of several calls, by CUDA events around it, so that what launching costs on the host
+is left out; what cannot be captured, or takes over a millisecond and a half, is timed by events around the calls.
+Where the case is bound by memory each call of a sample has inputs of its own, four times the L2 cache together.
+In a dry run it is a clock around one call, and means nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu.place import Place
+from bench.machine import percentile_10
+
+Inputs = tuple[Any, ...]
+Run = Callable[..., Any]
+ROUNDS = 25
+LEAST_ROUNDS = 5
+_LONG_US = 1500.0  # a call this long needs no graph
+_SAMPLE_US = 300.0  # of calls in a graph
+_MOST_CALLS = 40
+_CACHE_BYTES = 4 * (60 << 20)
+
+
+def _as_it_is(*inputs: Any) -> Inputs:
+    return inputs
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to compute a case; what ``prepare`` does to its inputs is not timed.
+
+    Without ``capture`` calls are timed as they are launched.
+    """
+
+    run: Run
+    prepare: Callable[..., Inputs] = _as_it_is
+    capture: bool = True
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds a call."""
+
+    median_us: float
+    p10_us: float
+    how: str  # "graph", "events" or "clock"
+    rounds: int
+
+
+@dataclass
+class Times:
+    """Of the variants that ran, and why the others did not."""
+
+    found: dict[str, Time] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def us(self, name: str) -> float | None:
+        """The median, None where it did not run."""
+        return self.found[name].median_us if name in self.found else None
+
+    def best(self, names: Sequence[str]) -> str | None:
+        """The fastest of these."""
+        ran = [n for n in names if n in self.found]
+        return min(ran, key=lambda n: self.found[n].median_us) if ran else None
+
+
+def sets_for(size: int, cold: bool, most_bytes: int = 24 << 30) -> int:
+    """How many sets of inputs of ``size`` bytes a case is given."""
+    return 1 if not cold else max(1, min(_MOST_CALLS, -(-_CACHE_BYTES // max(1, size)), most_bytes // max(1, size)))
+
+
+def bytes_of(inputs: Sequence[Any]) -> int:
+    """Of the tensors, an expanded one counted as it lies in memory."""
+    return sum(x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor))
+
+
+def why(error: BaseException) -> str:
+    """Type and first lines of an exception, from under the compiler's wrappers."""
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {' '.join(str(inner).split())[:400]}"
+
+
+def compare(
+    place: Place, variants: Mapping[str, Variant], sets: Sequence[Inputs], *, seconds: float = 2.0, rounds: int = ROUNDS
+) -> Times:
+    """Times the variants in turns; one that fails is noted and left out. ``seconds`` of timing, about."""
+    times = Times()
+    samplers: dict[str, _Sampler] = {}
+    for name, variant in variants.items():
+        try:
+            samplers[name] = _Sampler(place, variant, sets)
+        except Exception as error:
+            times.failed[name] = why(error)
+    if not samplers:
+        return times
+    if place.dry:
+        rounds = 1
+    else:
+        each = sum(s.sample_us for s in samplers.values()) / 1e6
+        # Twenty make a median; fewer where twenty would take three times as long as they may.
+        enough = min(rounds, max(20, int(seconds / max(each, 1e-6))))
+        rounds = max(LEAST_ROUNDS, min(enough, int(3 * seconds / max(each, 1e-6))))
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    for _ in range(rounds):
+        for name, sampler in samplers.items():
+            if name not in times.failed:
+                try:
+                    samples[name].append(sampler.sample())
+                except Exception as error:
+                    times.failed[name] = why(error)
+    for name, taken in samples.items():
+        if name not in times.failed:
+            times.found[name] = Time(statistics.median(taken), percentile_10(taken), samplers[name].how, len(taken))
+    return times
+
+
+class _Sampler:
+    """One variant, warmed up, ready to be timed again and again."""
+
+    def __init__(self, place: Place, variant: Variant, sets: Sequence[Inputs]) -> None:
+        self._place, self._run = place, variant.run
+        self._args = [variant.prepare(*inputs) for inputs in sets]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.how = "clock" if place.dry else "events"
+        self._run(*self._args[0])
+        if place.dry:
+            self.sample_us, self._calls = 0.0, 1
+            return
+        self._run(*self._args[-1])
+        self._calls = 2
+        call_us = self.sample()
+        self._calls = 1 if len(self._args) == 1 else len(self._args)
+        if call_us <= _LONG_US:
+            self._calls = max(len(self._args), min(_MOST_CALLS, 1 + int(_SAMPLE_US / call_us)))
+            if variant.capture:
+                self._capture()
+        self.sample_us = self._calls * self.sample()
+
+    def _calls_in_turn(self) -> None:
+        for number in range(self._calls):
+            self._run(*self._args[number % len(self._args)])
+
+    def _capture(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph):
+                self._calls_in_turn()
+        except Exception:
+            torch.cuda.synchronize()
+            return
+        graph.replay()
+        torch.cuda.synchronize()
+        self._graph, self.how = graph, "graph"
+
+    def sample(self) -> float:
+        """Microseconds a call."""
+        if self._place.dry:
+            began = time.perf_counter()
+            self._calls_in_turn()
+            return (time.perf_counter() - began) * 1e6 / self._calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._calls_in_turn()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / self._calls
+
+
+def host_us(place: Place, run: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:
+    """Microseconds the host needs for a call when it does not wait: what small work costs in eager use."""
+    run()
+    taken = []
+    for _ in range(1 if place.dry else rounds):
+        place.wait()
+        began = time.perf_counter()
+        for _ in range(1 if place.dry else calls):
+            run()
+        taken.append((time.perf_counter() - began) * 1e6 / (1 if place.dry else calls))
+        place.wait()
+    return statistics.median(taken)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device reaches: matrix products in TFLOP/s (bfloat16), a copy in TB/s, read and written bytes."""
+
+    matmul_tflops: float
+    copy_tbs: float
+
+
+@lru_cache(maxsize=1)
+def rates(place: Place) -> Rates:
+    """Measured once: a product of (8192, 8192) matrices of random numbers, a copy of 2 GB."""
+    size, length = (64, 1 << 16) if place.dry else (8192, 1 << 30)
+    a, b = place.normal(size, size), place.normal(size, size)
+    source = torch.empty(length, device=place.device, dtype=torch.bfloat16).fill_(1.5)
+    target = torch.empty_like(source)
+    times = compare(place, {"product": Variant(torch.mm)}, [(a, b)])
+    copies = compare(place, {"copy": Variant(lambda: target.copy_(source))}, [()])
+    product, copy = times.us("product"), copies.us("copy")
+    assert product is not None and copy is not None, (times.failed, copies.failed)
+    return Rates(2 * size**3 / product / 1e6, 2 * source.nbytes / copy / 1e6)

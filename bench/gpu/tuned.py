@@ -1,0 +1,104 @@
+"""Part 6: what ``tune=True`` picks, against the fastest kernel chosen by hand."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from typing import Any
+
+import torch
+
+import attn_pass
+from attn_pass import store
+from bench.gpu.floors import SPELLINGS
+from bench.gpu.kernels import chosen_by_hand
+from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.place import Place, passed, said
+from bench.gpu.shapes import Shape
+from bench.gpu.timing import Variant, bytes_of, compare, sets_for
+
+SITES: dict[str, tuple[str, Shape]] = {
+    "decode q4 B1 KV32768": ("call", Shape(1, 32, 8, 4, 32768, 128)),
+    "prefill B4 H32 S2048 D128 causal": ("by hand", Shape(4, 32, 32, 2048, 2048, 128, "causal")),
+    "decode q1 B8 KV8192": ("by hand", Shape(8, 32, 8, 1, 8192, 128)),
+    "ViT B64 H12 S197 D64": ("by hand", Shape(64, 12, 12, 197, 197, 64)),
+    "bias B8 H12 S512 D64": ("by hand", Shape(8, 12, 12, 512, 512, 64, "bias")),
+    "cross B2 H8 4096 x 77 D40": ("call", Shape(2, 8, 8, 4096, 77, 40)),
+    "small B2 H16 S50 D16": ("by hand", Shape(2, 16, 16, 50, 50, 16)),
+}
+
+
+def measure(place: Place, spelling: str, shape: Shape) -> Row:
+    """One site: the pass predicting, the pass measuring, every kernel by hand."""
+    if place.dry:
+        shape = shape.tiny()
+    torch.manual_seed(0)
+    first = shape.inputs(place)
+    count = sets_for(bytes_of(first), shape.memory_bound and not place.dry)
+    sets = [first, *(shape.inputs(place) for _ in range(count - 1))]
+    program = SPELLINGS[spelling](shape)
+    assert program is not None
+    row: Row = {}
+    with torch.no_grad(), _own_cache():
+        runs: dict[str, Any] = {
+            "predicted": passed(place, program, tune=False),
+            "tuned": passed(place, program, tune=True),
+        }
+        for name, run in runs.items():
+            with attn_pass.record() as report:
+                run(*first)
+            row |= {f"{field}, {name}": value for field, value in said(report).items()}
+            if name == "tuned" and report.sites:
+                row["measured_us"] = report.sites[-1].measured_us
+        chosen, refused = chosen_by_hand(shape, place)
+        times = compare(place, {**{n: Variant(r) for n, r in runs.items()}, **chosen}, sets)
+    us = {name: time.median_us for name, time in times.found.items()}
+    best = times.best(list(chosen))
+    row |= {"us": us, "failed": {**refused, **times.failed}, "best": best, "best_us": us.get(best or "")}
+    for name in runs:
+        row[f"us, {name}"] = us.get(name)
+    if best and "tuned" in us:
+        row["of_best"] = us["tuned"] / us[best]
+    return row
+
+
+class _own_cache:
+    """What the tuner remembers is forgotten: it has to measure."""
+
+    def __enter__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._before = os.environ.get(store.VARIABLE)
+        os.environ[store.VARIABLE] = self._folder.name
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+        if self._before is None:
+            del os.environ[store.VARIABLE]
+        else:
+            os.environ[store.VARIABLE] = self._before
+
+
+def cases(place: Place) -> list[Case]:
+    """One a site."""
+    names = list(SITES)[: 1 if place.quick else None]
+    return [Case(name, partial(measure, place, *SITES[name])) for name in names]
+
+
+PART = Part(
+    "tuned",
+    "tune=True against the fastest kernel by hand",
+    0.09,
+    (
+        Column("site", "name"),
+        Column("predicted, took", "took, predicted"),
+        Column("us", "us, predicted", ".1f"),
+        Column("tuned, took", "took, tuned"),
+        Column("us", "us, tuned", ".1f"),
+        Column("best by hand", "best"),
+        Column("us", "best_us", ".1f"),
+        Column("tuned / best", "of_best", ".2f"),
+        Column("why", "reason, tuned"),
+    ),
+    cases,
+)

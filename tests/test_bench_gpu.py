@@ -1,0 +1,334 @@
+"""`python -m bench.gpu`: a dry run from end to end, the floors it computes, what it keeps of a run that dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.gpu import aims, floors, telling
+from bench.gpu.__main__ import PARTS, arguments
+from bench.gpu.keeper import Limits, keep
+from bench.gpu.parts import Case, Column, Journal, Lost, Part, run_parts
+from bench.gpu.place import Place
+from bench.gpu.shapes import Shape, by_hand, call
+from bench.gpu.timing import Variant, compare, sets_for
+
+ROOT = Path(__file__).parents[1]
+
+
+# ---------------------------------------------------------------- a dry run
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of a quick dry run of all parts, with what it printed."""
+    file = tmp_path_factory.mktemp("gpu") / "run.json"
+    line = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--json", str(file)]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(file.read_text())
+    return {**found, "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
+
+
+def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
+    assert list(dry["parts"]) == ["correctness", "decode", "floors", "rules", "seeds", "tuned"]
+    for name, part in dry["parts"].items():
+        assert part["rows"], name
+        assert not [row for row in part["rows"] if "error" in row], name
+        assert not [note for note in part["notes"] if "skipped" in note], name
+
+
+def test_every_target_is_right_in_the_dry_run(dry: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in dry["parts"]["correctness"]["rows"]}
+    assert {row["verdict"].split(":")[0] for row in rows.values()} == {"right", "refused"}
+    for target in ("cudnn", "flash", "efficient"):
+        assert rows[f"{target}: grouped heads, causal, backward"]["verdict"] == "right"
+        assert rows[f"{target}: plain, backward, Inductor"]["took"] == target
+    assert rows["decode: window, direct"]["verdict"] == "right"
+    assert rows["decode: compiled for any number of keys"]["took"] == "decode"
+
+
+def test_standard_cases_name_every_variant_and_their_plan_at_full_size(dry: dict[str, Any]) -> None:
+    rows = {row["name"].split()[0]: row for row in dry["parts"]["floors"]["rows"]}
+    vit = rows["ViT"]
+    assert {"stock, by hand", "pass, by hand", "stock, call", "pass, call", "stock again"} <= set(vit["us"])
+    assert {"cudnn", "flash", "efficient", "flex"} <= set(vit["us"])
+    assert vit["floor_us"] == pytest.approx(18.0, rel=0.01)
+    assert vit["took, by hand"] in ("cudnn", "flash") and vit["predicted, by hand"] > 18
+    assert rows["multi-token"]["predicted, call"] > 124  # the floor at full size, which is not what was run
+    assert not any(row["wrong"] for row in rows.values())
+    assert set(rows["T5"]["failed"]) >= {"flash", "flash packed"}
+
+
+def test_the_rules_are_compared_with_torch(dry: dict[str, Any]) -> None:
+    rows = dry["parts"]["rules"]["rows"]
+    assert {row["verdict"] for row in rows} == {"same"}
+    assert {row["H200"] for row in rows} >= {"cudnn", "none"}
+
+
+def test_the_table_and_the_end_of_the_output_say_it_all(dry: dict[str, Any]) -> None:
+    for part in PARTS:
+        assert f"## {part.title}" in dry["table"]
+    assert "times mean nothing" in dry["table"]
+    assert dry["run"]["dry"] is True and dry["run"]["torch"] == torch.__version__
+    assert "/" not in dry["run"]["command"].replace("--json run.json", "")
+    assert [a["verdict"] for a in dry["aims"]] == ["met", *["not measured"] * 5]
+    assert "correctness:" in dry["printed"][-1500:]
+
+
+def test_the_command_line_refuses_what_it_cannot_do() -> None:
+    for given in (["--device", "cpu"], ["--dry"], ["--only", "floor"]):
+        with pytest.raises(SystemExit):
+            arguments(given)
+
+
+def test_it_needs_no_package_but_torch_and_triton() -> None:
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('rich', 'typer', 'numpy', 'transformers'))); "
+    line = [sys.executable, "-W", "ignore", "-c", blocked + "import bench.gpu.__main__"]
+    assert subprocess.run(line, cwd=ROOT, capture_output=True, text=True).stderr == ""
+
+
+# ---------------------------------------------------------------- floors
+
+# GFLOP, MB, and the microseconds of products, exponentials and memory at 790 TFLOP/s, 3.9 Texp/s and 4.3 TB/s.
+FLOORS = {
+    "prefill B4 H32 S512 D64 causal": (4.3, 33.55, 5.45, 4.31, 7.8),
+    "prefill B4 H32 S1024 D64 full": (34.4, 67.11, 43.5, 34.4, 15.6),
+    "prefill B4 H32 S4096 D128 causal": (550, 536.9, 696, 275, 125),
+    "prefill B4 H32 S16384 D128 full": (1.76e4, 2147, 2.23e4, 8.81e3, 499),
+    "decode q1 B1 Hq32 Hkv8 KV2048 D128": (0.0336, 8.405, 0.0425, 0.0168, 1.95),
+    "decode q1 B64 Hq32 Hkv8 KV8192 D128": (8.59, 2149, 10.9, 4.3, 500),
+    "multi-token decode q16 B1 Hq32 Hkv8 KV131072 D128": (34.4, 537.1, 43.5, 17.2, 125),
+    "#151287 folded (1,4,1000,32)x(1,4,2048,32) fp16": (1.05, 1.561, 1.33, 2.1, 0.363),
+    "#151287 folded fp32": (1.05, 3.121, 1.33, 2.1, 0.726),
+    "ViT B64 H12 S197 D64": (7.63, 77.46, 9.66, 7.64, 18),
+    "diffusion cross B2 H8 Sq4096 Skv77 D40": (0.807, 10.68, 1.02, 1.29, 2.48),
+    "diffusion self B2 H8 S4096 D40 (padded 64 in kernel)": (42.9, 20.97, 54.4, 68.8, 4.88),
+    "T5 bias B8 H12 S512 D64 bias(1,12,512,512)": (6.44, 31.46, 8.16, 6.45, 7.32),
+    "sliding window 4k of 32k causal B1 H32 Hkv8 D128": (2.06e3, 671.1, 2.61e3, 1.03e3, 156),
+    "ALiBi causal B4 H32 S4096 D128": (550, 536.9, 696, 275, 125),
+    "softcap causal B4 H32 S4096 D128 (tanh+exp)": (550, 536.9, 696, 551, 125),
+    "softcap Gemma-like causal B1 Hq16 Hkv8 S8192 D256": (550, 201.3, 696, 275, 46.8),
+}
+
+
+@pytest.mark.parametrize("name", list(FLOORS))
+def test_floors(name: str) -> None:
+    shape, (gflop, megabytes, products, exponentials, memory) = floors.CASES[name], FLOORS[name]
+    assert shape.flops / 1e9 == pytest.approx(gflop, rel=6e-3)
+    assert shape.bytes / 1e6 == pytest.approx(megabytes, rel=1e-3)
+    assert shape.exponentials / 3.9e6 == pytest.approx(exponentials, rel=6e-3)
+    assert shape.floor_us() == pytest.approx(max(products, exponentials, memory), rel=6e-3)
+    assert shape.floor_us(copy_tbs=4.3e-9) == pytest.approx(memory * 1e9, rel=6e-3)
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "bias", "alibi"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_both_spellings_are_the_same_attention(mask: str, kv_heads: int) -> None:
+    shape = Shape(2, 4, kv_heads, 12, 12, 8, mask, window=3, dtype=torch.float64)
+    program = call(shape)
+    assert program is not None
+    inputs = [x.double() for x in shape.inputs(Place("cpu"))]
+    torch.testing.assert_close(program(*inputs), by_hand(shape)(*inputs))
+
+
+# ---------------------------------------------------------------- what is left of a run that dies
+
+
+def _part(*cases: Case, name: str = "part", share: float = 1.0) -> Part:
+    return Part(name, "A part", share, (Column("case", "name"), Column("value", "value", ".1f")), lambda _: cases)
+
+
+def _run(journal: Journal, *parts: Part, seconds: float = 60.0) -> list[str]:
+    told: list[str] = []
+    run_parts(Place("cpu"), parts, time.time() + seconds, journal, told.append, lambda: None)
+    return told
+
+
+def _fails() -> dict[str, Any]:
+    raise ValueError("this shape is no shape")
+
+
+def test_a_failure_stays_with_its_case(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    part = _part(Case("bad", _fails), Case("good", lambda: {"value": 2}))
+    told = _run(journal, part)
+    bad, good = journal.rows()["part"]
+    assert bad["error"] == "ValueError: this shape is no shape" and "_fails" in bad["trace"]
+    assert good["value"] == 2
+    assert any("FAILED ValueError" in line for line in told)
+    table = telling.markdown(telling.document(journal, [part]), [part])
+    assert "| good | 2.0 |" in table and "- bad: ValueError" in table
+
+
+def test_what_the_time_does_not_reach_is_named(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    slow = Case("slow", lambda: time.sleep(0.3) or {})  # type: ignore[func-returns-value]
+    _run(journal, _part(slow, Case("late", dict)), _part(Case("other", dict), name="second"), seconds=0.4)
+    assert [row["name"] for row in journal.rows()["part"]] == ["slow"]
+    assert "1 of 2 cases skipped: late" in journal.notes()["part"][0]
+    assert [row["name"] for row in journal.rows()["second"]] == ["other"]  # a part keeps its share
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    _run(journal, _part(Case("one", lambda: {"value": 1})))
+    _run(journal, _part(Case("one", _fails), Case("two", _fails)), _part(Case("three", dict), name="second"))
+    assert [row["name"] for row in journal.rows()["part"]] == ["one"]
+    assert [row["name"] for row in journal.rows()["second"]] == ["three"]
+
+
+def test_a_lost_device_ends_the_process(tmp_path: Path) -> None:
+    with pytest.raises(Lost):
+        _run(Journal(tmp_path / "journal"), _part(Case("fault", lambda: {"lost": True})))
+
+
+DIES = """
+import json, os, sys
+path, how = sys.argv[1:]
+lines = open(path).read() if os.path.exists(path) else ""
+with open(path, "a") as file:
+    for name in ("one", "two", "three"):
+        if f'"name": "{name}"' in lines:
+            continue
+        print(json.dumps({"part": "p", "begin": name}), file=file, flush=True)
+        if name == "two":
+            if how == "hangs":
+                import time
+                time.sleep(60)
+            os._exit(11)
+        print(json.dumps({"part": "p", "row": {"name": name}}), file=file, flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_case_that_takes_the_process_down_is_written_down_and_passed_over(tmp_path: Path, how: str) -> None:
+    journal = Journal(tmp_path / "journal")
+    told: list[str] = []
+    line = [sys.executable, "-c", DIES, str(journal.path), how]
+    keep(line, journal, Limits(time.time() + 60, stall_s=1.0), told.append)
+    rows = journal.rows()["p"]
+    assert [row["name"] for row in rows] == ["one", "two", "three"]
+    assert ("ended with 11" if how == "dies" else "was stopped") in rows[1]["error"]
+    assert len(told) == 1
+
+
+def test_a_process_that_cannot_begin_is_not_started_for_ever(tmp_path: Path) -> None:
+    told: list[str] = []
+    keep([sys.executable, "-c", "raise SystemExit(3)"], Journal(tmp_path / "j"), Limits(time.time() + 60), told.append)
+    assert told == ["the run: the process ended with 3"]
+
+
+# ---------------------------------------------------------------- timing
+
+
+class _Event:
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+class _Graph:
+    replays = 0
+
+    def replay(self) -> None:
+        _Graph.replays += 1
+        time.sleep(2e-3)
+
+
+class _Capture:
+    def __init__(self, graph: _Graph) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place that takes itself for a GPU, whose graphs take two milliseconds."""
+    for name, stand_in in (
+        ("Event", _Event),
+        ("CUDAGraph", _Graph),
+        ("graph", _Capture),
+        ("synchronize", lambda: None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return Place("cuda")
+
+
+def test_inputs_are_rotated_and_variants_take_turns(gpu: Place) -> None:
+    seen: list[tuple[str, int]] = []
+    variants = {name: Variant(lambda n, name=name: seen.append((name, n))) for name in ("a", "b")}
+    times = compare(gpu, variants, [(n,) for n in range(3)], rounds=20, seconds=1.0)
+    assert {n for name, n in seen if name == "a"} == {0, 1, 2}
+    assert times.found["a"].how == "graph" and times.found["a"].rounds == 20
+    assert times.found["a"].median_us == pytest.approx(2000 / 40, rel=0.5)  # forty calls a graph
+    assert _Graph.replays >= 2 * 20
+
+
+def test_what_cannot_be_captured_is_timed_by_events_and_what_fails_is_named(
+    gpu: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Capture, "__enter__", lambda _: _fails())
+    variants = {
+        "good": Variant(lambda: time.sleep(2e-4)),
+        "bad": Variant(_fails),
+        "long": Variant(lambda: time.sleep(2e-3)),
+    }
+    times = compare(gpu, variants, [()], seconds=0.1)
+    assert times.found["good"].how == times.found["long"].how == "events"
+    assert times.found["long"].median_us > 2000
+    assert times.failed == {"bad": "ValueError: this shape is no shape"}
+    assert times.best(["good", "long", "bad"]) == "good"
+
+
+def test_sets_of_inputs_are_larger_than_the_cache() -> None:
+    assert sets_for(8 << 20, cold=True) * (8 << 20) >= 4 * (60 << 20) > 0
+    assert sets_for(1 << 40, cold=True) == 1
+    assert sets_for(8, cold=False) == 1
+
+
+# ---------------------------------------------------------------- aims
+
+
+def test_aims_name_the_worst_case() -> None:
+    rows = {
+        "floors": [
+            {"name": "prefill B4 H32 S4096 D128 full", "pass_of_best": 1.0, "of_matmul": 0.8, "a_a": 1.0},
+            {"name": "prefill B4 H32 S8192 D128 causal", "pass_of_best": 1.25, "of_matmul": 0.7},
+            {"name": "ViT", "pass_of_stock": {"by hand": 0.3, "call": 1.5}, "a_a": 1.2},
+        ],
+        "decode": [
+            {"name": "q4 B1 KV32768", "copy, decode": 0.8, "copy, cudnn": 0.1},
+            {"name": "q64 B1 KV32768", "copy, decode": 0.1},
+            {"name": "q4 B1 KV2048", "copy, decode": 0.1},
+        ],
+        "seeds": [{"name": "S4 through AOTInductor", "stock_over_pass": 60.0}],
+    }
+    found = {a["aim"].split(":")[0].split(",")[0]: a for a in aims.measured(rows, dry=False)}
+    assert found["S4"]["verdict"] == "met"
+    assert found["prefill D128"]["verdict"] == "not met" and "S8192" in found["prefill D128"]["measured"]
+    assert found["decode q1 to 16 from 32k keys on"]["verdict"] == "met"
+    assert found["nothing slower than stock"]["measured"].startswith("0.80 of stock's speed")
+    assert found["every target right"]["verdict"] == "not measured"
