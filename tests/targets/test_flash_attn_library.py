@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import flash_attn_stand_in
@@ -430,24 +431,17 @@ def test_a_restriction_to_kernels_is_kept() -> None:
     assert "torch's own kernels" in site_of(fn).refusals["flash_attn"]
 
 
-def test_a_package_that_runs_without_python_gets_no_python_operator() -> None:
-    from attn_pass.hardware import catalog
-    from attn_pass.targets.base import Refusal, Setting
+def test_a_package_cannot_hold_it(tmp_path: Path) -> None:
+    class Step(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return plain(q, k, v)
 
-    seen: list[Any] = []
-
-    class Spy(target.FlashAttn):
-        def consider(self, attention: Any, variant: str, setting: Setting) -> Any:
-            seen.append(attention)
-            return super().consider(attention, variant, setting)
-
-    import attn_pass.planner.choose as chooser
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chooser, "all_targets", lambda: (Spy(),))
-        site_of()
-    answer = target.FlashAttn().consider(seen[0], "", Setting(catalog.by_name("H200"), "aoti"))
-    assert isinstance(answer, Refusal) and "without" in answer.reason
+    options = {"device": "H200", "targets": ["flash_attn"], "choose": "fused"}
+    path = attn_pass.aot_compile(
+        Step(), qkv(1, 2, 4, 4, 16, dtype=HALF), package_path=tmp_path / "s.pt2", options=options
+    )
+    (site,) = attn_pass.package_report(path).sites
+    assert site.outcome == "left" and "runs without" in site.refusals["flash_attn"]
 
 
 def test_an_installation_that_cannot_be_used_leaves_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
