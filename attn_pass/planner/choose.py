@@ -147,6 +147,7 @@ def _offers(
 ) -> _Offers:
     """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
+    foreign: dict[str, str] = {}  # refusals that say nothing of the site come last
     for names, form in forms:
         for target in targets:
             answer: Offer | Refusal
@@ -155,10 +156,11 @@ def _offers(
             else:
                 answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
-                choice.refusals.setdefault(target.name, answer.reason)
+                (foreign if answer.foreign else choice.refusals).setdefault(target.name, answer.reason)
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
+    choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     return offers

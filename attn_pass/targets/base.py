@@ -64,10 +64,11 @@ class Offer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A target does not take the attention, and why, in words."""
+    """A target does not take the attention, and why, in words. ``foreign``: because of the device alone."""
 
     target: str
     reason: str
+    foreign: bool = False
 
 
 class Target(Protocol):

@@ -45,7 +45,7 @@ class Kernel:
         kind = self.mask(attention, setting)
         reason = self._refusal(attention, kind, setting)
         if reason is not None:
-            return Refusal(self.name, reason)
+            return Refusal(self.name, reason, foreign=self.name not in setting.device.kernels)
         hint = setting.hint
         problem = problem_of(attention, hint)
         masked = kind in ("boolean", "additive")

@@ -41,7 +41,7 @@ class Decode:
         """Takes few query rows in half precision, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason)
+            return Refusal(self.name, reason, foreign=KERNEL not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
         empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty
         return Offer(

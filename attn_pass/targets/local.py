@@ -66,7 +66,7 @@ class Local:
         """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason)
+            return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
         predicted = min(_cost(attention, blocks, setting) for blocks in _choices(attention))
         return Offer(self.name, variant, attention, predicted, fused=True)
 
