@@ -53,7 +53,9 @@ def run(case: Case) -> dict[str, float]:
     mask_bytes = 0 if mask is None else mask.itemsize
     tiles = tiles_for(rows, case.dim, v.size(3), mask_bytes, Room(case.shared_bytes))
     row_blocks = -(-rows // tiles.rows)
-    splits = splits_for(case.batch * case.kv_heads * row_blocks, case.kv_len, case.cores)
+    windowed = case.causal and case.window >= 0
+    seen = min(case.kv_len, case.window + case.q_len) if windowed else case.kv_len
+    splits = splits_for(case.batch * case.kv_heads * row_blocks, seen, case.cores)
     partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
     tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
     parts = Parts(splits, partial, tops, totals)

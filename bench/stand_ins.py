@@ -36,6 +36,15 @@ def _dense_last(*tensors: Tensor) -> None:
         _ask(t.stride(-1) == 1 or t.size(-1) == 1, f"strides {t.stride()}: the last dimension is not dense")
 
 
+def _vectors(*tensors: Tensor) -> None:
+    """Rows are read sixteen bytes at a time."""
+    for t in tensors:
+        multiple = _ALIGNMENT // t.element_size()
+        _ask(t.storage_offset() % multiple == 0, f"storage offset {t.storage_offset()}")
+        strides = [s for s, n in zip(t.stride()[:-1], t.shape) if n > 1]
+        _ask(all(s % multiple == 0 for s in strides), f"strides {t.stride()} are not aligned")
+
+
 def _common(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> None:
     """Operands (B, H, L, D)."""
     _dense_last(query, key, value)
@@ -171,6 +180,7 @@ def _flash_asks(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> No
     _ask(query.dtype in HALF, f"{query.dtype}")
     _ask(query.size(3) == value.size(3), "head dims of keys and values differ")
     _ask(query.size(3) <= 256 and query.size(3) % 8 == 0, f"head dim {query.size(3)}")
+    _vectors(query, key, value)
     _ask(0 <= dropout < 1, f"dropout {dropout}")
 
 
@@ -219,10 +229,19 @@ def _flash_backward(
 
 
 def _flash_window_mask(query: Tensor, key: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
+    """As mha_fwd and set_params_fprop have it: a size of all keys is no bound, and no bound beside another is that."""
+    rows, keys = query.size(2), key.size(2)
     left, right = -1 if left is None else left, -1 if right is None else right
-    if causal and query.size(2) > 1:
+    left, right = -1 if left >= keys else left, -1 if right >= keys else right
+    if rows == 1:
+        causal = False
+    if causal:
         right = 0
-    return None if left < 0 and right < 0 else _masking(_keep_window(query.size(2), key.size(2), left, right))
+    if left < 0 <= right:
+        left = keys
+    if right < 0 <= left:
+        right = keys
+    return None if left < 0 and right < 0 else _masking(_keep_window(rows, keys, left, right))
 
 
 def _flash_forward(
@@ -294,6 +313,7 @@ def _cudnn_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
     _ask(all(0 not in [s for s, n in zip(t.stride(), t.shape) if n > 1] for t in (query, key, value)), "stride 0")
     for dim in (query.size(3), value.size(3)):
         _ask(dim % 8 == 0 and dim <= 256, f"head dim {dim}")
+    _vectors(query, key, value)
     _ask(key.size(2) > 1, "a single key")
     _ask(query.size(2) > 1 or not dropout, "one query with dropout")
     _ask(float(dropout * 16).is_integer(), f"dropout {dropout}")
@@ -364,7 +384,7 @@ def _efficient_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
     multiple = _ALIGNMENT // query.element_size()
     for tensor in (query, key, value):
         _ask(tensor.size(3) % multiple == 0, f"head dim {tensor.size(3)}")
-        _ask(tensor.storage_offset() % multiple == 0, f"storage offset {tensor.storage_offset()}")
+    _vectors(query, key, value)
     _ask(0 <= dropout < 1, f"dropout {dropout}")
     if bias is not None:
         _ask(bias.dtype == query.dtype, f"a bias of {bias.dtype}")
@@ -372,6 +392,7 @@ def _efficient_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         _ask(bias.stride(-1) == 1 or bias.size(-1) == 1, "the bias is not dense")
         strides = [s for s, n in zip(bias.stride()[:-1], bias.shape) if n > 1]
         _ask(not _aligned or all(s % multiple == 0 for s in strides), f"strides {bias.stride()} are not aligned")
+        _ask(bias.storage_offset() % multiple == 0, f"storage offset {bias.storage_offset()} of the bias")
 
 
 def _efficient(

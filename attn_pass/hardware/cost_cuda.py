@@ -60,7 +60,9 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
     arithmetic = (products + _EXP_OVERLAP * exponentials) / spread
     reached = _FLASH_SPLIT_SHARE if balance < spread and not one_row else _REACHED
     memory = traffic(device, problem.operand_bytes) / reached
-    read = problem.expanded_kv_bytes * heads / problem.heads  # keys and values by each head, or group, that wants them
+    read = (
+        problem.expanded_kv_bytes * heads / max(1, problem.heads)
+    )  # keys and values by each head, or group, that wants them
     memory = max(memory, read / device.cache_gbytes / 1e3)
     memory /= min(1.0, spread * _CORE_BANDWIDTH)
     mask = 0.0
@@ -83,7 +85,7 @@ def split_keys(device: Device, problem: Problem) -> float:
     products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "flash", problem) / 1e3
     arithmetic = products + _EXP_OVERLAP * scores / device.exp_gops / 1e3
     memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes) / _SPLIT_SHARE
-    read = problem.expanded_kv_bytes * problem.kv_heads / problem.heads  # the batch may share keys and values
+    read = problem.expanded_kv_bytes * problem.kv_heads / max(1, problem.heads)  # the batch may share keys and values
     memory = max(memory, read / device.cache_gbytes / 1e3)
     return max(arithmetic, memory) + 2 * device.op_us + _JOIN_US
 
@@ -97,7 +99,7 @@ def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = 
     dims = sum(1 << max(0, n - 1).bit_length() for n in (problem.head_dim, problem.value_dim))  # tiles are padded
     if splits_keys:
         heads = problem.batch * problem.kv_heads
-        rows = max(16, 1 << max(0, problem.q_len * (problem.heads // problem.kv_heads) - 1).bit_length())
+        rows = max(16, 1 << max(0, problem.q_len * (problem.heads // max(1, problem.kv_heads)) - 1).bit_length())
         programs, reached = heads * max(1, device.cores // max(1, heads) * 2), _FLASH_SPLIT_SHARE
     else:
         heads = problem.batch * problem.heads

@@ -112,7 +112,8 @@ def decode(
     tiles = tiles_for(rows, query.size(3), value_dim, 0 if mask is None else mask.itemsize, room_of(query.device))
     row_blocks = (rows + tiles.rows - 1) // tiles.rows
     cores = torch.cuda.get_device_properties(query.device).multi_processor_count
-    splits = splits_for(batch * kv_heads * row_blocks, kv_len, cores)
+    seen = torch.sym_min(kv_len, window + q_len) if causal and window >= 0 else kv_len
+    splits = splits_for(batch * kv_heads * row_blocks, seen, cores)
     count = batch * heads * q_len
     # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
     partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)

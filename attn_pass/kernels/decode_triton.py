@@ -73,13 +73,11 @@ def attend(
     m_base = mask + batch64 * m0 + head64[:, None] * m1 + at[:, None] * m2
 
     blocks = tl.cdiv(kv_len, BLOCK_KEYS)
-    each = tl.cdiv(blocks, splits)
-    first = split * each
+    # The last key any row sees is the last one; the first one of a window is the first row's.
+    start = tl.maximum(kv_len - q_len - window, 0) // BLOCK_KEYS if WINDOWED else 0
+    each = tl.cdiv(blocks - start, splits)
+    first = start + split * each
     last = tl.minimum(first + each, blocks)
-    if CAUSAL:
-        # The last key any row sees is kv_len - 1; the first one of a window is the first row's.
-        if WINDOWED:
-            first = tl.maximum(first, tl.maximum(kv_len - q_len - window, 0) // BLOCK_KEYS)
 
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)

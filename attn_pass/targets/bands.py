@@ -1,11 +1,16 @@
-"""Masks that are one band of keys around the row's own, aligned to the last key, as window sizes kernels take."""
+"""Masks that are one band of keys around the row's own, aligned to the last key, as window sizes kernels take.
+
+FlashAttention takes a size of the number of keys or more for no bound, and no bound beside another for that number
+(mha_fwd and set_params_fprop in flash_api.cpp): with more queries than keys either is another mask, but for the plain
+causal one.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.index import Index, is_nonnegative
+from attn_pass.model.index import Index, is_at_most, is_nonnegative
 from attn_pass.model.mask import Band, row_index
 
 
@@ -33,5 +38,7 @@ def window_of(a: Attention) -> Window | None:
     left = None if band.lower is None else last - band.lower
     right = None if band.upper is None else band.upper - last
     if any(bound is not None and not is_nonnegative(bound) for bound in (left, right)):
+        return None
+    if (left, right) != (None, 0) and not is_at_most(a.q_len, a.kv_len):
         return None
     return Window(left, right)

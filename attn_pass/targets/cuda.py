@@ -30,6 +30,7 @@ from attn_pass.targets.sdpa import (
     wants_mask_gradient,
 )
 
+_VECTOR = 16  # bytes
 _BLOCK = 128  # rows, and keys, that are computed together
 
 
@@ -127,7 +128,7 @@ class Kernel:
             have = fake_of(value).shape[-1]
             if to is not None and isinstance(have, int) and have < to:
                 value = plan.call(aten.constant_pad_nd.default, value, [0, to - have], 0.0)
-            made.append(dense_last(plan, value))
+            made.append(in_vectors(plan, dense_last(plan, value)))
         if a.scale < 0:
             made[0] = plan.call(aten.neg.default, made[0])
         if rows_first:
@@ -141,6 +142,17 @@ class Kernel:
         if fake_of(out).shape[-1] != a.value_head_dim:
             out = lower.plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
+
+
+def in_vectors(plan: Plan, value: Value) -> Value:
+    """The operand with rows that begin at multiples of 16 bytes: kernels read them in vectors of so many."""
+    tensor = fake_of(value)
+    multiple = _VECTOR // tensor.element_size()
+    strides = [plan.sizes.index(s) for s, n in zip(tensor.stride()[:-1], tensor.shape) if plan.sizes.index(n) != 1]
+    starts = [plan.sizes.index(tensor.storage_offset()), *strides]
+    if all(divide(start, multiple)[1] == 0 for start in starts):
+        return value
+    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def unbroadcast(plan: Plan, value: Value) -> Value:
@@ -162,7 +174,8 @@ def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
         return aligned(plan, plan.call(aten.clone.default, mask, memory_format=torch.contiguous_format), keys, multiple)
     strides = [plan.sizes.index(s) for s, n in zip(tensor.stride(), tensor.shape[:-1]) if plan.sizes.index(n) != 1]
     dense = plan.sizes.index(tensor.stride(-1)) == 1
-    if dense and all(isinstance(s, int) and s % multiple == 0 for s in strides):
+    starts = [plan.sizes.index(tensor.storage_offset()), *strides]
+    if dense and all(isinstance(s, int) and s % multiple == 0 for s in starts):
         return mask
     if isinstance(length, int) and length % multiple == 0:
         return plan.call(aten.clone.default, mask, memory_format=torch.contiguous_format)
@@ -171,9 +184,9 @@ def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
     return plan.call(aten.slice.Tensor, wide, -1, 0, plan.size(length))
 
 
-def masked(lower: Lowering, kind: str, setting: Setting) -> tuple[Value | None, EmptyRows | None]:
+def masked(lower: Lowering, kind: str, setting: Setting, kernel: str) -> tuple[Value | None, EmptyRows | None]:
     """The mask to add, None where it is none, and what replaces rows without a key where they are repaired."""
     if kind not in ("boolean", "additive"):
         return None, None
-    mask, empty = repaired(lower, additive_mask(lower, setting), setting)
+    mask, empty = repaired(lower, additive_mask(lower, setting), setting, kernel)
     return None if mask is None else aligned(lower.plan, mask, lower.attention.kv_len), empty

@@ -31,7 +31,7 @@ class Cudnn(Kernel):
         lower = Lowering(plan, nodes, a)
         kind = self.mask(a, setting)
         operands = [unbroadcast(plan, x) for x in self.operands(lower)]
-        mask, empty = masked(lower, kind, setting)
+        mask, empty = masked(lower, kind, setting, self.name)
         assert empty is None  # it is offered where no row is without a key
         both = plan.call(
             aten._scaled_dot_product_cudnn_attention.default,

@@ -13,6 +13,7 @@ under Triton's interpreter, and on other devices the operator is plain products.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx import Node
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost_cuda
 from attn_pass.model.attention import Attention
+from attn_pass.model.index import is_at_most
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
@@ -43,6 +45,11 @@ class Decode:
         if reason is not None:
             return Refusal(self.name, reason, foreign=KERNEL not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
+        band = causal_band(attention)
+        if band is not None:
+            problem = replace(problem, mask_elements=0)
+            if isinstance(band.lower, int) and isinstance(band.upper, int):
+                problem = replace(problem, kv_len=min(problem.kv_len, band.upper - band.lower + problem.q_len))
         empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty
         return Offer(
             self.name,
@@ -114,6 +121,7 @@ def causal_band(a: Attention) -> Band | None:
         return None
     if not a.rows_never_empty and (a.bias is not None or (a.keep is not None and a.keep.fill != float("-inf"))):
         return None  # a row without a key averages the values where the fill is a number
-    if band.lower is not None and not (isinstance(band.lower, int) and isinstance(band.upper, int)):
-        return None
-    return band
+    if band.lower is None:
+        return band
+    known = isinstance(band.lower, int) and isinstance(band.upper, int)
+    return band if known and is_at_most(band.lower, band.upper) else None  # else nobody sees anything

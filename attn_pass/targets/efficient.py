@@ -28,7 +28,7 @@ class Efficient(Kernel):
         lower = Lowering(plan, nodes, a)
         kind = self.mask(a, setting)
         query, key, value = self.operands(lower)
-        mask, empty = masked(lower, kind, setting)
+        mask, empty = masked(lower, kind, setting, self.name)
         if mask is not None:
             shape = [plan.size(n) for n in (a.batch_size, a.query_heads, a.q_len, a.kv_len)]
             mask = plan.call(aten.expand.default, mask, shape)

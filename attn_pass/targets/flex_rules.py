@@ -13,8 +13,10 @@ import torch
 
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.model.attention import Attention
-from attn_pass.model.index import Index, is_nonnegative, product
+from attn_pass.model.expression import Apply, Const, Expr, Load, walk
+from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
 from attn_pass.targets.base import Setting
+from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex_score import Function, amplifies
 from attn_pass.targets.sdpa import Sdpa, mask_kind
 
@@ -167,6 +169,36 @@ _AFFINE_SINK = Rule(
 )
 
 
+_NO_EMPTY_ROW_GRADIENT = Rule(
+    # The backward recomputes exp(score - logsumexp), in which the logarithm of the row's length is lost beside a fill.
+    lambda c: "a row may be masked out entirely by a number, and the kernel gets its gradients wrong",
+    lambda c: not (c.attention.needs_grad and _may_be_filled(c)),
+)
+
+
+def _may_be_filled(c: Case) -> bool:
+    """Whether every key of some row may be masked by a number: one that replaces scores, or one among what is added."""
+    a = c.attention
+    if not a.has_mask or a.rows_never_empty or c.setting.assume_nonempty_rows:
+        return False
+    if a.keep is not None and a.keep.fill != float("-inf"):
+        return True
+    bias = a.bias if a.computed is None or a.computed.bias is None else a.computed.bias
+    return bias is not None and not _is_slope(bias, a.keys)
+
+
+def _is_slope(bias: Expr, keys: Axis) -> bool:
+    """Whether a bias is index arithmetic with numbers that no key has one of its own of, as ALiBi is."""
+    for part in walk(bias):
+        if isinstance(part, Load) and keys in axes(*part.index):
+            return False
+        if isinstance(part, Apply) and part.op == "where":
+            return False
+        if isinstance(part, Const) and part.value <= MASKING:
+            return False
+    return True
+
+
 def _is_maskless(c: Case) -> bool:
     """Whether a call of torch's takes it with no mask, or the flag in place of one."""
     return mask_kind(c.attention, c.setting) in ("none", "causal") and Sdpa().unfit(c.attention, c.setting) is None
@@ -202,6 +234,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _SIZES,
         _GRID_FITS,
         _NO_CAPTURED_GRADIENT,
+        _NO_EMPTY_ROW_GRADIENT,
         _IN_BOUNDS,
         _BACKENDS,
         _AUTOCAST,

@@ -19,6 +19,7 @@ from attn_pass.model.index import Axis, product
 from attn_pass.model.mask import Band, Keys, Opaque, Part, Structure, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.flex_blocks import are_known
+from attn_pass.targets.sdpa import LOWEST_CUDA
 
 _LOWEST = torch.finfo(torch.float32).min
 _HALF = torch.finfo(torch.float16).min / 2
@@ -78,7 +79,7 @@ def _on_cuda(a: Attention, setting: Setting) -> Function:
     if a.keep is None or keep is None:
         return Function(score)
     if a.keep.fill != float("-inf") and not never_empty:
-        return Function(apply("where", keep, score, Const(float(a.keep.fill))))
+        return Function(apply("where", keep, score, Const(max(float(a.keep.fill), LOWEST_CUDA))))
     deep = keep if a.computed is None or a.computed.condition is None else a.computed.condition
     known = structure_of(deep, a.keys, a.rows)
     parts = tuple(p for p in known.parts if not isinstance(p, Opaque))
@@ -96,14 +97,14 @@ def _cheapest(a: Attention, name: str) -> Expr:
 
 
 def _bias(a: Attention) -> Expr | None:
+    """The bias, its masking fills no lower than the kernel can take in base 2; -inf stays."""
     if a.bias is None:
         return None
-    bias = _cheapest(a, "bias")
-    if a.score_dtype != torch.float16:
-        return bias
+    bias = apply("cast", _cheapest(a, "bias"), dtype=torch.float32)
     # A masking fill absorbs any score in float16, not in the float32 the kernel adds it in.
-    low = apply("and", apply("le", bias, Const(_HALF)), apply("gt", bias, Const(float("-inf"))))
-    return apply("where", low, Const(_LOWEST), apply("cast", bias, dtype=torch.float32))
+    lowest = _HALF if a.score_dtype == torch.float16 else LOWEST_CUDA
+    low = apply("and", apply("le", bias, Const(lowest)), apply("gt", bias, Const(float("-inf"))))
+    return apply("where", low, Const(LOWEST_CUDA), bias)
 
 
 # ---------------------------------------------------------------- the CPU's

@@ -29,16 +29,16 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
-from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads
 from attn_pass.model.index import Index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
-from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
+from attn_pass.targets.empty_rows import MASKING, EmptyRows, cannot_be_told_apart
 from attn_pass.targets.kernels import BACKENDS, Call, order, picked_by_torch, refusal
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 
 _LOWEST = torch.finfo(torch.float32).min
-_LOWEST_CUDA = -2.0e38
+LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
 
 class Sdpa:
@@ -126,7 +126,7 @@ class Sdpa:
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
-        mask, empty = repaired(lower, mask, setting)
+        mask, empty = repaired(lower, mask, setting, picked_by_torch(_call(a, setting), setting.allowed_backends))
         out: Value = plan.call(target, query, key, value, mask, a.dropout, causal, **arguments)
         if by_distance is not None:
             out = plan.call(aten.flip.default, out, [2])
@@ -174,7 +174,25 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
         return reason
     if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
         return "autocast to float16 would change an additive mask"
+    if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.bias, a):
+        return (
+            f"a bias that the program adds in {str(a.score_dtype)[6:]} would be rounded to {str(a.compute_dtype)[6:]}"
+        )
     return None
+
+
+def _survives(bias: Expr | None, a: Attention) -> bool:
+    """Whether a bias is the same in the compute dtype, in which CUDA kernels read it, but for how low a fill is."""
+    if bias is None:
+        return True
+    if isinstance(bias, Const):
+        value = float(bias.value)
+        return value <= MASKING or float(torch.tensor(value, dtype=a.compute_dtype)) == value
+    if isinstance(bias, Load):
+        return torch.promote_types(a.sources[bias.source].dtype, a.compute_dtype) == a.compute_dtype
+    if isinstance(bias, Apply) and bias.op == "cast":
+        return bias.dtype is not None and bias.dtype.is_floating_point and _survives(bias.args[0], a)
+    return isinstance(bias, Apply) and bias.op == "where" and all(_survives(x, a) for x in bias.args[1:])
 
 
 def mask_tensor(lower: Lowering, setting: Setting) -> Value:
@@ -315,14 +333,19 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     return mask
 
 
-def repaired(lower: Lowering, mask: Value | None, setting: Setting) -> tuple[Value | None, EmptyRows | None]:
-    """The mask for the kernel, in the dtype it takes, and what replaces rows without a key where they are repaired."""
+def repaired(
+    lower: Lowering, mask: Value | None, setting: Setting, kernel: str | None
+) -> tuple[Value | None, EmptyRows | None]:
+    """The mask for the kernel, in the dtype it takes, and what replaces rows without a key where they are repaired.
+
+    A call keeps the mask it was given where it reaches the kernel it reached before.
+    """
     empty = None
     if mask is not None and repairs_empty_rows(lower.attention, setting):
         empty = EmptyRows(lower.plan, lower.attention, mask)
         mask = empty.unmasked()
     if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
-        given = setting.fused_as_written and fake_of(mask).dtype == lower.attention.compute_dtype
+        given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
         mask = mask if given else _narrowed(lower, mask)
     return mask, empty
 
@@ -336,7 +359,7 @@ def _narrowed(lower: Lowering, mask: Value) -> Value:
     plan, dtype = lower.plan, lower.attention.compute_dtype
     wide = plan.call(aten.to.dtype, mask, torch.float32)
     infinite = plan.call(aten.eq.Scalar, wide, float("-inf"))
-    clamped = plan.call(aten.to.dtype, plan.call(aten.clamp.default, wide, _LOWEST_CUDA), dtype)
+    clamped = plan.call(aten.to.dtype, plan.call(aten.clamp.default, wide, LOWEST_CUDA), dtype)
     return plan.call(aten.masked_fill.Scalar, clamped, infinite, float("-inf"))
 
 

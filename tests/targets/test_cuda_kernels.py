@@ -34,8 +34,9 @@ def banded(left: int | None, right: int | None, fill: float = NEG_INF) -> Callab
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, keys = q.size(-2), k.size(-2)
-        distance = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
-        keep = torch.ones(rows, keys, dtype=torch.bool)
+        at = torch.arange(rows, device=q.device)[:, None]
+        distance = torch.arange(keys, device=q.device)[None] - at - (keys - rows)
+        keep = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
         if left is not None:
             keep = keep & (distance >= -left)
         if right is not None:
@@ -74,6 +75,14 @@ def expanded_query() -> tuple[Tensor, ...]:
     return (randn(1, 2, 5, 16, dtype=BF16).expand(3, 2, 5, 16), *qkv(3, 2, 5, 9, 16, dtype=BF16)[1:])
 
 
+def misaligned(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    return tuple(randn(2, 3, n, 40, dtype=dtype, seed=n)[..., 3:19] for n in (5, 7, 7))
+
+
+def stepped(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    return tuple(randn(2, 3, n, 18, dtype=dtype, seed=n)[..., :16] for n in (5, 7, 7))
+
+
 BIAS = randn(1, 4, 6, 9, dtype=BF16)
 SOME = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]  # two batch rows, of which each keeps a key
 NONE_IN_ONE = torch.arange(9) < torch.tensor([0, 7])[:, None, None, None]
@@ -100,6 +109,11 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "flash, keys from there on": ("flash", banded(2, None), qkv(2, 4, 9, 9, 16, dtype=BF16)),
     "flash, window, filled": ("flash", banded(3, 0, -1e9), qkv(2, 4, 5, 9, 16, dtype=BF16)),
     "flash, window of one": ("flash", banded(0, 0), qkv(2, 4, 9, 9, 16, dtype=BF16)),
+    "flash, misaligned operands": ("flash", plain, misaligned()),
+    "flash, rows of another step": ("flash", plain, stepped()),
+    "cudnn, misaligned operands": ("cudnn", plain, misaligned()),
+    "efficient, misaligned operands": ("efficient", plain, misaligned(FP32)),
+    "efficient, rows of another step": ("efficient", plain, stepped(FP32)),
     "cudnn, plain": ("cudnn", plain, qkv(2, 4, 6, 9, 16, dtype=BF16)),
     "cudnn, grouped": ("cudnn", plain, qkv(2, 6, 5, 9, 16, kv_heads=2, dtype=BF16)),
     "cudnn, narrow values": ("cudnn", plain, qkv(2, 4, 6, 9, 24, value_dim=10, dtype=BF16)),
@@ -140,6 +154,73 @@ def test_it_computes_what_was_written(name: str) -> None:
     target, fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, device="H200", targets=(target,))
     assert report.sites[0].target == target
+
+
+LOOK_ALIKES: dict[str, tuple[Callable[..., Tensor], int, int]] = {
+    "from the first key, fewer keys": (from_the_first_key, 10, 4),
+    "a left bound, more queries": (banded(0, None), 8, 5),
+    "another left bound, more queries": (banded(1, None), 6, 4),
+    "both sides, more queries": (banded(5, 5), 9, 3),
+}
+
+
+@pytest.mark.parametrize("name", list(LOOK_ALIKES))
+def test_windows_with_more_queries_than_keys_are_no_window_of_flash(name: str) -> None:
+    """It takes a size of all keys for no bound, and no bound beside another for that size."""
+    fn, q_len, kv_len = LOOK_ALIKES[name]
+    inputs = qkv(1, 2, q_len, kv_len, 16, dtype=FP16)
+    report = same(fn, *inputs, rewritten=0, device="H200", targets=("flash",))
+    assert "the flash kernel takes no mask" in report.sites[0].reason or "unequal lengths" in report.sites[0].reason
+    same(fn, *inputs, rewritten=1, device="H200", targets=("efficient",))
+
+
+def test_windows_of_unknown_lengths_are_left_to_kernels_with_masks() -> None:
+    inputs = [x.to("meta") for x in qkv(1, 2, 9, 12, 16, dtype=FP16)]
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, 2)
+
+    def told(program: Callable[..., Tensor]) -> attn_pass.SiteReport:
+        options = {"device": "H200", "targets": ("flash",), "choose": "fused"}
+        return attn_pass.explain(program, *inputs, attn_pass_options=options).sites[0]
+
+    assert "takes no mask" in told(banded(5, 5)).reason
+    assert told(banded(None, 0)).target == "flash"
+
+
+WIDE: dict[str, Tensor] = {
+    "a slope over positions": 0.5 * torch.arange(512.0),
+    "far from zero": torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) - 100,
+    "no fill in float16": torch.where(torch.arange(512)[:, None] == 3, -1e5, 0.0),
+    "too large for float16": torch.where(torch.arange(512) == 3, 7e4, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", list(WIDE))
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_bias_wider_than_the_operands_is_not_rounded(name: str, dtype: torch.dtype) -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return torch.softmax((q.float() @ k.float().mT) * 0.25 + bias, -1).to(v.dtype) @ v
+
+    inputs = (*qkv(1, 2, 512, 512, 16, dtype=dtype), WIDE[name])
+    report = same(program, *inputs, rewritten=0, device="H200", targets=("efficient", "cudnn", "sdpa"))
+    assert "would be rounded" in report.sites[0].refusals["efficient"]
+    same(program, *inputs, device="H200")
+
+
+def test_a_mask_in_float32_of_zeros_and_fills_is_no_bias() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.where(torch.arange(40) < 30, 0.0, torch.finfo(torch.float32).min)
+        return torch.softmax((q.float() @ k.float().mT) * 0.25 + mask, -1).to(v.dtype) @ v
+
+    same(program, *qkv(1, 2, 8, 40, 16, dtype=BF16), rewritten=1, device="H200", targets=("efficient",))
+
+
+def test_a_call_s_lowest_mask_is_rewritten_for_a_kernel_it_did_not_reach() -> None:
+    keep = torch.rand(8, 16, generator=torch.Generator().manual_seed(0)) > 0.5
+    keep[2] = False
+    mask = torch.zeros(8, 16, dtype=BF16).masked_fill(~keep, torch.finfo(BF16).min)
+    inputs = (*qkv(2, 4, 8, 16, 16, dtype=BF16), mask)
+    same(F.scaled_dot_product_attention, *inputs, rewritten=1, device="H200", targets=("efficient",))
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if "one" not in n])

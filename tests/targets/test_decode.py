@@ -79,6 +79,17 @@ def _taken(device: str, *shape: int, kv_heads: int | None = None, dtype: torch.d
         return attn_pass.explain(fn, q, k, v, attn_pass_options=options).sites[0]
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(4, 12), (8, 4), (3, 1)])
+def test_a_band_that_holds_nothing_is_not_causal(q_len: int, kv_len: int) -> None:
+    i, j, last = torch.arange(q_len)[:, None], torch.arange(kv_len), kv_len - q_len
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = (j - i <= last) & (j - i >= last + 1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, keep)
+
+    same(fn, *qkv(2, 2, q_len, kv_len, 16, dtype=torch.float16), device="H200", targets=("decode",))
+
+
 @pytest.mark.parametrize("device", ["H200", "A100", "L4", "B200"])
 @pytest.mark.parametrize("q_len", [2, 8, 64])
 def test_few_rows_over_many_keys_are_split(device: str, q_len: int) -> None:
