@@ -2,7 +2,8 @@
 
 ``aten._scaled_dot_product_flash_attention`` where there is no mask, or a causal one over equal lengths;
 ``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are aligned to
-the last key of more keys than queries, which torch's own call computes from a dense mask.
+the last key of more keys than queries, which torch's own call computes from a dense mask. Windows only where there are
+no more queries than keys: see `bands`.
 
 Offers in float16 and bfloat16, forward and backward, with grouped heads and dropout, for head dims up to 256. Both are
 C++ operators and go into AOTInductor packages. Where ``torch.nn.attention.activate_flash_attention_impl`` has put
