@@ -299,17 +299,16 @@ class _Graph:
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
-        if self.options.targets is not None and "sdpa" not in self.options.targets:
-            record.reason = record.reason or "the target sdpa is not allowed"
+        if self.options.targets is not None and composite.target not in self.options.targets:
+            record.reason = record.reason or f"the target {composite.target} is not allowed"
         elif not device.kernels or device.type not in ("cpu", "cuda"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
         elif composite.masked and self.options.numerics == "strict":
             record.reason = record.reason or "numerics='strict': a row may be masked out entirely"
         if record.reason:
             return False
-        replace_arguments(composite.node, *composite.without_weights)
-        record.outcome, record.target = "rewritten", "sdpa"
-        record.reason = "nobody takes the attention weights: it is asked for none"
+        replace_arguments(composite.node, *composite.arguments)
+        record.outcome, record.target, record.reason = "rewritten", composite.target, composite.why
         if composite.masked:
             record.assumptions = (EMPTY_ROWS,)
         return True

@@ -80,7 +80,7 @@ def test_package_holds_the_rewritten_program(monkeypatch: pytest.MonkeyPatch, tm
             options={"choose": "fused"},
         )
     assert path == str(wanted) and wanted.is_file()
-    assert engine.programs == ["export"] and engine.options[0].choose == "fused"
+    assert engine.programs == ["aoti"] and engine.options[0].choose == "fused"
     assert len(report.rewritten) == 3 and report.graphs == 1
     loaded = torch._inductor.aoti_load_package(path)
     for rows in (3, 7):

@@ -26,20 +26,23 @@ NEED_WEIGHTS = "need_weights"
 
 @dataclass(frozen=True)
 class Composite:
-    """A call that hides attention: why it is left, or None where asking it for no weights is exact."""
+    """A call that stays, with other arguments: why it is left, or None where these are exact."""
 
     node: Node
     refusal: str | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    target: str = "sdpa"  # what it calls with these arguments
+    why: str = "nobody takes the attention weights: it is asked for none"
     masked: bool = False  # a row may be padded entirely, and then the two ways differ
 
-    @property
-    def without_weights(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with ``need_weights=False``."""
-        place = list(_PARAMETERS).index(NEED_WEIGHTS)
-        args, kwargs = self.node.args, self.node.kwargs
-        if len(args) > place:
-            return (*args[:place], False, *args[place + 1 :]), dict(kwargs)
-        return args, {**kwargs, NEED_WEIGHTS: False}
+
+def _without_weights(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with ``need_weights=False``."""
+    place = list(_PARAMETERS).index(NEED_WEIGHTS)
+    args, kwargs = node.args, node.kwargs
+    if len(args) > place:
+        return (*args[:place], False, *args[place + 1 :]), dict(kwargs)
+    return args, {**kwargs, NEED_WEIGHTS: False}
 
 
 def find(reader: Reader) -> Iterator[Site]:
@@ -64,4 +67,5 @@ def _read(node: Node) -> Composite:
             return Composite(node, "the attention weights are used")
     if given["dropout_p"] != 0.0 and given["training"] is not False:
         return Composite(node, f"dropout {given['dropout_p']} would draw other numbers")
-    return Composite(node, None, given["attn_mask"] is not None or given["key_padding_mask"] is not None)
+    masked = given["attn_mask"] is not None or given["key_padding_mask"] is not None
+    return Composite(node, None, _without_weights(node), masked=masked)

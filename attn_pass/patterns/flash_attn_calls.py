@@ -4,7 +4,8 @@ Without a gradient that is one call of the operator ``flash_attn::_flash_attn_fo
 attention, with operands (B, L, H, D), fewer heads of keys and values than of queries where they are grouped, positions
 counted from the last key (``key <= row + kv_len - q_len`` is causal), and rows without a key 0. With a gradient it is
 an autograd function around the same operator, whose backward is of the library too and takes what the operator saves:
-those are left.
+those are left. Calls on sequences of several lengths stay as well, without copies of their operands that the kernel can
+do without.
 
 Nothing of the package is imported: its operators are known by their names.
 """
@@ -26,6 +27,7 @@ from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, inde
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
 from attn_pass.patterns.base import Site, UsedElsewhere, check_window, failed, refused
 from attn_pass.patterns.calls import element_of
+from attn_pass.patterns.composite import Composite
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.spine import SideLoad
@@ -56,7 +58,8 @@ def find(reader: Reader) -> Iterator[Site]:
         reader.start_site()
         try:
             if name == _VARIABLE_LENGTHS:
-                raise Unreadable("sequences of several lengths, one behind the other, are no (B, H, L, D)", node)
+                yield Site(node, FORM, region, composite=_several_lengths(reader, node))
+                continue
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = _results(node)
@@ -94,6 +97,48 @@ def _results(node: Node) -> tuple[Node, list[Node]]:
     if len(taken.get(0, ())) != 1:
         raise UsedElsewhere("its result is not taken once", node)
     return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
+
+
+def _several_lengths(reader: Reader, node: Node) -> Composite:
+    """The call on sequences one behind the other, (total, H, D), without copies the kernel can do without."""
+    region, args = reader.regions.of(node), list(node.args)
+    places = range(min(3, len(args)))
+    for place in places:
+        args[place] = _uncopied(reader, args[place], node, is_query=place == 0)
+    if region.functorch or all(args[place] is node.args[place] for place in places):
+        return Composite(
+            node, "sequences of several lengths, one behind the other, are no (B, H, L, D): the call stays"
+        )
+    why = "it takes its operands as they lie, without the copies"
+    return Composite(node, None, (tuple(args), dict(node.kwargs)), FORM, why)
+
+
+def _uncopied(reader: Reader, argument: Any, user: Node, *, is_query: bool) -> Any:
+    """What an operand is a copy of, where the kernel takes that: its rows dense, each at a multiple of 16 bytes.
+
+    The result is laid out as the query is, so that one whose heads lie further apart than its positions stays a copy.
+    """
+    call = reader.call(argument) if isinstance(argument, Node) else None
+    if call is None or call.op != "copy" or call.in_place:
+        return argument
+    source = argument.args[0] if argument.args else argument.kwargs.get("self", argument.kwargs.get("input"))
+    before, after = tensor_value(source), tensor_value(argument)
+    if not isinstance(source, Node) or before is None or after is None or before.dtype != after.dtype:
+        return argument
+    if reader.regions.of(source) != reader.regions.of(user):
+        return argument
+    if any(
+        reader.effects.mutation_between(n, reader.order[argument] - 1, reader.order[user]) for n in (source, argument)
+    ):
+        return argument
+    sizes = reader.sizes
+    starts = [sizes.index(before.storage_offset()), *(sizes.index(s) for s in before.stride()[:-1])]
+    vectors = all(divide(start, _VECTOR // before.element_size())[1] == 0 for start in starts)
+    in_order = not is_query or is_at_most(sizes.index(before.stride(1)), sizes.index(before.stride(0)))
+    return source if vectors and in_order and sizes.index(before.stride(-1)) == 1 else argument
+
+
+_VECTOR = 16  # bytes
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -342,6 +342,54 @@ def test_sequences_of_several_lengths() -> None:
     assert "several lengths" in left(fn, q, k, v, ends)
 
 
+ENDS = torch.tensor([0, 4, 11], dtype=torch.int32)
+
+
+def several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = flash_attn.flash_attn_varlen_func(q, k, v, ENDS, ENDS, 7, 7, causal=True)
+    return out.view(11, -1)  # which only a result in the layout of the copied query allows
+
+
+def copies_in(graph: torch.fx.Graph) -> int:
+    (call,) = [n for n in graph.nodes if "varlen_forward" in str(n.target)]
+    return sum("contiguous" in str(n.target) for n in call.args[:3])  # type: ignore[union-attr]
+
+
+def test_sequences_of_several_lengths_lose_the_copies_around_them() -> None:
+    def packed(qkv: Tensor) -> Tensor:
+        return several(*(x.contiguous() for x in qkv.unbind(1)))
+
+    qkv = randn(11, 3, 4, 16, dtype=HALF)
+    with attn_pass.record() as report:
+        graph = compiled_graph(packed, (qkv,), device="H200")
+    assert copies_in(graph) == 0
+    assert (report.sites[0].outcome, report.sites[0].target) == ("rewritten", "flash_attn")
+    same(packed, qkv, rewritten=1, reference=False, device="H200")
+
+
+def test_copies_that_a_kernel_needs_stay() -> None:
+    def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return several(*(x.transpose(0, 1).contiguous() for x in (q, k, v)))
+
+    def last_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return several(*(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+
+    def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        copies = [x.clone() for x in (q, k, v)]
+        k.mul_(2)
+        return several(*copies)
+
+    for fn, shape, left_over in (
+        (heads_first, (4, 11, 16), 1),
+        (last_first, (11, 16, 4), 3),
+        (several, (11, 4, 16), 0),
+    ):
+        inputs = tuple(randn(*shape, dtype=HALF, seed=n) for n in range(3))
+        assert copies_in(compiled_graph(fn, inputs, device="H200")) == left_over, fn
+        same(fn, *inputs, reference=False, device="H200")
+    same(written, *(randn(11, 4, 16, dtype=HALF, seed=n) for n in range(3)), reference=False, device="H200")
+
+
 def test_a_query_written_before_the_result_is_taken() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.ops.flash_attn._flash_attn_forward(q, k, v, 0.0, 0.25, False, -1, -1, 0.0, None, False)
