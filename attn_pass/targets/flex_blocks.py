@@ -250,7 +250,7 @@ def block_mask(
     the parts are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds the lists of each
     block of keys.
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     options = conjunctions(parts)
     if not masks and len(options) > 1:
@@ -272,7 +272,7 @@ def block_mask(
         found += [None] * 4
     held = [None if v is None else fake_of(v) for v in found]
     fields: Any = dict(zip(_FIELDS, held))
-    made = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, **fields)
+    made = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, mask_mod=noop_mask, **fields)
     values: dict[int, Any] = {id(f): v for f, v in zip(held, found) if f is not None}
     lengths = (plan.size(n) for n in sides.lengths)
     return (*lengths, *(values.get(id(x), x) for x in made.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
