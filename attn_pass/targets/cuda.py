@@ -43,10 +43,12 @@ class Kernel:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
+        if self.name not in setting.device.kernels:
+            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", foreign=True)
         kind = self.mask(attention, setting)
         reason = self._refusal(attention, kind, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=self.name not in setting.device.kernels)
+            return Refusal(self.name, reason)
         hint = setting.hint
         problem = problem_of(attention, hint)
         masked = kind in ("boolean", "additive")
@@ -72,8 +74,6 @@ class Kernel:
         return kind if window_of(a) is None else "band"
 
     def _refusal(self, a: Attention, kind: str, setting: Setting) -> str | None:
-        if self.name not in setting.device.kernels:
-            return f"there is no such kernel on {setting.device.name}"
         if a.not_affine:
             return a.not_affine
         if a.sink is not None:

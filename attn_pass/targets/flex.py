@@ -64,6 +64,8 @@ class Flex:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
+        if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
+            return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
         function = function_of(attention, setting)
         reason = refusal(Case(attention, setting, function))
         if reason is not None:
