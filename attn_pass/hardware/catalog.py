@@ -30,6 +30,7 @@ class Sheet:
     capability: tuple[int, int] = (0, 0)
     cudnn: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)  # of ``half_gflops``, what each kernel reaches
+    cache_gbytes: float = 0.0  # where it is known; twice the memory's rate otherwise
 
 
 # FlashAttention-3's figures for H100, cuDNN's own for H200; on A100 cuDNN takes 1.2 times as long as flash, on Ada
@@ -42,8 +43,8 @@ _BLACKWELL = {"cudnn": 0.70, "flash": 0.22, "efficient": 0.17}
 _NEWER_FLASH = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
 _CUDNN = 91900  # torch 2.11's and newer's wheels
 _SHEETS: tuple[Sheet, ...] = (
-    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER),
-    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN, _HOPPER),
+    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER, 5500),
+    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN, _HOPPER, 5500),
     Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN, _AMPERE),
     Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN, _ADA),
     Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN, _BLACKWELL),
@@ -106,7 +107,7 @@ def _like(capability: tuple[int, int], cores: int) -> Sheet:
     rows = sorted((s for s in _SHEETS if s.type == "cuda"), key=lambda s: s.capability)
     row = next((s for s in reversed(rows) if s.capability <= capability), rows[0])
     share = cores / row.cores
-    rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes")
+    rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes", "cache_gbytes")
     return replace(row, cores=cores, **{name: getattr(row, name) * share for name in rates})
 
 
@@ -122,7 +123,7 @@ def _device(sheet: Sheet) -> Device:
         vector_gflops={torch.float32: sheet.single_gflops},
         exp_gops=sheet.exp_gops,
         memory_gbytes=sheet.memory_gbytes,
-        cache_gbytes=2 * sheet.memory_gbytes,
+        cache_gbytes=sheet.cache_gbytes or 2 * sheet.memory_gbytes,
         cache_bytes=sheet.cache_bytes,
         op_us=3.0,
         kernel_us=2.0,
