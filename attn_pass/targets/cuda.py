@@ -19,16 +19,9 @@ from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.empty_rows import EmptyRows
 from attn_pass.targets.kernels import BACKENDS, PADDED, Call, padded, refusal
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import additive_mask, assumed, mask_kind, mask_refusal, repaired, wants_mask_gradient
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import (
-    additive_mask,
-    assumed,
-    dense_last,
-    mask_kind,
-    mask_refusal,
-    repaired,
-    wants_mask_gradient,
-)
+from attn_pass.targets.sdpa import dense_last
 
 _VECTOR = 16  # bytes
 _BLOCK = 128  # rows, and keys, that are computed together

@@ -26,8 +26,9 @@ from attn_pass.model.index import is_at_most
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import mask_tensor, may_hold_infinity
 from attn_pass.targets.problem import problem_of
-from attn_pass.targets.sdpa import dense_last, mask_tensor, may_hold_infinity
+from attn_pass.targets.sdpa import dense_last
 
 KERNEL = "decode"  # as `Device.kernels` names it
 _MOST_QUERIES = 64

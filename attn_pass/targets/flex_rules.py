@@ -18,7 +18,8 @@ from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
 from attn_pass.targets.base import Setting
 from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex_score import Function, amplifies
-from attn_pass.targets.sdpa import Sdpa, mask_kind
+from attn_pass.targets.masks import mask_kind
+from attn_pass.targets.sdpa import Sdpa
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MINIMUM = {"cpu": (2, 13), "cuda": (2, 11)}  # earlier templates were not tried

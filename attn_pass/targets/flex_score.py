@@ -19,7 +19,7 @@ from attn_pass.model.index import Axis, product
 from attn_pass.model.mask import Band, Keys, Opaque, Part, Structure, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.flex_blocks import are_known
-from attn_pass.targets.sdpa import LOWEST_CUDA
+from attn_pass.targets.masks import LOWEST_CUDA
 
 _LOWEST = torch.finfo(torch.float32).min
 _HALF = torch.finfo(torch.float16).min / 2

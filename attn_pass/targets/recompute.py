@@ -29,8 +29,9 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, loads, walk
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import additive_mask
 from attn_pass.targets.problem import moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import Sdpa, additive_mask, operands, settled
+from attn_pass.targets.sdpa import Sdpa, operands, settled
 
 
 class Recompute:

@@ -26,7 +26,7 @@ from attn_pass.targets.base import Offer
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.flex_rules import Case, refusal
 from attn_pass.targets.flex_score import function_of
-from attn_pass.targets.sdpa import LOWEST_CUDA
+from attn_pass.targets.masks import LOWEST_CUDA
 
 Tensor = torch.Tensor
 CAP = 5.0

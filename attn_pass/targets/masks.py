@@ -1,0 +1,174 @@
+"""A mask as a kernel gets it: its kind, the tensor, what is assumed of rows without a key, and why it cannot be."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.graph.edit import Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.distance import ByDistance
+from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads
+from attn_pass.targets.base import EMPTY_ROWS, Setting
+from attn_pass.targets.empty_rows import MASKING, EmptyRows, cannot_be_told_apart
+from attn_pass.targets.lower import Lowering
+
+_LOWEST = torch.finfo(torch.float32).min
+LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
+
+
+def mask_kind(a: Attention, setting: Setting) -> str:
+    """ "none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
+    if not a.has_mask:
+        return "none"
+    if a.is_causal:
+        return "causal"
+    if a.bias is not None:
+        return "additive"
+    assert a.keep is not None
+    nonempty = a.rows_never_empty or setting.assume_nonempty_rows
+    return "boolean" if nonempty or not _is_finite_fill(a) else "additive"
+
+
+def wants_mask_gradient(a: Attention) -> bool:
+    """Whether anything a bias or mask is computed from needs a gradient."""
+    return a.needs_grad and any(a.sources[load.source].needs_grad for e in _mask_parts(a) for load in loads(e))
+
+
+def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
+    """What a fused kernel's result rests on, for the report."""
+    if setting.assume_nonempty_rows and not a.rows_never_empty:
+        return ("no row is masked out entirely",)
+    possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.rows_never_empty
+    return (EMPTY_ROWS,) if possible else ()
+
+
+def mask_refusal(a: Attention, setting: Setting) -> str | None:
+    """Why the rows its mask may leave without a key would not be the program's; None where they would."""
+    strict = setting.numerics == "strict" and not a.rows_never_empty
+    if strict and _mask_parts(a) and a.empty_row_is_nan:
+        return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+    if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
+        return reason
+    if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
+        return "autocast to float16 would change an additive mask"
+    if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.bias, a):
+        return (
+            f"a bias that the program adds in {str(a.score_dtype)[6:]} would be rounded to {str(a.compute_dtype)[6:]}"
+        )
+    return None
+
+
+def _survives(bias: Expr | None, a: Attention) -> bool:
+    """Whether a bias is the same in the compute dtype, in which CUDA kernels read it, but for how low a fill is."""
+    if bias is None:
+        return True
+    if isinstance(bias, Const):
+        value = float(bias.value)
+        return value <= MASKING or float(torch.tensor(value, dtype=a.compute_dtype)) == value
+    if isinstance(bias, Load):
+        return torch.promote_types(a.sources[bias.source].dtype, a.compute_dtype) == a.compute_dtype
+    if isinstance(bias, Apply) and bias.op == "cast":
+        return bias.dtype is not None and bias.dtype.is_floating_point and _survives(bias.args[0], a)
+    return isinstance(bias, Apply) and bias.op == "where" and all(_survives(x, a) for x in bias.args[1:])
+
+
+def mask_tensor(lower: Lowering, setting: Setting) -> Value:
+    """The mask (B, H, L, S) as a tensor: boolean where that says all of it, else what is added."""
+    a = lower.attention
+    if mask_kind(a, setting) != "boolean":
+        return additive_mask(lower, setting)
+    assert a.keep is not None
+    mask = lower.expression(a.keep.condition, lower.mask_groups())
+    return mask if fake_of(mask).dtype == torch.bool else lower.plan.call(aten.to.dtype, mask, torch.bool)
+
+
+def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = None) -> Value:
+    """Bias and keep-condition as one matrix added to the scores, or as (B, H, 1, distances).
+
+    A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
+    key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
+    """
+    a, plan = lower.attention, lower.plan
+    groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
+    added = a.bias if over is None else over.bias
+    condition = over.condition if over is not None else None if a.keep is None else a.keep.condition
+    bias: Expr = added if added is not None else Const(0.0)
+    if condition is not None and a.keep is not None:
+        if added is not None:
+            bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
+        fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
+        bias = apply("where", condition, bias, Const(fill))
+    mask = lower.expression(bias, groups)
+    made = fake_of(mask).dtype
+    if not made.is_floating_point:
+        mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
+    elif a.score_dtype == torch.float16 and not setting.fused_as_written:
+        masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
+        infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
+        wide = plan.call(aten.to.dtype, mask, torch.float32)
+        low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
+        mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
+    elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
+        mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+    if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
+        # Autocast would round float32's lowest number to -inf.
+        mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
+    return mask
+
+
+def repaired(
+    lower: Lowering, mask: Value | None, setting: Setting, kernel: str | None
+) -> tuple[Value | None, EmptyRows | None]:
+    """The mask for the kernel, in the dtype it takes, and what replaces rows without a key where they are repaired.
+
+    A call keeps the mask it was given where it reaches the kernel it reached before.
+    """
+    empty = None
+    if mask is not None and repairs_empty_rows(lower.attention, setting):
+        empty = EmptyRows(lower.plan, lower.attention, mask)
+        mask = empty.unmasked()
+    if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
+        given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
+        mask = mask if given else _narrowed(lower, mask)
+    return mask, empty
+
+
+def _narrowed(lower: Lowering, mask: Value) -> Value:
+    """An additive mask in the compute dtype, as CUDA kernels ask for it.
+
+    They multiply it by the logarithm of e once it is added, which takes float32's lowest number to -inf; a number that
+    stays finite absorbs any score as well. In float16 a masking fill becomes -inf: rows of nothing else are repaired.
+    """
+    plan, dtype = lower.plan, lower.attention.compute_dtype
+    wide = plan.call(aten.to.dtype, mask, torch.float32)
+    infinite = plan.call(aten.eq.Scalar, wide, float("-inf"))
+    clamped = plan.call(aten.to.dtype, plan.call(aten.clamp.default, wide, LOWEST_CUDA), dtype)
+    return plan.call(aten.masked_fill.Scalar, clamped, infinite, float("-inf"))
+
+
+def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
+    """Whether rows without a key are computed beside the kernel: see `EmptyRows`. A fused call keeps those it has.
+
+    In training, and on CUDA in float16, which has no number that absorbs a score.
+    """
+    possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
+    narrow = setting.device.type == "cuda" and a.compute_dtype == torch.float16 and may_hold_finite_fill(a)
+    return possible and (a.needs_grad or narrow) and mask_kind(a, setting) == "additive"
+
+
+def may_hold_finite_fill(a: Attention) -> bool:
+    """Whether the mask may mask with a number: all but one that fills with -inf, and adds nothing."""
+    return a.bias is not None or _is_finite_fill(a)
+
+
+def may_hold_infinity(a: Attention) -> bool:
+    """Whether the mask may mask with -inf: all but one that fills with a number, and adds nothing."""
+    return a.bias is not None or (a.keep is not None and not _is_finite_fill(a))
+
+
+def _is_finite_fill(a: Attention) -> bool:
+    return a.keep is not None and a.keep.fill != float("-inf")
+
+
+def _mask_parts(a: Attention) -> list[Expr]:
+    return [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
