@@ -22,18 +22,26 @@ class Window:
     right: Index | None
 
 
-def window_of(a: Attention) -> Window | None:
-    """The whole mask as a window whose bounds hold the row's own key; None if it is another one.
+def band_of(a: Attention) -> Band | None:
+    """The whole mask as one band around the query's own position; None if it is another one.
 
-    A row without a key must be one that kernels give 0 for: one filled with -inf.
+    A row without a key must be one that kernels give 0 for, one filled with -inf: where the fill is a number it
+    averages the values.
     """
-    if a.bias is not None or a.keep is None or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+    if not a.has_mask or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
         return None
     (band,) = a.structure.parts
     if not isinstance(band, Band) or not a.structure.is_exact:
         return None
-    if not a.rows_never_empty and a.keep.fill != float("-inf"):
-        return None  # a row without a key averages the values where the fill is a number
+    zero = a.bias is None and a.keep is not None and a.keep.fill == float("-inf")
+    return band if a.rows_never_empty or zero else None
+
+
+def window_of(a: Attention) -> Window | None:
+    """The whole mask as a window whose bounds hold the row's own key; None if it is another one."""
+    band = band_of(a)
+    if band is None or a.bias is not None:
+        return None
     last = a.kv_len - a.q_len
     left = None if band.lower is None else last - band.lower
     right = None if band.upper is None else band.upper - last

@@ -23,7 +23,8 @@ from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost_cuda
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import is_at_most
-from attn_pass.model.mask import Band, row_index
+from attn_pass.model.mask import Band
+from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import mask_tensor, may_hold_infinity
@@ -115,13 +116,9 @@ class Decode:
 
 def causal_band(a: Attention) -> Band | None:
     """The whole mask as a band that ends ``kv_len - q_len`` keys after the row's own; None if it is another one."""
-    if not a.has_mask or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+    band = band_of(a)
+    if band is None or band.upper != a.kv_len - a.q_len:
         return None
-    (band,) = a.structure.parts
-    if not isinstance(band, Band) or not a.structure.is_exact or band.upper != a.kv_len - a.q_len:
-        return None
-    if not a.rows_never_empty and (a.bias is not None or (a.keep is not None and a.keep.fill != float("-inf"))):
-        return None  # a row without a key averages the values where the fill is a number
     if band.lower is None:
         return band
     known = isinstance(band.lower, int) and isinstance(band.upper, int)

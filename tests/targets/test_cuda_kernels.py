@@ -174,6 +174,14 @@ def test_windows_with_more_queries_than_keys_are_no_window_of_flash(name: str) -
     same(fn, *inputs, rewritten=1, device="H200", targets=("efficient",))
 
 
+def test_rows_that_average_the_values_are_no_window() -> None:
+    """Causal to the last key, filled with a number, more queries than keys: the first rows hold the fill alone."""
+    inputs = qkv(1, 2, 9, 5, 16, dtype=BF16)
+    same(banded(None, 0, -1e9), *inputs, rewritten=0, device="H200", targets=("flash",))
+    for target in ("efficient", "decode"):
+        same(banded(None, 0, -1e9), *inputs, rewritten=1, device="H200", targets=(target,))
+
+
 def test_windows_of_unknown_lengths_are_left_to_kernels_with_masks() -> None:
     inputs = [x.to("meta") for x in qkv(1, 2, 9, 12, 16, dtype=FP16)]
     for x in inputs:
