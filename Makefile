@@ -8,7 +8,7 @@ STAMP := $(VENV)/.attn_pass_ready
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cases bench-s4
+.PHONY: help setup demo test lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -17,7 +17,8 @@ help:
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
-	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE --half')"
+	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
+	@echo "make bench-peers  install ONNX Runtime and OpenVINO, and measure them beside the pass"
 	@echo "make setup     create $(VENV) once; every other command does it when needed"
 
 setup: $(STAMP)
@@ -59,4 +60,8 @@ cases: $(STAMP)
 	else echo "no cases at $(CASES); say where: make cases CASES=path/to/run.py"; fi
 
 bench-s4: $(STAMP)
-	$(BIN)/python -m bench.s4 $(ARGS)
+	$(BIN)/python -m bench seeds --only S4 $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[peers]'
+	$(BIN)/python -m bench peers $(ARGS)

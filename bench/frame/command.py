@@ -1,0 +1,58 @@
+"""What the commands of this frame share: the run's head, and the end of a run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+
+from bench.frame import against, document, telling
+from bench.frame.document import Document
+from bench.frame.floors import Rates, rates
+from bench.frame.programs import Setting
+from bench.machine import command, device_name, versions
+
+
+def begin(title: str, setting: Setting) -> tuple[Document, Rates]:
+    """A document without tables, and this device's rates, measured now."""
+    torch.set_num_threads(setting.threads)
+    found = rates(setting.device, torch.float32 if setting.on_cpu else torch.float16)
+    run = {
+        "device": device_name(setting.device),
+        "threads": setting.threads,
+        "rounds": f"{setting.rounds} in turns, a fresh process a program",
+        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "rates": asdict(found),
+        "command": command(),
+    }
+    if setting.quick:
+        run["quick"] = "cut sizes and fewer rounds"
+    return Document(title, run), found
+
+
+def finish(console: Console, made: Document, json_file: Path | None, baseline: Path | None) -> None:
+    """Shows and writes the document, compares it with another run.
+
+    Raises:
+        typer.Exit: 1, something is wrong or got worse.
+    """
+    telling.show(console, made)
+    if json_file is not None:
+        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
+    wrong = [row for table in made.tables for row in table.rows if row.get("verdict") == "WRONG"]
+    bad = bool(wrong)
+    if baseline is not None:
+        found = against.compare(made, document.read(baseline))
+        console.print(telling.drawn(found))
+        for note in found.notes:
+            console.print(f"- {note}", markup=False, highlight=False)
+        bad = bad or against.regressed(found)
+    if bad:
+        raise typer.Exit(1)
