@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class First(nn.Module):
 
 @dataclass(frozen=True)
 class Peer:
-    """A model of transformers: classes, sizes, what goes in, and what ONNX Runtime's optimizer calls its kind."""
+    """A model of transformers: classes, sizes, and what goes in."""
 
     name: str
     model: str
@@ -49,7 +50,7 @@ class Peer:
     sizes: Mapping[str, Any]
     names: tuple[str, ...]
     inputs: Callable[[], Tensors]
-    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, attention: str = "eager") -> nn.Module:
         """The same weights on every call."""
@@ -58,8 +59,7 @@ class Peer:
         torch.manual_seed(0)
         made = getattr(transformers, self.config)(**self.sizes)
         model = getattr(transformers, self.model)._from_config(made, attn_implementation=attention)
-        settings = {"use_cache": False} if self.kind == "gpt2" else {}
-        return First(model, *self.names, **settings).eval().requires_grad_(False)
+        return First(model, *self.names, **self.settings).eval().requires_grad_(False)
 
 
 def _tokens(batch: int, length: int) -> torch.Tensor:
@@ -83,10 +83,17 @@ PEERS: tuple[Peer, ...] = (
         {},
         ("input_ids", "attention_mask"),
         functools.partial(_padded, 4, 384),
-        "bert",
     ),
-    Peer("GPT-2 small, 1 x 1024", "GPT2Model", "GPT2Config", {}, ("input_ids",), lambda: (_tokens(1, 1024),), "gpt2"),
-    Peer("ViT-B/16, 8 x 197", "ViTModel", "ViTConfig", {}, ("pixel_values",), functools.partial(_pixels, 8), "vit"),
+    Peer(
+        "GPT-2 small, 1 x 1024",
+        "GPT2Model",
+        "GPT2Config",
+        {},
+        ("input_ids",),
+        lambda: (_tokens(1, 1024),),
+        {"use_cache": False},
+    ),
+    Peer("ViT-B/16, 8 x 197", "ViTModel", "ViTConfig", {}, ("pixel_values",), functools.partial(_pixels, 8)),
 )
 QUICK = Peer(
     "BERT, 2 layers, 2 x 128, padded",
@@ -95,7 +102,6 @@ QUICK = Peer(
     {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
     ("input_ids", "attention_mask"),
     functools.partial(_padded, 2, 128),
-    "bert",
 )
 
 
@@ -114,12 +120,16 @@ def _library(peer: Peer, attention: str, module: nn.Module, inputs: Tensors, fol
     return wrapped
 
 
+def _exported(module: nn.Module, inputs: Tensors) -> Any:
+    # The exporter prints its progress.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return torch.onnx.export(module, inputs, dynamo=True, optimize=True)
+
+
 def _onnx(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
     path = folder / "model.onnx"
     if not path.exists():
-        # The exporter prints its progress.
-        with contextlib.redirect_stdout(io.StringIO()):
-            torch.onnx.export(module, inputs, str(path), dynamo=True, optimize=True)
+        _exported(module, inputs).save(str(path), external_data=True)
     return path
 
 
@@ -143,19 +153,22 @@ def _onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[
     return _session(_onnx(module, inputs, folder))
 
 
-def _onnx_runtime_fused(peer: Peer, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
-    from onnxruntime.transformers import optimizer
+def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    """With the fusions of onnxscript: those of `onnxruntime.transformers` find nothing in what torch exports now."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-    heads, width = peer.sizes.get("num_attention_heads", 12), peer.sizes.get("hidden_size", 768)
-    found = optimizer.optimize_model(
-        str(_onnx(module, inputs, folder)), model_type=peer.kind, num_heads=heads, hidden_size=width, opt_level=1
-    )
-    fused = {name: n for name, n in found.get_fused_operator_statistics().items() if n and "Attention" in name}
+    program = _exported(module, inputs)
+    program.model, _ = optimize_for_ort(program.model)
     path = folder / "fused.onnx"
-    found.save_model_to_file(str(path), use_external_data_format=True)
+    program.save(str(path), external_data=True)
+    fused = Counter(node.op_type for node in program.model.graph if "Attention" in node.op_type)
     run = _session(path)
-    run.took = ", ".join(f"{n} {name}" for name, n in fused.items()) or "no attention fused"  # type: ignore[attr-defined]
+    run.took = _listed(fused) or "no attention fused"  # type: ignore[attr-defined]
     return run
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -165,13 +178,13 @@ def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[...,
     # By default it may compute in bfloat16 where the processor has it.
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     model = core.compile_model(core.read_model(_onnx(module, inputs, folder)), "CPU", settings)
-    kinds = [node.get_rt_info()["layerType"] for node in model.get_runtime_model().get_ops()]
-    fused = sum("ScaledDotProduct" in str(kind) for kind in kinds)
+    kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
+    fused = Counter(kind for kind in kinds if "ScaledDotProduct" in kind or "MHA" in kind)
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(model([x.numpy() for x in tensors])[0])
 
-    run.took = f"{fused} ScaledDotProductAttention"  # type: ignore[attr-defined]
+    run.took = _listed(fused) or "no attention fused"  # type: ignore[attr-defined]
     return run
 
 
@@ -191,7 +204,7 @@ def programs(setting: Setting) -> list[Program]:
                 SDPA: functools.partial(_library, peer, "sdpa"),
                 FLEX: functools.partial(_library, peer, "flex_attention"),
                 ORT: _onnx_runtime,
-                ORT_FUSED: functools.partial(_onnx_runtime_fused, peer),
+                ORT_FUSED: _onnx_runtime_fused,
                 OPENVINO: _openvino,
             },
         )
