@@ -179,12 +179,12 @@ def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[...,
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     model = core.compile_model(core.read_model(_onnx(module, inputs, folder)), "CPU", settings)
     kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
-    fused = Counter(kind for kind in kinds if "ScaledDotProduct" in kind or "MHA" in kind)
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(model([x.numpy() for x in tensors])[0])
 
-    run.took = _listed(fused) or "no attention fused"  # type: ignore[attr-defined]
+    # Its CPU plugin fuses attention into a subgraph of its own, whose inside it does not tell.
+    run.took = f"{kinds.count('Softmax')} softmaxes left, {kinds.count('Subgraph')} subgraphs"  # type: ignore[attr-defined]
     return run
 
 
