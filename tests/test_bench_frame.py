@@ -21,7 +21,7 @@ from bench.seeds import s1, s2, s3, s4, s5, traffic
 from bench.seeds.__main__ import chosen
 
 QUICK = Setting(rounds=2, block_s=0.002, quick=True)
-RATES = floors.Rates(100.0, 10.0, "float32")
+RATES = floors.Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0)
 
 
 def row(way: str, us: float, **more: Any) -> dict[str, Any]:
@@ -144,8 +144,10 @@ def test_an_expanded_tensor_is_in_memory_once() -> None:
 
 
 def test_the_floor_is_the_longer_of_computing_and_moving() -> None:
-    assert RATES.floor_us(1e9, 10) == pytest.approx(1e4) and RATES.bound(1e9, 10) == "products"
-    assert RATES.floor_us(1.0, 10**6) == pytest.approx(100.0) and RATES.bound(1.0, 10**6) == "memory"
+    assert RATES.floor_us(1e9, 10, "float32") == pytest.approx(1e4)
+    assert RATES.floor_us(1e9, 10, "bfloat16") == pytest.approx(5e3) and RATES.bound(1e9, 10, "float16") == "products"
+    assert RATES.floor_us(1.0, 10**6, "float32") == pytest.approx(100.0)
+    assert RATES.bound(1.0, 10**6, "float32") == "memory"
 
 
 def test_views_move_nothing_and_operators_what_they_read_and_write() -> None:
@@ -245,13 +247,23 @@ def scaling() -> list[dict[str, Any]]:
     for length, speedup in s5.SPEEDUPS.items():
         for way in (w.EAGER, w.STOCK, w.PASS, w.HAND):
             more = {"reported_speedup": speedup} if way == w.PASS else {}
-            found = row(way, 100.0, length=length, over_eager=2.0, peak_bytes=1 << 20, flops=1e6, bytes=1e4, **more)
+            found = row(
+                way,
+                100.0,
+                length=length,
+                over_eager=2.0,
+                peak_bytes=1 << 20,
+                flops=1e6,
+                bytes=1e4,
+                dtype="float32",
+                **more,
+            )
             rows.append({**found, "over_stock": 1.5, "verdict": "faster", "noise": 0.03})
     return rows
 
 
 def test_the_page_shows_every_picture_that_the_runs_allow(tmp_path: Path) -> None:
-    run = {"rates": {"gflops": 100.0, "gbs": 10.0, "dtype": "float32"}, "versions": {}}
+    run = {"rates": {"gflops": {"float32": 100.0}, "gbs": 10.0}, "versions": {}}
     Document("seeds", run, [Table(page.SCALING, s5.SCALING, scaling())]).write(tmp_path / "seeds-cpu.json")
     curve = [{"median_us": {"stock": 2.0, "stock again": 2.1, "pass": 1.0 + n}} for n in range(3)]
     (tmp_path / "never-slower.json").write_text(json.dumps([*curve, {"error": "x"}]))

@@ -21,7 +21,7 @@ from bench.machine import command, device_name, versions
 def begin(title: str, setting: Setting) -> tuple[Document, Rates]:
     """A document without tables, and this device's rates, measured now."""
     torch.set_num_threads(setting.threads)
-    found = rates(setting.device, torch.float32 if setting.on_cpu else torch.float16)
+    found = rates(setting.device)
     run = {
         "device": device_name(setting.device),
         "threads": setting.threads,

@@ -90,7 +90,8 @@ class Document:
         rates = self.run.get("rates")
         words = [f"{name}: {value}" for name, value in told.items()] + [known]
         if rates:
-            words.append(f"measured rates: {rates['gflops']:.0f} GFLOP/s ({rates['dtype']}), {rates['gbs']:.0f} GB/s")
+            products = [f"{rate:.0f} GFLOP/s ({dtype})" for dtype, rate in rates["gflops"].items()]
+            words.append(f"measured rates: {', '.join(products)}, {rates['gbs']:.0f} GB/s")
         return f"{'; '.join(filter(None, words))}; `{self.run.get('command', '')}`."
 
     def write(self, path: Path) -> Path:

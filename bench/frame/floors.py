@@ -7,7 +7,7 @@ to the share of the scores its masks keep; bytes are those of inputs and outputs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,34 +22,43 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device: GFLOP/s of a large product in `dtype`, GB/s of a copy, reads and writes counted."""
+    """Of one device: GFLOP/s of a large product by dtype ("float32"), GB/s of a copy, reads and writes counted."""
 
-    gflops: float
+    gflops: Mapping[str, float]
     gbs: float
-    dtype: str
 
-    def floor_us(self, flops: float, size: int) -> float:
+    def floor_us(self, flops: float, size: int, dtype: str) -> float:
         """The longer of computing and moving."""
-        return max(flops / self.gflops, size / self.gbs) / 1e3
+        return max(self._computing(flops, dtype), size / self.gbs) / 1e3
 
-    def bound(self, flops: float, size: int) -> str:
-        return "products" if flops / self.gflops >= size / self.gbs else "memory"
+    def bound(self, flops: float, size: int, dtype: str) -> str:
+        return "products" if self._computing(flops, dtype) >= size / self.gbs else "memory"
+
+    def _computing(self, flops: float, dtype: str) -> float:
+        return flops / self.gflops.get(dtype, self.gflops["float32"])
 
 
-def rates(device: str, dtype: torch.dtype = torch.float32) -> Rates:
+# float16 has no fast product on CPUs.
+DTYPES = {True: (torch.float32, torch.bfloat16), False: (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def rates(device: str) -> Rates:
     """Measured now, with as many threads as torch uses."""
     on_cpu = not device.startswith("cuda")
     side, elements = (2048, 1 << 25) if on_cpu else (8192, 1 << 29)
-    a = torch.randn(side, side, device=device, dtype=dtype)
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
-    runs: dict[str, Callable[..., Any]] = {"product": lambda _: a @ a, "copy": lambda _: target.copy_(source)}
-    taken = {name: percentile_10(found) for name, found in in_turns(runs, (a,), 7, seconds=0.05).items()}
-    return Rates(
-        2 * side**3 / taken["product"] / 1e3,
-        2 * source.nbytes / taken["copy"] / 1e3,
-        str(dtype).removeprefix("torch."),
-    )
+    runs: dict[str, Callable[..., Any]] = {"copy": lambda _: target.copy_(source)}
+    for dtype in DTYPES[on_cpu]:
+        a = torch.randn(side, side, device=device, dtype=dtype)
+        runs[name_of(dtype)] = lambda _, a=a: a @ a
+    taken = {name: percentile_10(found) for name, found in in_turns(runs, (source,), 7, seconds=0.05).items()}
+    copied = taken.pop("copy")
+    return Rates({n: 2 * side**3 / us / 1e3 for n, us in taken.items()}, 2 * source.nbytes / copied / 1e3)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:

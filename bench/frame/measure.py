@@ -16,7 +16,7 @@ import torch
 import attn_pass
 from bench.census.children import Task, in_child
 from bench.frame import ways as w
-from bench.frame.floors import Rates, count_flops, moved_bytes
+from bench.frame.floors import Rates, count_flops, moved_bytes, name_of
 from bench.frame.programs import Program, Setting, program_of
 from bench.machine import Candidate, in_turns, peak_bytes, percentile, private_caches, relative_error
 
@@ -95,11 +95,13 @@ def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], di
 def _work(program: Program, shop: w.Workshop, rates: Rates) -> Row:
     flops = count_flops(shop.module, shop.inputs) * program.kept
     size = moved_bytes(shop.inputs, shop.module(*shop.inputs))
+    dtype = name_of(program.dtype or shop.inputs[0].dtype)
     return {
         "flops": flops,
         "bytes": size,
-        "floor_us": rates.floor_us(flops, size),
-        "bound": rates.bound(flops, size),
+        "dtype": dtype,
+        "floor_us": rates.floor_us(flops, size, dtype),
+        "bound": rates.bound(flops, size, dtype),
         "reported": program.reported or None,
     }
 

@@ -92,14 +92,15 @@ def memory(rows: Sequence[Row]) -> Figure:
 
 
 def roofline(documents: Sequence[Document]) -> Figure:
-    """Every measured program: FLOPs a byte, and GFLOP/s reached by stock and by the pass, under the measured roof."""
+    """Every program in float32: FLOPs a byte, GFLOP/s reached by stock and by the pass, and the measured roof."""
     figure, axes = _figure(7.0, 4.8)
     rates = documents[0].run["rates"]
+    product = rates["gflops"]["float32"]
     found: dict[str, list[tuple[float, float]]] = {w.STOCK: [], w.PASS: []}
     for document in documents:
         for table in document.tables:
             for row in table.rows:
-                if row.get("way") in found and row.get("flops") and row.get("status") == "ok":
+                if row.get("way") in found and row.get("dtype") == "float32" and row["flops"]:
                     reached = row["flops"] / row["median_us"] / 1e3
                     found[row["way"]].append((row["flops"] / row["bytes"], reached))
     for (x0, y0), (x1, y1) in zip(found[w.STOCK], found[w.PASS]):
@@ -107,14 +108,14 @@ def roofline(documents: Sequence[Document]) -> Figure:
     for way, points in found.items():
         axes.scatter(*zip(*points), s=26, color=COLOURS[way], label=way, zorder=2)
     intensities = [max(min(x for x, _ in found[w.PASS]) / 2, 1e-2), max(x for x, _ in found[w.PASS]) * 2]
-    ridge = rates["gflops"] / rates["gbs"]
+    ridge = product / rates["gbs"]
     roof = sorted({*intensities, ridge})
-    axes.plot(roof, [min(rates["gflops"], x * rates["gbs"]) for x in roof], color="black", linewidth=1.2)
+    axes.plot(roof, [min(product, x * rates["gbs"]) for x in roof], color="black", linewidth=1.2)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs a byte of inputs and outputs")
     axes.set_ylabel("GFLOP/s")
-    axes.set_title(f"Roofline: {rates['gflops']:.0f} GFLOP/s, {rates['gbs']:.0f} GB/s measured")
+    axes.set_title(f"Roofline: {product:.0f} GFLOP/s, {rates['gbs']:.0f} GB/s measured")
     axes.legend(frameon=False, loc="lower right")
     return figure
 

@@ -34,8 +34,9 @@ class Program:
     `make(device)` returns the module and its inputs, the same numbers on every call. `by_hand` makes the best form a
     specialist writes, for the same inputs; `hand` says what it is. `kept` is the share of the scores that the masks
     keep, which is all a floor may count. `others` are more inputs the answers are checked on; `reference` computes the
-    answer in float64 where running the module on doubles would not. `extra` are ways of its own, by name: given the
-    module, the inputs and a folder, each makes something to call.
+    answer in float64 where running the module on doubles would not; `dtype` is that of the products where the first
+    input has another. `extra` are ways of its own, by name: given the module, the inputs and a folder, each makes
+    something to call.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Program:
     others: Sequence[Callable[[str], Tensors]] = ()
     reference: Callable[..., torch.Tensor] | None = None
     tolerance: float = 1e-5
+    dtype: torch.dtype | None = None
     reported: str = ""
     extra: Mapping[str, Extra] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 from torch import nn
 
 from bench import shared_keys
@@ -46,6 +47,7 @@ def programs(setting: Setting) -> list[Program]:
                 others=tuple(partial(_other, batch) for batch in shared_keys.CHECKED_BATCHES[1:]),
                 reference=shared_keys.reference,
                 tolerance=shared_keys.TOLERANCE[half],
+                dtype=torch.bfloat16 if half else torch.float32,
                 reported=shared_keys.REPORTED,
             )
         )
