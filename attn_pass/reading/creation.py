@@ -63,9 +63,7 @@ def _bounds(call: Call) -> tuple[Any, ...]:
     return (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
 
 
-def _arange(
-    reader: Reader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor
-) -> Expr | None:
+def _arange(reader: Reader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor) -> Expr | None:
     if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
         return None
     start: Index = 0
