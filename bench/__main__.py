@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from bench import constants, forms, masks, models, never_slower, pass_time, s4, training
+from bench import constants, dynamic_query, forms, masks, models, never_slower, pass_time, s4, training
 from bench.gpu import __main__ as gpu
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, module in {
     "constants": constants,
+    "dynamic-query": dynamic_query,
     "forms": forms,
     "masks": masks,
     "models": models,

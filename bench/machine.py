@@ -53,22 +53,31 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def in_turns(
-    runs: Mapping[str, Runner], inputs: Inputs, rounds: int, *, seconds: float, least: int = 1
+    runs: Mapping[str, Runner],
+    inputs: Inputs,
+    rounds: int,
+    *,
+    seconds: float,
+    least: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more."""
+    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more.
+
+    With ``time.process_time`` as the clock, and one thread, what other processes take of the machine is not counted.
+    """
     calls = {}
     for name, run in runs.items():
         run(*inputs)
-        began = time.perf_counter()
+        began = clock()
         run(*inputs)
-        calls[name] = max(least, int(seconds / max(time.perf_counter() - began, 1e-6)))
+        calls[name] = max(least, int(seconds / max(clock() - began, 1e-6)))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            began = time.perf_counter()
+            began = clock()
             for _ in range(calls[name]):
                 run(*inputs)
-            samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
+            samples[name].append((clock() - began) / calls[name] * 1e6)
     return samples
 
 
