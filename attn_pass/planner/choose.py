@@ -131,18 +131,19 @@ def choose(
     tables: list[Mapping[str, float]] = [times]
     if times is choice.predicted_us:
         tables += [_predicted(attention, forms, targets, length) for length in elsewhere]
-    loss = worst_losses(tables)
+    loss = worst_losses(tables) if len(tables) > 1 else times
 
     def rank(offered: tuple[Offer, Target]) -> tuple[float, float]:
         name = _label(offered[0])
-        return (loss.get(name, math.inf) if len(tables) > 1 else 1.0), times.get(name, math.inf)
+        return loss.get(name, math.inf), times.get(name, math.inf)
 
     for offer, target in sorted(candidates, key=rank):
         name = _label(offer)
         time = times.get(name, math.inf)
         reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {name}{remark}"
         if len(tables) > 1:
-            reason += f"; {_range(attention, setting, elsewhere)}, {loss[LEAVE]:.3g} and {loss[name]:.3g} of the best"
+            over = _range(attention, setting, elsewhere)
+            reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"
         if prefer == "first" or (prefer == "fused" and offer.fused) or loss.get(name, math.inf) < loss[LEAVE] * enough:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
@@ -161,7 +162,7 @@ def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], a
 
 def _range(attention: Attention, setting: Setting, elsewhere: Sequence[Length]) -> str:
     queries = [setting.hint(attention.q_len), *(at.queries for at in elsewhere)]
-    return f"from {min(queries)} to {max(queries)} queries at most"
+    return f"from {min(queries)} to {max(queries)} queries"
 
 
 _PREDICTED = ("predicted", _BETTER, "cheapest")
