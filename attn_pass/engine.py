@@ -27,6 +27,7 @@ from attn_pass.options import LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, flash_attn_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Measured, Take, choose
+from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
@@ -196,8 +197,11 @@ class _Graph:
             record.reason = "a checkpointed region without gradients takes no fused call"
             return False
         setting = self._setting(site, attention)
-        copied = sum(_bytes(n, self.sizes) for n in described.copies)
-        written = replace(site.written, copied_bytes=copied)
+
+        def copied(hint: Callable[[Index], int]) -> int:
+            return sum(_bytes(n, self.sizes, hint) for n in described.copies)
+
+        written = replace(site.written, copied_bytes=copied(self.sizes.hint))
         rule, measure = self._rule(record), None
         if self.measure is not None and rule is None:
             measure = functools.partial(self.measure, self._place(site, setting))
@@ -209,6 +213,7 @@ class _Graph:
             prefer=self.options.choose if rule is None else "first",
             allowed=self.options.targets if rule is None else rule[1],
             measure=measure,
+            elsewhere=lengths(attention, setting, written, copied),
         )
         record.refusals = choice.refusals
         record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
@@ -229,6 +234,7 @@ class _Graph:
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n in CASES)
             record.assumptions = (*offer.assumptions, *described.assumptions)
+            record.fixed = described.fixed
             return True
         return False
 
@@ -369,8 +375,8 @@ def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in sizes)
 
 
-def _bytes(node: Node, sizes: Sizes) -> int:
+def _bytes(node: Node, sizes: Sizes, hint: Callable[[Index], int]) -> int:
     value = tensor_value(node)
     if value is None:
         return 0
-    return sizes.hint(product(sizes.shape(value))) * value.element_size()
+    return hint(product(sizes.shape(value))) * value.element_size()

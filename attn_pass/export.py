@@ -51,6 +51,14 @@ def aot_compile(
     (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten
     program the original is compiled, every site is reported left, and one warning names the first site.
 
+    Weights stay weights: the loaded package lists the constants that a stock one lists (``get_constant_fqns()``) and
+    takes new values for them (``load_constants``), with one exception. A mask may be named by the values of the buffer
+    or constant that holds it (`Options.assume_constant_buffers`; those no state dict holds are read without it). Then
+    its values are part of the code: ``Report.fixed_constants`` lists it, and the site's assumptions name it. Where
+    nothing else reads it the package holds it no more, and ``load_constants`` refuses its name as it does any unknown
+    one. Where something else does, the package still holds it and takes new values for that use alone. Compile again
+    to change it.
+
     Args:
         model: a module, exported as it is (call .eval() first) without gradients; or an exported program, which is
             not changed, and for which args, kwargs and dynamic_shapes are not given.
@@ -233,10 +241,17 @@ def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tupl
 
 
 def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """One-element tensors that are literals of the program, as ``torch.tensor(False)`` is, by name of placeholder."""
+    """One-element tensors that are literals of the program, as ``torch.tensor(False)`` is, by name of placeholder.
+
+    Not the attributes of modules, which have names of their own: someone may want to load other values for those.
+    """
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    values = {name: program.constants.get(target) for name, target in lifted.items()}
+    literals = {name: target for name, target in lifted.items() if _LITERAL in target.rpartition(".")[2]}
+    values = {name: program.constants.get(target) for name, target in literals.items()}
     return {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1 and not v.is_meta}
+
+
+_LITERAL = "lifted_tensor_"  # torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)
 
 
 def _output_names(gm: GraphModule) -> list[str]:

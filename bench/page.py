@@ -41,6 +41,7 @@ OTHERS = (
     ("never-slower.md", "a grid of 164 shapes against stock and every form the pass could have taken"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("models-cpu.md", "15 whole models: time, error, compile time, memory"),
+    ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("training-cpu.md", "training steps"),
     ("census.md", "how much of 600 models is found and rewritten"),
     ("cases.md", "collected bugs and wishes: which hold"),

@@ -12,6 +12,7 @@ from attn_pass.hardware import cost, cost_cuda
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
+from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import cost_of, problem_of
@@ -83,26 +84,28 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
 
 def choose(
     attention: Attention,
-    forms: Iterable[tuple[tuple[str, ...], Attention]],
+    forms: _Forms,
     written: AsWritten,
     setting: Setting,
     *,
     prefer: str,
     allowed: tuple[str, ...] | None,
     measure: Measure | None = None,
+    elsewhere: Sequence[Length] = (),
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
     ``prefer`` is "cheapest"; "fused" to take the best fused offer whatever it costs; or "first" to take the first of
     the allowed targets that offers, `LEAVE` among them, whatever it costs. ``forms`` come with the names of the poor
     cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
-    is taken.
+    is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken.
     """
     if attention.nan_guard and setting.numerics == "strict":
         return Choice(reason=f"numerics='strict': {NAN_GUARD}")
     targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(predicted_us={LEAVE: leaving})
+    forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
     if not offers:
         choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
@@ -125,11 +128,23 @@ def choose(
             everything = [*candidates, *(o for label in more for o in more[label])]
             candidates = [o for o in everything if _label(o[0]) in times] or candidates
     how, enough, best = ("measured", _CLEARLY, "fastest") if times is choice.measured_us else _PREDICTED
-    ranked = sorted(candidates, key=lambda o: times.get(_label(o[0]), math.inf))
-    for offer, target in ranked:
-        time = times.get(_label(offer), math.inf)
-        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {_label(offer)}{remark}"
-        if prefer == "first" or (prefer == "fused" and offer.fused) or time < times[LEAVE] * enough:
+    tables: list[Mapping[str, float]] = [times]
+    if times is choice.predicted_us:
+        tables += [_predicted(attention, forms, targets, length) for length in elsewhere]
+    loss = worst_losses(tables) if len(tables) > 1 else times
+
+    def rank(offered: tuple[Offer, Target]) -> tuple[float, float]:
+        name = _label(offered[0])
+        return loss.get(name, math.inf), times.get(name, math.inf)
+
+    for offer, target in sorted(candidates, key=rank):
+        name = _label(offer)
+        time = times.get(name, math.inf)
+        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {name}{remark}"
+        if len(tables) > 1:
+            over = _range(attention, setting, elsewhere)
+            reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"
+        if prefer == "first" or (prefer == "fused" and offer.fused) or loss.get(name, math.inf) < loss[LEAVE] * enough:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
             choice.takes = (*choice.takes, Take(offer, target, reason))
@@ -138,13 +153,24 @@ def choose(
     return choice
 
 
+def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:
+    """What each form is predicted to take at another length."""
+    there = Choice(predicted_us={LEAVE: leave_cost(attention, at.setting, at.written)})
+    _offers(forms, targets, at.setting, there)
+    return there.predicted_us
+
+
+def _range(attention: Attention, setting: Setting, elsewhere: Sequence[Length]) -> str:
+    queries = [setting.hint(attention.q_len), *(at.queries for at in elsewhere)]
+    return f"from {min(queries)} to {max(queries)} queries"
+
+
 _PREDICTED = ("predicted", _BETTER, "cheapest")
 _Offers = Sequence[tuple[Offer, Target]]
+_Forms = Iterable[tuple[tuple[str, ...], Attention]]
 
 
-def _offers(
-    forms: Iterable[tuple[tuple[str, ...], Attention]], targets: Sequence[Target], setting: Setting, choice: Choice
-) -> _Offers:
+def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: Choice) -> _Offers:
     """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
     foreign: dict[str, str] = {}  # refusals that say nothing of the site come last
