@@ -7,6 +7,7 @@ perhaps `better(device)`, the form a specialist writes for the same inputs. A ca
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ def load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where Dynamo looks for a function's globals
     spec.loader.exec_module(module)
     return module
 

@@ -109,7 +109,8 @@ def test_collected_cases_are_those_that_must_be_fast(tmp_path: Path) -> None:
 import torch, torch.nn as nn
 META = dict(issue="i", kind="{kind}", note="n"{more})
 class M(nn.Module):
-    def forward(s, x): return x + 1
+    def forward(s, x): return x + ONE
+ONE = 1
 def make(device="cpu"): return M(), (torch.randn(3),), {{}}
 def ds(): return {{"x": {{0: torch.export.Dim("n", min=2, max=9)}}}}
 """
@@ -118,6 +119,9 @@ def ds(): return {{"x": {{0: torch.export.Dim("n", min=2, max=9)}}}}
     (tmp_path / "run.py").write_text("raise SystemExit")
     (program,) = cases.programs(Setting(folder=str(tmp_path)))
     assert program.name == "000001_fast" and cases.is_packaged(program) and program.by_hand is None
+    module, inputs = program.make("cpu")
+    found = torch.compile(module, backend="eager")(*inputs)  # Dynamo finds the case's globals
+    torch.testing.assert_close(found, inputs[0] + 1)
     with pytest.raises(FileNotFoundError, match="--cases"):
         cases.paths(tmp_path / "nowhere")
 
