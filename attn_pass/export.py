@@ -79,7 +79,7 @@ def aot_compile(
     ours, inductor, mode = split_options(options)
     path = _checked_path(package_path)
     patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
-    original = _exported(model, args, kwargs, dynamic_shapes)
+    original = exported(model, args, kwargs, dynamic_shapes)
     program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
     report, changed = _rewritten(program, ours, "inductor")
     failure = ""
@@ -150,7 +150,7 @@ def rewrite(
 # ---- exported programs ----
 
 
-def _exported(
+def exported(
     model: torch.nn.Module | ExportedProgram,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,

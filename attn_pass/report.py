@@ -188,11 +188,12 @@ class Report:
             what = near if misses == len(sites) else f"{what} and {near}"
         return f"attn_pass: {what}: {told} ({took})"
 
-    def table(self, width: int | None = None) -> str:
+    def table(self, width: int | None = None, *, verbose: bool = False) -> str:
         """The table as plain text; equal rows are one row with how many they are.
 
         Args:
             width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+            verbose: what every target said against a site also where the site is rewritten.
         """
         groups: dict[str, list[SiteReport]] = {}
         for site in tuple(self.sites):
@@ -209,7 +210,7 @@ class Report:
         for title, ratio in _COLUMNS:
             table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
         for group in groups.values():
-            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group)))
+            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group, verbose)))
         out = StringIO()
         console = Console(
             file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False
@@ -335,7 +336,7 @@ _COLUMNS = (
 )
 
 
-def _row(group: Sequence[SiteReport]) -> tuple[str, ...]:
+def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     site = group[0]
     number = f"x{len(group)}" if len(group) > 1 else "1"
     if site.count > 1:
@@ -351,11 +352,11 @@ def _row(group: Sequence[SiteReport]) -> tuple[str, ...]:
         "\n".join(filter(None, (site.where, module))),
         "\n".join(filter(None, (*_shapes(site), f"{site.dtype} {site.device}".strip()))),
         site.mask,
-        "\n".join(_why(site)),
+        "\n".join(_why(site, verbose)),
     )
 
 
-def _why(site: SiteReport) -> Iterator[str]:
+def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
     yield site.reason
     if site.poor_cases:
         yield f"poor cases: {', '.join(site.poor_cases)}"
@@ -368,7 +369,7 @@ def _why(site: SiteReport) -> Iterator[str]:
         yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
     if site.verified_error is not None:
         yield f"verified: error {site.verified_error:.2g}"
-    if site.outcome == "left":
+    if verbose or site.outcome == "left":
         yield from (f"{target}: {why}" for target, why in site.refusals.items() if why != site.reason)
 
 
