@@ -64,7 +64,7 @@ def explain(
         bool | None,
         typer.Option(
             "--training/--inference",
-            help="In training mode with gradients, or in evaluation mode without; by default as the function leaves it.",
+            help="In training mode with gradients, or in evaluation mode without; else as the function leaves it.",
         ),
     ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Every size of the inputs may vary.")] = False,
