@@ -1,4 +1,4 @@
-"""The command line: ``attn-pass explain`` of a model or a package, and ``attn-pass version``."""
+"""The command line: ``attn-pass explain`` of a model or a package, ``attn-pass doctor``, ``attn-pass version``."""
 
 from __future__ import annotations
 
@@ -95,6 +95,28 @@ def explain(
     typer.echo(report.to_json() if as_json else report.table(verbose=verbose))
     if fail_on is not None and any(_fails(site, fail_on) for site in report.sites):
         raise typer.Exit(_FAILED)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Print what is installed here, what for, how to get the rest, and which targets are on."""
+    found = importlib.import_module("attn_pass.doctor").diagnosis()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    for title, findings in found.items():
+        table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+        for finding in findings:
+            mark = "[green]yes[/]" if finding["found"] else "[dim]no[/]"
+            table.add_row(mark, finding["what"], escape(finding["found"]), escape(finding["note"]))
+        console.print(table)
 
 
 @app.command()

@@ -16,6 +16,7 @@ import attn_pass
 from attn_pass.cli import app
 from attn_pass.errors import CaptureError
 from attn_pass.report import Report, SiteReport
+from attn_pass.targets import all_targets
 
 MODEL = """
 import torch
@@ -197,6 +198,20 @@ def test_a_model_that_cannot_be_captured(model_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(attn_pass, "explain", explain, raising=False)
     result = run("explain", f"{model_file}:build")
     assert result.exit_code == 2 and result.stderr == "attn-pass: the model cannot be captured: do this\n"
+
+
+def test_the_doctor_names_every_package_and_every_target() -> None:
+    found = json.loads(run("doctor", "--json").stdout)
+    told = {finding["what"]: finding for findings in found.values() for finding in findings}
+    assert told["torch"]["found"] == str(torch.__version__)
+    assert set(told) >= {target.name for target in all_targets()}
+    assert told["sdpa"]["found"] == "offers" and "us predicted" in told["sdpa"]["note"]
+    if not torch.cuda.is_available():
+        assert told["flash"]["found"] == "" and "cpu" in told["flash"]["note"]
+    missing = [finding for finding in found["packages"] if not finding["found"]]
+    assert all("pip install" in finding["note"] for finding in missing)
+    printed = run("doctor").stdout
+    assert "packages" in printed and "on cpu" in printed and "flash-attn" in printed
 
 
 def test_version() -> None:
