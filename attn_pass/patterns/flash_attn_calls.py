@@ -66,7 +66,7 @@ def find(reader: Reader) -> Iterator[Site]:
             given = _arguments(node)
             described = describe(_lift(reader, node, result, given))
             check_window(reader, described, result)
-            written = AsWritten(fused=True, causal=bool(given["causal"]), from_library=True)
+            written = AsWritten(fused=True, causal=bool(given["causal"]), library=FORM)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
