@@ -33,6 +33,10 @@ _NOT_MODELLED = (
 )
 
 
+SEEN: list[tuple[str, dict[str, Any]]] = []
+"""Every call of a forward that ran: the operator, and its arguments by name."""
+
+
 class ContractError(RuntimeError):
     """The documentation does not allow the call."""
 
@@ -205,6 +209,7 @@ def _kept(call: _Call, keep: float, seed: int) -> Tensor | None:
 
 def _forward(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(name, args, kwargs)
+    SEEN.append((name, given))
     call = _fusion_call(given)
     seed = 0 if given["keep_prob"] == 1 else int(torch.randint(1 << 40, ()))
     out = call.result(_kept(call, given["keep_prob"], seed))
@@ -295,6 +300,7 @@ def _autograd(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     given = bound(name, args, kwargs)
+    SEEN.append((name, given))
     _refuse(given)
     q, k, v = (given[n] for n in ("query", "key", "value"))
     layout, _, out_layout = given["input_layout"].partition("_")

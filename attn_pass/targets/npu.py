@@ -40,7 +40,7 @@ from attn_pass.targets.npu_layouts import (
     wants_rows_first,
 )
 from attn_pass.targets.npu_masks import FilledRows, MaskPlan, NoForm, emitted_mask, mask_plan
-from attn_pass.targets.npu_rules import Case, refusal, width
+from attn_pass.targets.npu_rules import Case, has_many_rows, refusal, width
 from attn_pass.targets.problem import problem_of
 
 _NONEMPTY = "no row is masked out entirely"
@@ -89,14 +89,16 @@ class _Operator:
         given: dict[str, Any] = {"scale": abs(a.scale), "inner_precise": told.inner_precise, "sparse_mode": told.mode}
         if mask is not None:
             given["atten_mask"] = mask
-        out_layout, more, positional = self.told(a, layout, told)
+        out_layout, more, positional = self.told(a, layout, told, setting)
         results = plan.call(overload, query, key, value, *positional, **more, **given)
         out = heads_first(lower, plan.call(operator.getitem, results, 0), out_layout)
         if rows is not None:
             out = _replaced(lower, rows, out)
         return lower.result(out)
 
-    def told(self, a: Attention, layout: Layout, mask: MaskPlan) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
         """The layout of the result; the arguments that the operators spell differently."""
         raise NotImplementedError
 
@@ -117,9 +119,11 @@ class InferAttention(_Operator):
     name = INFERENCE
     operators = (INFERENCE,)
 
-    def told(self, a: Attention, layout: Layout, mask: MaskPlan) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
         """Grouped heads by number; a result with positions first, where the program's is, from operands without."""
-        turned = layout.name == "BNSD" and a.q_len != 1 and wants_rows_first(a)
+        turned = layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a)
         more = {
             "num_heads": a.query_heads,
             "num_key_value_heads": _kv_heads(a),
@@ -136,7 +140,9 @@ class FusionAttention(_Operator):
     name = TRAINING_V1
     operators = (TRAINING, TRAINING_V1)
 
-    def told(self, a: Attention, layout: Layout, mask: MaskPlan) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
         """Dropout as what is kept; the bounds by the operator's own spelling."""
         more = {"keep_prob": 1.0 - a.dropout, "pre_tockens": mask.before, "next_tockens": mask.after}
         return layout, more, (a.query_heads, layout.name)

@@ -71,6 +71,16 @@ def merged_fits(a: Attention, operator: str) -> bool:
     return operator != INFERENCE or (isinstance(heads, int) and dim is not None and heads * dim < _HIDDEN)
 
 
+def has_many_rows(a: Attention, setting: Setting) -> bool:
+    """Whether there are surely two query rows or more.
+
+    torch.export takes a length that is not known for 2 at least, and its programs run with 1 all the same.
+    """
+    if isinstance(a.q_len, int):
+        return a.q_len > 1
+    return is_less(1 if setting.program == "compile" else 2, a.q_len)
+
+
 def _known(*sizes: Index) -> bool:
     return all(isinstance(n, int) for n in sizes)
 
@@ -170,8 +180,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: max(map(c.setting.hint, (c.attention.q_len, c.attention.kv_len))) <= _LENGTHS[c.operator],
     ),
     Rule(
-        "whether there is one query row or more is not known, which the inference operator tells apart",
-        lambda c: c.attention.q_len == 1 or is_less(1, c.attention.q_len),
+        "whether there is one query row or more is not known, and for one row the mask means something else",
+        lambda c: not c.attention.has_mask or c.attention.q_len == 1 or has_many_rows(c.attention, c.setting),
         of=(INFERENCE,),
     ),
     Rule(

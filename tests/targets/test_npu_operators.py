@@ -42,7 +42,7 @@ def calls(fn: Program, *inputs: Any, dynamic: bool | None = None, **options: Any
 
 def told(fn: Program, *inputs: Any, **options: Any) -> attn_pass.SiteReport:
     """The report of the one site."""
-    options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", **options}
+    options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", "poor_cases": (), **options}
     (site,) = attn_pass.explain(fn, *inputs, attn_pass_options=options).sites
     return site
 
@@ -101,7 +101,7 @@ def added(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+    return (q @ k.mT * 0.3 + bias).softmax(-1).to(v.dtype) @ v
 
 
 def packed(x: Tensor, heads: int = 4) -> Tensor:
@@ -158,12 +158,12 @@ MADE: dict[str, tuple[Program, tuple[Tensor, ...], dict[str, Any]]] = {
     "hidden": (hidden, flat(6, 9), {"input_layout": "BSH"}),
     "packed": (packed, (randn(2, 7, 3 * 64, dtype=BF16),), {"input_layout": "BNSD"}),
     "causal": (banded(None, 0), qkv(2, 4, 9, 9, 16, dtype=BF16), {"sparse_mode": 2}),
-    "causal, added": (biased, (*qkv(2, 4, 9, 9, 16, dtype=BF16), torch.zeros(9, 9)), {}),
     "causal from the first key": (
         banded(None, 0, aligned="first"), qkv(2, 4, 5, 9, 16, dtype=BF16), {"sparse_mode": 2, "inner_precise": 0}),
     "causal from the first key, more queries": (
         banded(None, 0, aligned="first"), qkv(2, 4, 9, 5, 16, dtype=BF16), {"sparse_mode": 2, "inner_precise": 0}),
-    "causal to the last key": (banded(None, 0), qkv(2, 4, 5, 9, 16, dtype=BF16), {"sparse_mode": 3, "inner_precise": 0}),
+    "causal to the last key": (
+        banded(None, 0), qkv(2, 4, 5, 9, 16, dtype=BF16), {"sparse_mode": 3, "inner_precise": 0}),
     "causal to the last key, rows without one": (
         banded(None, 0), qkv(2, 4, 9, 5, 16, dtype=BF16), {"sparse_mode": 3, "inner_precise": 2}),
     "window": (banded(3, 0), qkv(2, 4, 5, 9, 16, dtype=BF16), {"sparse_mode": 4}),
@@ -175,7 +175,7 @@ MADE: dict[str, tuple[Program, tuple[Tensor, ...], dict[str, Any]]] = {
         banded(5, 4, aligned="first"), qkv(2, 4, 6, 9, 16, dtype=BF16), {"sparse_mode": 4}),
     "keys from there on": (banded(2, None), qkv(2, 4, 9, 9, 16, dtype=BF16), {"sparse_mode": 4}),
     "keys from there on, more queries": (
-        banded(2, None), qkv(2, 4, 9, 5, 16, dtype=BF16), {"sparse_mode": 4, "inner_precise": 2}),
+        banded(2, None), qkv(2, 4, 9, 5, 16, dtype=BF16), {"sparse_mode": 4, "inner_precise": 0}),
     "window, filled": (banded(3, 0, -1e9), qkv(2, 4, 5, 9, 16, dtype=BF16), {"sparse_mode": 4}),
     "rows that average": (banded(None, 0, -1e9), qkv(2, 4, 9, 5, 16, dtype=BF16), {"sparse_mode": 0}),
     "before itself alone": (banded(None, -1), qkv(2, 4, 6, 9, 16, dtype=BF16), {"sparse_mode": 0, "inner_precise": 2}),
@@ -190,9 +190,7 @@ MADE: dict[str, tuple[Program, tuple[Tensor, ...], dict[str, Any]]] = {
     "added, by row and batch": (added, (*qkv(2, 4, 6, 9, 16, dtype=BF16), BY_ROW), {}),
     "added, a row of fills": (added, (*qkv(2, 4, 6, 9, 16, dtype=BF16), NONE_IN_ONE), {}),
     "turned mask": (infinite, (*qkv(2, 4, 6, 9, 16, dtype=BF16), BY_ROW.mT.contiguous().mT), {}),
-    "expanded mask": (infinite, (*qkv(2, 4, 6, 9, 16, dtype=BF16), SOME.expand(2, 4, 6, 9)), {}),
 }  # fmt: skip
-del MADE["causal, added"]
 ONE_ROW: dict[str, tuple[Program, tuple[Tensor, ...]]] = {
     "plain": (plain, qkv(2, 4, 1, 9, 16, dtype=BF16)),
     "grouped": (plain, qkv(2, 8, 1, 9, 16, kv_heads=2, dtype=FP16)),
@@ -208,46 +206,59 @@ ONE_ROW: dict[str, tuple[Program, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("target", [FIA, FUSION])
+def checked(operator: str, arguments: dict[str, Any]) -> None:
+    """The calls that ran were of this operator, with these arguments."""
+    for name, given in npu_stand_in.SEEN:
+        assert name == operator and {n: given[n] for n in arguments} == arguments
+
+
 @pytest.mark.parametrize("name", list(MADE))
-def test_it_computes_what_was_written(name: str, target: str) -> None:
+def test_inference(name: str) -> None:
     fn, inputs, arguments = MADE[name]
-    options: dict[str, Any] = {"device": "Ascend910B", "targets": (target,)}
-    report = same(fn, *inputs, rewritten=1, **options)
-    assert report.sites[0].target == target
-    if name == "rows that average" or arguments:
-        (call,) = calls(fn, *inputs, **options)
-        assert call["op"] == (FIA if target == FIA else FA3)
-        assert {n: call[n] for n in arguments} == arguments
+    npu_stand_in.SEEN.clear()
+    report = same(fn, *inputs, rewritten=1, device="Ascend910B", targets=(FIA,))
+    assert report.sites[0].target == FIA
+    checked(FIA, arguments)
 
 
-@pytest.mark.parametrize("target", [FIA, FUSION])
 @pytest.mark.parametrize("name", list(ONE_ROW))
-def test_one_query_row(name: str, target: str) -> None:
+def test_one_query_row(name: str) -> None:
     """The inference operator knows neither modes nor zeros for empty rows there: the stand-in raises on both."""
     fn, inputs = ONE_ROW[name]
-    for poor_cases in (None, ()):
-        same(fn, *inputs, rewritten=1, device="Ascend910B", targets=(target,), poor_cases=poor_cases)
+    for poor_cases in (None, ()) if "causal" in name or name == "window" else ((),):
+        same(fn, *inputs, rewritten=1, device="Ascend910B", targets=(FIA,), poor_cases=poor_cases)
+    if name in ("plain", "padding"):
+        same(fn, *inputs, rewritten=1, device="Ascend910B", targets=(FUSION,))
 
 
 def test_masks_that_differ_by_head_are_the_training_operator_s() -> None:
-    inputs = (*qkv(2, 4, 6, 9, 16, dtype=BF16), BY_HEAD)
-    same(infinite, *inputs, rewritten=1, device="Ascend910B", targets=(FUSION,))
-    same(infinite, *inputs, rewritten=0, device="Ascend910B", targets=(FIA,))
-    assert "head to head" in reason(infinite, *inputs, target=FIA)
+    for keep in (BY_HEAD, SOME.expand(2, 4, 6, 9)):
+        inputs = (*qkv(2, 4, 6, 9, 16, dtype=BF16), keep)
+        same(infinite, *inputs, rewritten=1, device="Ascend910B", targets=(FUSION,))
+        same(infinite, *inputs, rewritten=0, device="Ascend910B", targets=(FIA,))
+        assert "head to head" in reason(infinite, *inputs, target=FIA)
 
 
 def with_gradients(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
     return [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in inputs]
 
 
-@pytest.mark.parametrize("device", ["Ascend910B", "Ascend 950"])
-@pytest.mark.parametrize("name", [n for n in MADE if n not in ("float16", "padding, float16") and "added" not in n])
-def test_gradients(name: str, device: str) -> None:
-    fn, inputs, _ = MADE[name]
-    leaves = with_gradients(inputs, FP32 if device == "Ascend 950" else inputs[0].dtype)
-    report = same(fn, *leaves, rewritten=1, grad=True, device=device, targets=(FIA, FUSION))
+@pytest.mark.parametrize("name", [n for n in MADE if "added" not in n])
+def test_training(name: str) -> None:
+    fn, inputs, arguments = MADE[name]
+    npu_stand_in.SEEN.clear()
+    leaves = with_gradients(inputs, inputs[0].dtype)
+    report = same(fn, *leaves, rewritten=1, grad=True, device="Ascend910B", targets=(FIA, FUSION))
     assert report.sites[0].target == FUSION
+    checked(FA3, arguments)
+
+
+@pytest.mark.parametrize("name", ["grouped", "a prime head dim", "window", "a row of fills", "hidden"])
+def test_training_in_float32_by_the_first_version(name: str) -> None:
+    fn, inputs, _ = MADE[name]
+    npu_stand_in.SEEN.clear()
+    same(fn, *with_gradients(inputs, FP32), rewritten=1, grad=True, device="Ascend 950", targets=(FUSION,))
+    checked(FA1, {})
 
 
 def test_gradients_of_rows_masked_by_what_is_added_are_not_guessed() -> None:
@@ -439,7 +450,7 @@ NEVER: dict[str, tuple[Program, tuple[Tensor, ...], str]] = {
     "what is kept is not 0": (shifted, (*qkv(2, 4, 6, 9, 16), SOME), "not proved"),
     "a soft cap": (lambda q, k, v: ((q @ k.mT).tanh() * 5).softmax(-1) @ v, qkv(), "tanh"),
     "float64": (plain, qkv(dtype=torch.float64), "float64"),
-    "300 heads": (plain, qkv(1, 300, 2, 2, 16), "300 heads"),
+    "300 heads": (plain, qkv(2, 300, 2, 2, 16), "300 heads"),
     "a head dim of 520": (plain, qkv(1, 2, 2, 2, 520), "512"),
     "no keys": (plain, qkv(1, 2, 2, 0, 16), "size is 0"),
 }
@@ -468,8 +479,6 @@ def test_more_rules_on_both_sides() -> None:
     assert reason(biased, *learned)
     mask = (*inputs, NONE_IN_ONE)
     assert "strict" in reason(infinite, *mask, numerics="strict") and not reason(infinite, *mask)
-    with torch.autocast("cpu", BF16):
-        assert "autocast" in reason(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), *qkv())
 
 
 def test_deterministic_algorithms_in_training() -> None:
@@ -502,12 +511,12 @@ def test_dropout_is_handed_over_as_what_is_kept() -> None:
     assert call["keep_prob"] == 0.75
     torch._dynamo.reset()
     compiled = torch.compile(program, backend=attn_pass.wrap("aot_eager", device="Ascend910B", on_error="raise"))
-    outs = torch.stack([compiled(q, k, v).detach() for _ in range(200)])
+    outs = torch.stack([compiled(q, k, v).detach() for _ in range(50)])
     assert outs.std(0).mean() > 0.05
-    assert (outs.mean(0) - plain(q, k, v)).abs().max() < 0.4
-    gradients = torch.stack([torch.autograd.grad(compiled(q, k, v).sum(), v)[0] for _ in range(200)])
+    assert (outs.mean(0) - plain(q, k, v)).abs().max() < 0.6
+    gradients = torch.stack([torch.autograd.grad(compiled(q, k, v).sum(), v)[0] for _ in range(50)])
     (expected,) = torch.autograd.grad(plain(q, k, v).sum(), v)
-    assert (gradients.mean(0) - expected).abs().max() < 0.4
+    assert (gradients.mean(0) - expected).abs().max() < 0.6
 
 
 # ---------------------------------------------------------------- torch's own call
@@ -531,7 +540,7 @@ def test_calls_that_torch_sends_elsewhere_are_taken(grad: bool) -> None:
     dtype = FP32 if grad else BF16
     inputs = qkv(2, 4, 8, 8, 16, dtype=dtype, grad=grad)
     float_mask = torch.full((8, 8), torch.finfo(dtype).min, dtype=dtype).triu(1)
-    causal = lambda q, k, v: call(q, k, v, attn_mask=torch.full((8, 8), torch.finfo(dtype).min, dtype=dtype).triu(1))
+    causal = lambda q, k, v: call(q, k, v, attn_mask=torch.full((8, 8), -1e9, dtype=q.dtype).triu(1))
     report = same(causal, *inputs, rewritten=1, grad=grad, device="Ascend910B", choose="cheapest")
     assert report.sites[0].mask == "causal"
     grouped = qkv(2, 8, 8, 8, 16, kv_heads=2, dtype=dtype, grad=grad)
@@ -543,9 +552,10 @@ def test_calls_that_torch_sends_elsewhere_are_taken(grad: bool) -> None:
 def test_decoding_goes_to_the_inference_operator() -> None:
     with torch.device("meta"):
         q = torch.empty(1, 32, 1, 128, dtype=BF16)
-        k, v = (torch.empty(1, 8, 8192, 128, dtype=BF16) for _ in range(2))
-    site = told(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), q, k, v, choose="cheapest")
-    assert site.target == FIA
+        k, v = (torch.empty(1, 2, 8192, 128, dtype=BF16) for _ in range(2))
+    program = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert told(program, q[:, :8], k, v, choose="cheapest").target == FIA
+    assert told(program, q, k, v, choose="cheapest").outcome == "left"  # every core has a head already
 
 
 def test_shared_keys_are_folded_into_rows() -> None:
@@ -553,8 +563,9 @@ def test_shared_keys_are_folded_into_rows() -> None:
     with torch.device("meta"):
         q = torch.empty(1000, 4, 1, 32, dtype=BF16)
         k, v = (torch.empty(1, 4, 2000, 32, dtype=BF16) for _ in range(2))
-    site = told(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, choose="cheapest")
-    assert site.target == FIA and "keys and values shared over the batch" in site.poor_cases
+    options: dict[str, Any] = {"choose": "cheapest", "poor_cases": None}
+    site = told(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, **options)
+    assert site.target == FIA and site.poor_cases == ("shared K/V over the batch",)
     small = (randn(10, 4, 1, 32, dtype=BF16), *qkv(1, 4, 1, 20, 32, dtype=BF16)[1:])
     same(plain, *small, rewritten=1, device="Ascend910B", targets=(FIA,))
 
@@ -562,7 +573,7 @@ def test_shared_keys_are_folded_into_rows() -> None:
 # ---------------------------------------------------------------- dynamic sizes, export, Inductor
 
 
-@pytest.mark.parametrize("fn", [plain, banded(None, 0), banded(3, 0), banded(None, 0, aligned="first")])
+@pytest.mark.parametrize("fn", [plain, banded(None, 0), banded(3, 0)])
 @pytest.mark.parametrize("target", [FIA, FUSION])
 def test_sizes_that_are_not_known(fn: Program, target: str) -> None:
     inputs = qkv(2, 4, 6, 6, 16, dtype=BF16)
@@ -576,18 +587,50 @@ def test_sizes_that_are_not_known(fn: Program, target: str) -> None:
     assert not report.sites  # compiled once
 
 
-def test_whether_there_is_one_row_must_be_known() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return plain(q, k, v)
+class Of(torch.nn.Module):
+    def __init__(self, fn: Program) -> None:
+        super().__init__()
+        self.fn = fn
 
-    inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
-    rows = torch.export.Dim("rows", min=1, max=64)
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.fn(*inputs)
+
+
+def exported(fn: Program, *inputs: Tensor, lowest: int, **options: Any) -> tuple[torch.export.ExportedProgram, str]:
+    """The rewritten program, with any number of query rows from ``lowest`` on, and what its site became."""
+    rows = torch.export.Dim("rows", min=lowest, max=64)
+    sizes = (({2: rows}, *[None] * (len(inputs) - 1)),)
     with torch.no_grad():
-        program = torch.export.export(Model(), inputs, dynamic_shapes=({2: rows}, None, None))
-        told = attn_pass.rewrite(program, device="Ascend910B", choose="fused", on_error="raise")
-    report = told[1] if isinstance(told, tuple) else told
-    del report
+        program = torch.export.export(Of(fn), inputs, dynamic_shapes=sizes)
+        options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", **options}
+        (site,) = attn_pass.rewrite(program, **options).sites
+    return program, site.target or site.reason
+
+
+@pytest.mark.parametrize("target", [FIA, FUSION])
+@pytest.mark.parametrize("fn", [banded(None, 0), turned])
+def test_exported_programs(fn: Program, target: str) -> None:
+    q, k, v = qkv(2, 4, 6, 9, 16, dtype=BF16)
+    program, found = exported(fn, q, k, v, lowest=3, targets=(target,))
+    assert found == target
+    for rows in (3, 6, 9):
+        q = randn(2, 4, rows, 16, dtype=BF16)
+        with torch.no_grad():
+            assert (program.module()(q, k, v) - fn(q, k, v)).abs().max() < 0.05
+    assert len(program.run_decompositions({}).graph_module.graph.nodes) > 3
+
+
+def test_an_exported_program_may_be_run_with_one_row_whatever_it_says() -> None:
+    """torch.export asks for two rows and checks for none: no mode of the inference operator holds for one."""
+    q, k, v = qkv(2, 4, 6, 9, 16, dtype=BF16)
+    for lowest in (1, 2):
+        for fn in (banded(None, 0, aligned="first"), banded(2, None)):
+            assert "one query row or more" in exported(fn, q, k, v, lowest=lowest, targets=(FIA,))[1]
+        for fn, target in ((banded(None, 0, aligned="first"), FUSION), (plain, FIA), (turned, FIA)):
+            program, found = exported(fn, q, k, v, lowest=lowest, targets=(target,))
+            assert found == target
+            with torch.no_grad():
+                assert (program.module()(q[:, :, :1], k, v) - fn(q[:, :, :1], k, v)).abs().max() < 0.05
 
 
 class Layer(torch.nn.Module):
