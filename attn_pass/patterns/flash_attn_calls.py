@@ -13,11 +13,11 @@ Nothing of the package is imported: its operators are known by their names.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion
@@ -25,7 +25,7 @@ from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
-from attn_pass.patterns.base import Site, UsedElsewhere, check_window, failed, refused
+from attn_pass.patterns.base import Site, UsedElsewhere, check_window, failed, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.patterns.composite import Composite
 from attn_pass.reading.describe import Parts, describe
@@ -51,7 +51,7 @@ _RESULTS = {  # what else the operator returns, and why the call stays where som
 def find(reader: Reader) -> Iterator[Site]:
     """Every call of the library's forward operators."""
     for node in list(reader.graph.nodes):
-        name = _operator(node)
+        name = operator_name(node)
         if name not in (_FORWARD, _VARIABLE_LENGTHS):
             continue
         region = reader.regions.of(node)
@@ -62,7 +62,7 @@ def find(reader: Reader) -> Iterator[Site]:
                 continue
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
-            result, rest = _results(node)
+            result, rest = results_of(node, _RESULTS)
             given = _arguments(node)
             described = describe(_lift(reader, node, result, given))
             check_window(reader, described, result)
@@ -74,17 +74,11 @@ def find(reader: Reader) -> Iterator[Site]:
             yield failed(node, FORM, region, error)
 
 
-def _operator(node: Node) -> str:
-    """The qualified name of a registered operator; Dynamo's graphs hold it without its overload."""
-    target = node.target
-    if node.op != "call_function":
-        return ""
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    return str(packet._qualified_op_name) if isinstance(packet, OpOverloadPacket) else ""
+def results_of(node: Node, reasons: Mapping[int, str]) -> tuple[Node, list[Node]]:
+    """The node of the attention, and those of the other results. Raises `Unreadable` if one of those is used.
 
-
-def _results(node: Node) -> tuple[Node, list[Node]]:
-    """The node of the attention, and those of the other results. Raises `Unreadable` if one of those is used."""
+    ``reasons``: why the call stays then, by the number of the result.
+    """
     taken: dict[int, list[Node]] = {}
     for user in node.users:
         if user.op != "call_function" or user.target is not operator.getitem or user.args[0] is not node:
@@ -93,7 +87,7 @@ def _results(node: Node) -> tuple[Node, list[Node]]:
     for index in sorted(taken, reverse=True):
         users = [u for item in taken[index] for u in item.users if not is_metadata_assertion(u)]
         if index != 0 and users:
-            raise UsedElsewhere(_RESULTS.get(index, f"its result number {index} is used"), node)
+            raise UsedElsewhere(reasons.get(index, f"its result number {index} is used"), node)
     if len(taken.get(0, ())) != 1:
         raise UsedElsewhere("its result is not taken once", node)
     return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]

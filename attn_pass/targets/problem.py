@@ -39,6 +39,8 @@ def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Settin
         return cost_npu.operator(setting.device, kernel, problem)
     if setting.device.type != "cuda":
         return cost.fused(setting.device, problem)
+    if kernel not in (LIBRARY, *cost_cuda.SHAPES):
+        return cost.fused(setting.device, problem)  # a call of another device's operator
     growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
     if kernel == LIBRARY:
         return cost_cuda.torch_kernel(setting.device, "flash", problem) + cost_cuda.PYTHON_US
