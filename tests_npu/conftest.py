@@ -17,13 +17,14 @@ import stub_libraries
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))  # the package is not installed in that environment
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # plain `import torch` would import torch_npu
 Ask = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the libraries."""
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     if find_spec("torch_npu") is None:
         pytest.skip("torch_npu is not installed here: make test-npu does it in an environment of its own")
     folder = tmp_path_factory.mktemp("cann")

@@ -1,9 +1,9 @@
 """Libraries in the place of CANN's, so that torch_npu's wheel loads on a machine without an NPU.
 
-torch_npu is linked against libraries that come with the device's software and with nothing else. Here every symbol that
-its own libraries lack is a C function that does nothing and says so (error 107000), but for a few: a device count and a
-name from the environment (``CANN_STUB_SOC``), start-up, and what is looked up by name later. So the wheel's schemas, fake
-kernels, gradients and its dispatch run; not one kernel does.
+torch_npu is linked against libraries that come with the device's software and with nothing else. Here every symbol
+that its own libraries lack is a C function that does nothing and says so (error 107000), but for a few: a device count
+and a name from the environment (``CANN_STUB_SOC``), start-up, and what is looked up by name later. So the wheel's
+schemas, fake kernels, gradients and its dispatch run; not one kernel does.
 
 The symbols are read from the wheel that is installed, every time.
 """
