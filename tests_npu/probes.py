@@ -200,7 +200,8 @@ def joint() -> Any:
 def device() -> Any:
     """What attn_pass makes of the name the runtime gives."""
     here = device_for(torch.device("npu"))
-    return {"name": here.name, "family": here.family, "kernels": here.kernels}
+    wrapped = repr(attn_pass.wrap("npu"))  # torchair's backend, by the name torch_npu registers
+    return {"name": here.name, "family": here.family, "kernels": here.kernels, "wrapped": wrapped}
 
 
 if __name__ == "__main__":

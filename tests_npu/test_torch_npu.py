@@ -94,7 +94,9 @@ def test_a_training_step_on_the_device(ask: Ask) -> None:
     [("Ascend910B1", "A2"), ("Ascend910B", "910"), ("Ascend310P3", "310P")],
 )
 def test_the_name_the_runtime_gives(ask: Ask, soc: str, family: str) -> None:
-    assert ask("device", soc=soc)["family"] == family
+    told = ask("device", soc=soc)
+    assert told["family"] == family
+    assert told["wrapped"] == "attn_pass.wrap('npu')"
 
 
 def test_the_operators_on_their_real_schemas(stubs: Path) -> None:

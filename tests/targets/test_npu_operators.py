@@ -13,6 +13,7 @@ from against_eager import NEG_INF, qkv, randn, same
 from npu_stand_in import FA1, FA3, FIA, MAX
 
 import attn_pass
+from attn_pass.hardware import catalog
 
 npu_stand_in.install()
 
@@ -285,6 +286,23 @@ def test_families() -> None:
     assert "310P" in told(plain, *inputs, device="Ascend310P3").reason
     assert "first generation" in told(plain, *inputs, device="Ascend910A").reason
     assert "not documented for Ascend 950" in told(plain, *inputs, device="Ascend 950").refusals[FIA]
+
+
+def test_without_torch_npu_the_report_says_what_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_pass.targets.npu._overload", lambda name: None)
+    inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
+    site = told(plain, *inputs)
+    assert site.outcome == "left" and "pip install 'torch-npu==" in site.reason
+    assert site.reason.startswith(f"{FIA} would be taken (")
+    assert told(plain, *qkv(grad=True)).reason.startswith(f"{FA3} would be taken (")
+    same(plain, *inputs, rewritten=0, device="Ascend910B")
+
+
+def test_an_npu_of_no_known_family_is_planned_for_as_a2(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = catalog.npu_here()
+    monkeypatch.setattr("attn_pass.engine.device_for", lambda *_: unknown)
+    site = told(plain, *qkv(2, 4, 6, 9, 16, dtype=BF16), device=None)
+    assert site.target == FIA and any("planned for A2" in a for a in site.assumptions)
 
 
 # ---------------------------------------------------------------- arguments
