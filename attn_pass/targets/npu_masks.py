@@ -18,6 +18,7 @@ import torch
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware.npu import INFERENCE
 from attn_pass.model.attention import Attention
+from attn_pass.model.expression import apply
 from attn_pass.model.index import is_nonnegative
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import Setting
@@ -170,8 +171,8 @@ def _masked_out(lower: Lowering) -> Value:
     a, call = lower.attention, lower.plan.call
     found: list[Value] = []
     if a.keep is not None:
-        kept = lower.expression(a.keep.condition, lower.mask_groups())
-        found.append(call(aten.logical_not.default, kept))
+        masked = lower.expression(apply("not", a.keep.condition), lower.mask_groups())
+        found.append(masked if fake_of(masked).dtype == torch.bool else call(aten.to.dtype, masked, torch.bool))
     if a.bias is not None:
         found.append(call(aten.ne.Scalar, lower.expression(a.bias, lower.mask_groups()), 0))
     return found[0] if len(found) == 1 else call(aten.logical_or.default, *found)
