@@ -69,7 +69,9 @@ class _Operator:
             return Refusal(self.name, str(none))
         _, copied = best(attention, found, setting.hint)
         problem = _problem(attention, mask, copied, width(attention, found), setting)
-        predicted = operator_cost(device, found, problem) + _around(problem, mask, setting)
+        predicted = operator_cost(device, found, problem) + _around(
+            problem, mask, setting, again=attention.needs_grad and attention.bias is not None
+        )
         if _overload(found) is None:
             return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
         return Offer(self.name, variant, attention, predicted, fused=True, assumptions=_assumed(attention, setting))
@@ -196,11 +198,13 @@ def _problem(a: Attention, mask: MaskPlan, copied: int, wide: int | None, settin
     return replace(problem, causal=mask.mode in (2, 3), kv_len=kv_len, mask_elements=elements, mask_bytes=1)
 
 
-def _around(problem: Problem, mask: MaskPlan, setting: Setting) -> float:
-    """Making a boolean mask, and replacing rows without a key."""
+def _around(problem: Problem, mask: MaskPlan, setting: Setting, *, again: bool) -> float:
+    """Making a boolean mask, and replacing rows without a key; ``again``: with the gradient of what is added."""
     device, total = setting.device, 0.0
     if mask.kind == "boolean":
         total += traffic(device, 3 * problem.mask_elements) + device.kernel_us
+    if mask.repaired and again:
+        total += traffic(device, 6 * problem.operand_bytes) + 4 * device.kernel_us
     if mask.repaired:
         total += traffic(device, 2 * problem.query_bytes + problem.mask_elements) + 2 * device.kernel_us
     return total

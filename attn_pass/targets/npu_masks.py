@@ -6,7 +6,7 @@ a float mask is no mask. So a mask is handed over only where the description pro
 Modes (torch_npu's documentation): 0 takes a full-size mask; 2 keeps ``key <= row``; 3 keeps ``key <= row + S - L``; 4
 keeps keys from ``row + S - L - pre`` to ``row + S - L + next``. Modes 2 to 4 ask for one triangle of 2048 x 2048,
 whatever the lengths. A row without a key is undefined but for ``inner_precise=2``, which makes it zeros; at one query
-row the inference operator knows neither modes nor ``inner_precise=2``.
+row the inference operator knows neither modes nor ``inner_precise=2``, and torch_npu does not ask the other one for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attn_pass.model.expression import apply
 from attn_pass.model.index import is_nonnegative
 from attn_pass.model.mask import Band, row_index
 from attn_pass.targets.base import Setting
-from attn_pass.targets.empty_rows import EmptyRows
+from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.sdpa import is_dense
 
@@ -55,26 +55,24 @@ def mask_plan(a: Attention, setting: Setting, operator: str) -> MaskPlan:
     """The plan for a mask. Raises `NoForm`."""
     if not a.has_mask:
         return MaskPlan()
-    fills = _fills(a)
     nonempty = a.rows_never_empty or setting.assume_nonempty_rows
+    one_row = a.q_len == 1
+    plan = None if one_row and operator == INFERENCE else _by_mode(a)
+    if plan is not None and nonempty:
+        return plan  # its structure is all there is to the mask, whatever stands where it masks
+    fills = _fills(a)
     zeros = fills == {_NEG_INF}  # the program gives zeros, or NaN
-    decodes = operator == INFERENCE and a.q_len == 1
-    if (nonempty or zeros) and not decodes:
-        plan = _by_mode(a)
-        if plan is not None:
-            return plan
+    if plan is not None and zeros and not one_row:
+        return plan
     if operator == INFERENCE and a.mask_axes() & {axis for axis in a.heads if axis.size != 1}:
         raise NoForm("the mask differs from head to head, which the inference operator has no shape for")
-    if decodes:
+    if one_row and (nonempty or zeros or operator == INFERENCE):
         return MaskPlan("boolean", repaired=not nonempty)
     if not nonempty and not zeros:
         if len(fills) > 1:
             raise NoForm("a row may be masked out entirely by several numbers, and what it then is depends on them")
-        if a.needs_grad and a.bias is not None:
-            raise NoForm(
-                "a row may be masked out entirely by a number that is added, and its gradient is not the operator's; "
-                "assume_nonempty_rows says that there is no such row"
-            )
+        if a.needs_grad and (why := cannot_be_told_apart(a)) is not None:
+            raise NoForm(f"{why}; assume_nonempty_rows says that there is no such row")
         return MaskPlan("boolean", repaired=True)
     return MaskPlan("boolean", inner_precise=2)
 
@@ -138,6 +136,9 @@ class FilledRows(EmptyRows):
         """The operator's (B, H, L, Dv) result with the mean of the values in those rows."""
         a, call = self.attention, self.plan.call
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
+        if a.needs_grad and a.bias is not None:  # what is added hides a score, and passes its gradient on
+            key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
+            return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
         mean = self._by_query_head(call(aten.mean.dim, wide, [-2], True))
         return call(aten.where.self, self.rows, call(aten.to.dtype, mean, a.compute_dtype), out)

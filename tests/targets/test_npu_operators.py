@@ -262,10 +262,22 @@ def test_training_in_float32_by_the_first_version(name: str) -> None:
     checked(FA1, {})
 
 
-def test_gradients_of_rows_masked_by_what_is_added_are_not_guessed() -> None:
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_gradients_of_rows_masked_by_what_is_added(kv_heads: int) -> None:
+    """What is added hides a score and passes its gradient on, which is the program's."""
+    program = lambda q, k, v, keep: added(q, *(x.repeat_interleave(4 // kv_heads, 1) for x in (k, v)), keep)
+    leaves = with_gradients((*qkv(2, 4, 6, 9, 16, kv_heads=kv_heads), NONE_IN_ONE), FP32)
+    same(program, *leaves, rewritten=1, grad=True, device="Ascend910B")
+
+
+def test_gradients_of_rows_masked_in_two_ways_are_not_guessed() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        mask = torch.where(keep, 0.0, LOWEST)
+        return (q @ k.mT * 0.3 + mask).masked_fill(~BY_HEAD[0], LOWEST).softmax(-1) @ v
+
     leaves = with_gradients((*qkv(2, 4, 6, 9, 16), NONE_IN_ONE), FP32)
-    same(added, *leaves, rewritten=0, grad=True, device="Ascend910B")
-    assert "assume_nonempty_rows" in reason(added, *leaves)
+    same(program, *leaves, rewritten=0, grad=True, device="Ascend910B")
+    assert "assume_nonempty_rows" in reason(program, *leaves)
     kept = with_gradients((*qkv(2, 4, 6, 9, 16), SOME), FP32)
     report = same(added, *kept, rewritten=1, grad=True, device="Ascend910B", assume_nonempty_rows=True)
     assert "no row is masked out entirely" in report.sites[0].assumptions
