@@ -244,7 +244,14 @@ def with_gradients(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tenso
     return [t.detach().to(dtype).requires_grad_() if t.is_floating_point() else t for t in inputs]
 
 
-@pytest.mark.parametrize("name", [n for n in MADE if "added" not in n])
+IN_TRAINING = (
+    *("plain", "grouped", "a prime head dim", "narrow values", "rank 3", "negative scale", "heads last", "hidden"),
+    *("packed", "causal", "causal to the last key, rows without one", "window", "window from the first key"),
+    *("rows that average", "a row of -inf", "a row of fills, grouped", "by row and batch", "added", "turned mask"),
+)
+
+
+@pytest.mark.parametrize("name", IN_TRAINING)
 def test_training(name: str) -> None:
     fn, inputs, arguments = MADE[name]
     npu_stand_in.SEEN.clear()
@@ -663,6 +670,29 @@ def test_an_exported_program_may_be_run_with_one_row_whatever_it_says() -> None:
             assert found == target
             with torch.no_grad():
                 assert (program.module()(q[:, :, :1], k, v) - fn(q[:, :, :1], k, v)).abs().max() < 0.05
+
+
+def test_a_model_as_it_is_with_padding_on_the_left() -> None:
+    """Rows of the padding see nothing but fills, which are added: eager averages the values there."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+    ids, kept = torch.randint(0, 50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    kept[1, :4] = 0
+    backend = attn_pass.wrap("aot_eager", device="Ascend910B", choose="fused", on_error="raise")
+    for dtype, target in ((BF16, FIA), (FP32, FUSION)):
+        model = model.to(dtype)
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(dtype == FP32), attn_pass.record() as report:
+            found = torch.compile(model, backend=backend)(ids, attention_mask=kept, labels=ids)
+            expected = model(ids, attention_mask=kept, labels=ids)
+        assert [s.target for s in report.sites] == [target] * 2
+        assert (found.logits - expected.logits).abs().max() < (0.02 if dtype == BF16 else 1e-5)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    gradients = [torch.autograd.grad(out.loss, weight)[0] for out in (found, expected)]
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[1].abs().max()
 
 
 class Layer(torch.nn.Module):
