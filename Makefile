@@ -4,15 +4,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.attn_pass_ready
+NPU := .venv-npu
 # Where a collection of cases from the field lies, if there is one.
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-npu lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
+	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
@@ -43,6 +45,18 @@ demo: $(STAMP)
 # Two workers: a compile is a compiler process of its own, and more of them than cores only wait.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# An environment of its own: torch_npu asks for one version of torch, and makes plain `import torch` load it. Without
+# what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_npu/stub_libraries.py).
+$(NPU)/.ready: constraints-npu.txt
+	test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt torch
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt --no-deps torch-npu
+	touch $@
+
+test-npu: $(NPU)/.ready
+	$(NPU)/bin/python -m pytest tests_npu $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

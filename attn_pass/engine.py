@@ -24,7 +24,7 @@ from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
-from attn_pass.patterns import calls, composite, flash_attn_calls, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.lengths import lengths
@@ -78,7 +78,7 @@ def _check_names(options: Options) -> None:
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
-    if options.device is not None and options.device.lower() not in catalog.NAMES:
+    if options.device is not None and not catalog.is_known(options.device):
         try:
             torch.device(options.device)
         except RuntimeError as error:
@@ -163,7 +163,7 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
-        for finder in (calls.find, flash_attn_calls.find, softmax.find, composite.find):
+        for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find, composite.find):
             try:
                 yield from finder(self.reader)
             except Exception as error:
@@ -293,7 +293,7 @@ class _Graph:
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
-            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM),
+            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM, npu_calls.FORM),
             kernel_as_written=fused,
             deterministic=deterministic,
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
@@ -307,7 +307,7 @@ class _Graph:
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
         if self.options.targets is not None and composite.target not in self.options.targets:
             record.reason = record.reason or f"the target {composite.target} is not allowed"
-        elif not device.kernels or device.type not in ("cpu", "cuda"):
+        elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
         elif composite.masked and self.options.numerics == "strict":
             record.reason = record.reason or "numerics='strict': a row may be masked out entirely"

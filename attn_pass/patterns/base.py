@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
@@ -56,6 +57,15 @@ def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
     """The site left because reading it failed: a defect, told as one, that concerns no other site."""
     reason = f"internal error: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return Site(node, form, region, refusal=reason, error=error)
+
+
+def operator_name(node: Node) -> str:
+    """The qualified name of a registered operator; Dynamo's graphs hold it without its overload."""
+    target = node.target
+    if node.op != "call_function":
+        return ""
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    return str(packet._qualified_op_name) if isinstance(packet, OpOverloadPacket) else ""
 
 
 class UsedElsewhere(Unreadable):

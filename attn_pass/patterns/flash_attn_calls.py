@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
-from attn_pass.patterns.base import Site, check_window, failed, first_result, refused
+from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.patterns.composite import Composite
 from attn_pass.reading.describe import Parts, describe
@@ -49,7 +49,7 @@ _RESULTS = {  # what else the operator returns, and why the call stays where som
 def find(reader: Reader) -> Iterator[Site]:
     """Every call of the library's forward operators."""
     for node in list(reader.graph.nodes):
-        name = _operator(node)
+        name = operator_name(node)
         if name not in (_FORWARD, _VARIABLE_LENGTHS):
             continue
         region = reader.regions.of(node)
@@ -64,21 +64,12 @@ def find(reader: Reader) -> Iterator[Site]:
             given = _arguments(node)
             described = describe(_lift(reader, node, result, given))
             check_window(reader, described, result)
-            written = AsWritten(fused=True, causal=bool(given["causal"]), from_library=True)
+            written = AsWritten(fused=True, causal=bool(given["causal"]), library=FORM)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
         except Exception as error:
             yield failed(node, FORM, region, error)
-
-
-def _operator(node: Node) -> str:
-    """The qualified name of a registered operator; Dynamo's graphs hold it without its overload."""
-    target = node.target
-    if node.op != "call_function":
-        return ""
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    return str(packet._qualified_op_name) if isinstance(packet, OpOverloadPacket) else ""
 
 
 def _several_lengths(reader: Reader, node: Node) -> Composite:

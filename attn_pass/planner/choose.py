@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attn_pass.hardware import cost, cost_cuda
+from attn_pass.hardware import cost, cost_cuda, cost_npu
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
@@ -58,6 +58,7 @@ class Choice:
     takes: tuple[Take, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
+    telling: str = ""  # the refusal to tell where there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
 
@@ -71,8 +72,12 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     kernel = setting.kernel_as_written
     if kernel is not None:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
-        return cost_of(kernel, attention, problem, setting) + copies
-    if setting.device.type == "cuda" and not setting.eager_form:
+        around = 0.0
+        if setting.device.type == "npu" and not written.from_library:
+            elements = 0 if written.mask == "none" else written.mask_elements
+            around = cost_npu.stock_mask(setting.device, problem, causal=written.causal, elements=elements)
+        return cost_of(kernel, attention, problem, setting) + copies + around
+    if setting.device.type in ("cuda", "npu") and not setting.eager_form:
         problem = replace(problem, dtype=torch.float32)  # torch's unfused form widens half precision
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
@@ -108,7 +113,7 @@ def choose(
     forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
     if not offers:
-        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice)
         others = [r for r in choice.refusals.values() if r != attention.not_affine]
         if attention.not_affine and others:
             choice.reason = f"{attention.not_affine}; {others[0]}"
@@ -174,6 +179,7 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
     foreign: dict[str, str] = {}  # refusals that say nothing of the site come last
+    packages: list[str] = []
     for names, form in forms:
         for target in targets:
             answer: Offer | Refusal
@@ -183,9 +189,13 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
                 answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
                 (foreign if answer.foreign else choice.refusals).setdefault(target.name, answer.reason)
+                packages += [answer.reason] if answer.package else []
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
+    native = choice.refusals
+    general = [native[name] for name in ("sdpa", "npu_fusion_attention") if name in native]
+    choice.telling = next(iter((*packages, *general, *native.values(), *foreign.values())), "")
     choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
@@ -238,8 +248,5 @@ def label(target: str, variant: str) -> str:
     return f"{target} ({variant})" if variant else target
 
 
-def _why_none(refusals: dict[str, str], allowed: tuple[str, ...] | None) -> str:
-    if not refusals:
-        return "no target is allowed"
-    first = refusals.get("sdpa") or next(iter(refusals.values()))
-    return first
+def _why_none(choice: Choice) -> str:
+    return choice.telling or "no target is allowed"

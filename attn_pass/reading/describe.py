@@ -426,6 +426,7 @@ class _Assembly:
             sink=None if self.sink is None else renumber(self.sink),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
+            bias_fills=named.bias_fills,
             distance=None
             if distance is None
             else replace(
