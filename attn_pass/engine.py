@@ -88,6 +88,10 @@ def _check_names(options: Options) -> None:
             ) from None
 
 
+class _HoldsForSome(RewriteError):
+    """What was planned rests on a fact about symbolic sizes: a reason to leave the site, and no fault."""
+
+
 @dataclass
 class _Graph:
     """One graph, with what is known about it and the graphs around it."""
@@ -224,9 +228,11 @@ class _Graph:
             try:
                 self._emit(site, take, setting)
             except RewriteError as error:
-                if take is choice.takes[-1]:
-                    raise
                 record.refusals[take.target.name] = _first_line(error)
+                if take is choice.takes[-1]:
+                    if not isinstance(error, _HoldsForSome):
+                        raise
+                    record.reason = _first_line(error)
                 continue
             offer = take.offer
             record.reason = take.reason + by_rule
@@ -248,7 +254,7 @@ class _Graph:
             before = plan.guards()
             value = take.target.emit(plan, nodes, take.offer, setting)
         if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
-            raise RewriteError(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
+            raise _HoldsForSome(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
             raise RewriteError(

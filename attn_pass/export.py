@@ -6,6 +6,7 @@ import copy
 import inspect
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,10 +55,10 @@ def aot_compile(
     Weights stay weights: the loaded package lists the constants that a stock one lists (``get_constant_fqns()``) and
     takes new values for them (``load_constants``), with one exception. A mask may be named by the values of the buffer
     or constant that holds it (`Options.assume_constant_buffers`; those no state dict holds are read without it). Then
-    its values are part of the code: ``Report.fixed_constants`` lists it, and the site's assumptions name it. Where
-    nothing else reads it the package holds it no more, and ``load_constants`` refuses its name as it does any unknown
-    one. Where something else does, the package still holds it and takes new values for that use alone. Compile again
-    to change it.
+    the code rests on its values: ``Report.fixed_constants`` lists it, and the site's assumptions name it. Where nothing
+    reads it any more the package does not hold it, and ``load_constants`` refuses its name as it does any
+    unknown one. Where something does, that use takes new values, which may be the attention's own, as a mask in memory.
+    Compile again to change it.
 
     Args:
         model: a module, exported as it is (call .eval() first) without gradients; or an exported program, which is
@@ -246,12 +247,14 @@ def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
     Not the attributes of modules, which have names of their own: someone may want to load other values for those.
     """
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    literals = {name: target for name, target in lifted.items() if _LITERAL in target.rpartition(".")[2]}
+    literals = {name: target for name, target in lifted.items() if _LITERAL.fullmatch(target.rpartition(".")[2])}
     values = {name: program.constants.get(target) for name, target in literals.items()}
     return {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1 and not v.is_meta}
 
 
-_LITERAL = "lifted_tensor_"  # torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)
+_LITERAL = re.compile(
+    r"lifted_tensor_\d+"
+)  # torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)
 
 
 def _output_names(gm: GraphModule) -> list[str]:

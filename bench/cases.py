@@ -1,7 +1,7 @@
 """Collected cases that must be fast, the pass against stock: `python -m bench cases --cases FOLDER [--json FILE]`.
 
 A case is a Python file that starts with its issue's number, with META (kind, issue, dynamic_shapes), `make(device)` and
-perhaps `better(device)`, the form a specialist writes for the same inputs. A case whose path is "aoti" is packaged.
+perhaps `better(device)`, the form a specialist writes for the same inputs. A case with dynamic shapes is packaged.
 """
 
 from __future__ import annotations

@@ -39,16 +39,19 @@ def _measure(
         programs: list[Program] = [p for p in module.programs(setting) if only in p.name]
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
-    made, rates = begin(module.TITLE, setting)
+    if not programs:
+        raise typer.BadParameter(f"no program's name holds {only!r}", param_hint="--only")
+    made, rates, before = begin(module.TITLE, setting, baseline)
     table = Table(module.TITLE, STANDARD, notes=[LEGEND])
     made.tables.append(table)
     tell = teller(console)
     for program in programs:
-        ways = (*chosen, *w.PACKAGED) if module is cases and cases.is_packaged(program) else chosen
+        packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()
+        ways = tuple(dict.fromkeys((*chosen, *packaged, *program.extra)))
         table.rows += run(module.__name__, [program], ways, setting, rates, tell)
         if json_file is not None:
             made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file, baseline)
+    finish(console, made, json_file, before)
 
 
 def _setting(device: str, threads: int, rounds: int, quick: bool, folder: str = "") -> Setting:

@@ -52,8 +52,16 @@ OTHERS = (
 
 
 def documents(folder: Path) -> dict[str, Document]:
-    """The runs that are there, by file."""
-    return {run.file: read(path) for run in RUNS if (path := folder / f"{run.file}.json").exists()}
+    """The runs that are there, by file; what another bench wrote under such a name is told and left out."""
+    found = {}
+    for run in RUNS:
+        path = folder / f"{run.file}.json"
+        if path.exists():
+            try:
+                found[run.file] = read(path)
+            except ValueError as error:
+                typer.echo(f"left out: {error}", err=True)
+    return found
 
 
 def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:

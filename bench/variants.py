@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,14 +109,17 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     """T5's: a bias looked up by a logarithmic bucket of the distance."""
-    scores = q @ k.mT
-    i, j = _positions(scores)
-    distance = j - i
+    return torch.softmax(q @ k.mT + relative_bias(q.size(-2), k.size(-2), table), -1) @ v
+
+
+def relative_bias(q_len: int, kv_len: int, table: Tensor) -> Tensor:
+    """(1, H, L, S), of a table (32, H)."""
+    distance = torch.arange(kv_len, device=table.device) - torch.arange(q_len, device=table.device)[:, None]
     bucket = (distance > 0).long() * 16
     distance = distance.abs()
     large = 8 + (torch.log(distance.float().clamp(min=1) / 8) / math.log(128 / 8) * 8).long()
     bucket = bucket + torch.where(distance < 8, distance, large.clamp(max=15))
-    return torch.softmax(scores + F.embedding(bucket, table).permute(2, 0, 1)[None], -1) @ v
+    return F.embedding(bucket, table).permute(2, 0, 1)[None]
 
 
 def head_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -219,9 +223,40 @@ def _call(n: int, device: str, **settings: Any) -> nn.Module:
     return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **settings))
 
 
+def _call_with(mask: Callable[[Tensor, Tensor], Tensor], n: int, device: str) -> nn.Module:
+    """A call with a mask made once: of positions, what is kept, or what is added."""
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    made = mask(i, j)
+    return Function(lambda q, k, v, *more: F.scaled_dot_product_attention(q, k, v, attn_mask=made))
+
+
+def _kept(mask: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda i, j: mask(None, None, i, j)
+
+
+def _alibi_matrix(i: Tensor, j: Tensor) -> Tensor:
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1, device=i.device)
+    return (slopes[:, None, None] * (j - i)).masked_fill(j > i, NEG_INF)[None]
+
+
+def _buckets(n: int, device: str) -> nn.Module:
+    """The matrix of T5's bias is made of the table, which is an input; the rest is a call."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=relative_bias(q.size(-2), k.size(-2), table), scale=1.0
+        )
+
+    return Function(attend)
+
+
 def _last_keys(n: int, device: str) -> nn.Module:
     keep = torch.ones(64, n + 64, dtype=torch.bool, device=device).tril(n)
     return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
+
+
+def _grouped_call(n: int, device: str) -> nn.Module:
+    return _call(n, device, is_causal=True, enable_gqa=True)
 
 
 def _heads_last(n: int, device: str) -> nn.Module:
@@ -253,7 +288,10 @@ def _folded(n: int, device: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Variant:
-    """A program, its inputs for a length, the specialist's form, and the share of the scores the mask keeps."""
+    """A program, its inputs for a length, the specialist's form, and the share of the scores the mask keeps.
+
+    ``dense``: where the form is FlexAttention, what the same would be as a call with a mask made once.
+    """
 
     name: str
     run: Callable[..., Tensor]
@@ -261,6 +299,7 @@ class Variant:
     by_hand: Callable[[int, str], nn.Module] | None
     hand: str = "FlexAttention"
     kept: float = 1.0
+    dense: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 HALF = (LENGTH + 1) / (2 * LENGTH)
@@ -269,13 +308,15 @@ VARIANTS: Sequence[Variant] = (
     Variant("causal", causal, _plain, partial(_call, is_causal=True), "call, is_causal", HALF),
     Variant("causal as in transformers, finfo.min", lowest, _plain, _heads_last, "call, is_causal", HALF),
     Variant("causal to the last key, 64 queries", bottom_right, _last, _last_keys, "call with a mask", 1 - 1 / 66),
-    Variant("sliding window 256", window, _plain, partial(_flex, _near, None), kept=0.117),
-    Variant("prefix of 512", prefix, _plain, partial(_flex, _early, None), kept=0.53),
-    Variant("documents of 300, causal", document, _documents, partial(_flex, _same, None), kept=0.072),
+    Variant("sliding window 256", window, _plain, partial(_flex, _near, None), kept=0.117, dense=_kept(_near)),
+    Variant("prefix of 512", prefix, _plain, partial(_flex, _early, None), kept=0.53, dense=_kept(_early)),
+    Variant(
+        "documents of 300, causal", document, _documents, partial(_flex, _same, None), kept=0.072, dense=_kept(_same)
+    ),
     Variant("soft cap, causal", softcap, _plain, partial(_flex, _below, _capped), kept=HALF),
-    Variant("ALiBi, causal", alibi, _plain, partial(_flex, _below, _sloped), kept=HALF),
-    Variant("grouped heads 8/2, causal", grouped, _groups, partial(_flex, _below, None), kept=HALF),
-    Variant("T5's relative bias", relative, _table, None),
+    Variant("ALiBi, causal", alibi, _plain, partial(_flex, _below, _sloped), kept=HALF, dense=_alibi_matrix),
+    Variant("grouped heads 8/2, causal", grouped, _groups, _grouped_call, "call, is_causal, enable_gqa", HALF),
+    Variant("T5's relative bias", relative, _table, _buckets, "call with the bias"),
     Variant("bias a head", head_bias, _bias, _with_bias, "call with a mask"),
     Variant("differential attention", differential, _two, _two_calls, "two calls"),
     Variant("Evoformer, rank 5", pair_biased, _pairs, _folded, "call, folded"),
@@ -285,6 +326,23 @@ QUICK = ("causal", "documents of 300, causal")
 
 def _make(variant: Variant, length: int, device: str) -> Built:
     return Function(variant.run), tuple(x.to(device) for x in variant.inputs(length))
+
+
+DENSE = "compile, by hand: a call with a mask"
+
+
+def _dense(
+    mask: Callable[[Tensor, Tensor], Tensor], n: int, module: nn.Module, inputs: Tensors, folder: Path
+) -> Callable[..., Any]:
+    del module, folder
+    attend = _call_with(mask, n, inputs[0].device.type)
+
+    def run(*tensors: Tensor) -> Any:
+        return attend(*tensors)
+
+    run.__code__ = run.__code__.replace()
+    compiled: Callable[..., Any] = torch.compile(run, dynamic=False)
+    return compiled
 
 
 def programs(setting: Setting) -> list[Program]:
@@ -297,6 +355,7 @@ def programs(setting: Setting) -> list[Program]:
             variant.hand,
             kept=variant.kept,
             tolerance=2e-5,
+            extra={} if variant.dense is None else {DENSE: partial(_dense, variant.dense, LENGTH)},
         )
         for variant in VARIANTS
         if not setting.quick or variant.name in QUICK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer
+from rich.console import Console
 
 from bench import cases, forms, page, peers, variants
-from bench.frame import against, document, floors, measure, plots
+from bench.frame import against, command, document, floors, measure, plots
 from bench.frame import ways as w
 from bench.frame.document import STANDARD, Document, Table
 from bench.frame.programs import Program, Setting, program_of
@@ -48,13 +50,23 @@ def test_a_program_is_measured_in_every_way(measured: list[dict[str, Any]]) -> N
         assert found["noise"] >= measure.LEAST_NOISE
     by_way = {r["way"]: r for r in measured}
     assert by_way[w.STOCK]["over_stock"] == 1.0 and by_way[w.STOCK]["compile_s"] > 0
-    assert by_way[w.PASS]["took"] and "sites" not in by_way[w.STOCK]
+    assert by_way[w.PASS]["took"] and "took" not in by_way[w.STOCK]
 
 
 @pytest.mark.slow
-def test_a_way_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_fails_is_a_row() -> None:
     rows = measure.run(s1.__name__, [Program("no such program", s1._call)], (w.EAGER,), QUICK, RATES, lambda line: None)  # type: ignore[arg-type]
     assert rows[-1]["status"] == "failed" and "StopIteration" in rows[-1]["error_text"]
+
+
+def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    def fails(module: Any, inputs: Any, folder: Path) -> Any:
+        raise RuntimeError("it cannot")
+
+    program = Program("p", lambda device: s3._make(1, 2, device), extra={"odd": fails})
+    shop = w.Workshop(program, "cpu", tmp_path)
+    candidates, failures = measure._built(shop, (w.EAGER, "odd", w.HAND))
+    assert [c.name for c in candidates] == [w.EAGER] and failures == {"odd": "RuntimeError: it cannot"}
 
 
 # ---------------------------------------------------------------- what is measured
@@ -70,14 +82,17 @@ def test_programs_have_names_of_their_own(module: Any, quick: bool) -> None:
 
 
 @pytest.mark.parametrize("variant", variants.VARIANTS, ids=lambda v: v.name)
-def test_a_specialist_s_form_is_the_same_function(variant: variants.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_specialist_s_form_is_the_same_function(variant: variants.Variant) -> None:
     length = 640  # longer than every window, prefix and document
     inputs = variant.inputs(length)
-    if variant.by_hand is not None:
-        with torch.no_grad():
-            want = variant.run(*(x.double() if x.is_floating_point() else x for x in inputs))
-            got = variant.by_hand(length, "cpu")(*inputs)
-        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-4)
+    makers = [variant.by_hand] if variant.by_hand is not None else []
+    makers += [partial(variants._call_with, variant.dense)] if variant.dense is not None else []
+    assert makers
+    with torch.no_grad():
+        want = variant.run(*(x.double() if x.is_floating_point() else x for x in inputs))
+        for make in makers:
+            got = make(length, "cpu")(*inputs)
+            torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-4)
 
 
 @pytest.mark.parametrize("module", [s1, s2, s3, s4, s5])
@@ -145,6 +160,8 @@ def test_flops_are_those_of_the_two_products() -> None:
 def test_an_expanded_tensor_is_in_memory_once() -> None:
     assert floors.extent(torch.randn(1, 4).expand(1000, 4)) == 16
     assert floors.moved_bytes((torch.randn(8), 3), [torch.randn(2)]) == 40
+    x = torch.randn(1024)
+    assert floors.moved_bytes((x, x), ()) == 4096 and floors.extent(x.unfold(0, 512, 1)) == 4096
 
 
 def test_the_floor_is_the_longer_of_computing_and_moving() -> None:
@@ -195,6 +212,11 @@ def test_without_a_second_stock_row_nothing_is_judged() -> None:
     assert found[1]["verdict"] == "no A/A row" and math.isnan(found[1]["noise"])
 
 
+def test_a_wrong_answer_is_one_without_stock_too() -> None:
+    failed = {"program": "p", "way": w.STOCK, "status": "failed", "error_text": "x"}
+    assert measure.judged([row(w.PASS, 1.0) | {"error": 1.0}, failed])[0]["verdict"] == "WRONG"
+
+
 @pytest.mark.parametrize("error", [1e-3, math.nan, math.inf])
 def test_a_wrong_answer_is_not_fast(error: float) -> None:
     rows = measure.judged([row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 100.0), row(w.PASS, 1.0) | {"error": error}])
@@ -240,7 +262,50 @@ def test_a_regression_shows() -> None:
 def test_what_is_not_measured_any_more_is_named() -> None:
     now = made()
     now.tables[0].rows = now.tables[0].rows[:2]
-    assert "not measured now: p" in against.compare(now, made()).notes
+    assert f"not measured now: p, {w.PASS}" in against.compare(now, made()).notes
+
+
+def test_what_fails_now_is_a_regression() -> None:
+    now = made()
+    now.tables[0].rows[2] = {"program": "p", "way": w.PASS, "status": "failed", "error_text": "x"}
+    found = against.compare(now, made())
+    assert [r["verdict"] for r in found.rows] == [against.FAILED] and against.regressed(found)
+
+
+def test_another_machine_is_told() -> None:
+    now = made()
+    now.run = {**now.run, "device": "another"}
+    assert "another device: d then, another now" in against.compare(now, made()).notes
+
+
+def test_the_run_to_compare_with_is_read_before_it_may_be_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "rates", lambda device: RATES)
+    path = tmp_path / "run.json"
+    made(passed=50.0).write(path)
+    _, _, before = command.begin("T", QUICK, path)
+    now = made(passed=90.0)
+    with pytest.raises(typer.Exit):
+        command.finish(Console(quiet=True), now, path, before)
+    (tmp_path / "old.json").write_text("[]")
+    with pytest.raises(typer.BadParameter, match="no result"):
+        command.begin("T", QUICK, tmp_path / "old.json")
+
+
+def test_a_run_in_which_nothing_ran_fails() -> None:
+    failed = {"program": "p", "way": w.STOCK, "status": "failed", "error_text": "x"}
+    with pytest.raises(typer.Exit):
+        command.finish(Console(quiet=True), Document("T", {}, [Table("t", STANDARD, [failed])]), None, None)
+
+
+def test_programs_are_placed_by_name() -> None:
+    def at(way: str, name: str, us: float) -> dict[str, Any]:
+        return row(way, us) | {"program": name, "flops": 1e6, "bytes": 1e3, "dtype": "float32"}
+
+    rows = [at(w.PASS, "b", 1.0), at(w.STOCK, "c", 10.0), at(w.PASS, "c", 2.0)]
+    found = plots.placed([Document("T", {}, [Table("t", STANDARD, rows)])])
+    assert found["t", "c"] == {w.STOCK: (1e3, 100.0), w.PASS: (1e3, 500.0)} and set(found["t", "b"]) == {w.PASS}
 
 
 # ---------------------------------------------------------------- pictures and the page

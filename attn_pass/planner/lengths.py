@@ -7,6 +7,7 @@ most. Other symbolic sizes stay as they were traced.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from attn_pass.targets.problem import mask_elements
 # One row, fixed, is a form of its own for Inductor (a multiply-and-sum); one row of a length that varies is none.
 _FEW = 2
 _MANY = 1024  # further up a form loses what it loses here
+_FARTHEST = 1 << 20  # of the symbol
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,29 @@ def lengths(
     (symbol,) = symbols
     traced = setting.hint(attention.q_len)
     masked = mask_elements(attention, setting.hint)
-    top = _MANY if symbol.upper is None else min(_MANY, symbol.upper)
     found: dict[int, Length] = {}
-    for value in (max(_FEW, symbol.lower), top):
+    for value in _ends(symbol, lambda n: _at(setting.hint, symbol, n)(attention.q_len)):
         hint = _at(setting.hint, symbol, value)
         queries = hint(attention.q_len)
-        if queries == traced or queries in found or value < symbol.lower:
+        if queries == traced or queries in found or not _FEW <= queries <= _MANY:
             continue
         elements = written.mask_elements * mask_elements(attention, hint) // masked if masked else 0
         there = replace(written, mask_elements=elements, copied_bytes=copied_bytes(hint))
         found[queries] = Length(queries, replace(setting, hint=hint), there)
     return tuple(found.values())
+
+
+def _ends(symbol: Symbol, queries: Callable[[int], int]) -> tuple[int, ...]:
+    """Values of the symbol at which there are few queries, and many: the length may be any function of it.
+
+    Where the length does not grow with the symbol they are values of no account, which the caller looks at again.
+    """
+    last = _FARTHEST if symbol.upper is None else min(_FARTHEST, symbol.upper)
+    values = range(symbol.lower, last + 1)
+    if not values:
+        return ()
+    few, beyond = (bisect_left(values, n, key=queries) for n in (_FEW, _MANY + 1))
+    return tuple(values[n] for n in (min(few, len(values) - 1), max(beyond - 1, 0)))
 
 
 def _at(hint: Callable[[Index], int], symbol: Symbol, value: int) -> Callable[[Index], int]:

@@ -18,8 +18,16 @@ from bench.frame.programs import Setting
 from bench.machine import command, device_name, versions
 
 
-def begin(title: str, setting: Setting) -> tuple[Document, Rates]:
-    """A document without tables, and this device's rates, measured now."""
+def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document, Rates, Document | None]:
+    """A document without tables, this device's rates, measured now, and the run to compare with, read before all.
+
+    Raises:
+        typer.BadParameter: the run to compare with cannot be read.
+    """
+    try:
+        before = None if baseline is None else document.read(baseline)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--against") from error
     torch.set_num_threads(setting.threads)
     found = rates(setting.device)
     run = {
@@ -34,22 +42,22 @@ def begin(title: str, setting: Setting) -> tuple[Document, Rates]:
     }
     if setting.quick:
         run["quick"] = "cut sizes and fewer rounds"
-    return Document(title, run), found
+    return Document(title, run), found, before
 
 
-def finish(console: Console, made: Document, json_file: Path | None, baseline: Path | None) -> None:
+def finish(console: Console, made: Document, json_file: Path | None, before: Document | None) -> None:
     """Shows and writes the document, compares it with another run.
 
     Raises:
-        typer.Exit: 1, something is wrong or got worse.
+        typer.Exit: 1, something is wrong, nothing ran, or it got worse.
     """
     telling.show(console, made)
     if json_file is not None:
         console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
-    wrong = [row for table in made.tables for row in table.rows if row.get("verdict") == "WRONG"]
-    bad = bool(wrong)
-    if baseline is not None:
-        found = against.compare(made, document.read(baseline))
+    rows = [row for table in made.tables for row in table.rows]
+    bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status") != "ok" for row in rows)
+    if before is not None:
+        found = against.compare(made, before)
         console.print(telling.drawn(found))
         for note in found.notes:
             console.print(f"- {note}", markup=False, highlight=False)

@@ -75,11 +75,13 @@ def count_flops(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> fl
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes a tensor takes in memory; an expanded axis is there once."""
+    """Bytes a tensor takes in memory; an expanded axis is there once, and so are windows that overlap."""
     elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride != 0)
-    return elements * tensor.element_size()
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 0)
+    return min(elements, spanned) * tensor.element_size()
 
 
 def moved_bytes(inputs: Any, outputs: Any) -> int:
-    """Of the tensors that go in and come out."""
-    return sum(extent(x) for x in pytree.tree_leaves((inputs, outputs)) if isinstance(x, torch.Tensor))
+    """Of the tensors that go in and come out, one that is given twice once."""
+    found = {id(x): x for x in pytree.tree_leaves((inputs, outputs)) if isinstance(x, torch.Tensor)}
+    return sum(map(extent, found.values()))

@@ -163,12 +163,10 @@ def judged(rows: list[Row]) -> list[Row]:
         base = by_way.get(w.base_of(row["way"]))
         if "floor_us" in row:
             row["of_floor"] = row["floor_us"] / row["median_us"]
-        if base is None:
-            continue
-        again = by_way.get(w.AGAIN[base["way"]])
-        row["over_stock"] = base["median_us"] / row["median_us"]
-        row["noise"] = noise(base, again)
-        row["verdict"] = verdict(row["over_stock"], row["noise"])
+        if base is not None:
+            row["over_stock"] = base["median_us"] / row["median_us"]
+            row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
+            row["verdict"] = verdict(row["over_stock"], row["noise"])
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
     return rows

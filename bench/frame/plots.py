@@ -94,20 +94,18 @@ def memory(rows: Sequence[Row]) -> Figure:
 def roofline(documents: Sequence[Document]) -> Figure:
     """Every program in float32: FLOPs a byte, GFLOP/s reached by stock and by the pass, and the measured roof."""
     figure, axes = _figure(7.0, 4.8)
-    rates = documents[0].run["rates"]
+    rates = max((document.run["rates"] for document in documents), key=lambda r: r["gflops"]["float32"])
     product = rates["gflops"]["float32"]
-    found: dict[str, list[tuple[float, float]]] = {w.STOCK: [], w.PASS: []}
-    for document in documents:
-        for table in document.tables:
-            for row in table.rows:
-                if row.get("way") in found and row.get("dtype") == "float32" and row["flops"]:
-                    reached = row["flops"] / row["median_us"] / 1e3
-                    found[row["way"]].append((row["flops"] / row["bytes"], reached))
-    for (x0, y0), (x1, y1) in zip(found[w.STOCK], found[w.PASS]):
-        axes.plot([x0, x1], [y0, y1], color="#cccccc", linewidth=0.8, zorder=1)
-    for way, points in found.items():
-        axes.scatter(*zip(*points), s=26, color=COLOURS[way], label=way, zorder=2)
-    intensities = [max(min(x for x, _ in found[w.PASS]) / 2, 1e-2), max(x for x, _ in found[w.PASS]) * 2]
+    found = placed(documents)
+    for both in found.values():
+        if len(both) == 2:
+            axes.plot(*zip(*both.values()), color="#cccccc", linewidth=0.8, zorder=1)
+    for way in (w.STOCK, w.PASS):
+        points = [both[way] for both in found.values() if way in both]
+        if points:
+            axes.scatter(*zip(*points), s=26, color=COLOURS[way], label=way, zorder=2)
+    across = [x for both in found.values() for x, _ in both.values()] or [1.0]
+    intensities = [max(min(across) / 2, 1e-2), max(across) * 2]
     ridge = product / rates["gbs"]
     roof = sorted({*intensities, ridge})
     axes.plot(roof, [min(product, x * rates["gbs"]) for x in roof], color="black", linewidth=1.2)
@@ -118,6 +116,18 @@ def roofline(documents: Sequence[Document]) -> Figure:
     axes.set_title(f"Roofline: {product:.0f} GFLOP/s, {rates['gbs']:.0f} GB/s measured")
     axes.legend(frameon=False, loc="lower right")
     return figure
+
+
+def placed(documents: Sequence[Document]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
+    """By table and program, of stock and of the pass: FLOPs a byte, and GFLOP/s."""
+    found: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    for document in documents:
+        for table in document.tables:
+            for row in table.rows:
+                if row.get("way") in (w.STOCK, w.PASS) and row.get("dtype") == "float32" and row["flops"]:
+                    at = row["flops"] / row["bytes"], row["flops"] / row["median_us"] / 1e3
+                    found.setdefault((table.title, row["program"]), {})[row["way"]] = at
+    return found
 
 
 def never_slower(rows: Sequence[Mapping[str, Any]]) -> Figure:

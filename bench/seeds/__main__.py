@@ -41,14 +41,14 @@ def main(
     """Measure the five field reports; exit status 1: an answer is wrong, or a ratio worse than in --against."""
     console = plain_console()
     setting = Setting(device, threads, min(rounds, 7) if quick else rounds, quick=quick)
-    made, rates = begin("The field reports, measured again", setting)
+    made, rates, before = begin("The field reports, measured again", setting, baseline)
     tell = teller(console)
     for name in chosen(only):
         for table in import_module(f"bench.seeds.{name.lower()}").tables(setting, rates, tell):
             made.tables.append(table)
             if json_file is not None:
                 made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file, baseline)
+    finish(console, made, json_file, before)
 
 
 if __name__ == "__main__":

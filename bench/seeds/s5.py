@@ -164,9 +164,10 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
     runs["call again"] = _call
     want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
     samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    tolerance = 1e-5 if setting.on_cpu else 5e-3
     best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
     for name, run_ in runs.items():
-        median = percentile(samples[name], 50)
+        median, error = percentile(samples[name], 50), relative_error(run_(*given), want)
         yield {
             "program": f"B{batch} H{heads} L{LENGTH} D{DIM}, causal",
             "way": f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}",
@@ -175,8 +176,9 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
             "median_us": median,
             "p10_us": percentile(samples[name], 10),
             "p90_us": percentile(samples[name], 90),
-            "error": relative_error(run_(*given), want),
+            "error": error,
             "of_best": best / median,
+            **({} if error <= tolerance else {"verdict": "WRONG"}),
             **_loops(name),
         }
     for name, text in failed.items():
@@ -194,6 +196,7 @@ TILE_COLUMNS = (
     *STANDARD[2:5],
     Column("of the best tile", "of_best", ".0%"),
     Column("error", "error", ".0e"),
+    Column("verdict", "verdict"),
 )
 
 
@@ -218,7 +221,10 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
         f"{name}: {function.__name__}": make(function) for name, make in made.items() for function in (plain, causal)
     }
     samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    doubles = [x.double() for x in given]
+    tolerance = 1e-5 if setting.on_cpu else 5e-3
     for name in made:
+        error = relative_error(runs[f"{name}: causal"](*given), causal(*doubles))
         without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("plain", "causal"))
         yield {
             "program": f"B{batch} H{heads} L{LENGTH} D{DIM}",
@@ -230,6 +236,8 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
             "p10_us": percentile(samples[f"{name}: causal"], 10),
             "p90_us": percentile(samples[f"{name}: causal"], 90),
             "extra": with_mask / without - 1,
+            "error": error,
+            "tolerance": tolerance,
         }
 
 
@@ -249,6 +257,7 @@ MASK_COLUMNS = (
     *STANDARD[3:5],
     Column("the mask costs", "extra", "+.1%"),
     *STANDARD[5:8],
+    Column("error", "error", ".0e"),
 )
 
 
@@ -260,7 +269,8 @@ def _with_verdicts(rows: list[Row]) -> list[Row]:
         for row in rows:
             if row["status"] == "ok":
                 row["over_stock"] = base["median_us"] / row["median_us"]
-                row |= {"noise": around, "verdict": verdict(row["over_stock"], around)}
+                said = verdict(row["over_stock"], around) if row["error"] <= row["tolerance"] else "WRONG"
+                row |= {"noise": around, "verdict": said}
     return rows
 
 

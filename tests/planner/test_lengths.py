@@ -109,6 +109,35 @@ def test_the_ends_are_those_of_the_program() -> None:
     assert "from 16 to 96 queries" in site.reason
 
 
+@pytest.mark.parametrize(
+    ("rows", "hint", "told"),
+    [
+        (lambda q: q[:, :, 1:], 3, "from 2 to 1024 queries"),
+        (lambda q: q[:, :, 1024:], 1027, "from 2 to 1024 queries"),
+        (lambda q: torch.cat((q, q), 2), 5, "from 4 to 1024 queries"),
+    ],
+    ids=["all but one", "the tail", "twice"],
+)
+def test_the_ends_are_those_of_the_rows_whatever_they_are_of_the_length(rows: Any, hint: int, told: str) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (rows(q) @ k.mT * 0.125).softmax(-1) @ v
+
+    free = ({2: Dim.AUTO}, None, None)
+    program = exported(model, lambda n: inputs((1, 8, n, 64), (1, 8, 512, 64), torch.float32), free, hint)
+    site = decided(program)
+    assert told in site.reason
+
+
+def test_a_form_that_holds_for_some_sizes_only_is_no_internal_error() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q[:, :, ::2].contiguous(), k, v)
+
+    free = ({2: Dim.AUTO}, None, None)
+    program = exported(model, lambda n: inputs((1, 1, n, 64), (1, 1, 512, 64), torch.float32), free, 8)
+    site = decided(program, targets=("decomposed",), choose="first")
+    assert site.outcome == "left" and site.reason.startswith("decomposed would hold for some sizes only")
+
+
 def test_the_result_holds_at_both_ends() -> None:
     function, _, shapes = GROUPED
     torch.manual_seed(0)
