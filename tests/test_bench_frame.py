@@ -192,6 +192,15 @@ def test_traffic_is_nearly_all_gone_when_fused() -> None:
     assert counted.read + counted.written == pytest.approx(unfused, rel=0.1)
 
 
+def test_the_npu_s_rows_are_predicted_at_the_report_s_sizes() -> None:
+    made = list(s5.npu())
+    assert [table.title.split(",")[0] for table in made] == ["S5.1", "S5.2", "S5.3", "S5.4"]
+    assert all("predicted" in table.title and "nothing ran" in table.notes[0] for table in made)
+    assert [row["fits"] for row in made[2].rows] == ["yes", "yes", "yes", "no"]
+    assert len(made[1].rows) == len(s5.SPEEDUPS)
+    assert all(table.cells()[1] for table in made)
+
+
 # ---------------------------------------------------------------- verdicts
 
 

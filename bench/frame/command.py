@@ -55,7 +55,7 @@ def finish(console: Console, made: Document, json_file: Path | None, before: Doc
     if json_file is not None:
         console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
     rows = [row for table in made.tables for row in table.rows]
-    bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status") != "ok" for row in rows)
+    bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
     if before is not None:
         found = against.compare(made, before)
         console.print(telling.drawn(found))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import npu_model
 from bench.frame import ways as w
 from bench.frame.document import LEGEND, STANDARD, Column, Row, Table
 from bench.frame.floors import Rates
@@ -274,6 +275,30 @@ def _with_verdicts(rows: list[Row]) -> list[Row]:
     return rows
 
 
+# ---------------------------------------------------------------- an NPU, by the model
+
+
+def npu() -> Iterator[Table]:
+    """The four experiments as the model predicts them of an Ascend 910B, at the report's sizes."""
+    sizes = {"heads": HEADS, "dim": DIM, "batch": BATCH}
+    titles = {
+        "traffic": "S5.1, predicted for an NPU: memory traffic",
+        "speed-up": "S5.2, predicted for an NPU: speed-up over the sequence length",
+        "tiles": "S5.3, predicted for an NPU: tiles in its 256 KB buffer",
+        "causal masks": "S5.4, predicted for an NPU: bytes of causal masks, 32 layers",
+    }
+    made = (
+        npu_model.traffic((LENGTH,), **sizes),
+        npu_model.speed_up(lengths=tuple(SPEEDUPS), **sizes),
+        npu_model.tiles(DIM, LENGTH, TILES),
+        npu_model.causal_masks((LENGTH,), heads=HEADS),
+    )
+    for title, rows in zip(titles.values(), made, strict=True):
+        found = [{"case": row.case, **dict(row.values)} for row in rows]
+        columns = [Column("case", "case"), *(Column(name, name, ".4g") for name in found[0] if name != "case")]
+        yield Table(title, columns, found, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
+
+
 def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
     """The four experiments."""
     counted = child("S5.1 traffic", _traffic, (), tell)
@@ -288,3 +313,4 @@ def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
     cost = _with_verdicts(child("S5.4 mask", mask_cost, (setting,), tell))
     note = "reported on an NPU: the causal mask costs 7.5 % fused, 16.2 % unfused; where it is less than nothing, the "
     yield Table("S5.4: what the causal mask costs", MASK_COLUMNS, cost, [note + "kernel skips what the mask hides"])
+    yield from npu()
