@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -126,12 +127,18 @@ class _Call:
         return (weights @ self.v.double().repeat_interleave(groups, 1)).to(self.q.dtype)
 
 
+@lru_cache(maxsize=1)
+def _triangle() -> Tensor:
+    return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+
+
 def _compressed(mask: Tensor) -> None:
     """The mask of modes 2 to 4 is one triangle, whatever the lengths."""
     shapes = ((2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048))
     _ask(tuple(mask.shape) in shapes, f"a mode with a compressed mask asks for 2048 x 2048, got {tuple(mask.shape)}")
-    wanted = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-    _ask(torch.equal(mask.bool().reshape(2048, 2048), wanted), "the compressed mask is not True above the diagonal")
+    _ask(
+        torch.equal(mask.bool().reshape(2048, 2048), _triangle()), "the compressed mask is not True above the diagonal"
+    )
 
 
 def _operands(

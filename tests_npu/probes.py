@@ -1,6 +1,6 @@
 """What is asked of the real torch_npu: each function runs in a process of its own that has it loaded, and prints JSON.
 
-`python probes.py NAME`, with the environment of `stub_libraries.environment`.
+`python probes.py NAME[:NUMBER] ...`, with the environment of `stub_libraries.environment`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -218,6 +217,8 @@ def device() -> Any:
 
 
 if __name__ == "__main__":
-    name, *numbers = sys.argv[1:]
-    with nullcontext():
-        print("\n" + json.dumps(globals()[name](*map(int, numbers))))
+    results = {}
+    for asked in sys.argv[1:]:
+        name, *numbers = asked.split(":")
+        results[asked] = globals()[name](*map(int, numbers))
+    print("\n" + json.dumps(results))
