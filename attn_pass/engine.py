@@ -77,7 +77,7 @@ def _check_names(options: Options) -> None:
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
-    if options.device is not None and options.device.lower() not in catalog.NAMES:
+    if options.device is not None and catalog.known(options.device) is None:
         try:
             torch.device(options.device)
         except RuntimeError as error:

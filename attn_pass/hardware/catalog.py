@@ -54,17 +54,36 @@ _SHEETS: tuple[Sheet, ...] = (
     Sheet("xla", "TPU v5e", 1, 175e3, 22e3, 1000, 740, 128 << 20),
     Sheet("xla", "TPU v5p", 2, 410e3, 50e3, 2000, 2500, 128 << 20),
     Sheet("xla", "TPU v6e", 1, 820e3, 100e3, 2500, 1480, 128 << 20),
+    Sheet("xla", "TPU7x", 1, 1000e3, 125e3, 2500, 3300, 64 << 20),  # one of a chip's two halves, as JAX counts devices
 )
 DEFAULT_CUDA = "h200"
 _BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
 NAMES = tuple(_BY_NAME)
-_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode")}
+_SHORT = "tpu "  # what the names of TPUs may be given without: "v5e"
+_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode"), "xla": ("pallas_flash", "pallas_splash")}
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def known(name: str) -> str | None:
+    """The name among `NAMES` that a name, or a short one of a TPU ("v5e"), stands for; None if there is none."""
+    return next((n for n in (name.lower(), _SHORT + name.lower()) if n in _BY_NAME), None)
 
 
 def by_name(name: str) -> Device:
     """A device of the catalogue, which need not be here."""
-    return replace(_device(_BY_NAME[name.lower()]), is_here=False)
+    found = known(name)
+    if found is None:
+        raise KeyError(name)
+    return replace(_device(_BY_NAME[found]), is_here=False)
+
+
+def tpu_here(generation: str | None) -> Device | None:
+    """A TPU of this process, by what Google Cloud calls its generation ("v5litepod"); None if it is not known."""
+    name = known(_CLOUD_NAMES.get(generation or "", generation or ""))
+    return None if name is None else _device(_BY_NAME[name])
+
+
+_CLOUD_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 
 
 def cuda_here(at: torch.device | None = None) -> Device:

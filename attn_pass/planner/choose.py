@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attn_pass.hardware import cost, cost_cuda
+from attn_pass.hardware import cost, cost_cuda, cost_xla
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
@@ -57,6 +57,7 @@ class Choice:
     takes: tuple[Take, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
+    foreign: frozenset[str] = frozenset()  # of these, targets that refused because of the device alone
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
 
@@ -77,6 +78,8 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
     if setting.device.type == "cuda":  # what is elementwise is part of the softmax's kernel
         return cost_cuda.unfused(setting.device, problem) + scaled + copies
+    if setting.device.name.startswith("TPU"):
+        return cost_xla.unfused(setting.device, problem) + copies
     scaled += cost.transcendental(setting.device, problem, calls)
     return cost.unfused(setting.device, problem) + scaled + copies
 
@@ -105,7 +108,7 @@ def choose(
     choice = Choice(predicted_us={LEAVE: leaving})
     offers = _offers(forms, targets, setting, choice)
     if not offers:
-        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice.refusals, allowed)
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice, allowed)
         others = [r for r in choice.refusals.values() if r != attention.not_affine]
         if attention.not_affine and others:
             choice.reason = f"{attention.not_affine}; {others[0]}"
@@ -160,7 +163,8 @@ def _offers(
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
-    choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
+    choice.foreign = frozenset(foreign) - frozenset(choice.refusals)
+    choice.refusals = choice.refusals | {name: foreign[name] for name in foreign if name in choice.foreign}
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     return offers
@@ -212,8 +216,10 @@ def label(target: str, variant: str) -> str:
     return f"{target} ({variant})" if variant else target
 
 
-def _why_none(refusals: dict[str, str], allowed: tuple[str, ...] | None) -> str:
+def _why_none(choice: Choice, allowed: tuple[str, ...] | None) -> str:
+    """The reason of torch's own call, where it is for this device, or of the first target that is."""
+    refusals = choice.refusals
     if not refusals:
         return "no target is allowed"
-    first = refusals.get("sdpa") or next(iter(refusals.values()))
-    return first
+    first = next(iter(refusals.values()))
+    return first if "sdpa" in choice.foreign else refusals.get("sdpa", first)

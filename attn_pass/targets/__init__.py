@@ -17,6 +17,7 @@ from attn_pass.targets.local import Local
 from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 from attn_pass.targets.values import Values
+from attn_pass.targets.xla import PallasFlash, PallasSplash
 
 GROUP = "attn_pass.targets"  # the entry-point group third parties register targets in
 
@@ -29,7 +30,7 @@ def _registered() -> tuple[Target, ...]:
 def built_in() -> tuple[Target, ...]:
     """The targets of this package; of equally cheap offers the first is taken."""
     cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn())
-    return (*cuda, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+    return (*cuda, PallasFlash(), PallasSplash(), Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
 
 
 def all_targets() -> tuple[Target, ...]:

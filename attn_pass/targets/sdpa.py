@@ -55,7 +55,7 @@ class Sdpa:
         """Takes whatever torch has a fused CPU kernel for, padding unequal head dims."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason)
+            return Refusal(self.name, reason, foreign=setting.device.type not in ("cpu", "cuda"))
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
