@@ -37,8 +37,8 @@ class Generation:
 
 
 GENERATIONS: Mapping[str, Generation] = {
-    "TPU v5e": Generation(16 * _MIB, (1024, 1024), (512, 512), (512, 512)),
-    "TPU v5p": Generation(16 * _MIB, (1024, 1024), (512, 512), (512, 512)),
+    "TPU v5e": Generation(16 * _MIB, (1024, 1024), (1024, 512), (512, 512)),
+    "TPU v5p": Generation(16 * _MIB, (1024, 1024), (1024, 512), (512, 512)),
     "TPU v6e": Generation(32 * _MIB, (2048, 1024), (1024, 1024), (512, 512)),
     "TPU7x": Generation(32 * _MIB, (2048, 1024), (1024, 1024), (512, 512)),
 }
@@ -72,13 +72,16 @@ def vmem(rows: int, keys: int, size: Sizes, *, kind: str = FLASH, back: bool = F
     moved = 2 * size.itemsize * lanes * (2 * rows + 2 * keys)
     ids = 2 * 4 * (rows * _LANES + 8 * keys) if size.masked else 0
     bias = 2 * 4 * rows * keys if size.biased else 0
+    parts = 0
+    if size.itemsize == 4:  # products of full precision take their operands apart, in three of bfloat16
+        parts = 6 * (rows * keys + lanes * (rows + 2 * keys))
     if back:
         # Scores, their gradient, and what both are cast to; gradients of keys and values, or of the query.
-        return 3 * scores + moved + 2 * 4 * lanes * (keys + rows) + 6 * 4 * rows * _LANES + ids + 2 * bias
+        return 3 * scores + moved + 2 * 4 * lanes * (keys + rows) + 6 * 4 * rows * _LANES + ids + 2 * bias + 2 * parts
     if kind == SPLASH:
-        return 2 * scores + 4 * keys * lanes + 2 * wide + moved + 2 * 4 * (rows * _LANES + 8 * keys)
+        return 2 * scores + 4 * keys * lanes + 2 * wide + moved + 2 * 4 * (rows * _LANES + 8 * keys) + parts
     residuals = 2 * 2 * 4 * rows * _LANES if size.training else 0
-    return scores + wide + moved + ids + bias + residuals
+    return scores + wide + moved + ids + bias + residuals + parts
 
 
 @lru_cache(maxsize=4096)
