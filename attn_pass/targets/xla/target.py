@@ -187,8 +187,9 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
     """What no kernel of these takes, whatever the mask."""
     if a.not_affine:
         return a.not_affine
-    if setting.device.is_here and find_spec("jax") is None:
-        return "the Pallas kernels need the package jax"
+    missing = [name for name in ("jax", "flax") if setting.device.is_here and find_spec(name) is None]
+    if missing:
+        return f"the Pallas kernels need {' and '.join(missing)}, not installed here (docs/xla.md has the versions)"
     if setting.program == "aoti":
         return "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program"
     if setting.autocast is not None and setting.autocast != a.compute_dtype:
