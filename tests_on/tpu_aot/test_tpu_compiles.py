@@ -181,11 +181,6 @@ def test_tiles_of_4096_by_1024_need_more_than_16_mib(generation: str) -> None:
         assert compiled(generation, call, False, ONE) == 1
 
 
-def test_tiles_of_4096_by_2048_need_more_than_any_has() -> None:
-    for generation in GENERATIONS:
-        assert "memory" in refused(generation, Call("flash", 0.1, Blocks(4096, 2048)), ONE)
-
-
 def test_a_lower_bound_is_no_flag_of_flash() -> None:
     with pytest.raises(ValueError, match="splash"):
         compiled("TPU v5e", replace(Call("flash", 0.1, Blocks(512, 512)), lower=-3), False, ONE)
