@@ -55,7 +55,8 @@ class Sdpa:
         """Takes whatever torch has a fused CPU kernel for, padding unequal head dims."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type not in ("cpu", "cuda"))
+            others = setting.device.type not in ("cpu", "cuda") and bool(setting.device.kernels)
+            return Refusal(self.name, reason, foreign=others)  # where the device has kernels of its own
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
