@@ -125,7 +125,12 @@ def overlap(timing: Timing = Timing()) -> Part:
         "Milliseconds an attention, of steps of several; tracing alone is in them once. Waited for in every step it is "
         "added to execution; otherwise the next step is traced meanwhile. Reported on a TPU, for (1, 5, 16384, 128): "
         "JAX 2.5 ms, torch_xla's flash_attention 3.0, call_jax 2.6. "
-        + ("" if on_tpu else "These are of torch_xla's CPU device and other shapes, and say nothing of a TPU.")
+        + (
+            ""
+            if on_tpu
+            else "These are of torch_xla's CPU device and other shapes, and say nothing of a TPU; other work on the "
+            "machine moves them by tens of percent."
+        )
     )
     return part
 
