@@ -4,22 +4,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.attn_pass_ready
+NPU := .venv-npu
 # Where a collection of cases from the field lies, if there is one.
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-tpu-aot test-xla lint types docs cases bench-s4
+.PHONY: help setup demo test test-npu test-tpu-aot test-xla lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
+	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
-	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE --half')"
+	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
+	@echo "make bench-peers  install ONNX Runtime and OpenVINO, and measure them beside the pass"
 	@echo "make setup     create $(VENV) once; every other command does it when needed"
 
 setup: $(STAMP)
@@ -45,6 +48,17 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
+# An environment of its own: torch_npu asks for one version of torch, and makes plain `import torch` load it. Without
+# what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_npu/stub_libraries.py).
+$(NPU)/.ready: constraints-npu.txt
+	test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt torch
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt --no-deps torch-npu
+	touch $@
+
+test-npu: $(NPU)/.ready
+	$(NPU)/bin/python -m pytest tests_npu $(ARGS)
 # Environments of their own: libtpu is large, and torch_xla needs the torch of its release.
 .venv-tpu/.attn_pass_ready: constraints.txt constraints-tpu.txt
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
@@ -79,4 +93,8 @@ cases: $(STAMP)
 	else echo "no cases at $(CASES); say where: make cases CASES=path/to/run.py"; fi
 
 bench-s4: $(STAMP)
-	$(BIN)/python -m bench.s4 $(ARGS)
+	$(BIN)/python -m bench seeds --only S4 $(ARGS)
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[peers]'
+	$(BIN)/python -m bench peers $(ARGS)

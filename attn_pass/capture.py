@@ -9,17 +9,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from attn_pass.dynamo import Snapshot, decide, known_buffers, told
 from attn_pass.errors import AttnPassError, CaptureError
-from attn_pass.export import known_values
+from attn_pass.export import exported, known_values
 from attn_pass.options import Options, make_options
 from attn_pass.report import Report, publish
 
 
-def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+def explain(
+    model: Any,
+    *args: Any,
+    attn_pass_options: Mapping[str, Any] | None = None,
+    attn_pass_dynamic: bool = False,
+    attn_pass_aot: bool = False,
+    **kwargs: Any,
+) -> Report:
     """What attn_pass would do with each attention of a model, and why: captures it, decides, compiles nothing.
 
     The model runs once, eagerly, in the training and gradient mode it is called in. What torch.compile knows of the
@@ -28,21 +36,35 @@ def explain(model: Any, *args: Any, attn_pass_options: Mapping[str, Any] | None 
     Args:
         model: a module or function, compiled already or not; or an exported program, whose args are ignored.
         args: the model's inputs.
-        attn_pass_options: fields of `attn_pass.Options`; all other keywords are the model's.
-        kwargs: the model's keyword inputs.
+        attn_pass_options: fields of `attn_pass.Options`.
+        attn_pass_dynamic: every size of the inputs may be another at the next call.
+        attn_pass_aot: as `attn_pass.aot_compile` would: the module is exported, without gradients.
+        kwargs: the model's keyword inputs: all other keywords.
 
     Raises:
         CaptureError: the model fails on these inputs, or torch.compile cannot capture any graph of it.
         OptionError: an option is unknown or has a value that is not accepted.
     """
     options = make_options(**(attn_pass_options or {}))
+    if attn_pass_aot and not isinstance(model, ExportedProgram):
+        model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None)
     if isinstance(model, ExportedProgram):
         known = known_values(model, options)
-        report = decide(Snapshot(model.graph_module).module(), options, "export", "inductor", known).report
+        report = decide(Snapshot(model.graph_module).module(), options, "aoti", "inductor", known).report
     else:
-        report = _captured(model, args, kwargs, options)
+        report = _captured(model, args, kwargs, options, attn_pass_dynamic)
     publish(report, compiled=False)
     return report
+
+
+def _any_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapesCollection:
+    """Every size of the inputs is dynamic but those of 1, which torch.export cannot let vary by itself."""
+    shapes: Any = ShapesCollection()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor):
+            shapes[leaf] = {number: Dim.AUTO for number, size in enumerate(leaf.shape) if size > 1}
+    found: ShapesCollection = shapes
+    return found
 
 
 _OWN = "_compiled_call_impl"
@@ -65,7 +87,7 @@ class _Reader:
         return gm.forward
 
 
-def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Report:
+def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, dynamic: bool) -> Report:
     from torch._dynamo import config
     from torch._dynamo.utils import counters
 
@@ -77,7 +99,8 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     name = _name(model)
     reader = _Reader(options)
     breaks = Counter(counters["graph_break"])
-    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **_isolation())
+    settings: dict[str, Any] = {"dynamic": True} if dynamic else {}
+    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **settings, **_isolation())
     try:
         # Earlier calls had other shapes: no reason to be dynamic here.
         with config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):

@@ -1,24 +1,35 @@
-"""The command line: ``attn-pass explain`` of a model or a package, and ``attn-pass version``."""
+"""The command line: ``attn-pass explain`` of a model or a package, ``attn-pass doctor``, ``attn-pass version``."""
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from attn_pass.errors import AttnPassError
 
-_BAD_INPUT = 2
+if TYPE_CHECKING:
+    from attn_pass.report import SiteReport
+
+_FAILED, _BAD_INPUT = 1, 2
+
+
+class FailOn(str, enum.Enum):
+    """What makes `explain` fail."""
+
+    left = "left"
+    near_miss = "near-miss"
+
 
 app = typer.Typer(
     help="Shows how attn_pass reads and would rewrite the attention of a PyTorch model.",
@@ -39,9 +50,28 @@ def explain(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="What every target said against a site, also where it is rewritten.")
+    ] = False,
     choose: Annotated[
         str | None,
         typer.Option(help='"cheapest" (the default) or "fused"; as the environment variable ATTN_PASS_CHOOSE.'),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help='Decide for this device, here or not: "cpu", "cuda:0", "H200", "L4".')
+    ] = None,
+    training: Annotated[
+        bool | None,
+        typer.Option(
+            "--training/--inference",
+            help="In training mode with gradients, or in evaluation mode without; else as the function leaves it.",
+        ),
+    ] = None,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Every size of the inputs may vary.")] = False,
+    aot: Annotated[bool, typer.Option("--aot", help="As aot_compile would: exported, without gradients.")] = False,
+    fail_on: Annotated[
+        FailOn | None,
+        typer.Option(help="Exit with 1 if an attention is left, or if there is a near miss or anything is left."),
     ] = None,
 ) -> None:
     """Print, for each attention of a model, what it would become and why; of a package, what it became.
@@ -51,17 +81,42 @@ def explain(
     try:
         if target.endswith(".pt2"):
             report = importlib.import_module("attn_pass").package_report(target)
-            typer.echo(report.to_json() if as_json else str(report))
-            return
-        from attn_pass.options import make_options
+        else:
+            from attn_pass.options import make_options
 
-        make_options(**({} if choose is None else {"choose": choose}))  # told before a model is built
-        model, args, kwargs = _built(target)
-        with _environment("ATTN_PASS_CHOOSE", choose):  # explain's own keywords are the model's
-            report = importlib.import_module("attn_pass").explain(model, *args, **kwargs)
+            options = {name: value for name, value in (("choose", choose), ("device", device)) if value is not None}
+            make_options(**options)  # told before a model is built
+            model, args, kwargs = _built(target)
+            settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
+            with _mode(model, training):
+                report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
     except AttnPassError as error:
         _fail(str(error))
-    typer.echo(report.to_json() if as_json else str(report))
+    typer.echo(report.to_json() if as_json else report.table(verbose=verbose))
+    if fail_on is not None and any(_fails(site, fail_on) for site in report.sites):
+        raise typer.Exit(_FAILED)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Print what is installed here, what for, how to get the rest, and which targets are on."""
+    found = importlib.import_module("attn_pass.doctor").diagnosis()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    for title, findings in found.items():
+        table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
+        for finding in findings:
+            mark = "[green]yes[/]" if finding["found"] else "[dim]no[/]"
+            table.add_row(mark, finding["what"], escape(finding["found"]), escape(finding["note"]))
+        console.print(table)
 
 
 @app.command()
@@ -142,19 +197,22 @@ def _loaded(where: str) -> ModuleType:
 
 
 @contextmanager
-def _environment(variable: str, value: str | None) -> Iterator[None]:
-    """Set an environment variable for a while; None changes nothing."""
-    before = os.environ.get(variable)
-    try:
-        if value is not None:
-            os.environ[variable] = value
+def _mode(model: Any, training: bool | None) -> Iterator[None]:
+    """Gradients and the model's mode for training or inference; None changes nothing."""
+    import torch
+
+    if training is None:
         yield
-    finally:
-        if value is not None:
-            if before is None:
-                os.environ.pop(variable, None)
-            else:
-                os.environ[variable] = before
+        return
+    if isinstance(model, torch.nn.Module):
+        model.train(training)
+    with torch.set_grad_enabled(training):
+        yield
+
+
+def _fails(site: SiteReport, what: FailOn) -> bool:
+    """Whether the site is what a caller does not want to see."""
+    return site.outcome == "left" and (what is FailOn.near_miss or site.kind == "attention")
 
 
 def _kind(value: Any) -> str:

@@ -24,9 +24,10 @@ from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
-from attn_pass.patterns import calls, composite, flash_attn_calls, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Measured, Take, choose
+from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.lift import Reader
@@ -77,7 +78,7 @@ def _check_names(options: Options) -> None:
         for name in given or ():
             if name not in known:
                 raise unknown_name(kind, name, known)
-    if options.device is not None and catalog.known(options.device) is None:
+    if options.device is not None and not catalog.is_known(options.device):
         try:
             torch.device(options.device)
         except RuntimeError as error:
@@ -85,6 +86,10 @@ def _check_names(options: Options) -> None:
                 f"device={options.device!r} is neither a device torch knows nor one of "
                 f"{', '.join(catalog.NAMES)}: {_first_line(error)}"
             ) from None
+
+
+class _HoldsForSome(RewriteError):
+    """What was planned rests on a fact about symbolic sizes: a reason to leave the site, and no fault."""
 
 
 @dataclass
@@ -162,7 +167,7 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
-        for finder in (calls.find, flash_attn_calls.find, softmax.find, composite.find):
+        for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find, composite.find):
             try:
                 yield from finder(self.reader)
             except Exception as error:
@@ -196,8 +201,11 @@ class _Graph:
             record.reason = "a checkpointed region without gradients takes no fused call"
             return False
         setting = self._setting(site, attention)
-        copied = sum(_bytes(n, self.sizes) for n in described.copies)
-        written = replace(site.written, copied_bytes=copied)
+
+        def copied(hint: Callable[[Index], int]) -> int:
+            return sum(_bytes(n, self.sizes, hint) for n in described.copies)
+
+        written = replace(site.written, copied_bytes=copied(self.sizes.hint))
         rule, measure = self._rule(record), None
         if self.measure is not None and rule is None:
             measure = functools.partial(self.measure, self._place(site, setting))
@@ -209,6 +217,7 @@ class _Graph:
             prefer=self.options.choose if rule is None else "first",
             allowed=self.options.targets if rule is None else rule[1],
             measure=measure,
+            elsewhere=lengths(attention, setting, written, copied),
         )
         record.refusals = choice.refusals
         record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
@@ -219,9 +228,11 @@ class _Graph:
             try:
                 self._emit(site, take, setting)
             except RewriteError as error:
-                if take is choice.takes[-1]:
-                    raise
                 record.refusals[take.target.name] = _first_line(error)
+                if take is choice.takes[-1]:
+                    if not isinstance(error, _HoldsForSome):
+                        raise
+                    record.reason = _first_line(error)
                 continue
             offer = take.offer
             record.reason = take.reason + by_rule
@@ -229,6 +240,7 @@ class _Graph:
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n in CASES)
             record.assumptions = (*offer.assumptions, *described.assumptions)
+            record.fixed = described.fixed
             return True
         return False
 
@@ -242,7 +254,7 @@ class _Graph:
             before = plan.guards()
             value = take.target.emit(plan, nodes, take.offer, setting)
         if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
-            raise RewriteError(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
+            raise _HoldsForSome(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
         if old is None or self.sizes.shape(old) != self.sizes.shape(new) or old.dtype != new.dtype:
             raise RewriteError(
@@ -287,7 +299,7 @@ class _Graph:
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
-            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM),
+            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM, npu_calls.FORM),
             kernel_as_written=fused,
             deterministic=deterministic,
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
@@ -301,7 +313,7 @@ class _Graph:
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
         if self.options.targets is not None and composite.target not in self.options.targets:
             record.reason = record.reason or f"the target {composite.target} is not allowed"
-        elif not device.kernels or device.type not in ("cpu", "cuda"):
+        elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
         elif composite.masked and self.options.numerics == "strict":
             record.reason = record.reason or "numerics='strict': a row may be masked out entirely"
@@ -369,8 +381,8 @@ def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in sizes)
 
 
-def _bytes(node: Node, sizes: Sizes) -> int:
+def _bytes(node: Node, sizes: Sizes, hint: Callable[[Index], int]) -> int:
     value = tensor_value(node)
     if value is None:
         return 0
-    return sizes.hint(product(sizes.shape(value))) * value.element_size()
+    return hint(product(sizes.shape(value))) * value.element_size()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import operator
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,14 @@ def aot_compile(
     (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten
     program the original is compiled, every site is reported left, and one warning names the first site.
 
+    Weights stay weights: the loaded package lists the constants that a stock one lists (``get_constant_fqns()``) and
+    takes new values for them (``load_constants``), with one exception. A mask may be named by the values of the buffer
+    or constant that holds it (`Options.assume_constant_buffers`; those no state dict holds are read without it). Then
+    the code rests on its values: ``Report.fixed_constants`` lists it, and the site's assumptions name it. Where nothing
+    reads it any more the package does not hold it, and ``load_constants`` refuses its name as it does any
+    unknown one. Where something does, that use takes new values, which may be the attention's own, as a mask in memory.
+    Compile again to change it.
+
     Args:
         model: a module, exported as it is (call .eval() first) without gradients; or an exported program, which is
             not changed, and for which args, kwargs and dynamic_shapes are not given.
@@ -71,7 +80,7 @@ def aot_compile(
     ours, inductor, mode = split_options(options)
     path = _checked_path(package_path)
     patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
-    original = _exported(model, args, kwargs, dynamic_shapes)
+    original = exported(model, args, kwargs, dynamic_shapes)
     program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
     report, changed = _rewritten(program, ours, "inductor")
     failure = ""
@@ -142,7 +151,7 @@ def rewrite(
 # ---- exported programs ----
 
 
-def _exported(
+def exported(
     model: torch.nn.Module | ExportedProgram,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
@@ -233,10 +242,19 @@ def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tupl
 
 
 def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """One-element tensors that are literals of the program, as ``torch.tensor(False)`` is, by name of placeholder."""
+    """One-element tensors that are literals of the program, as ``torch.tensor(False)`` is, by name of placeholder.
+
+    Not the attributes of modules, which have names of their own: someone may want to load other values for those.
+    """
     lifted = program.graph_signature.inputs_to_lifted_tensor_constants
-    values = {name: program.constants.get(target) for name, target in lifted.items()}
+    literals = {name: target for name, target in lifted.items() if _LITERAL.fullmatch(target.rpartition(".")[2])}
+    values = {name: program.constants.get(target) for name, target in literals.items()}
     return {n: v for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() == 1 and not v.is_meta}
+
+
+_LITERAL = re.compile(
+    r"lifted_tensor_\d+"
+)  # torch.export's name for what has none (torch/_export/passes/lift_constants_pass.py)
 
 
 def _output_names(gm: GraphModule) -> list[str]:

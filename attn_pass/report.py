@@ -47,6 +47,7 @@ class SiteReport:
         poor_cases: names of the poor cases whose variant was taken.
         refusals: target to the reason it did not take the site.
         assumptions: what was assumed, or differs in a way the numerics contract allows.
+        fixed: buffers and constants, by name, of which the values were relied on: they are part of what was compiled.
         score_mod: the score function that was emitted, as Python source; ``t0`` and so on are tensors of the program.
             Empty where none was.
         predicted_us: predicted time in microseconds of each offer, "leave" included.
@@ -70,6 +71,7 @@ class SiteReport:
     poor_cases: tuple[str, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     score_mod: str = ""
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
@@ -82,7 +84,8 @@ class SiteReport:
         if self.target is not None:
             self.refusals = {**self.refusals, self.target: reason}
         self.outcome, self.target, self.reason = "left", None, reason
-        self.poor_cases, self.assumptions, self.verified_error, self.score_mod = (), (), None, ""
+        self.poor_cases, self.assumptions, self.fixed = (), (), ()
+        self.verified_error, self.score_mod = None, ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""
@@ -93,7 +96,7 @@ class SiteReport:
         """The record that `to_dict` was taken of; fields of another version are left out."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
-        for name in ("poor_cases", "assumptions"):
+        for name in ("poor_cases", "assumptions", "fixed"):
             values[name] = tuple(values.get(name, ()))
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
         return cls(**values)
@@ -123,6 +126,11 @@ class Report:
         """The sites that stay as they were, near misses included."""
         return [site for site in tuple(self.sites) if site.outcome == "left"]
 
+    @property
+    def fixed_constants(self) -> tuple[str, ...]:
+        """Buffers and constants, by name, whose values were relied on: other values need another compile."""
+        return tuple(sorted({name for site in tuple(self.sites) for name in site.fixed}))
+
     def append(self, site: SiteReport) -> None:
         """Add one site; safe from any thread."""
         with _LOCK:
@@ -144,13 +152,14 @@ class Report:
             site.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"graphs", "seconds", "rewritten", "left" (counts), "sites" (a list of dicts)}, ready for JSON."""
+        """{"graphs", "seconds", "rewritten", "left" (counts), "fixed_constants", "sites" (dicts)}, ready for JSON."""
         with _LOCK:
             return {
                 "graphs": self.graphs,
                 "seconds": self.seconds,
                 "rewritten": len(self.rewritten),
                 "left": len(self.left),
+                "fixed_constants": list(self.fixed_constants),
                 "sites": [site.to_dict() for site in self.sites],
             }
 
@@ -179,11 +188,12 @@ class Report:
             what = near if misses == len(sites) else f"{what} and {near}"
         return f"attn_pass: {what}: {told} ({took})"
 
-    def table(self, width: int | None = None) -> str:
+    def table(self, width: int | None = None, *, verbose: bool = False) -> str:
         """The table as plain text; equal rows are one row with how many they are.
 
         Args:
             width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+            verbose: what every target said against a site also where the site is rewritten.
         """
         groups: dict[str, list[SiteReport]] = {}
         for site in tuple(self.sites):
@@ -200,13 +210,15 @@ class Report:
         for title, ratio in _COLUMNS:
             table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
         for group in groups.values():
-            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group)))
+            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group, verbose)))
         out = StringIO()
         console = Console(
             file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False
         )
         console.print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        if fixed := self.fixed_constants:
+            lines.append(f"fixed, as their values are compiled in: {', '.join(fixed)}")
         return "\n".join([self.summary(), *(line for line in lines if line)])
 
     def __str__(self) -> str:
@@ -324,7 +336,7 @@ _COLUMNS = (
 )
 
 
-def _row(group: Sequence[SiteReport]) -> tuple[str, ...]:
+def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     site = group[0]
     number = f"x{len(group)}" if len(group) > 1 else "1"
     if site.count > 1:
@@ -340,11 +352,11 @@ def _row(group: Sequence[SiteReport]) -> tuple[str, ...]:
         "\n".join(filter(None, (site.where, module))),
         "\n".join(filter(None, (*_shapes(site), f"{site.dtype} {site.device}".strip()))),
         site.mask,
-        "\n".join(_why(site)),
+        "\n".join(_why(site, verbose)),
     )
 
 
-def _why(site: SiteReport) -> Iterator[str]:
+def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
     yield site.reason
     if site.poor_cases:
         yield f"poor cases: {', '.join(site.poor_cases)}"
@@ -357,7 +369,7 @@ def _why(site: SiteReport) -> Iterator[str]:
         yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
     if site.verified_error is not None:
         yield f"verified: error {site.verified_error:.2g}"
-    if site.outcome == "left":
+    if verbose or site.outcome == "left":
         yield from (f"{target}: {why}" for target, why in site.refusals.items() if why != site.reason)
 
 

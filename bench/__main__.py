@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import typer
 
-from bench import constants, forms, masks, models, never_slower, pass_time, s4, training
+from bench import constants, dynamic_query, lists, models, never_slower, page, pass_time, training
+from bench.census.__main__ import compile_time_command
 from bench.gpu import __main__ as gpu
+from bench.seeds import __main__ as seeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-for name, module in {
-    "constants": constants,
-    "forms": forms,
-    "masks": masks,
-    "models": models,
-    "never-slower": never_slower,
-    "pass-time": pass_time,
-    "s4": s4,
-    "training": training,
+for name, function in {
+    "seeds": seeds.main,
+    "cases": lists.cases_command,
+    "variants": lists.variants_command,
+    "forms": lists.forms_command,
+    "models": models.main,
+    "peers": lists.peers_command,
+    "dynamic-query": dynamic_query.main,
+    "never-slower": never_slower.main,
+    "training": training.main,
+    "compile-time": compile_time_command,
+    "pass-time": pass_time.main,
+    "constants": constants.main,
+    "page": page.main,
 }.items():
-    app.command(name)(module.main)
+    app.command(name)(function)
 
 
 @app.command(

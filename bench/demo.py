@@ -10,14 +10,12 @@ exit status is 1 if an answer is off by more than the tolerance, or a model fail
 from __future__ import annotations
 
 import gc
-import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,8 +26,14 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import attn_pass
-from bench import machine, s4, shared_keys
+from bench import machine
 from bench.architectures import ARCHITECTURES, Architecture
+from bench.frame import floors, telling, ways
+from bench.frame.document import STANDARD, Row
+from bench.frame.document import Table as Rows
+from bench.frame.measure import run
+from bench.frame.programs import Setting
+from bench.seeds import s4
 
 # Largest difference from eager that counts as equal, relative to the largest value of that output. Fused kernels sum in
 # another order, and the difference grows through the layers above.
@@ -156,21 +160,24 @@ def summary(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def seed_s4(progress: Progress, rounds: int) -> s4.Result:
+def seed_s4(progress: Progress, setting: Setting) -> list[Row]:
     """Compile S4 stock, decomposed and with the pass; print the sites, the times and the ratios."""
     progress.console.print(Rule("seed S4: AOTInductor, query length 1, one shared K and V"))
-    with tempfile.TemporaryDirectory() as folder, attn_pass.record() as report:
-        result = s4.measure(shared_keys.PACKAGES, shared_keys.Setting(Path(folder)), rounds, progress.tell)
-    progress.console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-    progress.console.print(s4.rich_table(result))
+    rates = floors.rates(setting.device)
+    rows = run(s4.__name__, s4.programs(setting)[:1], ways.PACKAGED, setting, rates, progress.tell)
+    found = {row["way"]: row for row in rows if row["status"] == "ok"}
+    if (passed := found.get(ways.PACKAGE_PASS)) is not None:
+        progress.console.print(passed["report"], markup=False, highlight=False, soft_wrap=True)
+    progress.console.print(telling.drawn(Rows(s4.TITLE, STANDARD, rows)))
     for text, slower, faster in (
-        ("stock / attn_pass", shared_keys.STOCK, shared_keys.PASS),
-        ("decomposed / attn_pass", shared_keys.DECOMPOSED, shared_keys.PASS),
-        ("A/A, stock / stock: the noise of this run", shared_keys.STOCK, shared_keys.STOCK_AGAIN),
+        ("stock / attn_pass", ways.PACKAGE, ways.PACKAGE_PASS),
+        ("decomposed / attn_pass", ways.DECOMPOSED, ways.PACKAGE_PASS),
+        ("A/A, stock / stock: the noise of this run", ways.PACKAGE, ways.PACKAGE_AGAIN),
     ):
-        ratio = result.ratio(slower, faster)
-        progress.console.print(f"  {ratio:5.2f}  {text}", markup=False, highlight=False)
-    return result
+        if slower in found and faster in found:
+            ratio = found[slower]["median_us"] / found[faster]["median_us"]
+            progress.console.print(f"  {ratio:5.2f}  {text}", markup=False, highlight=False)
+    return rows
 
 
 def chosen(names: Sequence[str]) -> list[Architecture]:
@@ -188,7 +195,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Samples of every S4 candidate.")] = 9,
 ) -> None:
     """Explain, rewrite and check real architectures, then compile seed S4 with and without the pass."""
-    console = s4.plain_console()
+    console = telling.plain_console()
     progress = Progress(console)
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     progress.tell(f"{machine.device_name('cpu')}; {versions}; {torch.get_num_threads()} threads")
@@ -198,10 +205,11 @@ def main(
         console.print(Rule(architecture.name))
         verdicts.append(try_architecture(architecture, progress))
     console.print(summary(verdicts))
-    result = seed_s4(progress, rounds) if with_s4 else None
+    setting = Setting(threads=torch.get_num_threads(), rounds=rounds, quick=True)
+    rows = seed_s4(progress, setting) if with_s4 else []
 
     wrong = [verdict.name for verdict in verdicts if not verdict.holds]
-    wrong += [f"S4: {row.name}" for row in result.wrong] if result else []
+    wrong += [f"S4: {row['way']}" for row in rows if row["status"] != "ok" or row.get("verdict") == "WRONG"]
     progress.tell(f"NOT RIGHT: {', '.join(wrong)}" if wrong else "everything computed is right")
     if wrong:
         raise typer.Exit(1)

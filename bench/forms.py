@@ -1,29 +1,22 @@
-"""Common forms at common sizes, the pass against stock Inductor: `python -m bench.forms [--json FILE] [--rounds N]`.
+"""Common forms at common sizes, by hand and as calls: `python -m bench forms [--json FILE] [--quick]`.
 
-One interleaved run a form: stock twice (the A/A column is the noise), the pass, eager. What the pass chose is in the
-last column; "left" means stock's code runs, so that its ratio is noise too.
+Where the pass leaves a call, stock's code runs, and the ratio is noise.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-import typer
-from rich.console import Console
-from rich.table import Table
 
-import attn_pass
-from bench.machine import command, device_name, in_turns, percentile_10, relative_error, versions
+from bench.frame.programs import Built, Function, Program, Setting, Tensors
 
-Tensors = tuple[torch.Tensor, ...]
+TITLE = "Common forms"
+QUICK = ("by hand, tiny (2, 4, 16, 16)", "by hand, padding mask (4, 8, 256, 64)", "call, decode (2, 8, 1 x 2048, 64)")
 
 
 @dataclass(frozen=True)
@@ -110,106 +103,14 @@ FORMS: tuple[Form, ...] = (
 )
 
 
-def compiled(form: Form, **settings: Any) -> Callable[..., torch.Tensor]:
-    """A compiled copy of the form, so that none shares code with another."""
-
-    def copy(*args: torch.Tensor) -> torch.Tensor:
-        return form.run(*args)
-
-    copy.__code__ = copy.__code__.replace()
-    return torch.compile(copy, dynamic=False, **settings)
-
-
-def measure(form: Form, rounds: int) -> dict[str, Any]:
-    """Times one form; microseconds, median and 10th percentile."""
+def _make(form: Form, device: str) -> Built:
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    inputs = form.inputs()
-    with torch.no_grad(), attn_pass.record() as report:
-        want = form.run(*(t.double() if t.is_floating_point() else t for t in inputs))
-        candidates = {
-            "eager": form.run,
-            "stock": compiled(form),
-            "stock again": compiled(form),
-            "attn_pass": compiled(form, backend=attn_pass.backend),
-        }
-        error = relative_error(candidates["attn_pass"](*inputs), want)
-        samples = in_turns(candidates, inputs, rounds, seconds=0.02, least=3)
-    median = {name: statistics.median(values) for name, values in samples.items()}
-    site = report.sites[0]
-    chose = (
-        site.outcome
-        if site.outcome == "left"
-        else f"{site.target} {'(' + ', '.join(site.poor_cases) + ')' if site.poor_cases else ''}"
-    )
-    return {
-        "form": form.name,
-        "median_us": median,
-        "p10_us": {n: percentile_10(v) for n, v in samples.items()},
-        "stock_over_pass": median["stock"] / median["attn_pass"],
-        "p10_stock_over_pass": percentile_10(samples["stock"]) / percentile_10(samples["attn_pass"]),
-        "a_a": median["stock"] / median["stock again"],
-        "eager_over_pass": median["eager"] / median["attn_pass"],
-        "error": error,
-        "chose": chose.strip(),
-        "predicted_us": site.predicted_us,
-    }
+    return Function(form.run), tuple(x.to(device) for x in form.inputs())
 
 
-def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
-    """The table as committed in docs/results."""
-    lines = [
-        f"Device: {device_name('cpu')}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {rounds} interleaved "
-        f"rounds; `{command()}`. Error: largest against float64, relative. A/A: stock against itself.",
-        "",
-        "| form | stock us | pass us | stock / pass | of 10th percentiles | A/A | eager / pass | error | chose |",
-        "|---|---|---|---|---|---|---|---|---|",
+def programs(setting: Setting) -> list[Program]:
+    """Every form; three small ones in quick runs."""
+    chosen = [form for form in FORMS if not setting.quick or form.name in QUICK]
+    return [
+        Program(form.name, partial(_make, form), tolerance=2e-2 if "bfloat16" in form.name else 1e-5) for form in chosen
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['form']} | {row['median_us']['stock']:.0f} | {row['median_us']['attn_pass']:.0f} | "
-            f"{row['stock_over_pass']:.2f} | {row['p10_stock_over_pass']:.2f} | {row['a_a']:.2f} | "
-            f"{row['eager_over_pass']:.2f} | {row['error']:.0e} | {row['chose']} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def measure_all(forms: tuple[Form, ...], rounds: int, only: str, console: Console) -> list[dict[str, Any]]:
-    """Times the forms whose names hold ``only``, with two threads, and prints a line for each."""
-    torch.set_num_threads(2)
-    rows = []
-    for form in forms:
-        if only in form.name:
-            row = measure(form, rounds)
-            console.print(
-                f"{form.name}: {row['stock_over_pass']:.2f} (A/A {row['a_a']:.2f}), {row['chose']}, "
-                f"{row['error']:.0e}, {row['median_us']['attn_pass']:.0f} us"
-            )
-            rows.append(row)
-    return rows
-
-
-def save(json_file: Path, title: str, rows: list[dict[str, Any]], rounds: int) -> None:
-    """Writes the rows to a file, and the table beside it."""
-    json_file.write_text(json.dumps(rows, indent=1) + "\n")
-    json_file.with_suffix(".md").write_text(f"# {title}\n\n" + markdown(rows, rounds))
-
-
-def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE and FILE with .md.")] = None,
-    rounds: int = 15,
-    only: str = "",
-) -> None:
-    """Measures every form and prints the table."""
-    console = Console(width=160)
-    rows = measure_all(FORMS, rounds, only, console)
-    table = Table("form", "stock us", "pass us", "stock / pass", "p10", "A/A", "eager / pass", "error", "chose")
-    for line in markdown(rows, rounds).splitlines()[4:]:
-        table.add_row(*(cell.strip() for cell in line.strip("|").split("|")))
-    console.print(table)
-    if json_file is not None:
-        save(json_file, "Common forms on the CPU", rows, rounds)
-
-
-if __name__ == "__main__":
-    typer.run(main)

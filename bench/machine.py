@@ -53,23 +53,44 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def in_turns(
-    runs: Mapping[str, Runner], inputs: Inputs, rounds: int, *, seconds: float, least: int = 1
+    runs: Mapping[str, Runner],
+    inputs: Inputs,
+    rounds: int,
+    *,
+    seconds: float,
+    least: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more."""
+    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more.
+
+    Every round starts with another run. Work of a GPU is waited for at the end of a block. With ``time.process_time``
+    as the clock, and one thread, what other processes take of the machine is not counted.
+    """
+    wait = torch.cuda.synchronize if any(x.is_cuda for x in inputs) else _nothing
+
+    def seconds_of(run: Runner, count: int) -> float:
+        wait()
+        began = clock()
+        for _ in range(count):
+            run(*inputs)
+        wait()
+        return clock() - began
+
     calls = {}
     for name, run in runs.items():
         run(*inputs)
-        began = time.perf_counter()
-        run(*inputs)
-        calls[name] = max(least, int(seconds / max(time.perf_counter() - began, 1e-6)))
+        calls[name] = max(least, int(seconds / max(seconds_of(run, 1), 1e-6)))
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            for _ in range(calls[name]):
-                run(*inputs)
-            samples[name].append((time.perf_counter() - began) / calls[name] * 1e6)
+    names = list(runs)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(seconds_of(runs[name], calls[name]) / calls[name] * 1e6)
     return samples
+
+
+def _nothing() -> None:
+    pass
 
 
 def _status_kib(field: str) -> int:
@@ -99,8 +120,15 @@ def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
         return None
 
 
+def percentile(samples: Sequence[float], which: int) -> float:
+    """The 10th, 20th ... 90th percentile."""
+    if len(samples) == 1:
+        return samples[0]
+    return statistics.quantiles(samples, n=10, method="inclusive")[which // 10 - 1]
+
+
 def percentile_10(samples: Sequence[float]) -> float:
-    return statistics.quantiles(samples, n=10, method="inclusive")[0] if len(samples) > 1 else samples[0]
+    return percentile(samples, 10)
 
 
 def device_name(device: str) -> str:
@@ -130,5 +158,6 @@ def versions() -> dict[str, str]:
 def command() -> str:
     """The command line, with folders cut off: a result file says what was run, not where."""
     words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
-    module = Path(sys.argv[0]).stem
-    return " ".join(["python -m", f"bench.{module}", *words])
+    script = Path(sys.argv[0])
+    module = script.parent.name if script.stem == "__main__" else script.stem
+    return " ".join(["python -m", module if module == "bench" else f"bench.{module}", *words])

@@ -31,6 +31,7 @@ import attn_pass
 from bench.census.children import Task, in_child
 from bench.census.rows import Row, told_report
 from bench.census.tables import without_places
+from bench.frame.telling import plain_console
 from bench.machine import (
     Candidate,
     command,
@@ -41,7 +42,6 @@ from bench.machine import (
     relative_error,
     versions,
 )
-from bench.s4 import plain_console
 from bench.whole_models import MODELS, QUICK, Model, Tensors
 
 WAYS: Mapping[str, Mapping[str, Any] | None] = {"eager": None, "stock": {}, "pass": {"backend": attn_pass.backend}}

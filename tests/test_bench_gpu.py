@@ -14,10 +14,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench.frame.document import Column
 from bench.gpu import aims, floors, telling
 from bench.gpu.__main__ import PARTS, arguments
 from bench.gpu.keeper import Limits, keep
-from bench.gpu.parts import Case, Column, Journal, Lost, Part, run_parts
+from bench.gpu.parts import Case, Journal, Lost, Part, run_parts
 from bench.gpu.place import Place
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.timing import Variant, compare, sets_for

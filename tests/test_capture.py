@@ -186,7 +186,7 @@ def test_an_exported_program_is_explained_and_not_changed(monkeypatch: pytest.Mo
     program = torch.export.export(Model(), (ones(),))
     before = program.graph_module.code
     assert len(attn_pass.explain(program).rewritten) == 1
-    assert program.graph_module.code == before and engine.programs == ["export"]
+    assert program.graph_module.code == before and engine.programs == ["aoti"]
 
 
 def test_a_failing_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import attn_pass
 from attn_pass.cli import app
 from attn_pass.errors import CaptureError
 from attn_pass.report import Report, SiteReport
+from attn_pass.targets import all_targets
 
 MODEL = """
 import torch
@@ -74,7 +74,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def explain(model: Any, *args: Any, **kwargs: Any) -> Report:
-        calls.append({"model": model, "args": args, "kwargs": kwargs, "choose": os.environ.get("ATTN_PASS_CHOOSE")})
+        own = {name: kwargs.pop(f"attn_pass_{name}") for name in ("options", "dynamic", "aot")}
+        grad = torch.is_grad_enabled()
+        calls.append({"model": model, "args": args, "kwargs": kwargs, "own": own, "grad": grad})
         return Report([SiteReport(outcome="left", reason="a reason", where="model.py:6 in forward")], graphs=1)
 
     monkeypatch.setattr(attn_pass, "explain", explain, raising=False)
@@ -106,9 +108,52 @@ def test_explain_json(model_file: Path, called: list[dict[str, Any]]) -> None:
     assert told["sites"][0]["reason"] == "a reason"
 
 
-def test_choose_reaches_explain_and_nothing_after(model_file: Path, called: list[dict[str, Any]]) -> None:
-    assert run("explain", f"{model_file}:build", "--choose", "fused").exit_code == 0
-    assert called[0]["choose"] == "fused" and "ATTN_PASS_CHOOSE" not in os.environ
+def test_what_is_asked_reaches_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
+    asked = ("--choose", "fused", "--device", "H200", "--dynamic", "--aot")
+    assert run("explain", f"{model_file}:build", *asked).exit_code == 0
+    options = {"choose": "fused", "device": "H200"}
+    assert called[0]["own"] == {"options": options, "dynamic": True, "aot": True}
+    assert run("explain", f"{model_file}:build").exit_code == 0
+    assert called[1]["own"] == {"options": {}, "dynamic": False, "aot": False}
+
+
+@pytest.mark.parametrize(("flag", "training"), [("--training", True), ("--inference", False)])
+def test_the_mode_is_that_of_the_flag(
+    model_file: Path, called: list[dict[str, Any]], flag: str, training: bool
+) -> None:
+    assert run("explain", f"{model_file}:build", flag).exit_code == 0
+    assert called[0]["model"].training is training and called[0]["grad"] is training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "code"), [("attention", "left", 1), ("near miss", "left", 0), ("near miss", "near-miss", 1)]
+)
+def test_a_site_that_is_left_fails_where_that_is_asked(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, flag: str, code: int
+) -> None:
+    report = Report([SiteReport(kind=kind, outcome="left", reason="a reason")], graphs=1)
+    monkeypatch.setattr(attn_pass, "explain", lambda *args, **kwargs: report, raising=False)
+    assert run("explain", f"{model_file}:build", "--fail-on", flag).exit_code == code
+    assert run("explain", f"{model_file}:build").exit_code == 0
+
+
+def test_the_real_thing_for_a_device_that_is_not_here(model_file: Path) -> None:
+    result = run("explain", f"{model_file}:build", "--device", "H200", "--inference", "--verbose", "--json")
+    assert result.exit_code == 0, result.output
+    (site,) = json.loads(result.stdout)["sites"]
+    assert site["mask"] == "none" and site["refusals"]
+    shown = run("explain", f"{model_file}:build", "--inference", "--choose", "fused", "--verbose").stdout
+    assert "rewritten to sdpa" in shown and "flash:" in shown
+    assert "flash:" not in run("explain", f"{model_file}:build", "--inference", "--choose", "fused").stdout
+
+
+@pytest.mark.parametrize("more", [(), ("--aot",)])
+def test_the_real_thing_with_any_size(model_file: Path, more: tuple[str, ...]) -> None:
+    result = run("explain", f"{model_file}:build", "--dynamic", "--json", "--inference", *more)
+    assert result.exit_code == 0, result.output
+    (site,) = json.loads(result.stdout)["sites"]
+    assert isinstance(site["shapes"]["query"][2], str)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +198,20 @@ def test_a_model_that_cannot_be_captured(model_file: Path, monkeypatch: pytest.M
     monkeypatch.setattr(attn_pass, "explain", explain, raising=False)
     result = run("explain", f"{model_file}:build")
     assert result.exit_code == 2 and result.stderr == "attn-pass: the model cannot be captured: do this\n"
+
+
+def test_the_doctor_names_every_package_and_every_target() -> None:
+    found = json.loads(run("doctor", "--json").stdout)
+    told = {finding["what"]: finding for findings in found.values() for finding in findings}
+    assert told["torch"]["found"] == str(torch.__version__)
+    assert set(told) >= {target.name for target in all_targets()}
+    assert told["sdpa"]["found"] == "offers" and "us predicted" in told["sdpa"]["note"]
+    if not torch.cuda.is_available():
+        assert told["flash"]["found"] == "" and "cpu" in told["flash"]["note"]
+    missing = [finding for finding in found["packages"] if not finding["found"]]
+    assert all("pip install" in finding["note"] for finding in missing)
+    printed = run("doctor").stdout
+    assert "packages" in printed and "on cpu" in printed and "flash-attn" in printed
 
 
 def test_version() -> None:

@@ -33,6 +33,7 @@ def site(layer: int = 0, **changes: Any) -> SiteReport:
         "predicted_us": {"leave": 40.0, "sdpa": 10.0},
         "poor_cases": ("fold_batch",),
         "assumptions": ("no empty rows",),
+        "fixed": ("mask",),
         "module": f"model.layers.{layer}.self_attn",
         "node": f"matmul_{layer}",
     }
@@ -60,7 +61,7 @@ def test_a_failed_compile_flips_what_had_changed_only() -> None:
     assert report.rewritten == [] and kept.reason == "why it was left"
     assert (flipped.outcome, flipped.target, flipped.reason) == ("left", None, "Inductor could not lower it")
     assert flipped.refusals == {"sdpa": "Inductor could not lower it"}
-    assert flipped.assumptions == () and flipped.poor_cases == () and flipped.verified_error is None
+    assert flipped.assumptions == () == flipped.fixed and flipped.poor_cases == () and flipped.verified_error is None
 
 
 def test_extend_shares_records_and_adds_each_once() -> None:
@@ -112,6 +113,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "poor_cases": ["fold_batch"],
         "refusals": {},
         "assumptions": ["no empty rows"],
+        "fixed": ["mask"],
         "score_mod": "",
         "predicted_us": {"leave": None, "sdpa": 1.5},
         "measured_us": {},

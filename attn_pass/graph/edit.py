@@ -105,6 +105,7 @@ class Plan:
         self.effects = effects
         self.calls: list[Planned] = []
         self._known: dict[Any, Value] = {}
+        self._sharing = False
         self._mode = _fake_mode(result)
 
     @contextmanager
@@ -112,6 +113,18 @@ class Plan:
         """Calls are added inside this context: fake mode, and the ambient state of the site."""
         with self._mode, enable_python_dispatcher(), self.region.restore():
             yield
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Calls added inside this context are made once for all sites, also where tensors enter that nobody writes.
+
+        For what comes out the same in every region of a graph and has no gradient: masks.
+        """
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing = False
 
     def guards(self) -> int:
         """How many facts about symbolic sizes the program rests on so far."""
@@ -156,6 +169,8 @@ class Plan:
             held = fake_of(value)
             if isinstance(held, torch.SymInt):
                 return ("size", self.sizes.index(held))
+            if isinstance(value, Node) and self._sharing and not self.effects.mutations(value):
+                return ("node", value)
             return value.key if isinstance(value, Planned) else None
         if isinstance(value, dict):
             value = tuple(value.items())

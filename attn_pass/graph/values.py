@@ -126,3 +126,21 @@ def _lowest(bounds: Any) -> int:
 
 
 _ANYTHING = -(2**62)
+
+
+def memory_order(tensor: torch.Tensor, sizes: Sizes) -> tuple[int, ...] | None:
+    """The dimensions of a tensor that lies in memory without gaps, slowest first; None for any other.
+
+    Dimensions of size 1 come first.
+    """
+    if tensor.layout != torch.strided:
+        return None
+    shape = sizes.shape(tensor)
+    strides = [sizes.index(s) for s in tensor.stride()]
+    order = sorted(range(len(shape)), key=lambda d: (shape[d] != 1, -sizes.hint(strides[d])))
+    expected: Index = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return None
+        expected = expected * shape[dim]
+    return tuple(order)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from attn_pass.compat import active_flash
+from attn_pass.hardware import npu
 from attn_pass.hardware.device import Device
 
 
@@ -31,6 +32,7 @@ class Sheet:
     cudnn: int = 0
     shares: Mapping[str, float] = field(default_factory=dict)  # of ``half_gflops``, what each kernel reaches
     cache_gbytes: float = 0.0  # where it is known; twice the memory's rate otherwise
+    family: str = ""  # of an Ascend NPU
 
 
 # FlashAttention-3's figures for H100, cuDNN's own for H200; on A100 cuDNN takes 1.2 times as long as flash, on Ada
@@ -48,8 +50,11 @@ _SHEETS: tuple[Sheet, ...] = (
     Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN, _AMPERE),
     Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN, _ADA),
     Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN, _BLACKWELL),
-    Sheet("npu", "Ascend 910B", 24, 280e3, 70e3, 1500, 1400, 192 << 20),
-    Sheet("npu", "Ascend 910C", 48, 600e3, 140e3, 3000, 2800, 192 << 20),
+    Sheet("npu", "Ascend 910B", 24, 280e3, 70e3, 1500, 1400, 192 << 20, family="A2"),
+    Sheet("npu", "Ascend 910C", 48, 600e3, 140e3, 3000, 2800, 192 << 20, family="A3"),
+    # Announced for Ascend 950DT: 500 TFLOP/s in half precision, 4 TB/s. 310P: Atlas 300I Pro, 70 and 204 GB/s.
+    Sheet("npu", "Ascend 950", 32, 400e3, 50e3, 2000, 3400, 128 << 20, family="950"),
+    Sheet("npu", "Ascend 310P", 8, 56e3, 4e3, 200, 170, 16 << 20, family="310P"),
     Sheet("xla", "TPU v4", 2, 240e3, 30e3, 1500, 1100, 128 << 20),
     Sheet("xla", "TPU v5e", 1, 175e3, 22e3, 1000, 740, 128 << 20),
     Sheet("xla", "TPU v5p", 2, 410e3, 50e3, 2000, 2500, 128 << 20),
@@ -58,29 +63,74 @@ _SHEETS: tuple[Sheet, ...] = (
 )
 DEFAULT_CUDA = "h200"
 _BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
+_WITHOUT_SPACES = {sheet.name.lower().replace(" ", ""): sheet for sheet in _SHEETS}
 NAMES = tuple(_BY_NAME)
 _SHORT = "tpu "  # what the names of TPUs may be given without: "v5e"
 _KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode"), "xla": ("pallas_flash", "pallas_splash")}
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def known(name: str) -> str | None:
-    """The name among `NAMES` that a name, or a short one of a TPU ("v5e"), stands for; None if there is none."""
-    return next((n for n in (name.lower(), _SHORT + name.lower()) if n in _BY_NAME), None)
+def is_known(name: str) -> bool:
+    """Whether a device has a row: by its name, a TPU's short one ("v5e"), or what an NPU's runtime calls it."""
+    return _sheet_of(name) is not None
 
 
 def by_name(name: str) -> Device:
-    """A device of the catalogue, which need not be here."""
-    found = known(name)
-    if found is None:
+    """A device of the catalogue, which need not be here: "H200", "v5e", "Ascend 910B", "Ascend910B", "Ascend910B3".
+
+    Raises:
+        KeyError: it has no row.
+    """
+    sheet = _sheet_of(name)
+    if sheet is None:
         raise KeyError(name)
-    return replace(_device(_BY_NAME[found]), is_here=False)
+    soc = npu.family_of(name) if sheet.type == "npu" and name.lower() not in _BY_NAME else None
+    return replace(_device(sheet), name=sheet.name if soc is None else name, is_here=False)
+
+
+def _sheet_of(name: str) -> Sheet | None:
+    for spelled in (name.lower(), _SHORT + name.lower()):
+        if spelled in _BY_NAME:
+            return _BY_NAME[spelled]
+    found = _WITHOUT_SPACES.get(name.lower())
+    return found if found is not None or not name.startswith("Ascend") else _of_family(npu.family_of(name))
+
+
+def _of_family(known: npu.Family | None) -> Sheet | None:
+    if known is None:
+        return None
+    row = next((s for s in _SHEETS if s.family == known.name), None)
+    return row or replace(_BY_NAME["ascend 310p"], name=f"Ascend {known.name}", family=known.name)
+
+
+def npu_here(at: torch.device | None = None) -> Device:
+    """The NPU of this process, by the name its runtime has for it.
+
+    Where that is not known, or no runtime is loaded, the rates and rules are those of `npu.UNKNOWN`, and ``family`` is
+    empty.
+    """
+    soc = _soc_name(at)
+    known = None if soc is None else npu.family_of(soc)
+    sheet = _of_family(known or npu.family(npu.UNKNOWN))
+    assert sheet is not None
+    return replace(_device(sheet), name=soc or "npu", family="" if known is None else known.name)
+
+
+def _soc_name(at: torch.device | None) -> str | None:
+    """What torch_npu says the device is; it puts itself into torch where it is imported."""
+    runtime = getattr(torch, "npu", None)
+    if not hasattr(runtime, "get_device_name"):
+        return None
+    try:
+        return str(runtime.get_device_name(at))  # type: ignore[union-attr]
+    except (RuntimeError, AssertionError, ValueError):
+        return None
 
 
 def tpu_here(generation: str | None) -> Device | None:
     """A TPU of this process, by what Google Cloud calls its generation ("v5litepod"); None if it is not known."""
-    name = known(_CLOUD_NAMES.get(generation or "", generation or ""))
-    return None if name is None else _device(_BY_NAME[name])
+    sheet = _sheet_of(_CLOUD_NAMES.get(generation or "", generation or ""))
+    return None if sheet is None else _device(sheet)
 
 
 _CLOUD_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
@@ -147,8 +197,9 @@ def _device(sheet: Sheet) -> Device:
         op_us=3.0,
         kernel_us=2.0,
         fused_op_us=6.0,
-        kernels=_KERNELS.get(sheet.type, ()),
+        kernels=npu.family(sheet.family).operators if sheet.family else _KERNELS.get(sheet.type, ()),
         shares=sheet.shares,
         capability=sheet.capability,
         cudnn=sheet.cudnn,
+        family=sheet.family,
     )

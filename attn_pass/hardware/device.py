@@ -33,6 +33,7 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
     flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
+    family: str = ""  # of an Ascend NPU, as `attn_pass.hardware.npu` names them
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 
     def matmul(self, dtype: torch.dtype) -> float:
@@ -86,6 +87,8 @@ def facts(device: Device) -> dict[str, str]:
     """What a measurement on this device holds for: the hardware by name, and the versions that compile for it."""
     if device.type == "cpu":
         name = f"{device.name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    elif device.type == "npu":
+        name = device.name
     else:
         name = f"{device.name}, CUDA {torch.version.cuda}, cuDNN {device.cudnn}"
     return {"device": name, "torch": torch.__version__}
@@ -94,12 +97,12 @@ def facts(device: Device) -> dict[str, str]:
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:
     """The device to decide for: the one asked for, or the one the tensors are on.
 
-    ``asked`` is a device as torch names it or one of `attn_pass.hardware.catalog.NAMES`. A GPU that is not here has no
-    kernels, unless it is asked for.
+    ``asked`` is a device as torch names it or one that `attn_pass.hardware.catalog.is_known`. A GPU that is not here
+    has no kernels, unless it is asked for. An NPU is known by what its runtime says, where one is loaded.
     """
     from attn_pass.hardware import catalog
 
-    if asked is not None and catalog.known(asked) is not None:
+    if asked is not None and catalog.is_known(asked):
         return catalog.by_name(asked)
     wanted = tensors if asked is None else torch.device(asked)
     kind = wanted.type
@@ -112,6 +115,8 @@ def device_for(tensors: torch.device, asked: str | None = None) -> Device:
         return found if asked is not None else replace(found, kernels=())
     if kind == "xla" and (tpu := catalog.tpu_here(tpu_generation())) is not None:
         return tpu
+    if kind == "npu":
+        return catalog.npu_here(wanted)
     return replace(cpu_with(1), type=kind, name=kind, kernels=())
 
 

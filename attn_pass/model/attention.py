@@ -31,6 +31,7 @@ class Source:
     device: torch.device
     kind: SourceKind = "computed"
     needs_grad: bool = False
+    order: tuple[int, ...] | None = None  # its dimensions, slowest in memory first; None where it is not dense
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,12 @@ class AsWritten:
     mask_elements: int = 0  # of that mask, whatever it turned out to be
     causal: bool = False  # the call's own flag
     copied_bytes: int = 0  # operands copied before the products or the call
-    from_library: bool = False  # a call of a package, which costs more than one of torch
+    library: str = ""  # the kernel of a package that the call is, as `attn_pass.targets` names it
+
+    @property
+    def from_library(self) -> bool:
+        """Whether the call is one of a package's, not torch's own."""
+        return bool(self.library)
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Attention:
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
     bias: Expr | None = None
     keep: Keep | None = None
+    bias_fills: tuple[float, ...] | None = None  # proved: the bias is 0 where a key is kept, and one of these elsewhere
     distance: ByDistance | None = None  # bias and condition of keep once more, where they depend on ``key - row`` alone
     computed: Computed | None = None  # and where they can be computed element by element, without a tensor of them
     structure: Structure = EVERYTHING  # what bias and keep-condition together keep

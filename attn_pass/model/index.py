@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,16 +405,16 @@ def recompose(index: Index) -> Index:
     return index
 
 
-def substitute(index: Index, values: Mapping[Axis, Index]) -> Index:
-    """The index with axes replaced; quotients and remainders are resolved again."""
-    if not isinstance(index, Poly) or not any(a in values for a in axes(index)):
+def substitute(index: Index, values: Mapping[Any, Index]) -> Index:
+    """The index with axes, or symbols, replaced; quotients and remainders are resolved again."""
+    if not isinstance(index, Poly) or not any(a in values for a in atoms(index)):
         return index
     total: Index = 0
     for monomial, coefficient in index.terms.items():
         term: Index = coefficient
         for atom in monomial:
             replaced: Index
-            if isinstance(atom, Axis):
+            if isinstance(atom, (Axis, Symbol)):
                 replaced = values.get(atom, Poly.of(atom))
             elif isinstance(atom, Quotient):
                 replaced = divide(substitute(atom.value, values), substitute(atom.divisor, values))[0]

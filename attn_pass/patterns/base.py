@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
@@ -57,8 +59,36 @@ def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
     return Site(node, form, region, refusal=reason, error=error)
 
 
+def operator_name(node: Node) -> str:
+    """The qualified name of a registered operator; Dynamo's graphs hold it without its overload."""
+    target = node.target
+    if node.op != "call_function":
+        return ""
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    return str(packet._qualified_op_name) if isinstance(packet, OpOverloadPacket) else ""
+
+
 class UsedElsewhere(Unreadable):
     """The site was read, but something else needs what it would no longer compute."""
+
+
+def first_result(node: Node, others: Mapping[int, str]) -> tuple[Node, list[Node]]:
+    """The node that takes the first of an operator's results, and the nodes that take the others and are not used.
+
+    Raises `UsedElsewhere` if one of the others is used; ``others`` says what that means, by its number.
+    """
+    taken: dict[int, list[Node]] = {}
+    for user in node.users:
+        if user.op != "call_function" or user.target is not operator.getitem or user.args[0] is not node:
+            raise UsedElsewhere(f"all that it returns is used by {user.name}", user)
+        taken.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
+    for index in sorted(taken, reverse=True):
+        users = [u for item in taken[index] for u in item.users if not is_metadata_assertion(u)]
+        if index != 0 and users:
+            raise UsedElsewhere(others.get(index, f"its result number {index} is used"), node)
+    if len(taken.get(0, ())) != 1:
+        raise UsedElsewhere("its result is not taken once", node)
+    return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
 
 
 def check_uses(reader: Reader, internal: Iterable[Node], result: Node) -> None:

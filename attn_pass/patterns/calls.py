@@ -12,7 +12,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
-from attn_pass.patterns.base import Site, check_window, failed, refused
+from attn_pass.patterns.base import Site, check_window, failed, first_result, refused
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import Reader, Unreadable
 from attn_pass.reading.spine import SideLoad
@@ -33,28 +33,59 @@ CALLS: dict[Any, tuple[str, ...]] = {
 }
 
 
+# What decompositions make of the call: torch's kernel itself, which gives the logarithm of the sums as well. It takes
+# fewer heads of keys and values than of queries as they are, and counts positions from the first key, as the call does.
+KERNELS: dict[Any, tuple[str, ...]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        *("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"),
+    ),
+}
+_RESULTS = {1: "the logarithm of the sum of exponentials is used as well"}
+# CUDA's, whose layouts, padded head dims and masks are those of one kernel: chosen when the program was decomposed.
+SETTLED: dict[Any, str] = {
+    getattr(torch.ops.aten, name).default: kernel
+    for name, kernel in (
+        ("_scaled_dot_product_flash_attention", "flash"),
+        ("_scaled_dot_product_efficient_attention", "efficient"),
+        ("_scaled_dot_product_cudnn_attention", "cudnn"),
+    )
+}
+
+
 def arguments(node: Node) -> dict[str, Any] | None:
     """The arguments of an attention call by name; None for any other node."""
-    names = CALLS.get(node.target) if node.op == "call_function" else None
+    if node.op != "call_function":
+        return None
+    names = CALLS.get(node.target) or KERNELS.get(node.target)
     if names is None:
         return None
-    return {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
+    given = {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
+    return {**given, "enable_gqa": True} if node.target in KERNELS else given
 
 
 def find(reader: Reader) -> Iterator[Site]:
     """Every attention call of the graph."""
     for node in reader.graph.nodes:
-        given = arguments(node)
-        if given is None:
+        given, settled = arguments(node), SETTLED.get(node.target)
+        if given is None and settled is None:
             continue
         region = reader.regions.of(node)
         reader.start_site()
         try:
+            if given is None:
+                raise Unreadable(
+                    f"torch's {settled} kernel was chosen when the program was decomposed: rewrite the program before"
+                    " run_decompositions()",
+                    node,
+                )
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
-            described = describe(_lift(reader, node, given))
-            check_window(reader, described, node)
-            yield Site(node, FORM, region, described, written=_as_written(reader, node, given))
+            result, rest = first_result(node, _RESULTS) if node.target in KERNELS else (node, [])
+            described = describe(_lift(reader, node, result, given))
+            check_window(reader, described, result)
+            internal = (*rest, *((node,) if result is not node else ()))
+            written = _as_written(reader, result, given)
+            yield Site(result, FORM, region, described, internal=internal, written=written)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
         except Exception as error:
@@ -101,9 +132,9 @@ def _has_one_head_dim(reader: Reader, given: dict[str, Any]) -> bool:
     return len(sizes) == 1
 
 
-def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:
+def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Parts:
     query, key, value = (given[n] for n in ("query", "key", "value"))
-    q, k, v, out = (tensor_value(n) for n in (query, key, value, node))
+    q, k, v, out = (tensor_value(n) for n in (query, key, value, result))
     if q is None or k is None or v is None or out is None or min(t.dim() for t in (q, k, v)) < 2:
         raise Unreadable("an operand is no tensor of at least two dimensions", node)
     for name in ("is_causal", "enable_gqa"):
@@ -131,7 +162,7 @@ def _lift(reader: Reader, node: Node, given: dict[str, Any]) -> Parts:
     score = _score(reader, node, given, (*outer, row, axis_index(keys)), dim, side)
     return Parts(
         reader=reader,
-        result=node,
+        result=result,
         output=output,
         rows_at=(outer, row),
         keys=keys,

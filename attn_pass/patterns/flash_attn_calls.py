@@ -12,20 +12,18 @@ Nothing of the package is imported: its operators are known by their names.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch.fx import Node
 
-from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
-from attn_pass.patterns.base import Site, UsedElsewhere, check_window, failed, refused
+from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.patterns.composite import Composite
 from attn_pass.reading.describe import Parts, describe
@@ -51,7 +49,7 @@ _RESULTS = {  # what else the operator returns, and why the call stays where som
 def find(reader: Reader) -> Iterator[Site]:
     """Every call of the library's forward operators."""
     for node in list(reader.graph.nodes):
-        name = _operator(node)
+        name = operator_name(node)
         if name not in (_FORWARD, _VARIABLE_LENGTHS):
             continue
         region = reader.regions.of(node)
@@ -62,41 +60,16 @@ def find(reader: Reader) -> Iterator[Site]:
                 continue
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
-            result, rest = _results(node)
+            result, rest = first_result(node, _RESULTS)
             given = _arguments(node)
             described = describe(_lift(reader, node, result, given))
             check_window(reader, described, result)
-            written = AsWritten(fused=True, causal=bool(given["causal"]), from_library=True)
+            written = AsWritten(fused=True, causal=bool(given["causal"]), library=FORM)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
         except Exception as error:
             yield failed(node, FORM, region, error)
-
-
-def _operator(node: Node) -> str:
-    """The qualified name of a registered operator; Dynamo's graphs hold it without its overload."""
-    target = node.target
-    if node.op != "call_function":
-        return ""
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    return str(packet._qualified_op_name) if isinstance(packet, OpOverloadPacket) else ""
-
-
-def _results(node: Node) -> tuple[Node, list[Node]]:
-    """The node of the attention, and those of the other results. Raises `Unreadable` if one of those is used."""
-    taken: dict[int, list[Node]] = {}
-    for user in node.users:
-        if user.op != "call_function" or user.target is not operator.getitem or user.args[0] is not node:
-            raise UsedElsewhere(f"all that it returns is used by {user.name}", user)
-        taken.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
-    for index in sorted(taken, reverse=True):
-        users = [u for item in taken[index] for u in item.users if not is_metadata_assertion(u)]
-        if index != 0 and users:
-            raise UsedElsewhere(_RESULTS.get(index, f"its result number {index} is used"), node)
-    if len(taken.get(0, ())) != 1:
-        raise UsedElsewhere("its result is not taken once", node)
-    return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
 
 
 def _several_lengths(reader: Reader, node: Node) -> Composite:

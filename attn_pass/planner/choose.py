@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attn_pass.hardware import cost, cost_cuda, cost_xla
+from attn_pass.hardware import cost, cost_cuda, cost_npu, cost_xla
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
+from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import cost_of, problem_of
@@ -57,7 +58,7 @@ class Choice:
     takes: tuple[Take, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
-    foreign: frozenset[str] = frozenset()  # of these, targets that refused because of the device alone
+    telling: str = ""  # the refusal to tell where there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
 
@@ -71,8 +72,12 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     kernel = setting.kernel_as_written
     if kernel is not None:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
-        return cost_of(kernel, attention, problem, setting) + copies
-    if setting.device.type == "cuda" and not setting.eager_form:
+        around = 0.0
+        if setting.device.type == "npu" and not written.from_library:
+            elements = 0 if written.mask == "none" else written.mask_elements
+            around = cost_npu.stock_mask(setting.device, problem, causal=written.causal, elements=elements)
+        return cost_of(kernel, attention, problem, setting) + copies + around
+    if setting.device.type in ("cuda", "npu") and not setting.eager_form:
         problem = replace(problem, dtype=torch.float32)  # torch's unfused form widens half precision
     scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
@@ -86,29 +91,31 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
 
 def choose(
     attention: Attention,
-    forms: Iterable[tuple[tuple[str, ...], Attention]],
+    forms: _Forms,
     written: AsWritten,
     setting: Setting,
     *,
     prefer: str,
     allowed: tuple[str, ...] | None,
     measure: Measure | None = None,
+    elsewhere: Sequence[Length] = (),
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
     ``prefer`` is "cheapest"; "fused" to take the best fused offer whatever it costs; or "first" to take the first of
     the allowed targets that offers, `LEAVE` among them, whatever it costs. ``forms`` come with the names of the poor
     cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
-    is taken.
+    is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken.
     """
     if attention.nan_guard and setting.numerics == "strict":
         return Choice(reason=f"numerics='strict': {NAN_GUARD}")
     targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(predicted_us={LEAVE: leaving})
+    forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
     if not offers:
-        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice, allowed)
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice)
         others = [r for r in choice.refusals.values() if r != attention.not_affine]
         if attention.not_affine and others:
             choice.reason = f"{attention.not_affine}; {others[0]}"
@@ -128,11 +135,23 @@ def choose(
             everything = [*candidates, *(o for label in more for o in more[label])]
             candidates = [o for o in everything if _label(o[0]) in times] or candidates
     how, enough, best = ("measured", _CLEARLY, "fastest") if times is choice.measured_us else _PREDICTED
-    ranked = sorted(candidates, key=lambda o: times.get(_label(o[0]), math.inf))
-    for offer, target in ranked:
-        time = times.get(_label(offer), math.inf)
-        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {_label(offer)}{remark}"
-        if prefer == "first" or (prefer == "fused" and offer.fused) or time < times[LEAVE] * enough:
+    tables: list[Mapping[str, float]] = [times]
+    if times is choice.predicted_us:
+        tables += [_predicted(attention, forms, targets, length) for length in elsewhere]
+    loss = worst_losses(tables) if len(tables) > 1 else times
+
+    def rank(offered: tuple[Offer, Target]) -> tuple[float, float]:
+        name = _label(offered[0])
+        return loss.get(name, math.inf), times.get(name, math.inf)
+
+    for offer, target in sorted(candidates, key=rank):
+        name = _label(offer)
+        time = times.get(name, math.inf)
+        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {name}{remark}"
+        if len(tables) > 1:
+            over = _range(attention, setting, elsewhere)
+            reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"
+        if prefer == "first" or (prefer == "fused" and offer.fused) or loss.get(name, math.inf) < loss[LEAVE] * enough:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
             choice.takes = (*choice.takes, Take(offer, target, reason))
@@ -141,16 +160,28 @@ def choose(
     return choice
 
 
+def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:
+    """What each form is predicted to take at another length."""
+    there = Choice(predicted_us={LEAVE: leave_cost(attention, at.setting, at.written)})
+    _offers(forms, targets, at.setting, there)
+    return there.predicted_us
+
+
+def _range(attention: Attention, setting: Setting, elsewhere: Sequence[Length]) -> str:
+    queries = [setting.hint(attention.q_len), *(at.queries for at in elsewhere)]
+    return f"from {min(queries)} to {max(queries)} queries"
+
+
 _PREDICTED = ("predicted", _BETTER, "cheapest")
 _Offers = Sequence[tuple[Offer, Target]]
+_Forms = Iterable[tuple[tuple[str, ...], Attention]]
 
 
-def _offers(
-    forms: Iterable[tuple[tuple[str, ...], Attention]], targets: Sequence[Target], setting: Setting, choice: Choice
-) -> _Offers:
+def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: Choice) -> _Offers:
     """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
     foreign: dict[str, str] = {}  # refusals that say nothing of the site come last
+    packages: list[str] = []
     for names, form in forms:
         for target in targets:
             answer: Offer | Refusal
@@ -160,11 +191,14 @@ def _offers(
                 answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
                 (foreign if answer.foreign else choice.refusals).setdefault(target.name, answer.reason)
+                packages += [answer.reason] if answer.package else []
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
-    choice.foreign = frozenset(foreign) - frozenset(choice.refusals)
-    choice.refusals = choice.refusals | {name: foreign[name] for name in foreign if name in choice.foreign}
+    native = choice.refusals
+    general = [native[name] for name in ("sdpa", "npu_fusion_attention") if name in native]
+    choice.telling = next(iter((*packages, *general, *native.values(), *foreign.values())), "")
+    choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     return offers
@@ -216,10 +250,5 @@ def label(target: str, variant: str) -> str:
     return f"{target} ({variant})" if variant else target
 
 
-def _why_none(choice: Choice, allowed: tuple[str, ...] | None) -> str:
-    """The reason of torch's own call, where it is for this device, or of the first target that is."""
-    refusals = choice.refusals
-    if not refusals:
-        return "no target is allowed"
-    first = next(iter(refusals.values()))
-    return first if "sdpa" in choice.foreign else refusals.get("sdpa", first)
+def _why_none(choice: Choice) -> str:
+    return choice.telling or "no target is allowed"

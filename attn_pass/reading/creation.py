@@ -32,7 +32,9 @@ def created(reader: Reader, node: Node, call: Call, position: Position, depth: i
         number = _number(call["value"])
         return None if value.dim() else _constant(number, value.dtype)
     if call.op == "arange":
-        return _arange(reader, call, position, value)
+        return _arange(reader, _bounds(call), call.get("step", 1), position, value)
+    if call.op == "iota":
+        return _arange(reader, (call["start"], None), call["step"], position, value)
     if call.op in ("tril", "triu"):
         return _triangle(reader, node, call, position, depth)
     if call.op in ("getitem", "index"):
@@ -56,12 +58,16 @@ def _constant(value: bool | int | float | None, dtype: torch.dtype) -> Expr | No
     return apply("cast", Const(value), dtype=dtype)
 
 
-def _arange(reader: Reader, call: Call, position: Position, value: torch.Tensor) -> Expr | None:
-    bounds = (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
+def _bounds(call: Call) -> tuple[Any, ...]:
+    """(end,), (start, end) or (start, end, step) of ``arange``."""
+    return (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
+
+
+def _arange(reader: Reader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor) -> Expr | None:
     if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
         return None
     start: Index = 0
-    step = _whole(bounds[2] if len(bounds) == 3 else call.get("step", 1))
+    step = _whole(bounds[2] if len(bounds) == 3 else step)
     if len(bounds) >= 2:
         begin = _whole(fake_value(bounds[0]) if isinstance(bounds[0], Node) else bounds[0])
         if not isinstance(begin, (int, torch.SymInt)):

@@ -76,6 +76,7 @@ class Described:
     nodes: tuple[Node, ...]
     read_at: dict[int, int]
     assumptions: tuple[str, ...] = ()  # what was concluded from values that a tensor has now
+    fixed: tuple[str, ...] = ()  # those tensors, by name
     copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
 
 
@@ -425,6 +426,7 @@ class _Assembly:
             sink=None if self.sink is None else renumber(self.sink),
             bias=None if named.bias is None else renumber(named.bias),
             keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
+            bias_fills=named.bias_fills,
             distance=None
             if distance is None
             else replace(
@@ -449,7 +451,8 @@ class _Assembly:
         )
         names = dict.fromkeys(self.parts.reader.known_used)
         assumed = tuple(f"{name} keeps the values it has now" for name in names)
-        return Described(attention, nodes, read_at, assumed, self._copies())
+        fixed = tuple(name.partition(" ")[2] for name in names)  # without "buffer" or "constant"
+        return Described(attention, nodes, read_at, assumed, fixed, self._copies())
 
     def _copies(self) -> tuple[Node, ...]:
         forms = {"query": self.parts.query, "key": self.parts.key, "value": self.parts.value}

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
-from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.graph.values import Sizes, fake_value, memory_order, tensor_value
 from attn_pass.model.attention import Source, SourceKind
 from attn_pass.model.expression import (
     OPERATIONS,
@@ -164,7 +164,8 @@ class Reader:
             else:
                 dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
                 shape, device, grad = (), torch.device("cpu"), False
-            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad))
+            order = memory_order(value, self.sizes) if isinstance(value, torch.Tensor) else None
+            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad, order))
         return known
 
     def find_reach(self, is_softmax: Any) -> None:

@@ -35,6 +35,7 @@ class NamedMask:
     keep: Keep | None
     structure: Structure
     rows_never_empty: bool
+    bias_fills: tuple[float, ...] | None = None  # proved: the bias is 0, or one of these where it masks
 
 
 def name_mask(
@@ -65,7 +66,7 @@ def name_mask(
         fill = keep.fill if keep is not None else added.fill
         whole = apply("le", index_value(structure.key), index_value(structure.row))
         return NamedMask(None, Keep(whole, fill), structure, True)
-    return NamedMask(bias, keep, structure, keeps_a_key(structure, keys))
+    return NamedMask(bias, keep, structure, keeps_a_key(structure, keys), _fills(deep_bias, dtype))
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,15 @@ def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
         else:
             condition, fill = apply("and", condition, found[0]), found[1]
     return _Added(condition, fill, tuple(rest))
+
+
+@lru_cache(maxsize=1024)
+def _fills(bias: Expr | None, dtype: torch.dtype) -> tuple[float, ...] | None:
+    """The numbers a bias masks with, where it is one of them or 0 at every key; None where that is not proved."""
+    found = None if bias is None else pieces(bias)
+    if found is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in found):
+        return None
+    return tuple(float(v.value) for _, v in found if v.value != 0)
 
 
 def _terms(bias: Expr | None) -> list[Expr]:

@@ -183,6 +183,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("triu", "input, diagonal=0", "torch.triu .triu aten.triu.default"),
     # tensors made of nothing
     ("arange", "*bounds", "torch.arange aten.arange.default aten.arange.start aten.arange.start_step"),
+    ("iota", "length, start=0, step=1", "prims.iota.default"),
     ("zeros", "*size", "torch.zeros torch.zeros_like .new_zeros aten.zeros.default aten.zeros_like.default "
      "aten.new_zeros.default"),
     ("ones", "*size", "torch.ones torch.ones_like .new_ones aten.ones.default aten.ones_like.default "

@@ -14,6 +14,7 @@ from attn_pass.targets.flash import Flash
 from attn_pass.targets.flash_attn import FlashAttn
 from attn_pass.targets.flex import Flex
 from attn_pass.targets.local import Local
+from attn_pass.targets.npu import FusionAttention, InferAttention
 from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 from attn_pass.targets.values import Values
@@ -30,7 +31,9 @@ def _registered() -> tuple[Target, ...]:
 def built_in() -> tuple[Target, ...]:
     """The targets of this package; of equally cheap offers the first is taken."""
     cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn())
-    return (*cuda, PallasFlash(), PallasSplash(), Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+    npu = (InferAttention(), FusionAttention())
+    tpu = (PallasFlash(), PallasSplash())
+    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
 
 
 def all_targets() -> tuple[Target, ...]:

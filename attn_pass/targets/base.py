@@ -64,11 +64,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A target does not take the attention, and why, in words. ``foreign``: because of the device alone."""
+    """A target does not take the attention, and why, in words.
+
+    ``foreign``: because of the device alone. ``package``: it would, were that installed.
+    """
 
     target: str
     reason: str
     foreign: bool = False
+    package: str = ""
 
 
 class Target(Protocol):

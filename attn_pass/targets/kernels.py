@@ -14,6 +14,7 @@ import torch
 from attn_pass.hardware.device import Device
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.index import Index
+from attn_pass.targets.npu_rules import stock_operator
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -322,7 +323,9 @@ def picked_by_torch(call: Call, allowed: tuple[str, ...] | None = None) -> str |
 def as_written(attention: Attention, written: AsWritten, device: Device, *, deterministic: bool) -> str | None:
     """The fused kernel that runs if nothing is done; None where none does."""
     if written.from_library:
-        return LIBRARY
+        return written.library
+    if device.type == "npu":
+        return stock_operator(attention, written, device)
     if device.type == "cpu":
         return "cpu flash" if written.fused else None
     if not written.plain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attn_pass.hardware import cost, cost_cuda
+from attn_pass.hardware import cost, cost_cuda, cost_npu
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes
@@ -34,9 +34,13 @@ def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes:
 
 
 def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
-    """Microseconds one of torch's fused kernels, or the library's, takes on the setting's device."""
+    """Microseconds one of torch's fused kernels, or a library's, takes on the setting's device."""
+    if setting.device.type == "npu":
+        return cost_npu.operator(setting.device, kernel, problem)
     if setting.device.type != "cuda":
         return cost.fused(setting.device, problem)
+    if kernel not in (LIBRARY, *cost_cuda.SHAPES):
+        return cost.fused(setting.device, problem)  # a call of another device's operator
     growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
     if kernel == LIBRARY:
         return cost_cuda.torch_kernel(setting.device, "flash", problem) + cost_cuda.PYTHON_US

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from bench import machine, s4
+from bench import machine
 from bench.census import compile_time, export, sdpa, tables
 from bench.census.children import Task, run_all
 from bench.census.folder import Census, FolderError, open_census
 from bench.census.rows import Row, read_rows
+from bench.frame.telling import plain_console
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
@@ -77,14 +78,14 @@ def summary(paths: Annotated[list[Path], typer.Argument(help="JSONL files.")], j
 
 
 def _run(tasks: list[Task], out: Path, jobs: int, limit_s: float, json_file: Path | None = None) -> None:
-    run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=s4.plain_console())
+    run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=plain_console())
     _tell(read_rows([out]), json_file)
 
 
 def _tell(rows: list[Row], json_file: Path | None) -> None:
-    s4.plain_console().print(tables.markdown(rows), markup=False, highlight=False, soft_wrap=True)
+    plain_console().print(tables.markdown(rows), markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
-        command = machine.command().replace("bench.__main__", "bench.census")
+        command = machine.command()
         conditions = {"device": machine.device_name("cpu"), "versions": machine.versions(), "command": command}
         json_file.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 

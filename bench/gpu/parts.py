@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.frame.document import Column, Row
 from bench.gpu.place import Place
 from bench.gpu.timing import why
 
-Row = dict[str, Any]
 Tell = Callable[[str], None]
 _TRACE = 2500  # characters kept of a traceback
 
@@ -24,25 +24,6 @@ class Case:
 
     name: str
     run: Callable[[], Row]
-
-
-@dataclass(frozen=True)
-class Column:
-    """Of a part's table: the field it shows, and how. ``times`` is multiplied with it."""
-
-    title: str
-    field: str
-    form: str = ""
-    times: float = 1.0
-
-    def cell(self, row: Row) -> str:
-        """The text, a dash where the row has no such field."""
-        value = row.get(self.field)
-        if value is None:
-            return "-"
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return format(value * self.times if self.times != 1.0 else value, self.form)
-        return str(value)
 
 
 @dataclass(frozen=True)

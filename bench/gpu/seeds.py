@@ -19,10 +19,12 @@ from torch import Tensor
 
 import attn_pass
 from bench import shared_keys
+from bench.frame import ways
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import Place, passed, said, stock
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.timing import Variant, compare, host_us, why
+from bench.machine import relative_error
 
 FP16 = torch.float16
 aten = torch.ops.aten
@@ -143,68 +145,67 @@ def small(place: Place, batch: int, length: int) -> Row:
 # ---------------------------------------------------------------- S4
 
 
-def _setting(place: Place, folder: str) -> shared_keys.Setting:
-    return shared_keys.Setting(Path(folder), "cuda" if not place.dry else "cpu", half=not place.dry)
+def _half(place: Place) -> bool:
+    return not place.dry
 
 
-def _limit(setting: shared_keys.Setting) -> float:
-    return shared_keys.TOLERANCE[setting.dtype]
+def _device(place: Place) -> str:
+    return "cpu" if place.dry else "cuda"
 
 
 def packaged(place: Place) -> Row:
     """S4's three packages: stock, decomposed, the pass's; timed as they are launched, answers checked."""
-    ways = (shared_keys.PASS, shared_keys.STOCK, shared_keys.DECOMPOSED)
+    chosen = (ways.PACKAGE_PASS, ways.PACKAGE, ways.DECOMPOSED)
     if place.quick:
-        ways = ways[:1]
+        chosen = chosen[:1]
     row: Row = {"reported": shared_keys.REPORTED, "build_s": {}, "failed": {}}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        setting = _setting(place, folder)
-        inputs = shared_keys.make_inputs(device=setting.device)
+        inputs = shared_keys.make_inputs(device=_device(place))
+        shapes = ({0: shared_keys.batch_dim()}, None, None)
         runs: dict[str, Callable[..., Any]] = {}
-        for way in ways:
-            assert way.package is not None
+        for number, way in enumerate(chosen):
             began = time.perf_counter()
             try:
+                path = Path(folder) / f"{number}.pt2"
                 with attn_pass.record() as report:
-                    path = way.package(setting)
-                runs[way.name] = torch._inductor.aoti_load_package(str(path))
-                row["build_s"][way.name] = round(time.perf_counter() - began, 1)
-                if way is shared_keys.PASS:
+                    model = shared_keys.SharedKeys(_device(place), _half(place)).eval()
+                    ways.package(way, model, inputs, shapes, path)
+                runs[way] = torch._inductor.aoti_load_package(str(path))
+                row["build_s"][way] = round(time.perf_counter() - began, 1)
+                if way == ways.PACKAGE_PASS:
                     row |= said(report)
             except Exception as error:
-                row["failed"][way.name] = why(error)
-        if shared_keys.STOCK.name in runs:
-            runs["stock again"] = runs[shared_keys.STOCK.name]
-        row |= _answers(runs, setting)
+                row["failed"][way] = why(error)
+        if ways.PACKAGE in runs:
+            runs["stock again"] = runs[ways.PACKAGE]
+        row |= _answers(runs, place)
         times = compare(place, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
     us = {name: time.median_us for name, time in times.found.items()}
-    return row | _told(us, {**row["failed"], **times.failed}, shared_keys.STOCK.name, shared_keys.PASS.name)
+    return row | _told(us, {**row["failed"], **times.failed}, ways.PACKAGE, ways.PACKAGE_PASS)
 
 
-def _answers(runs: dict[str, Callable[..., Any]], setting: shared_keys.Setting) -> Row:
+def _answers(runs: dict[str, Callable[..., Any]], place: Place) -> Row:
     """The worst error over the checked batches, relative to the largest value."""
-    from bench.machine import relative_error
-
     errors: dict[str, float] = {}
     for batch in shared_keys.CHECKED_BATCHES:
-        inputs = shared_keys.make_inputs(batch, setting.device)
+        inputs = shared_keys.make_inputs(batch, _device(place))
         right = shared_keys.reference(*inputs)
         for name, run in runs.items():
             off = relative_error(run(*inputs), right)
             errors[name] = off if not off <= errors.get(name, 0.0) else errors[name]
-    return {"errors": errors, "wrong": ", ".join(n for n, e in errors.items() if not e <= _limit(setting)) or None}
+    limit = shared_keys.TOLERANCE[_half(place)]
+    return {"errors": errors, "wrong": ", ".join(n for n, e in errors.items() if not e <= limit) or None}
 
 
 def compiled(place: Place) -> Row:
     """S4 by torch.compile, device time by graphs."""
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        setting = _setting(place, folder)
-        inputs = shared_keys.make_inputs(4 if place.dry else shared_keys.BATCH, setting.device)
-        plain, folded = setting.module(), setting.module(shared_keys.Folded)
+    with torch.no_grad():
+        inputs = shared_keys.make_inputs(4 if place.dry else shared_keys.BATCH, _device(place))
+        plain = shared_keys.SharedKeys(_device(place), _half(place)).eval()
         runs: dict[str, Callable[..., Any]] = {
             "stock": stock(place, plain),
             "pass": passed(place, plain),
-            "folded by hand": folded,
+            "folded by hand": shared_keys.Folded(_device(place), _half(place)).eval(),
         }
         with attn_pass.record() as report:
             runs["pass"](*inputs)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.frame.document import markdown_table
 from bench.gpu import aims
 from bench.gpu.parts import Journal, Part, Row
 from bench.gpu.place import one_line
@@ -27,25 +28,18 @@ def markdown(found: dict[str, Any], parts: Sequence[Part]) -> str:
     run = dict(found["run"])
     dry = " A dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing." if run.get("dry") else ""
     lines = ["# One run on a GPU", "", f"{one_line(run)}.{dry}", "", "## Aims", ""]
-    lines += _table(("aim", "verdict", "measured"), [tuple(a.values()) for a in found["aims"]])
+    lines += markdown_table(("aim", "verdict", "measured"), [tuple(a.values()) for a in found["aims"]])
     for part in parts:
         given = found["parts"][part.name]
         lines += ["", f"## {part.title}", ""]
         good = [row for row in given["rows"] if "error" not in row]
         if good:
             shown = [c for c in part.columns if any(c.cell(row) != "-" for row in good)]
-            lines += _table([c.title for c in shown], [[c.cell(row) for c in shown] for row in good])
+            lines += markdown_table([c.title for c in shown], [[c.cell(row) for c in shown] for row in good])
         failed = [f"- {row['name']}: {row['error']}" for row in given["rows"] if "error" in row]
         lines += ["", "Failed:", "", *failed] if failed else []
         lines += ["", *(f"- {note}" for note in given["notes"])] if given["notes"] else []
     return "\n".join(lines) + "\n"
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ") for c in cells) + " |"
-
-    return [line(titles), "|" + "---|" * len(titles), *(line(row) for row in rows)]
 
 
 def write(path: Path, journal: Journal, parts: Sequence[Part]) -> None:

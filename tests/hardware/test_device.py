@@ -9,7 +9,7 @@ import torch
 
 import attn_pass
 from attn_pass.compat import active_flash
-from attn_pass.hardware import catalog
+from attn_pass.hardware import catalog, npu
 from attn_pass.hardware.device import cpu, device_for
 
 
@@ -91,3 +91,45 @@ def test_the_option_takes_a_name_or_what_torch_knows() -> None:
         assert site.outcome == "rewritten"
         with pytest.raises(attn_pass.OptionError, match="neither a device torch knows nor one of h200"):
             attn_pass.explain(attention, q, attn_pass_options={"device": "H300"})
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("Ascend 910B", "A2"),
+        ("Ascend910B", "A2"),  # as people call it
+        ("Ascend910B3", "A2"),  # as the runtime does
+        ("Ascend 910C", "A3"),
+        ("Ascend910_9391", "A3"),
+        ("Ascend 950", "950"),
+        ("Ascend950DT_9571", "950"),
+        ("Ascend310P3", "310P"),
+        ("Ascend910A", "910"),
+    ],
+)
+def test_ascend_devices_by_name_and_family(name: str, family: str) -> None:
+    device = device_for(torch.device("cpu"), name)
+    assert (device.type, device.family, device.is_here) == ("npu", family, False)
+    assert device.kernels == npu.family(family).operators
+    assert bool(device.kernels) != bool(npu.family(family).refusal)
+
+
+def test_the_runtime_s_name_of_the_first_generation_is_not_the_catalogue_s() -> None:
+    """ "Ascend910B" is the A2 to people, and to the runtime a variant of the first generation."""
+    found = npu.family_of("Ascend910B")
+    assert found is not None and found.name == "910"
+    assert npu.family_of("Ascend999") is None
+
+
+def test_names_that_are_no_device() -> None:
+    with pytest.raises(attn_pass.errors.OptionError, match="neither a device torch knows"):
+        attn_pass.explain(lambda x: x + 1, torch.ones(2), attn_pass_options={"device": "Ascend999"})
+
+
+def test_an_npu_is_known_by_what_its_runtime_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, family, kernels in (("Ascend910B2", "A2", 2), ("Ascend910A", "910", 0), ("Ascend999", "", 2)):
+        monkeypatch.setattr(torch, "npu", SimpleNamespace(get_device_name=lambda at, said=said: said), raising=False)
+        device = catalog.npu_here()
+        assert (device.name, device.family, len(device.kernels)) == (said, family, kernels)
+    monkeypatch.delattr(torch, "npu")
+    assert catalog.npu_here().family == ""

@@ -1,0 +1,1 @@
+"""How benches measure: programs, ways to run them, processes of their own, floors, tables, comparisons, pictures."""

@@ -1,0 +1,161 @@
+"""What a run leaves: tables of rows under the conditions they hold under, as JSON, Markdown and on the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """The field of a row it shows, and how; ``times`` is multiplied with it."""
+
+    title: str
+    field: str
+    form: str = ""
+    times: float = 1.0
+
+    def cell(self, row: Row) -> str:
+        """The text, a dash where the row has no such field."""
+        value = row.get(self.field)
+        if value is None or (isinstance(value, float) and math.isnan(value) and self.field != "error"):
+            return "-"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return format(value * self.times if self.times != 1.0 else value, self.form)
+        return str(value)
+
+
+@dataclass
+class Table:
+    """Rows of one kind."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Titles and lines; columns that say nothing in any row are left out, a program is a line of its own."""
+        good = [row for row in self.rows if row.get("status", "ok") == "ok"]
+        shown = [c for c in self.columns if c.field != "program" and any(c.cell(row) != "-" for row in good)]
+        headed = any(c.field == "program" for c in self.columns)
+        lines, before = [], None
+        for row in good:
+            if headed and row.get("program") != before:
+                before = row.get("program")
+                lines.append([f"**{before}**", *[""] * (len(shown) - 1)])
+            lines.append([c.cell(row) for c in shown])
+        return [c.title for c in shown], lines
+
+    def failures(self) -> list[str]:
+        return [
+            f"{row.get('program')}, {row.get('way')}: {row.get('error_text')}"
+            for row in self.rows
+            if row.get("status", "ok") != "ok"
+        ]
+
+
+@dataclass
+class Document:
+    """A run: its name, its conditions (device, versions, threads, command ...) and its tables."""
+
+    title: str
+    run: dict[str, Any]
+    tables: list[Table] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """As committed in docs/results."""
+        lines = [f"# {self.title}", "", self.conditions(), ""]
+        for table in self.tables:
+            titles, rows = table.cells()
+            lines += [f"## {table.title}", ""]
+            if rows:
+                lines += markdown_table(titles, rows)
+            lines += ["", *(f"- {note}" for note in table.notes)] if table.notes else []
+            failed = table.failures()
+            lines += ["", "Failed:", "", *(f"- {text}" for text in failed)] if failed else []
+            lines.append("")
+        return "\n".join(lines).rstrip("\n") + "\n"
+
+    def conditions(self) -> str:
+        """One line about where and how."""
+        told = {k: v for k, v in self.run.items() if k not in ("versions", "command", "rates")}
+        known = ", ".join(f"{name} {version}" for name, version in self.run.get("versions", {}).items())
+        rates = self.run.get("rates")
+        words = [f"{name}: {value}" for name, value in told.items()] + [known]
+        if rates:
+            products = [f"{rate:.0f} GFLOP/s ({dtype})" for dtype, rate in rates["gflops"].items()]
+            words.append(f"measured rates: {', '.join(products)}, {rates['gbs']:.0f} GB/s")
+        return f"{'; '.join(filter(None, words))}; `{self.run.get('command', '')}`."
+
+    def write(self, path: Path) -> Path:
+        """FILE and FILE with .md, each in one step; returns the second."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table = path.with_suffix(".md")
+        for target, text in ((path, json.dumps(self.to_dict(), indent=1) + "\n"), (table, self.markdown())):
+            partial = target.with_suffix(target.suffix + ".part")
+            partial.write_text(text)
+            partial.replace(target)
+        return table
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read(path: Path) -> Document:
+    """A document that was written.
+
+    Raises:
+        ValueError: the file is none.
+    """
+    try:
+        found = json.loads(path.read_text())
+        tables = [
+            Table(t["title"], tuple(Column(**c) for c in t["columns"]), t["rows"], t["notes"]) for t in found["tables"]
+        ]
+        return Document(found["title"], found["run"], tables)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path.name} is no result of a bench with tables ({type(error).__name__}: {error})"
+        ) from error
+
+
+def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines; a bar or a line break in a cell does not end it."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(str(c).replace("|", "/").replace("\n", " ") for c in cells) + " |"
+
+    return [line(titles), "|" + "---|" * len(titles), *(line(row) for row in rows)]
+
+
+STANDARD: tuple[Column, ...] = (
+    Column("program", "program"),
+    Column("way", "way"),
+    Column("median ms", "median_us", ".3f", 1e-3),
+    Column("10th to", "p10_us", ".3f", 1e-3),
+    Column("90th percentile", "p90_us", ".3f", 1e-3),
+    Column("times stock", "over_stock", ".2f"),
+    Column("noise", "noise", ".0%"),
+    Column("verdict", "verdict"),
+    Column("of the floor", "of_floor", ".0%"),
+    Column("error", "error", ".0e"),
+    Column("compile s", "compile_s", ".1f"),
+    Column("package KiB", "package_bytes", ".0f", 1 / 1024),
+    Column("peak MiB", "peak_bytes", ".1f", 1 / 2**20),
+    Column("took", "took"),
+)
+"""What is known of a program run in one way."""
+
+LEGEND = (
+    "Times stock: how many times as fast as stock compiled the same way (packages against the stock package). "
+    "Noise: how far stock is from itself in this run; within it the verdict is the same. Of the floor: the least time "
+    "the measured rates allow, as a share of the time taken. Error: largest against float64, relative to the largest "
+    "value. Peak: memory one call adds."
+)

@@ -1,0 +1,62 @@
+"""S3, flash-attn 2.6.3 against 2.7.0: small work, where what a call costs the host is what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench.frame import ways as w
+from bench.frame.document import LEGEND, STANDARD, Table
+from bench.frame.floors import Rates
+from bench.frame.measure import Tell, run
+from bench.frame.programs import Built, Function, Program, Setting
+
+TITLE = "S3: small work, 16 heads of 16"
+REPORTED = (
+    "reported: flash-attn 2.7.0 up to 2x slower than 2.6.3 at batch 2 or 512, sequence 50, 150, 300, embedding 256: "
+    "its checks moved from C++ to Python; kernels took the same time"
+)
+HEADS, DIM = 16, 16
+SIZES = tuple((batch, length) for batch in (2, 512) for length in (50, 150, 300))
+LEAST = (1, 1)  # nothing to compute: what is left is the call
+QUICK = ((2, 50), (2, 300))
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
+
+
+def _make(batch: int, length: int, device: str) -> Built:
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(batch, HEADS, length, DIM, generator=generator).to(device) for _ in range(3))
+    return Function(F.scaled_dot_product_attention), (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+
+
+def _hand(device: str) -> nn.Module:
+    return Function(by_hand)
+
+
+def programs(setting: Setting) -> list[Program]:
+    """The sizes of the report, and the least there is."""
+    sizes = (LEAST, *(QUICK if setting.quick else SIZES))
+    tolerance = 1e-5 if setting.on_cpu else 5e-3
+    return [
+        Program(f"B{b} L{n} H{HEADS} D{DIM}, call", partial(_make, b, n), _hand, "two products", tolerance=tolerance)
+        for b, n in sizes
+    ]
+
+
+def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+    """Every way; in quick runs packages for one size."""
+    made = programs(setting)
+    packaged = made[1:2] if setting.quick else made
+    rows = []
+    for program in made:
+        chosen = (*w.COMPILED, *w.PACKAGED) if program in packaged else w.COMPILED
+        rows += run(__name__, [program], chosen, setting, rates, tell)
+    note = "the first size computes next to nothing: its times are what a call costs"
+    yield Table(TITLE, STANDARD, rows, [REPORTED, note, LEGEND])

@@ -1,0 +1,316 @@
+"""S5, FlashAttention on Ascend NPUs: its four experiments on the device at hand, causal unless said.
+
+Traffic, speed-up over the sequence length, tile sizes, and what the causal mask costs; reported for batch 4, heads 32,
+head dim 64 in float16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench import npu_model
+from bench.frame import ways as w
+from bench.frame.document import LEGEND, STANDARD, Column, Row, Table
+from bench.frame.floors import Rates
+from bench.frame.measure import Tell, child, noise, quiet, run, verdict, warm_compiler
+from bench.frame.programs import Built, Function, Program, Setting, Tensors
+from bench.machine import in_turns, percentile, relative_error
+from bench.seeds import traffic
+
+BATCH, HEADS, DIM = 4, 32, 64
+LENGTH = 2048
+SPEEDUPS = {512: 2.73, 1024: 3.71, 2048: 5.48, 4096: 7.05, 8192: 8.58}  # reported
+TILES = (64, 128, 256, 512)
+
+
+# ---------------------------------------------------------------- the programs
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    return torch.softmax((q @ k.mT * DIM**-0.5).masked_fill(~keep, -math.inf), -1) @ v
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _hand(device: str) -> nn.Module:
+    return Function(_call)
+
+
+def sizes(setting: Setting) -> tuple[int, int]:
+    """Batch and heads: the report's, or fewer on a CPU, where 8192 positions of 128 heads take 34 GB a tensor."""
+    return (BATCH, HEADS) if not setting.on_cpu else (1, 4)
+
+
+def inputs(batch: int, heads: int, length: int, device: str) -> Tensors:
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(batch, heads, length, DIM, generator=generator).to(device) for _ in range(3))
+    return (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+
+
+def _make(batch: int, heads: int, length: int, device: str) -> Built:
+    return Function(causal), inputs(batch, heads, length, device)
+
+
+def programs(setting: Setting) -> list[Program]:
+    """Causal attention by hand, over the sequence length."""
+    batch, heads = sizes(setting)
+    lengths = [n for n in SPEEDUPS if n <= 2048] if setting.quick else list(SPEEDUPS)
+    return [
+        Program(
+            f"B{batch} H{heads} L{length} D{DIM}, causal by hand",
+            partial(_make, batch, heads, length),
+            _hand,
+            "scaled_dot_product_attention, is_causal",
+            kept=(length + 1) / (2 * length),
+            tolerance=1e-5 if setting.on_cpu else 5e-3,
+        )
+        for length in lengths
+    ]
+
+
+# ---------------------------------------------------------------- 1: traffic
+
+
+def _traffic() -> Iterator[Row]:
+    quiet(2)
+    for row in traffic.count(causal, (BATCH, HEADS, LENGTH, DIM)):
+        yield {"program": "traffic", "way": row["what"], "stage": row["what"], "status": "ok", **row}
+
+
+TRAFFIC = (
+    Column("what", "what"),
+    Column("read MiB", "read", ".0f", 2**-20),
+    Column("written MiB", "written", ".0f", 2**-20),
+    Column("together MiB", "together", ".0f", 2**-20),
+    Column("less than unfused", "less", ".1%"),
+    Column("how it is known", "how"),
+)
+
+
+# ---------------------------------------------------------------- 2: over the length
+
+
+SCALING = (
+    *STANDARD[:6],
+    Column("times eager", "over_eager", ".2f"),
+    Column("reported", "reported_speedup", ".2f"),
+    *STANDARD[6:],
+)
+
+
+def _scaling(setting: Setting, rates: Rates, tell: Tell) -> Table:
+    rows = run(__name__, programs(setting), w.COMPILED, setting, rates, tell)
+    eager = {row["program"]: row["median_us"] for row in rows if row["way"] == w.EAGER and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] != "ok" or row["program"] not in eager:
+            continue
+        row["over_eager"] = eager[row["program"]] / row["median_us"]
+        row["length"] = next(int(word[1:]) for word in row["program"].split() if word[0] == "L")
+        if row["way"] == w.PASS:
+            row["reported_speedup"] = SPEEDUPS[row["length"]]
+    notes = [
+        "reported: fused over unfused on an NPU, batch 4, heads 32, float16; eager is the unfused form here",
+        LEGEND,
+    ]
+    return Table("S5.2: speed-up over the sequence length", SCALING, rows, notes)
+
+
+# ---------------------------------------------------------------- 3: tiles
+
+
+def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
+    """Compiled FlexAttention with every tile size, in turns, scaled_dot_product_attention beside it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    quiet(setting.threads)
+    warm_compiler()
+    batch, heads = sizes(setting)
+    given = inputs(batch, heads, LENGTH, setting.device)
+    runs: dict[str, Callable[..., Any]] = {}
+    failed: dict[str, str] = {}
+    for tile in lengths:
+        mask = create_block_mask(_below, None, None, LENGTH, LENGTH, device=setting.device, BLOCK_SIZE=tile)
+        # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
+        options = {} if setting.on_cpu else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
+
+        def attend(q: Any, k: Any, v: Any, mask: Any = mask, options: Any = options) -> Any:
+            return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+
+        attend.__code__ = attend.__code__.replace()
+        compiled = torch.compile(attend, dynamic=False)
+        try:
+            compiled(*given)
+            runs[str(tile)] = compiled
+        except Exception as error:  # a tile that does not fit on the chip is an answer
+            failed[str(tile)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    runs["call"] = _call
+    runs["call again"] = _call
+    want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
+    samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    tolerance = 1e-5 if setting.on_cpu else 5e-3
+    best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
+    for name, run_ in runs.items():
+        median, error = percentile(samples[name], 50), relative_error(run_(*given), want)
+        yield {
+            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}, causal",
+            "way": f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}",
+            "stage": name,
+            "status": "ok",
+            "median_us": median,
+            "p10_us": percentile(samples[name], 10),
+            "p90_us": percentile(samples[name], 90),
+            "error": error,
+            "of_best": best / median,
+            **({} if error <= tolerance else {"verdict": "WRONG"}),
+            **_loops(name),
+        }
+    for name, text in failed.items():
+        yield {"program": "tiles", "way": name, "stage": name, "status": "failed", "error_text": text}
+
+
+def _loops(name: str) -> Row:
+    return {"loops": LENGTH // int(name), "tile": int(name)} if name.isdigit() else {}
+
+
+TILE_COLUMNS = (
+    Column("program", "program"),
+    Column("way", "way"),
+    Column("loops over the keys", "loops"),
+    *STANDARD[2:5],
+    Column("of the best tile", "of_best", ".0%"),
+    Column("error", "error", ".0e"),
+    Column("verdict", "verdict"),
+)
+
+
+# ---------------------------------------------------------------- 4: the mask
+
+
+def mask_cost(setting: Setting) -> Iterator[Row]:
+    """Causal and full attention in turns, each way; the extra time of the mask."""
+    import attn_pass
+
+    quiet(setting.threads)
+    warm_compiler()
+    batch, heads = sizes(setting)
+    given = inputs(batch, heads, LENGTH, setting.device)
+    made: Mapping[str, Callable[..., Any]] = {
+        "eager, unfused": lambda f: f,
+        "compile, stock": lambda f: torch.compile(f, dynamic=False),
+        "compile, stock (A/A)": lambda f: torch.compile(_copy(f), dynamic=False),
+        "compile, attn_pass": lambda f: torch.compile(_copy(f), dynamic=False, backend=attn_pass.backend),
+    }
+    runs: dict[str, Callable[..., Any]] = {
+        f"{name}: {function.__name__}": make(function) for name, make in made.items() for function in (plain, causal)
+    }
+    samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    doubles = [x.double() for x in given]
+    tolerance = 1e-5 if setting.on_cpu else 5e-3
+    for name in made:
+        error = relative_error(runs[f"{name}: causal"](*given), causal(*doubles))
+        without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("plain", "causal"))
+        yield {
+            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}",
+            "way": name,
+            "stage": name,
+            "status": "ok",
+            "plain_us": without,
+            "median_us": with_mask,
+            "p10_us": percentile(samples[f"{name}: causal"], 10),
+            "p90_us": percentile(samples[f"{name}: causal"], 90),
+            "extra": with_mask / without - 1,
+            "error": error,
+            "tolerance": tolerance,
+        }
+
+
+def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    def copied(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return function(q, k, v)
+
+    copied.__code__ = copied.__code__.replace()
+    return copied
+
+
+MASK_COLUMNS = (
+    Column("program", "program"),
+    Column("way", "way"),
+    Column("full, ms", "plain_us", ".3f", 1e-3),
+    Column("causal, ms", "median_us", ".3f", 1e-3),
+    *STANDARD[3:5],
+    Column("the mask costs", "extra", "+.1%"),
+    *STANDARD[5:8],
+    Column("error", "error", ".0e"),
+)
+
+
+def _with_verdicts(rows: list[Row]) -> list[Row]:
+    by_way = {row["way"]: row for row in rows}
+    base = by_way.get("compile, stock")
+    if base is not None:
+        around = noise(base, by_way.get("compile, stock (A/A)"))
+        for row in rows:
+            if row["status"] == "ok":
+                row["over_stock"] = base["median_us"] / row["median_us"]
+                said = verdict(row["over_stock"], around) if row["error"] <= row["tolerance"] else "WRONG"
+                row |= {"noise": around, "verdict": said}
+    return rows
+
+
+# ---------------------------------------------------------------- an NPU, by the model
+
+
+def npu() -> Iterator[Table]:
+    """The four experiments as the model predicts them of an Ascend 910B, at the report's sizes."""
+    sizes = {"heads": HEADS, "dim": DIM, "batch": BATCH}
+    titles = {
+        "traffic": "S5.1, predicted for an NPU: memory traffic",
+        "speed-up": "S5.2, predicted for an NPU: speed-up over the sequence length",
+        "tiles": "S5.3, predicted for an NPU: tiles in its 256 KB buffer",
+        "causal masks": "S5.4, predicted for an NPU: bytes of causal masks, 32 layers",
+    }
+    made = (
+        npu_model.traffic((LENGTH,), **sizes),
+        npu_model.speed_up(lengths=tuple(SPEEDUPS), **sizes),
+        npu_model.tiles(DIM, LENGTH, TILES),
+        npu_model.causal_masks((LENGTH,), heads=HEADS),
+    )
+    for title, rows in zip(titles.values(), made, strict=True):
+        found = [{"case": row.case, **dict(row.values)} for row in rows]
+        columns = [Column("case", "case"), *(Column(name, name, ".4g") for name in found[0] if name != "case")]
+        yield Table(title, columns, found, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
+
+
+def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+    """The four experiments."""
+    counted = child("S5.1 traffic", _traffic, (), tell)
+    title = f"S5.1: memory traffic of one call, batch {BATCH}, heads {HEADS}, L {LENGTH}, D {DIM}, float16, causal"
+    reported = "reported on an NPU: 3420 read and 3240 written unfused, 180 and 160 fused (-94.7 %, -95.1 %)"
+    yield Table(title, TRAFFIC, counted, [reported])
+    yield _scaling(setting, rates, tell)
+    chosen = (64, 256) if setting.quick else TILES
+    found = child("S5.3 tiles", tiles, (setting, chosen), tell)
+    note = "reported for an NPU, estimated: tiles of 64, 128, 256, 512 in 32, 16, 8, 4 loops"
+    yield Table("S5.3: tile sizes", TILE_COLUMNS, found, [note])
+    cost = _with_verdicts(child("S5.4 mask", mask_cost, (setting,), tell))
+    note = "reported on an NPU: the causal mask costs 7.5 % fused, 16.2 % unfused; where it is less than nothing, the "
+    yield Table("S5.4: what the causal mask costs", MASK_COLUMNS, cost, [note + "kernel skips what the mask hides"])
+    yield from npu()

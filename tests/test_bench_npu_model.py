@@ -1,0 +1,42 @@
+"""The predicted rows for NPUs: counts that can be checked by hand, and each marked as a prediction."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_pass.hardware import npu
+from bench import npu_model
+
+
+def test_every_row_says_that_it_is_predicted() -> None:
+    rows = list(npu_model.rows())
+    assert len(rows) > 15 and {r.source for r in rows} == {"predicted"}
+    assert {r.table for r in rows} == {"traffic", "speed-up", "tiles", "causal masks"}
+
+
+def test_bytes_by_hand() -> None:
+    (row,) = npu_model.traffic((1024,), heads=2, dim=64)
+    operands = 4 * 2 * 1024 * 64 * 2
+    assert row["fused MiB"] == operands / 2**20
+    assert row["unfused MiB"] == (operands + 4 * 2 * 1024 * 1024 * 2) / 2**20
+
+
+def test_the_speed_up_grows_with_the_length_and_is_the_ratio_of_its_parts() -> None:
+    found = list(npu_model.speed_up())
+    assert all(r["speed-up"] == pytest.approx(float(r["unfused us"]) / float(r["fused us"])) for r in found)
+    assert float(found[-1]["speed-up"]) > float(found[0]["speed-up"]) > 1
+
+
+def test_tiles_of_512_do_not_fit_the_buffer() -> None:
+    found = {r.case.split(",")[0]: r for r in npu_model.tiles()}
+    assert [r["buffer bytes"] for r in found.values()] == [40960, 81920, 163840, 327680]
+    assert [r["fits"] for r in found.values()] == ["yes", "yes", "yes", "no"]
+    assert found["tile 128"]["steps a head"] == 32 * 32
+    assert npu.largest_tile(64) == 409 and npu.fits(409, 64) and not npu.fits(410, 64)
+
+
+def test_a_shared_mask_does_not_grow() -> None:
+    short, long = list(npu_model.causal_masks((2048, 8192), layers=4, heads=32))
+    assert short["one for the graph MiB"] == long["one for the graph MiB"] == 4
+    assert long["one a layer MiB"] == 16 and long["boolean, one a layer MiB"] == 4 * 64
+    assert long["boolean, every head MiB"] == 32 * 4 * 64
