@@ -94,7 +94,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE, and FILE with .md.")] = None,
     threads: int = 1,
 ) -> None:
-    """Measures the cost model's constants."""
+    """Measure the rates the cost model is made of."""
     torch.set_num_threads(threads)
     rows = []
     table = Table("constant", "unit", "measured", "in use")

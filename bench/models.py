@@ -310,7 +310,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Samples of every way.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
 ) -> None:
-    """Measures every model and prints the table; the exit status is 1 if one failed."""
+    """Measure whole models, the pass against stock; the exit status is 1 if one failed."""
     rounds = 3 if quick else rounds
     console = plain_console()
     models = [model for model in (QUICK if quick else MODELS) if only in model.name]

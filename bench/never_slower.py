@@ -283,7 +283,7 @@ def main(
     changed: Annotated[Path | None, typer.Option(help="Keep FILE's rows but where another form is chosen now.")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Times the grid: stock, stock again, the pass, and every form the pass could have taken."""
+    """Measure a grid of shapes: stock, stock again, the pass, and every form the pass could have taken."""
     console = Console(width=160)
     shapes = grid()
     if one is not None:

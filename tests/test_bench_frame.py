@@ -28,7 +28,8 @@ RATES = floors.Rates({"float32": 100.0, "bfloat16": 200.0}, 10.0)
 
 
 def row(way: str, us: float, **more: Any) -> dict[str, Any]:
-    return {"program": "p", "way": way, "status": "ok", "median_us": us, "error": 1e-7, "tolerance": 1e-5, **more}
+    times = {"median_us": us, "p10_us": us}
+    return {"program": "p", "way": way, "status": "ok", **times, "error": 1e-7, "tolerance": 1e-5, **more}
 
 
 # ---------------------------------------------------------------- one program, for real
@@ -217,6 +218,11 @@ def test_what_lies_within_the_noise_is_the_same() -> None:
     rows = [row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 108.0), row(w.PASS, 95.0), row(w.HAND, 50.0), row(w.EAGER, 300.0)]
     verdicts = {r["way"]: r["verdict"] for r in measure.judged(rows)}
     assert verdicts[w.PASS] == "same" and verdicts[w.HAND] == "faster" and verdicts[w.EAGER] == "slower"
+
+
+def test_code_of_two_speeds_is_no_faster_by_the_median_alone() -> None:
+    rows = [row(w.STOCK, 30.0, p10_us=17.0), row(w.STOCK_AGAIN, 30.0, p10_us=17.0), row(w.HAND, 23.0, p10_us=16.7)]
+    assert measure.judged(rows)[-1]["verdict"] == "same"
 
 
 def test_packages_are_compared_with_the_stock_package() -> None:

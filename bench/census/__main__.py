@@ -57,9 +57,11 @@ def compile_time_command(
     choose: Annotated[str, typer.Option(help="attn_pass's option of that name.")] = "fused",
     limit_s: Limit = 900,
     json_file: JsonFile = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One model, one compile each way.")] = False,
 ) -> None:
     """Time cold compiles with stock Inductor and with attn_pass, and the pass's share of them."""
-    names = [name for name in compile_time.MODELS if only in name]
+    names = [name for name in compile_time.MODELS if only in name][: 1 if quick else None]
+    rounds = 1 if quick else rounds
     runs = [
         (name, way, number)
         for number in range(rounds)

@@ -166,7 +166,7 @@ def judged(rows: list[Row]) -> list[Row]:
         if base is not None:
             row["over_stock"] = base["median_us"] / row["median_us"]
             row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
-            row["verdict"] = verdict(row["over_stock"], row["noise"])
+            row["verdict"] = verdict(row["over_stock"], base["p10_us"] / row["p10_us"], row["noise"])
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
     return rows
@@ -176,13 +176,19 @@ def noise(base: Row, again: Row | None) -> float:
     """How far apart the same code is from itself in this run, as a share; NaN where it ran once."""
     if again is None:
         return math.nan
-    return max(abs(math.log(base["median_us"] / again["median_us"])), LEAST_NOISE)
+    apart = (abs(math.log(base[field] / again[field])) for field in ("median_us", "p10_us"))
+    return max(*apart, LEAST_NOISE)
 
 
-def verdict(ratio: float, around: float) -> str:
-    """In words: within the noise it is the same."""
+def verdict(median: float, p10: float, around: float) -> str:
+    """In words, of the ratios of medians and of 10th percentiles: within the noise, or where they differ, the same.
+
+    Some code has two speeds, from call to call: then one of the two ratios says so, and the other does not.
+    """
     if math.isnan(around):
         return "no A/A row"
-    if abs(math.log(ratio)) <= around:
-        return "same"
-    return "faster" if ratio > 1 else "slower"
+    if min(median, p10) > math.exp(around):
+        return "faster"
+    if max(median, p10) < math.exp(-around):
+        return "slower"
+    return "same"

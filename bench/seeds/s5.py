@@ -270,7 +270,8 @@ def _with_verdicts(rows: list[Row]) -> list[Row]:
         for row in rows:
             if row["status"] == "ok":
                 row["over_stock"] = base["median_us"] / row["median_us"]
-                said = verdict(row["over_stock"], around) if row["error"] <= row["tolerance"] else "WRONG"
+                p10 = base["p10_us"] / row["p10_us"]
+                said = verdict(row["over_stock"], p10, around) if row["error"] <= row["tolerance"] else "WRONG"
                 row |= {"noise": around, "verdict": said}
     return rows
 
