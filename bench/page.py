@@ -127,12 +127,43 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
     lines += ["", "*Same* is within the noise that stock shows against itself in that run, 3 % or more.", ""]
     if slower := list(_slower(found)):
         lines += ["Slower beyond the noise:", "", *slower, ""]
+    for run in RUNS[:2]:
+        if run.file in found:
+            lines += [f"## {run.about.capitalize()}, times stock", "", *by_program(found[run.file]), ""]
     lines += ["## Pictures", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]
     lines += ["## Other runs", ""]
     lines += [f"- [{file}]({file}): {what}" for file, what in OTHERS if (folder / file).exists()]
     return "\n".join(lines) + "\n"
+
+
+_WAYS = (
+    (w.PASS, "pass"),
+    (w.HAND, "by hand"),
+    (w.PACKAGE_PASS, "package, pass"),
+    (w.DECOMPOSED, "package, decomposed"),
+)
+
+
+def by_program(document: Document) -> list[str]:
+    """One line a program: how many times as fast as stock each way is, bold beyond the noise."""
+    lines = []
+    for table in document.tables:
+        programs = dict.fromkeys(row["program"] for row in table.rows if "over_stock" in row)
+        for name in programs:
+            rows = {row["way"]: row for row in table.rows if row["program"] == name and "over_stock" in row}
+            cells = [_ratio(rows.get(way)) for way, _ in _WAYS]
+            took = str(rows[w.PASS].get("took", "-")).split(":")[0] if w.PASS in rows else "-"
+            lines.append([f"{table.title.split(':')[0]}: {name}" if len(document.tables) > 1 else name, *cells, took])
+    return markdown_table(("program", *(title for _, title in _WAYS), "the pass took"), lines)
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    text = f"{row['over_stock']:.2f}"
+    return f"**{text}**" if row["verdict"] in ("faster", "slower") else text
 
 
 def _slower(found: dict[str, Document]) -> Iterator[str]:
