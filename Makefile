@@ -9,12 +9,14 @@ NPU := .venv-npu
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-npu test-tpu-aot test-xla lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
+	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
+	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
@@ -57,6 +59,23 @@ $(NPU)/.ready: constraints-npu.txt
 
 test-npu: $(NPU)/.ready
 	$(NPU)/bin/python -m pytest tests_npu $(ARGS)
+# Environments of their own: libtpu is large, and torch_xla needs the torch of its release.
+.venv-tpu/.attn_pass_ready: constraints.txt constraints-tpu.txt
+	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/python -m pip install -c constraints.txt torch
+	.venv-tpu/bin/python -m pip install -c constraints.txt -c constraints-tpu.txt jax libtpu pytest rich typer
+	touch $@
+
+test-tpu-aot: .venv-tpu/.attn_pass_ready
+	.venv-tpu/bin/python -m pytest tests_on/tpu_aot $(ARGS)
+
+.venv-xla/.attn_pass_ready: constraints-xla.txt
+	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
+	.venv-xla/bin/python -m pip install -c constraints-xla.txt torch 'torch_xla[pallas]' flax pytest rich typer numpy
+	touch $@
+
+test-xla: .venv-xla/.attn_pass_ready
+	.venv-xla/bin/python -m pytest tests_on/xla $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,14 @@ def test_traffic_is_nearly_all_gone_when_fused() -> None:
         s5.causal(q, k, v)
     # The mask is made in two operators, and bmm copies nothing here.
     assert counted.read + counted.written == pytest.approx(unfused, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["overlap", "tiles"])
+def test_what_cannot_be_measured_here_is_shown_of_the_committed_run(name: str) -> None:
+    table = s1.of_jax(name)
+    assert table.title.startswith("S1, XLA: ") and table.cells()[1]
+    if find_spec("libtpu") is None and find_spec("torch_xla") is None:
+        assert table.notes[0].startswith("of the committed run")
 
 
 def test_the_npu_s_rows_are_predicted_at_the_report_s_sizes() -> None:

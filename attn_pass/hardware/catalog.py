@@ -59,30 +59,40 @@ _SHEETS: tuple[Sheet, ...] = (
     Sheet("xla", "TPU v5e", 1, 175e3, 22e3, 1000, 740, 128 << 20),
     Sheet("xla", "TPU v5p", 2, 410e3, 50e3, 2000, 2500, 128 << 20),
     Sheet("xla", "TPU v6e", 1, 820e3, 100e3, 2500, 1480, 128 << 20),
+    Sheet("xla", "TPU7x", 1, 1000e3, 125e3, 2500, 3300, 64 << 20),  # one of a chip's two halves, as JAX counts devices
 )
 DEFAULT_CUDA = "h200"
 _BY_NAME = {sheet.name.lower(): sheet for sheet in _SHEETS}
 _WITHOUT_SPACES = {sheet.name.lower().replace(" ", ""): sheet for sheet in _SHEETS}
 NAMES = tuple(_BY_NAME)
-_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode")}
+_SHORT = "tpu "  # what the names of TPUs may be given without: "v5e"
+_KERNELS = {"cuda": ("cudnn", "flash", "efficient", "decode"), "xla": ("pallas_flash", "pallas_splash")}
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def is_known(name: str) -> bool:
-    """Whether there is a row for a device, by its name or by the name an NPU's runtime has for it."""
+    """Whether a device has a row: by its name, a TPU's short one ("v5e"), or what an NPU's runtime calls it."""
     return _sheet_of(name) is not None
 
 
 def by_name(name: str) -> Device:
-    """A device of the catalogue, which need not be here: "H200", "Ascend 910B", "Ascend910B", "Ascend910B3"."""
+    """A device of the catalogue, which need not be here: "H200", "v5e", "Ascend 910B", "Ascend910B", "Ascend910B3".
+
+    Raises:
+        KeyError: it has no row.
+    """
     sheet = _sheet_of(name)
-    assert sheet is not None
+    if sheet is None:
+        raise KeyError(name)
     soc = npu.family_of(name) if sheet.type == "npu" and name.lower() not in _BY_NAME else None
     return replace(_device(sheet), name=sheet.name if soc is None else name, is_here=False)
 
 
 def _sheet_of(name: str) -> Sheet | None:
-    found = _BY_NAME.get(name.lower()) or _WITHOUT_SPACES.get(name.lower())
+    for spelled in (name.lower(), _SHORT + name.lower()):
+        if spelled in _BY_NAME:
+            return _BY_NAME[spelled]
+    found = _WITHOUT_SPACES.get(name.lower())
     return found if found is not None or not name.startswith("Ascend") else _of_family(npu.family_of(name))
 
 
@@ -115,6 +125,15 @@ def _soc_name(at: torch.device | None) -> str | None:
         return str(runtime.get_device_name(at))  # type: ignore[union-attr]
     except (RuntimeError, AssertionError, ValueError):
         return None
+
+
+def tpu_here(generation: str | None) -> Device | None:
+    """A TPU of this process, by what Google Cloud calls its generation ("v5litepod"); None if it is not known."""
+    sheet = _sheet_of(_CLOUD_NAMES.get(generation or "", generation or ""))
+    return None if sheet is None else _device(sheet)
+
+
+_CLOUD_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 
 
 def cuda_here(at: torch.device | None = None) -> Device:

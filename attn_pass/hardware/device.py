@@ -113,6 +113,20 @@ def device_for(tensors: torch.device, asked: str | None = None) -> Device:
             return catalog.cuda_here(wanted)
         found = catalog.by_name(catalog.DEFAULT_CUDA)
         return found if asked is not None else replace(found, kernels=())
+    if kind == "xla" and (tpu := catalog.tpu_here(tpu_generation())) is not None:
+        return tpu
     if kind == "npu":
         return catalog.npu_here(wanted)
     return replace(cpu_with(1), type=kind, name=kind, kernels=())
+
+
+@lru_cache(maxsize=1)
+def tpu_generation() -> str | None:
+    """The generation of the TPU that torch_xla runs on, "v5e" or "v5litepod" and the like; None where it is no TPU."""
+    try:
+        from torch_xla import runtime
+        from torch_xla._internal import tpu
+
+        return str(tpu.get_tpu_type()).lower() if runtime.device_type() == "TPU" else None
+    except Exception:  # no such package, or no answer from the machine's metadata
+        return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from attn_pass.hardware import cost, cost_cuda, cost_npu
+from attn_pass.hardware import cost, cost_cuda, cost_npu, cost_xla
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.options import LEAVE
@@ -83,6 +83,8 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
     if setting.device.type == "cuda":  # what is elementwise is part of the softmax's kernel
         return cost_cuda.unfused(setting.device, problem) + scaled + copies
+    if setting.device.name.startswith("TPU"):
+        return cost_xla.unfused(setting.device, problem) + copies
     scaled += cost.transcendental(setting.device, problem, calls)
     return cost.unfused(setting.device, problem) + scaled + copies
 

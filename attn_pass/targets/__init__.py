@@ -18,6 +18,7 @@ from attn_pass.targets.npu import FusionAttention, InferAttention
 from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 from attn_pass.targets.values import Values
+from attn_pass.targets.xla import PallasFlash, PallasSplash
 
 GROUP = "attn_pass.targets"  # the entry-point group third parties register targets in
 
@@ -31,7 +32,8 @@ def built_in() -> tuple[Target, ...]:
     """The targets of this package; of equally cheap offers the first is taken."""
     cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn())
     npu = (InferAttention(), FusionAttention())
-    return (*cuda, *npu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+    tpu = (PallasFlash(), PallasSplash())
+    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
 
 
 def all_targets() -> tuple[Target, ...]:

@@ -55,7 +55,9 @@ class Sdpa:
         """Takes whatever torch has a fused CPU kernel for, padding unequal head dims."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type == "npu")
+            device = setting.device  # another may have kernels of its own, and reasons that say more
+            others = device.type == "npu" or (device.type not in ("cpu", "cuda") and bool(device.kernels))
+            return Refusal(self.name, reason, foreign=others)
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)

@@ -6,20 +6,24 @@ an iteration and so timed tracing as well; `call_jax` 2.6 ms. Here the same atte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import seeds_s1
 from bench.frame import ways as w
-from bench.frame.document import LEGEND, STANDARD, Table
+from bench.frame.document import LEGEND, STANDARD, Column, Table
 from bench.frame.floors import Rates
 from bench.frame.measure import Tell, run
 from bench.frame.programs import Built, Function, Program, Setting, Tensors
 
 TITLE = "S1: one long self-attention, (1, 5, 16384, 128)"
+COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "results" / "s1-xla.json"
 REPORTED = (
     "reported on a TPU: JAX's flash attention 2.5 ms, PyTorch/XLA 3.0 ms timed with tracing in every iteration, "
     "call_jax 2.6 ms"
@@ -58,3 +62,23 @@ def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
     chosen = w.COMPILED if setting.quick else (*w.COMPILED, *w.PACKAGED)
     rows = run(__name__, programs(setting), chosen, setting, rates, tell)
     yield Table(TITLE, STANDARD, rows, [REPORTED, LEGEND])
+    for name in ("correctness", "overlap", "tiles"):
+        tell(f"S1, {name}")
+        yield of_jax(name)
+
+
+def of_jax(name: str) -> Table:
+    """A part of `bench.seeds_s1`: measured here, or where its packages are not here, as the committed run has it."""
+    part, notes = getattr(seeds_s1, name)(), []
+    if not part.rows:
+        kept = json.loads(COMMITTED.read_text())[name]
+        known = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
+        notes = [
+            f"of the committed run (`{kept['command']}`; {known}), because here: {part.note}",
+            kept["part"]["note"],
+        ]
+        part = seeds_s1.Part(**kept["part"])
+    else:
+        notes = [part.note]
+    columns = [Column(title.replace("_", " "), title) for title in part.rows[0]]
+    return Table(f"S1, XLA: {part.title}", columns, part.rows, [note for note in notes if note])
