@@ -183,7 +183,13 @@ def decide(
     gm.meta |= known or {}
     try:
         changed = engine.rewrite_graph(
-            gm, options=options, report=report, program=program, runner=runner, measure=measure
+            gm,
+            options=options,
+            report=report,
+            program=program,
+            runner=runner,
+            measure=measure,
+            compile_site=functools.partial(_compiled_site, options),
         )
     except OptionError:
         raise
@@ -427,6 +433,14 @@ def compile_with_inductor(
     """Compile a graph that was decided already, with what its report says was emitted."""
     given = report if report.rewritten else None
     return _inductor(inductor_patches(options, {}, None), gm, example_inputs, given)
+
+
+def _compiled_site(options: Options, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A rewritten site alone, compiled as the graph it is part of will be; to verify what is generated for it."""
+    from torch._inductor import config
+
+    with config.patch(fx_graph_cache=False):
+        return compile_with_inductor(module, inputs, options, Report())
 
 
 def _inductor(

@@ -6,15 +6,16 @@ import functools
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
-from attn_pass.graph.edit import Plan, SizeNodes, fake_of, replace_arguments
+from attn_pass.graph.cut import Around, CannotExtract, Level
+from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
@@ -30,11 +31,13 @@ from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
+from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 from attn_pass.targets.kernels import as_written
+from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
 MeasurePlace = Callable[[Place, Sequence[str]], Measured | str]
 
@@ -47,20 +50,32 @@ def rewrite_graph(
     program: str,
     runner: Runner = "other",
     measure: MeasurePlace | None = None,
+    compile_site: CompileSite | None = None,
 ) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
-    becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker. One
-    `SiteReport` a site is appended to ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it
-    was.
+    becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker,
+    ``compile_site`` compiles a rewritten site for ``verify="kernel"``. One `SiteReport` a site is appended to
+    ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it was.
     """
     _check_names(options)
     started = time.perf_counter()
     outer = Region.ambient() if program == "compile" else Region()
     if measure is None and options.tune:
         measure = Tuner(options)
-    root = _Graph(gm, Sizes(), outer, options, report, program, count=1, runner=runner, measure=measure)
+    root = _Graph(
+        gm,
+        Sizes(),
+        outer,
+        options,
+        report,
+        program,
+        count=1,
+        runner=runner,
+        measure=measure,
+        compile_site=compile_site if options.verify == "kernel" else None,
+    )
     root.prepare()
     changed = root.rewrite()
     report.seconds += time.perf_counter() - started
@@ -107,6 +122,9 @@ class _Graph:
     is_checkpoint: bool = False
     runner: Runner = "other"
     measure: MeasurePlace | None = None
+    compile_site: CompileSite | None = None
+    levels: tuple[Level, ...] = ()  # the graphs around this body
+    bound: Mapping[Node, Node] = field(default_factory=dict)  # what is passed to its placeholders, and to theirs
 
     def prepare(self) -> None:
         """Reads the graph: effects, regions, reach."""
@@ -155,15 +173,19 @@ class _Graph:
             is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
             runner=self.runner,
             measure=self.measure,
+            compile_site=self.compile_site,
         )
         inner.prepare()
         inner.reader.known_used = self.reader.known_used
         if len(body.calls) == 1:
             (call,) = body.calls
             time_of_call = self.effects.position[call.node]
+            inner.levels = (Level(self.gm.graph, self.effects, time_of_call, self.regions), *self.levels)
+            inner.bound = dict(self.bound)
             for placeholder, argument in zip(placeholders(body.module), call.operands):
                 if isinstance(argument, Node):
                     inner.reader.bindings[placeholder] = (self.reader, argument, time_of_call)
+                    inner.bound[placeholder] = argument
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
@@ -226,7 +248,11 @@ class _Graph:
         record.reason = choice.reason + by_rule
         for take in choice.takes:
             try:
-                self._emit(site, take, setting)
+                verified = self._emit(site, record, take, setting)
+            except Mismatch as error:
+                record.refusals[take.target.name] = record.reason = str(error)
+                self._complain(record, "a site is left as it was", error)
+                return False
             except RewriteError as error:
                 record.refusals[take.target.name] = _first_line(error)
                 if take is choice.takes[-1]:
@@ -241,10 +267,12 @@ class _Graph:
             record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n in CASES)
             record.assumptions = (*offer.assumptions, *described.assumptions)
             record.fixed = described.fixed
+            if verified is not None:
+                record.verified_error, record.not_verified = verified.error, verified.reason
             return True
         return False
 
-    def _emit(self, site: Site, take: Take, setting: Setting) -> None:
+    def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
         assert site.described is not None
         if self.size_nodes is None:
             self.size_nodes = SizeNodes(self.gm, self.sizes)
@@ -261,9 +289,73 @@ class _Graph:
                 f"{take.target.name} gives {new.dtype} {tuple(new.shape)} where {site.node.name} was "
                 f"{None if old is None else (old.dtype, tuple(old.shape))}"
             )
+        verified = None
+        if self.options.verify != "off":
+            device = setting.device
+            if device.is_here and old.device.type == device.type:
+                verified = self._verified(site, record, take, nodes, value)
+            else:
+                verified = Verified(None, f"there is no {device.name} here to run it on")
         node = plan.apply(value, site.internal)
         self.replaced[site.node] = node
         self.effects.position[node] = self.effects.position[site.node]
+        return verified
+
+    def _verified(self, site: Site, record: SiteReport, take: Take, nodes: tuple[Node, ...], value: Value) -> Verified:
+        """What running the site as it was and as it is to be showed. Raises `Mismatch`."""
+        assert site.described is not None
+        time_of_result = self.effects.position[site.node]
+        subject = Subject(
+            site.node,
+            replace(site.described, nodes=nodes),
+            Around((Level(self.gm.graph, self.effects, time_of_result, self.regions), *self.levels), self.bound),
+            self.sizes,
+            site.region,
+            {**self.reader.constants, **{node: tensor for node, (_, tensor) in self.reader.known.items()}},
+            functools.partial(self._has_gradient, site.described),
+            value,
+            take.target.name,
+            record.where,
+            "example_value" if "example_value" in site.node.meta else "val",
+            functools.partial(self._verify_smaller, site, take),
+            self.compile_site,
+        )
+        return verify(subject)
+
+    def _has_gradient(self, described: Described, node: Node) -> bool:
+        needs_grad = bool(getattr(tensor_value(node), "requires_grad", False))
+        return described.attention.needs_grad and needs_grad
+
+    def _verify_smaller(self, site: Site, take: Take, gm: GraphModule) -> float:
+        """Rewrites a smaller form of a site the same way, and verifies that."""
+        options = replace(
+            self.options,
+            choose="first",
+            targets=(take.offer.target,),
+            poor_cases=tuple(n for n in take.offer.variant.split(" + ") if n in CASES),
+            rules=(),
+            tune=False,
+            on_error="raise",
+        )
+        report = Report()
+        smaller = _Graph(
+            gm,
+            Sizes(),
+            site.region,
+            options,
+            report,
+            self.program,
+            count=1,
+            is_body=self.is_body,
+            runner=self.runner,
+            compile_site=self.compile_site,
+        )
+        smaller.prepare()
+        smaller.rewrite()
+        found = report.sites[0].verified_error if len(report.sites) == 1 else None
+        if found is None:
+            raise CannotExtract("with a shorter length it is rewritten to something else")
+        return found
 
     def _rule(self, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
         """The user's rule for the site, by its module path or its source line."""

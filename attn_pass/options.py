@@ -21,12 +21,6 @@ Runner = Literal["inductor", "hook", "other"]
 """Who runs a rewritten graph: Inductor, with our configuration and the original to fall back on; Inductor, of whose
 own passes we are one; anything else (another backend, torch.export.save, the graph as it is)."""
 
-# Values a field's type has room for, but nothing implements so far: refused, never ignored.
-_NOT_YET: tuple[tuple[str, Any], ...] = (
-    ("verify", "graph"),
-    ("verify", "kernel"),
-)
-
 
 def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[], Any]:
     """A default that the environment variable overrides; read whenever an Options is made, empty means unset."""
@@ -63,8 +57,10 @@ class Options:
         tune: compile the best offers in a worker process and time them on inputs of the site's sizes, strides and
             dtypes, in place of trusting predictions; what was found is remembered on disk. Also with
             mode="max-autotune" and "max-autotune-no-cudagraphs", unless given.
-        verify: "graph" compares old and new graph on data, "kernel" also each target with the reference. Not
-            available yet; default from ATTN_PASS_VERIFY.
+        verify: "graph" runs each rewritten site as it was and as it is to be, on random inputs of its shapes, strides
+            and dtypes, forward and backward, and compares them with each other and with float64; where they differ the
+            site is left, with a warning that names a file to reproduce it with. "kernel" does the same with the code
+            that Inductor makes of the rewritten site. Default from ATTN_PASS_VERIFY.
         on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
             Default from ATTN_PASS_ON_ERROR.
         assume_constant_buffers: buffers keep the values they have now, and every module that shares a compiled graph
@@ -96,12 +92,6 @@ class Options:
             object.__setattr__(self, name, _checked(name, hint, getattr(self, name)))
         if self.choose == "first" and not self.targets:
             raise OptionError("choose='first' takes the first of `targets` that accepts: name some in targets=(...)")
-        for name, value in _NOT_YET:
-            if getattr(self, name) == value:
-                raise OptionError(
-                    f"attn_pass option {name}={value!r} is not available yet; leave it out (the default is "
-                    f"{_plain_default(name)!r})"
-                )
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(f.name for f in fields(Options))
@@ -239,10 +229,6 @@ def _unknown_key(key: object) -> OptionError:
 
 def _rejected(name: str, value: object, accepted: str, near: str = "") -> OptionError:
     return OptionError(f"option {name!r} got {_shown(value)}{near}; accepted: {accepted}")
-
-
-def _plain_default(name: str) -> Any:
-    return {"verify": "off"}[name]
 
 
 def _nearest(given: str, accepted: list[str]) -> str:

@@ -53,6 +53,7 @@ class SiteReport:
         predicted_us: predicted time in microseconds of each offer, "leave" included.
         measured_us: measured time of each form that was, "leave" included; empty where none was (`Options.tune`).
         verified_error: greatest absolute difference from the original when verified; None when not verified.
+        not_verified: why a site could not be verified where that was asked for; "" otherwise.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
         node: name of the graph node the site ends in.
     """
@@ -76,6 +77,7 @@ class SiteReport:
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
+    not_verified: str = ""
     module: str = ""
     node: str = ""
 
@@ -85,7 +87,7 @@ class SiteReport:
             self.refusals = {**self.refusals, self.target: reason}
         self.outcome, self.target, self.reason = "left", None, reason
         self.poor_cases, self.assumptions, self.fixed = (), (), ()
-        self.verified_error, self.score_mod = None, ""
+        self.verified_error, self.not_verified, self.score_mod = None, "", ""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""
@@ -369,6 +371,8 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
         yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
     if site.verified_error is not None:
         yield f"verified: error {site.verified_error:.2g}"
+    if site.not_verified:
+        yield f"not verified: {site.not_verified}"
     if verbose or site.outcome == "left":
         yield from (f"{target}: {why}" for target, why in site.refusals.items() if why != site.reason)
 

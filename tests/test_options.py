@@ -77,12 +77,6 @@ def test_a_wrong_value_is_told_with_what_is_accepted(name: str, value: object, s
         Options(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), [("verify", "graph"), ("verify", "kernel")])
-def test_what_is_not_built_yet_is_refused_not_ignored(name: str, value: object) -> None:
-    with pytest.raises(OptionError, match=f"{name}=.* is not available yet"):
-        make_options(**{name: value})
-
-
 def test_environment_gives_defaults_and_arguments_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTN_PASS_CHOOSE", "fused")
     monkeypatch.setenv("ATTN_PASS_ON_ERROR", "raise")

@@ -354,6 +354,11 @@ def _fake_mode(node: Node) -> FakeTensorMode:
     raise ValueError(f"{node.name} has no fake value")
 
 
+def is_attribute(value: Planned) -> bool:
+    """Whether it stands for a graph that is an attribute of the module the calls go into."""
+    return value.target is _attribute
+
+
 def _attribute(name: str) -> None:
     """Stands for the module attribute of that name where a planned call has its target."""
 

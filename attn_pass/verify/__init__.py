@@ -1,0 +1,273 @@
+"""Translation validation: a site as it was and as it is to be are run side by side on random data and compared.
+
+Both are cut out of the graph (`attn_pass.graph.cut`), run forward and, where there are gradients, backward on inputs
+with the site's shapes, strides, offsets and dtypes, and compared with each other and, in float64, with what was read of
+the site. How far they may be apart is in `attn_pass.verify.compare`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attn_pass.errors import RewriteError
+from attn_pass.graph.cut import SYMBOLIC, Around, CannotExtract, Cut, cut, numbers
+from attn_pass.graph.edit import Value
+from attn_pass.graph.regions import Region
+from attn_pass.graph.values import Sizes, fake_value
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Expr, Load, walk
+from attn_pass.model.index import Poly, Symbol, atoms, product
+from attn_pass.model.reference import Evaluation, reference
+from attn_pass.reading.describe import Described
+from attn_pass.verify import compare, reproduce
+from attn_pass.verify.inputs import Spec, random_tensor, specs
+from attn_pass.verify.running import Outcome, in_float64, outside_tracing, run
+from attn_pass.verify.shrink import shrunk
+
+MOST_SCORES = 1 << 23
+"""Scores of a site that is run as it is: about half a second forward and backward on two cores. More are made fewer."""
+_FEW_SCORES = 1 << 18  # so few that harsh inputs are run backward too, and other sizes are tried
+
+CompileSite = Callable[[GraphModule, list[torch.Tensor]], Callable[..., Any]]
+"""Compiles a rewritten part for inputs, as the backend would."""
+
+
+class Mismatch(RewriteError):
+    """A rewritten site does not compute what it did."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A site that is about to be rewritten."""
+
+    result: Node
+    described: Described
+    around: Around
+    sizes: Sizes
+    region: Region
+    known: Mapping[Node, torch.Tensor]
+    needs_grad: Callable[[Node], bool]
+    new: Value
+    target: str
+    where: str
+    key: str  # in a node's meta: where fake values are
+    smaller: Callable[[GraphModule], float]  # rewrites and verifies a smaller form of the site
+    compile_site: CompileSite | None = None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The largest difference seen; None, with the reason, where nothing could be run."""
+
+    error: float | None
+    reason: str = ""
+
+
+def verify(subject: Subject) -> Verified:
+    """Runs the site as it was and as it is to be.
+
+    Raises:
+        Mismatch: they differ, or the site is not what was read; the message names the file that shows it.
+    """
+    if subject.described.attention.dropout:
+        return Verified(None, "it draws random numbers")
+    worst, why = None, ""
+    with outside_tracing():
+        for chosen in _choices(subject):
+            try:
+                found = _verify_at(subject, chosen)
+            except CannotExtract as error:
+                why = why or str(error)
+                continue
+            worst = found if worst is None else max(worst, found)
+    return Verified(worst, "" if worst is not None else why)
+
+
+def _choices(subject: Subject) -> list[dict[str, int]]:
+    """Numbers for symbolic sizes: those the program was traced with, smaller where there are many; and odd ones."""
+    attention = subject.described.attention
+    symbols = sorted(
+        {a for s in attention.sources for i in s.shape for a in atoms(i) if isinstance(a, Symbol)}, key=str
+    )
+    traced = {s.key: subject.sizes.hint(Poly.of(s)) for s in symbols}
+    choices = [traced]
+    while _scores(attention, choices[0]) > MOST_SCORES:
+        longest = max(choices[0], key=choices[0].__getitem__, default="")
+        if not longest or choices[0][longest] <= 16:
+            break
+        choices[0] = {**choices[0], longest: choices[0][longest] // 2}
+    if symbols:
+        odd = {s.key: max(s.lower, min(traced[s.key], 5 + 2 * n)) for n, s in enumerate(symbols)}
+        choices.append(odd)
+    return choices
+
+
+def _scores(attention: Attention, sizes: Mapping[str, int]) -> int:
+    total = product([attention.batch_size, attention.query_heads, attention.q_len, attention.kv_len])
+    return Evaluation((), (), sizes).size(total)
+
+
+def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
+    part = _cut(subject, chosen)
+    attention = subject.described.attention
+    count = _scores(attention, chosen)
+    if count > MOST_SCORES:
+        sizes = Evaluation((), (), chosen)
+        lengths = sizes.size(attention.q_len), sizes.size(attention.kv_len)
+        factor = count / MOST_SCORES
+        return subject.smaller(shrunk(part, lengths, 2 * factor, subject.region, subject.key))
+    kinds = _kinds(subject, part, chosen)
+    worst = 0.0
+    for harsh in (False, True):
+        backward = not harsh or count <= _FEW_SCORES
+        worst = max(worst, _Trial(subject, part, chosen, kinds, harsh=harsh, backward=backward).difference())
+    return worst
+
+
+def _cut(subject: Subject, chosen: Mapping[str, int]) -> Cut:
+    """The site from its operands on: masks are computed as the program does, unless that takes much of the program."""
+    d, until = subject.described, subject.around.levels[0].until
+    tensors = [n for n in _meant_by(d.attention) if isinstance(fake_value(d.nodes[n]), torch.Tensor)]
+    a = d.attention
+    operands = {a.query.source, a.key.source, a.value.source}
+    made_of = set() if a.computed is None else _sources(a.computed.bias, a.computed.condition)
+    problem: CannotExtract | None = None
+    for begin in (operands, operands | made_of, operands | set(tensors)):
+        try:
+            return cut(
+                subject.result,
+                {d.nodes[n]: d.read_at.get(n, until) for n in sorted(begin)},
+                subject.around,
+                numbers(subject.sizes, chosen),
+                known=subject.known,
+                needs_grad=subject.needs_grad,
+                new=subject.new,
+                also=[d.nodes[n] for n in tensors],
+            )
+        except CannotExtract as error:
+            problem = error
+    assert problem is not None
+    raise problem
+
+
+def _meant_by(attention: Attention) -> list[int]:
+    """The sources that say what the attention is; others are names for what they are made of."""
+    factors = [f.value for f in (*attention.factors, *attention.result_factors)]
+    a = attention
+    return sorted(_sources(a.query, a.key, a.value, a.score, a.sink, *factors))
+
+
+def _sources(*expressions: Expr | None) -> set[int]:
+    return {e.source for part in expressions if part is not None for e in walk(part) if isinstance(e, Load)}
+
+
+def _kinds(subject: Subject, part: Cut, chosen: Mapping[str, int]) -> tuple[Spec, ...]:
+    d = subject.described
+    by_node = dict(zip(d.nodes, specs(d.attention, chosen)))
+    return tuple(by_node.get(node, Spec()) for node in part.nodes)
+
+
+class _Trial:
+    """One draw of inputs."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        part: Cut,
+        chosen: Mapping[str, int],
+        kinds: tuple[Spec, ...],
+        *,
+        harsh: bool,
+        backward: bool,
+    ) -> None:
+        self.subject, self.part, self.chosen = subject, part, chosen
+        seed = zlib.crc32(f"{subject.where} {subject.target} {harsh}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        self.memory = [
+            random_tensor(i, kind, generator, harsh=harsh).to(i.device) for i, kind in zip(part.inputs, kinds)
+        ]
+        gradients = backward and any(i.requires_grad for i in part.inputs)
+        noise = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+        self.cotangent = noise if gradients else None
+
+    def difference(self) -> float:
+        """The largest difference of the rewritten result; raises `Mismatch` where it is wrong."""
+        original = self._run(self.part.original)
+        meant = self._meant(original)
+        assert self.part.rewritten is not None
+        program: Callable[..., Any] = self.part.rewritten
+        if self.subject.compile_site is not None:
+            program = self._compiled(self.part.rewritten)
+        try:
+            found = self._run(program)
+        except CannotExtract as error:
+            self._tell(f"it fails where the original does not ({error})")
+        if wrong := compare.wrong_result(found, original, meant):
+            self._tell(wrong)
+        return compare.difference(found, original)
+
+    def _run(self, program: Callable[..., Any]) -> Outcome:
+        try:
+            return run(program, self.part.inputs, self.memory, self.subject.region, self._cotangent())
+        except Exception as error:
+            raise CannotExtract(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+
+    def _meant(self, original: Outcome) -> Outcome:
+        """What the description says, after it was seen to be what the program computes."""
+        wide = [m.double() if m.is_floating_point() else m for m in self.memory]
+        meant = run(self._description, self.part.inputs, wide, None, self._cotangent())
+        if wrong := compare.wrong_reading(original, self._in_float64(wide), meant):
+            self._tell(f"it is not what was read: {wrong}")
+        return meant
+
+    def _description(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The description in float64, of what its sources are on these inputs."""
+        d = self.subject.described
+        values = iter(in_float64(self.part.also)(*inputs))
+        tensors = [torch.zeros(())] * len(d.nodes)
+        for n in _meant_by(d.attention):
+            held = fake_value(d.nodes[n])
+            tensors[n] = next(values).cpu() if isinstance(held, torch.Tensor) else torch.tensor(self._number(held))
+        return reference(d.attention, tensors, self.chosen).to(inputs[0].device)
+
+    def _number(self, held: Any) -> Any:
+        return numbers(self.subject.sizes, self.chosen)(held) if isinstance(held, SYMBOLIC) else held
+
+    def _cotangent(self) -> torch.Tensor | None:
+        return None if self.cotangent is None else self.cotangent.to(self.memory[0].device)
+
+    def _in_float64(self, wide: list[torch.Tensor]) -> Outcome | None:
+        """The original in float64; None where it does not run so."""
+        region = replace(self.subject.region, autocast=())
+        try:
+            return run(in_float64(self.part.original), self.part.inputs, wide, region, self._cotangent())
+        except Exception:
+            return None
+
+    def _compiled(self, module: GraphModule) -> Callable[..., Any]:
+        """The rewritten part as the backend would compile it, at its first call."""
+        compile_site = self.subject.compile_site
+        assert compile_site is not None
+
+        def program(*inputs: torch.Tensor) -> Any:
+            return compile_site(module, list(inputs))(*inputs)
+
+        return program
+
+    def _tell(self, why: str) -> NoReturn:
+        s = self.subject
+        device = self.memory[0].device.type
+        dtype = s.region.autocast_dtype(device)
+        autocast = None if dtype is None else (device, str(dtype).removeprefix("torch."))
+        try:
+            told = reproduce.write(self.part, self.memory, why=why, where=s.where, target=s.target, autocast=autocast)
+            shown = f"reproduce it with {told}"
+        except Exception as error:
+            shown = f"no file to reproduce it could be written ({type(error).__name__}: {error})"
+        raise Mismatch(f"verification failed: as {s.target}, {why}; {shown}")

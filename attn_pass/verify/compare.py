@@ -1,0 +1,74 @@
+"""How far two results may be apart: the contract of docs/numerics.md in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from attn_pass.verify.running import Outcome
+
+# Of the largest value, for sums in another order: a few hundred roundings of float32, a few of what is narrow.
+_UNITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# What a program may be away from its own meaning in float64, by what it computes in.
+_ROUNDED = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
+_TWICE = 2.0
+_EXACT = 1e-7  # float64 by two ways
+
+
+def wrong_reading(as_written: Outcome, wide: Outcome | None, meant: Outcome) -> str:
+    """Why the description is not what the program computes; "" where it is.
+
+    It is if the program in float64 gives the same, or the program as it is gives it to its type's rounding.
+    """
+    if wide is not None and not _apart(wide, meant, as_written, {}, _EXACT):
+        return ""
+    return _apart(as_written, meant, as_written, {}, _ROUNDED[_narrowest(as_written)])
+
+
+def wrong_result(found: Outcome, as_written: Outcome, truth: Outcome) -> str:
+    """Why a rewritten program is wrong; "" where its error is the dtype's, or at most twice the original's."""
+    own = _errors(as_written, truth, as_written)
+    return _apart(found, truth, as_written, own, _UNITS[found.result.dtype])
+
+
+def difference(found: Outcome, as_written: Outcome) -> float:
+    """The largest absolute difference of the results, where the original's is a number."""
+    return _errors(found, as_written, as_written)["the result"][0]
+
+
+def _narrowest(outcome: Outcome) -> torch.dtype:
+    dtypes = [outcome.result.dtype, *(g.dtype for g in outcome.gradients.values())]
+    return max(dtypes, key=lambda d: _UNITS[d])
+
+
+def _apart(
+    found: Outcome, truth: Outcome, defined: Outcome, own: Mapping[str, tuple[float, float]], unit: float
+) -> str:
+    for name, (error, size) in _errors(found, truth, defined).items():
+        allowed = _TWICE * own.get(name, (0.0, 0.0))[0] + unit * size
+        if not error <= allowed:
+            return f"{name} is {error:.3g} away where {allowed:.3g} is allowed"
+    missing = set(defined.gradients) ^ set(found.gradients)
+    if missing:
+        return f"input {min(missing) + 1} has a gradient in one of them only"
+    return ""
+
+
+def _errors(found: Outcome, truth: Outcome, defined: Outcome) -> dict[str, tuple[float, float]]:
+    """For the result and each gradient: the largest error where ``defined`` is finite, and the largest value."""
+    pairs = {"the result": (found.result, truth.result, defined.result)}
+    for n in set(found.gradients) & set(truth.gradients) & set(defined.gradients):
+        pairs[f"the gradient of input {n + 1}"] = (found.gradients[n], truth.gradients[n], defined.gradients[n])
+    return {name: _error(*three) for name, three in pairs.items()}
+
+
+def _error(found: torch.Tensor, truth: torch.Tensor, defined: torch.Tensor) -> tuple[float, float]:
+    if found.shape != truth.shape:
+        return float("inf"), 0.0
+    where = torch.isfinite(defined).cpu()
+    exact = truth.cpu().double()[where]
+    if not exact.numel():
+        return 0.0, 0.0
+    apart = (found.cpu().double()[where] - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(apart.max()), float(exact.abs().nan_to_num(nan=0.0, posinf=0.0).max())

@@ -1,0 +1,140 @@
+"""Random inputs for a part of a program, as it would get them: laid out alike, and of the kind its score asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from attn_pass.graph.cut import Input
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, Const, Expr, Load, walk
+
+Kind = Literal["number", "mask", "flag", "positive", "index"]
+"""A number; a matrix that is added, perhaps one of fills; 0 or 1; a number to divide by; an integer below a limit."""
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_FILL = 1e4  # a factor so large makes a fill of a flag
+_KEPT = 0.85  # of a mask
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The kind of an input's values; of integers, what they stay below."""
+
+    kind: Kind = "number"
+    limit: int = 2
+
+
+def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
+    """The kind of each source's values, as the score uses them."""
+    found: dict[int, Spec] = {}
+    expressions = [attention.score, attention.sink, *(f.value for f in attention.result_factors)]
+    if attention.computed is not None:
+        expressions += [attention.computed.bias, attention.computed.condition]
+    longest = max(2, _number(attention.kv_len, sizes))
+    for expression in expressions:
+        if expression is not None:
+            _visit(expression, Spec("mask", longest), found, attention, sizes)
+    for factor in (*attention.factors, *attention.result_factors):
+        if factor.inverse:
+            found |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
+    return tuple(found.get(n, Spec()) for n in range(len(attention.sources)))
+
+
+def _visit(
+    expression: Expr, spec: Spec, found: dict[int, Spec], attention: Attention, sizes: Mapping[str, int]
+) -> None:
+    """Notes what is known of each load below ``expression``, of which ``spec`` is the kind."""
+    if isinstance(expression, Load):
+        before = found.get(expression.source)
+        if before is None or (_rank(spec), -spec.limit) > (_rank(before), -before.limit):
+            found[expression.source] = spec
+        return
+    if not isinstance(expression, Apply):
+        return
+    if expression.op == "lookup":
+        table, row = expression.args
+        assert isinstance(table, Load)
+        rows = _number(attention.sources[table.source].shape[0], sizes)
+        _visit(table, spec, found, attention, sizes)
+        _visit(row, Spec("index", rows), found, attention, sizes)
+        return
+    below = [spec] * len(expression.args)
+    if expression.op in (*_COMPARISONS, "not", "and", "or") or _is_truth(expression):
+        below = [Spec("flag", spec.limit)] * len(below)
+    elif expression.op == "where":
+        below[0] = Spec("flag", spec.limit)
+    elif expression.op in ("mul", "div") and any(_is_fill(a) for a in expression.args):
+        below = [Spec("flag", 2)] * len(below)
+    elif expression.op == "div":
+        below[1] = Spec("positive")
+    elif expression.op not in ("add", "sub", "cast", "maximum", "minimum"):
+        below = [spec if spec.kind in ("flag", "index") else Spec("number", spec.limit)] * len(below)
+    for argument, own in zip(expression.args, below):
+        _visit(argument, own, found, attention, sizes)
+
+
+def _is_truth(expression: Apply) -> bool:
+    return expression.op == "cast" and expression.dtype == torch.bool
+
+
+def _is_fill(expression: Expr) -> bool:
+    return isinstance(expression, Const) and abs(expression.value) >= _FILL
+
+
+def _rank(spec: Spec) -> int:
+    return ("mask", "number", "positive", "flag", "index").index(spec.kind)
+
+
+def _number(size: object, sizes: Mapping[str, int]) -> int:
+    from attn_pass.model.reference import Evaluation
+
+    return Evaluation((), (), sizes).size(size)  # type: ignore[arg-type]
+
+
+def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
+    """The memory of an input: a flat tensor, of which `laid_out` makes the input itself.
+
+    ``harsh``: masks are fills and flags fall either way, so that rows without a key may come about.
+    """
+    dtype = getattr(torch, given.dtype)
+    length = _length(given)
+    if given.value is not None:
+        return _flat(given.value, given, length)
+    if dtype == torch.bool:
+        return torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        limit = max(1, min(spec.limit, 3) if harsh else spec.limit)
+        if spec.kind == "flag" and not harsh:
+            limit = max(limit, 2)
+        return torch.randint(0, limit, (length,), generator=generator).to(dtype)
+    if spec.kind == "flag":
+        kept = torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
+        return kept.to(dtype)
+    numbers = torch.randn(length, generator=generator, dtype=torch.float64)
+    if spec.kind == "positive":
+        numbers = numbers.abs() + 0.5
+    if spec.kind == "mask" and harsh:
+        kept = torch.rand(length, generator=generator) < _KEPT
+        numbers = torch.where(kept, 0.0, torch.finfo(dtype if not dtype.is_complex else torch.float32).min)
+    return numbers.to(dtype)
+
+
+def laid_out(flat: torch.Tensor, given: Input) -> torch.Tensor:
+    """The input in its memory; a copy of it, so that a program may write there."""
+    return flat.clone().as_strided(given.shape, given.stride, given.offset)
+
+
+def _length(given: Input) -> int:
+    if 0 in given.shape:
+        return given.offset
+    return given.offset + 1 + sum((n - 1) * s for n, s in zip(given.shape, given.stride))
+
+
+def _flat(value: torch.Tensor, given: Input, length: int) -> torch.Tensor:
+    flat = torch.zeros(length, dtype=value.dtype)
+    flat.as_strided(given.shape, given.stride, given.offset).copy_(value.detach())
+    return flat

@@ -1,0 +1,307 @@
+"""`verify="graph"` and `"kernel"`: what is wrong is found before it is taken, and what is right is taken."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import qkv, randn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import attn_pass
+from attn_pass import verify
+from attn_pass.errors import AttnPassWarning
+from attn_pass.reading import describe
+from attn_pass.targets.sdpa import Sdpa
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_PASS_VERIFY_DIR", str(tmp_path))
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.3).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(mask[:, None, None] == 0, -1e9).softmax(-1) @ v
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def buckets(q: Tensor, k: Tensor, v: Tensor, table: Tensor, buckets: Tensor) -> Tensor:
+    return (q @ k.mT + table[buckets].permute(2, 0, 1)).softmax(-1) @ v
+
+
+def site_of(
+    fn: Callable[..., Any], *inputs: Tensor, dynamic: bool | None = None, **options: Any
+) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    options = {"choose": "fused", "verify": "graph", "on_error": "raise", **options}
+    with attn_pass.record() as report:
+        torch.compile(fn, backend=attn_pass.wrap("aot_eager", **options), dynamic=dynamic)(*inputs)
+    assert len(report.sites) == 1
+    return report.sites[0]
+
+
+def scaled_wrongly(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], Any]) -> None:
+    """Puts a fault into the target: what it emits goes through ``change(plan, value)``."""
+    emit = Sdpa.emit
+
+    def wrong(self: Any, plan: Any, *args: Any) -> Any:
+        return change(plan, emit(self, plan, *args))
+
+    monkeypatch.setattr(Sdpa, "emit", wrong)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]] = {
+    "plain": (plain, lambda: qkv(2, 3, 9, 11, 8, grad=True)),
+    "causal": (causal, lambda: qkv(2, 3, 9, 9, 8)),
+    "integers for a mask": (padded, lambda: (*qkv(2, 3, 9, 11, 8), (randn(2, 11) > 0).long())),
+    "an added bias": (biased, lambda: (*qkv(2, 3, 9, 11, 8), randn(3, 9, 11))),
+    "rows of a table": (
+        buckets,
+        lambda: (*qkv(2, 3, 9, 9, 8), randn(5, 3), torch.randint(0, 5, (9, 9))),
+    ),
+    "half precision": (plain, lambda: qkv(2, 3, 9, 11, 8, dtype=torch.bfloat16)),
+    "expanded keys": (plain, lambda: (randn(2, 3, 9, 8), randn(1, 1, 7, 8).expand(2, 3, 7, 8), randn(2, 3, 7, 8))),
+    "an offset": (plain, lambda: tuple(randn(2, 3, 9, 24).split(8, -1))),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_right_is_taken_and_verified(name: str) -> None:
+    fn, inputs = PROGRAMS[name]
+    site = site_of(fn, *inputs())
+    assert site.outcome == "rewritten" and site.not_verified == ""
+    assert site.verified_error is not None and site.verified_error < (0.02 if name == "half precision" else 1e-5)
+    assert "verified: error" in str(attn_pass.Report([site]))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_fault_of_a_target_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, inputs = PROGRAMS[name]
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.05))
+    with pytest.raises(BackendCompilerFailed, match=r"as sdpa, the result is .* away"):
+        site_of(fn, *inputs())
+
+
+def test_a_site_that_is_wrong_is_left_loudly_and_the_model_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.05))
+    inputs = qkv(2, 3, 9, 11, 8)
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", verify="graph")
+    with attn_pass.record() as report, pytest.warns(AttnPassWarning, match=r"test_verification.py:\d+.*sdpa.*mismatch"):
+        found = torch.compile(plain, backend=backend)(*inputs)
+    torch.testing.assert_close(found, plain(*inputs))
+    (site,) = report.sites
+    assert site.outcome == "left" and site.reason.startswith("verification failed: as sdpa")
+    assert site.verified_error is None and site.refusals["sdpa"] == site.reason
+
+
+def test_the_file_shows_the_difference_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.5))
+    with pytest.raises(BackendCompilerFailed, match="verification failed") as raised:
+        site_of(plain, *qkv(2, 3, 9, 11, 8, grad=True))
+    (named,) = re.findall(r"reproduce it with (\S+\.py)", str(raised.value))
+    assert Path(named).parent == tmp_path
+    assert not re.search("^(import|from) attn_pass", Path(named).read_text(), re.MULTILINE)
+    told = subprocess.run([sys.executable, named], capture_output=True, text=True, check=True, cwd="/").stdout
+    (apart, size) = re.match(r"result: largest difference (\S+), largest value (\S+)", told).groups()  # type: ignore[union-attr]
+    assert float(apart) == pytest.approx(0.5 * float(size), rel=1e-3)
+    assert "gradient 3: largest difference" in told
+
+
+class _Twisted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 1.5 * g
+
+
+def _twisted(x: Tensor) -> Tensor:
+    return _Twisted.apply(x)  # type: ignore[no-any-return]
+
+
+def test_a_fault_of_the_backward_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(_twisted, value))
+    with pytest.raises(BackendCompilerFailed, match="the gradient of input"):
+        site_of(plain, *qkv(2, 3, 9, 11, 8, grad=True))
+
+
+def test_without_gradients_there_is_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(_twisted, value))
+    assert site_of(plain, *qkv(2, 3, 9, 11, 8)).verified_error is not None
+
+
+def test_a_fault_of_the_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read wrongly is rewritten consistently: only the program itself can tell."""
+    normalise = describe.normalise
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        from dataclasses import replace
+
+        scores = normalise(*args, **kwargs)
+        return replace(scores, scale=scores.scale * 1.1)
+
+    monkeypatch.setattr(describe, "normalise", wrong)
+    with pytest.raises(BackendCompilerFailed, match="verification failed"):
+        site_of(plain, *qkv(2, 3, 9, 11, 8))
+
+
+def test_a_fault_for_other_sizes_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was emitted holds for the traced length and no other."""
+
+    def traced_alone(plan: Any, value: Any) -> Any:
+        rows = plan.size(plan.sizes.shape(verify.fake_value(plan.result))[-2])
+        factor = plan.call(lambda n: n / 9, rows)
+        return plan.call(torch.mul, value, factor)
+
+    scaled_wrongly(monkeypatch, traced_alone)
+    inputs = qkv(2, 3, 9, 11, 8)
+    with pytest.raises(BackendCompilerFailed, match="the result is"):
+        site_of(plain, *inputs, dynamic=True)
+
+
+@pytest.mark.parametrize("fn", [plain, causal])
+def test_a_long_site_is_verified_at_a_shorter_length(fn: Callable[..., Tensor]) -> None:
+    site = site_of(fn, *qkv(1, 2, 4096, 4096, 8))
+    assert site.outcome == "rewritten" and site.verified_error is not None and site.verified_error < 1e-5
+
+
+def test_a_fault_of_a_long_site_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.05))
+    with pytest.raises(BackendCompilerFailed, match="as sdpa, the result"):
+        site_of(plain, *qkv(1, 2, 4096, 4096, 8))
+
+
+def test_a_long_dynamic_site_is_verified_at_shorter_lengths() -> None:
+    site = site_of(causal, *qkv(1, 2, 4096, 4096, 8), dynamic=True)
+    assert site.outcome == "rewritten" and site.verified_error is not None
+
+
+def test_many_scores_in_short_rows_are_told() -> None:
+    site = site_of(plain, *qkv(4096, 4, 30, 30, 4))
+    assert site.outcome == "rewritten" and site.verified_error is None
+    assert site.not_verified == "its scores are many and its lengths short"
+    assert "not verified: its scores are many" in str(attn_pass.Report([site]))
+
+
+def test_writes_inside_the_site_are_run_too() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores *= 0.3
+        scores.masked_fill_(mask, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    site = site_of(fn, *qkv(2, 3, 9, 11, 8), torch.rand(9, 11) < 0.3)
+    assert site.verified_error is not None and site.verified_error < 1e-5
+
+
+def test_what_was_written_to_an_operand_before_is_in_its_value() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = q * 1.0
+        own[:, :, :2] = 3.0
+        return plain(own, k, v)
+
+    site = site_of(fn, *qkv(2, 3, 9, 11, 8))
+    assert site.verified_error is not None and site.verified_error < 1e-5
+
+
+def test_masks_from_around_a_checkpointed_body() -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT * 0.3).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+        return torch.utils.checkpoint.checkpoint(body, q, k, v, keep, use_reentrant=False)  # type: ignore[return-value]
+
+    site = site_of(fn, *qkv(2, 3, 9, 9, 8, grad=True))
+    assert site.mask == "causal" and site.verified_error is not None and site.verified_error < 1e-5
+
+
+def test_an_exported_program_is_verified() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return causal(q, k, v)
+
+    length = torch.export.Dim("length", min=2, max=64)
+    inputs = qkv(2, 3, 9, 9, 8)
+    shapes = {name: {2: length} for name in "qkv"}
+    program = torch.export.export(Attend(), inputs, dynamic_shapes=shapes)
+    with attn_pass.record() as report:
+        attn_pass.rewrite(program, choose="fused", verify="graph", on_error="raise")
+    assert report.sites[0].verified_error is not None
+
+
+def test_explain_verifies_when_asked() -> None:
+    options = {"verify": "graph", "choose": "fused"}
+    report = attn_pass.explain(plain, *qkv(2, 3, 9, 11, 8), attn_pass_options=options)
+    assert report.sites[0].verified_error is not None
+
+
+def test_nothing_random_is_used_up_and_nothing_global_changes() -> None:
+    before = torch.get_rng_state()
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    site_of(plain, *qkv(2, 3, 9, 11, 8))
+    assert torch.equal(before, torch.get_rng_state())
+    assert (threads, grad) == (torch.get_num_threads(), torch.is_grad_enabled())
+
+
+def test_a_failure_of_the_verification_leaves_the_site_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(verify, "reference", broken)
+    with pytest.warns(AttnPassWarning, match="defect"):
+        site = site_of(plain, *qkv(2, 3, 9, 11, 8), on_error="warn")
+    assert site.outcome == "left" and "defect" in site.reason
+
+
+def test_the_compiled_site_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's fault that no graph shows: the code Inductor makes is run, not the graph."""
+    from attn_pass import dynamo
+
+    inputs = qkv(1, 2, 16, 16, 16, grad=True)
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        torch.compile(plain, backend=attn_pass.backend, options={"verify": "kernel", "choose": "fused"})(*inputs)
+    assert report.sites[0].verified_error is not None
+    torch._dynamo.reset()
+    compiled = dynamo._compiled_site
+    monkeypatch.setattr(dynamo, "_compiled_site", lambda *a: lambda *x: tuple(y * 2 for y in compiled(*a)(*x)))
+    with attn_pass.record() as report, pytest.warns(AttnPassWarning, match="verification failed"):
+        torch.compile(plain, backend=attn_pass.backend, options={"verify": "kernel", "choose": "fused"})(*inputs)
+    assert report.sites[0].outcome == "left"
+
+
+def test_another_device_is_told() -> None:
+    site = site_of(plain, *qkv(2, 3, 128, 128, 64, dtype=torch.float16), device="H200")
+    assert site.outcome == "rewritten" and site.not_verified == "there is no H200 here to run it on"
+
+
+def test_drawn_numbers_are_told() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((q @ k.mT).softmax(-1), 0.0) @ v
+
+    assert site_of(fn, *qkv(2, 3, 9, 11, 8)).verified_error is not None
