@@ -19,8 +19,9 @@ import torch
 from torch.fx import Node
 
 from attn_pass import store
+from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.extract import CannotExtract, Program, extract
+from attn_pass.graph.extract import Program, extract
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.hardware.device import facts
 from attn_pass.options import LEAVE, Options
@@ -62,7 +63,7 @@ class Tuner:
             return f"tune=True: not measured, {error}; the model decides"
         job = self._job(place, program, [LEAVE, *labels])
         key = store.key_of([job, _digests(program), facts(place.setting.device)])
-        result = store.load(key)
+        result = _checked(store.load(key))
         if result is None:
             result = _run(job, program)
             if isinstance(result, str):
@@ -111,8 +112,19 @@ def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [""])[-1][:200]
         return f"the worker process ended with {done.returncode} ({last})"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    try:
+        result = _checked(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (IndexError, ValueError):
+        result = None
+    return "the worker process said what is no result" if result is None else result
+
+
+def _checked(found: Any) -> dict[str, Any] | None:
+    """What a worker found, if it is of the form one writes: it came from a disk or a pipe."""
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in ("us", "failed")):
+        return None
+    samples = [s for taken in found["us"].values() for s in (taken if isinstance(taken, list) and taken else [None])]
+    return found if all(isinstance(s, (int, float)) for s in samples) else None
 
 
 def _digests(program: Program) -> list[str]:
