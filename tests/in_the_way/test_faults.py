@@ -1,4 +1,4 @@
-"""Whatever fails inside attn_pass, the compile goes on: right numbers, the site left, one warning with its source line."""
+"""Whatever fails inside attn_pass, the compile goes on: right numbers, the site left, one warning with its line."""
 
 from __future__ import annotations
 

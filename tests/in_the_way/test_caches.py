@@ -1,0 +1,91 @@
+"""Torch's caches stay on and right: what they are keyed by, and a hit that tells what a miss told. In processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+import attn_pass
+from torch._dynamo.utils import counters
+
+entry, options = sys.argv[1], json.loads(sys.argv[2])
+
+def attend(q, k, v):
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+torch.manual_seed(0)
+inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
+with attn_pass.record() as report:
+    if entry == "backend":
+        compiled = torch.compile(attend, backend=attn_pass.backend, options={"choose": "fused", **options})
+        found = compiled(*inputs)
+    else:
+        with attn_pass.enabled(choose="fused", **options):
+            found = torch.compile(attend)(*inputs)
+    found.sum().backward()
+torch.testing.assert_close(found, attend(*inputs))
+inductor, autograd = counters["inductor"], counters["aot_autograd"]
+print(json.dumps({
+    "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
+    "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+    "bypasses": inductor["fxgraph_cache_bypass"] + autograd["autograd_cache_bypass"],
+    "report": report.to_json(),
+}))
+"""
+
+
+def in_process(folder: Path, entry: str, source: Path | None = None, **options: Any) -> dict[str, Any]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([*([str(source)] if source else []), *filter(None, sys.path)])
+    command = [sys.executable, str(script), entry, json.dumps(options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def sites(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    told = json.loads(found["report"])
+    return [(s["outcome"], s["target"], s["reason"], s["mask"], s["predicted_us"]) for s in told["sites"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["backend", "enabled"])
+def test_another_process_hits_and_tells_the_same(entry: str, tmp_path: Path) -> None:
+    first = in_process(tmp_path, entry)
+    assert first["misses"] and not first["bypasses"]
+    assert [s[:2] for s in sites(first)] == [("rewritten", "sdpa")]
+    again = in_process(tmp_path, entry)
+    assert again["hits"] and not again["misses"] and not again["bypasses"]
+    assert sites(again) == sites(first)
+    # Other options make another graph: nothing of the first is taken for it.
+    other = in_process(tmp_path, entry, targets=[])
+    assert other["misses"] and sites(other)[0][0] == "left"
+    assert sites(in_process(tmp_path, entry)) == sites(first)
+
+
+@pytest.mark.slow
+def test_other_sources_of_the_pass_are_another_key(tmp_path: Path) -> None:
+    """With the hook Inductor itself holds the pass, and keys by its identity."""
+    import shutil
+
+    import attn_pass
+
+    copied = tmp_path / "changed"
+    shutil.copytree(Path(attn_pass.__file__).parent, copied / "attn_pass")
+    with (copied / "attn_pass" / "poor_cases" / "__init__.py").open("a") as file:
+        file.write("\n# changed\n")
+    first = in_process(tmp_path, "enabled")
+    changed = in_process(tmp_path, "enabled", source=copied)
+    assert changed["misses"] and sites(changed) == sites(first)

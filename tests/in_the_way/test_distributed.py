@@ -1,0 +1,126 @@
+"""Two gloo processes on the CPU: DDP, FSDP2 and tensor parallelism give eager's numbers, and sites are rewritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = r"""
+import json, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import attn_pass
+from test_composes import Layer, Stack, randn
+
+what, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+
+
+def plain_gradients(model, x):
+    model(x).square().mean().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+reference, model = Stack(2), Stack(2)
+mine = randn(2, 7, 32, seed=rank)
+everything = [randn(2, 7, 32, seed=r) for r in range(2)]
+wanted = [sum(g) / 2 for g in zip(*(plain_gradients(reference, x) for x in everything))]
+
+with attn_pass.record() as report:
+    if what == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped = DistributedDataParallel(model)
+        run = torch.compile(wrapped, backend=backend)
+    elif what == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for layer in model.layers:
+            layer.compile(backend=backend)
+        run = model
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.layers:
+            # Rows of q, k and v lie one after another: heads of each belong together.
+            weight = layer.qkv.weight.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+            bias = layer.qkv.bias.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten().contiguous()
+            layer.qkv.weight, layer.qkv.bias = nn.Parameter(weight), nn.Parameter(bias)
+            layer.heads //= 2
+            parallelize_module(layer, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+        run = torch.compile(model, backend=backend)
+        mine = everything[0]
+        wanted = None
+    out = run(mine)
+    out.square().mean().backward()
+
+expected = reference(mine)
+torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+if wanted is not None:
+    found = [full(p.grad) for p in model.parameters()]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+else:
+    given = plain_gradients(reference, mine)
+    named = dict(zip((n for n, _ in reference.named_parameters()), given))
+    for name, parameter in model.named_parameters():
+        gradient, want = full(parameter.grad), named[name]
+        if "qkv" in name:
+            want = want.unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2)
+        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
+print(json.dumps([[s.outcome, s.target, s.reason] for s in report.sites]))
+dist.destroy_process_group()
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo")
+@pytest.mark.parametrize("what", ["ddp", "fsdp", "tensor parallel"])
+def test_two_processes(what: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parents[1]), *filter(None, sys.path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    port = str(_free_port())
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), what.split()[0], str(rank), port],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=240) for process in running]
+    for process, (_, errors) in zip(running, told):
+        assert process.returncode == 0, errors[-3000:]
+    for out, _ in told:
+        sites = json.loads(out.splitlines()[-1])
+        assert sites and all(outcome == "rewritten" for outcome, _, _ in sites), sites
