@@ -35,6 +35,7 @@ from bench.frame.telling import plain_console
 from bench.machine import (
     Candidate,
     command,
+    compiled,
     device_name,
     peak_bytes,
     percentile_10,
@@ -61,18 +62,10 @@ Run = Callable[..., Any]
 # ---- what the children do ----
 
 
-def compiled(module: nn.Module, way: str) -> Run:
-    """The module, compiled in a copy of its own, so that no way shares code with another."""
+def run_of(module: nn.Module, way: str) -> Run:
+    """The module as it is, or compiled."""
     settings = WAYS[way]
-    if settings is None:
-        return module
-
-    def run(*tensors: torch.Tensor) -> Any:
-        return module(*tensors)
-
-    run.__code__ = run.__code__.replace()
-    wrapped: Run = torch.compile(run, dynamic=False, fullgraph=True, **settings)
-    return wrapped
+    return module if settings is None else compiled(module, fullgraph=True, **settings)
 
 
 def prepared(model: Model, threads: int) -> tuple[nn.Module, Tensors]:
@@ -87,7 +80,7 @@ def prepared(model: Model, threads: int) -> tuple[nn.Module, Tensors]:
 def measure_alone(model: Model, way: str, folder: Path, threads: int) -> Iterator[Row]:
     """A cold compile and the memory of a warm call, one way; the compiled code stays in `folder`."""
     module, inputs = prepared(model, threads)
-    run = compiled(module, way)
+    run = run_of(module, way)
     row = {**facts_of(model, way), "status": "ok"}
     with private_caches(folder / way):
         if WAYS[way] is not None:
@@ -107,7 +100,7 @@ def measure_together(model: Model, folder: Path, threads: int, rounds: int) -> I
     outputs: dict[str, list[torch.Tensor]] = {}
     with attn_pass.record() as recorded:
         for name, way in (("eager", "eager"), ("stock", "stock"), ("stock again", "stock"), ("pass", "pass")):
-            runs[name] = compiled(module, way)
+            runs[name] = run_of(module, way)
             with private_caches(folder / way):
                 outputs[name] = tensors(runs[name](*inputs))
     samples = timed(runs, inputs, rounds)

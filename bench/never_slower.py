@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.trial import backend_for
-from bench.machine import command, device_name, in_turns, percentile_10, versions
+from bench.machine import command, compiled, device_name, in_turns, percentile_10, versions
 
 ROUNDS = 15
 _BLOCK = 0.01  # seconds a candidate runs before the next one's turn
@@ -145,28 +144,21 @@ def time_shape(shape: Shape, tune: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     inputs = shape.inputs()
-
-    def compiled(**settings: Any) -> Callable[..., torch.Tensor]:
-        def program(*args: torch.Tensor) -> torch.Tensor:
-            return (_by_hand if shape.by_hand else _call)(*args)
-
-        program.__code__ = program.__code__.replace()
-        return torch.compile(program, dynamic=False, **settings)
-
+    program = _by_hand if shape.by_hand else _call
     options = {"tune": True} if tune else {}
     with torch.no_grad(), attn_pass.record() as report:
         began = time.perf_counter()
-        candidates = {"stock": compiled()}
+        candidates = {"stock": compiled(program)}
         candidates["stock"](*inputs)
-        candidates["stock again"] = compiled()
-        candidates["pass"] = compiled(backend=attn_pass.backend, options=options)
+        candidates["stock again"] = compiled(program)
+        candidates["pass"] = compiled(program, backend=attn_pass.backend, options=options)
         candidates["pass"](*inputs)
         site = report.sites[0]
         chosen = label_of(site)
         for label in site.predicted_us:
             # A call that is left is stock's; a site written by hand is not, since stock's own patterns are kept off.
             if label != chosen and (label != LEAVE or shape.by_hand):
-                candidates[label] = compiled(backend=backend_for(label, attn_pass.Options()))
+                candidates[label] = compiled(program, backend=backend_for(label, attn_pass.Options()))
         for name, run in list(candidates.items()):
             try:
                 run(*inputs)

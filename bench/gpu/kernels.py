@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.place import Place, fresh
+from bench.gpu.place import Place
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
+from bench.machine import compiled
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -185,13 +186,13 @@ def _flex(shape: Shape, place: Place) -> Variant:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, **given)
 
-    compiled = program if place.dry else torch.compile(fresh(program), dynamic=False)
+    run = program if place.dry else compiled(program)
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Any, ...]:
         slopes[:] = more
         return q, k, v
 
-    return Variant(compiled, prepare)
+    return Variant(run, prepare)
 
 
 KERNELS: dict[str, Kernel] = {

@@ -21,7 +21,7 @@ from bench.frame.document import LEGEND, STANDARD, Column, Row, Table
 from bench.frame.floors import Rates
 from bench.frame.measure import Tell, child, noise, quiet, run, verdict, warm_compiler
 from bench.frame.programs import Built, Function, Program, Setting, Tensors
-from bench.machine import in_turns, percentile, relative_error
+from bench.machine import compiled, in_turns, percentile, relative_error
 from bench.seeds import traffic
 
 BATCH, HEADS, DIM = 4, 32, 64
@@ -154,11 +154,10 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
         def attend(q: Any, k: Any, v: Any, mask: Any = mask, options: Any = options) -> Any:
             return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
 
-        attend.__code__ = attend.__code__.replace()
-        compiled = torch.compile(attend, dynamic=False)
+        run_ = compiled(attend)
         try:
-            compiled(*given)
-            runs[str(tile)] = compiled
+            run_(*given)
+            runs[str(tile)] = run_
         except Exception as error:  # a tile that does not fit on the chip is an answer
             failed[str(tile)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     runs["call"] = _call
@@ -214,9 +213,9 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
     given = inputs(batch, heads, LENGTH, setting.device)
     made: Mapping[str, Callable[..., Any]] = {
         "eager, unfused": lambda f: f,
-        "compile, stock": lambda f: torch.compile(f, dynamic=False),
-        "compile, stock (A/A)": lambda f: torch.compile(_copy(f), dynamic=False),
-        "compile, attn_pass": lambda f: torch.compile(_copy(f), dynamic=False, backend=attn_pass.backend),
+        "compile, stock": compiled,
+        "compile, stock (A/A)": compiled,
+        "compile, attn_pass": partial(compiled, backend=attn_pass.backend),
     }
     runs: dict[str, Callable[..., Any]] = {
         f"{name}: {function.__name__}": make(function) for name, make in made.items() for function in (plain, causal)
@@ -240,14 +239,6 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
             "error": error,
             "tolerance": tolerance,
         }
-
-
-def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    def copied(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return function(q, k, v)
-
-    copied.__code__ = copied.__code__.replace()
-    return copied
 
 
 MASK_COLUMNS = (
