@@ -31,6 +31,7 @@ import attn_pass
 from bench.census.children import Task, in_child
 from bench.census.rows import Row, told_report
 from bench.census.tables import without_places
+from bench.frame.command import Rounds, Threads
 from bench.frame.telling import plain_console
 from bench.machine import (
     Candidate,
@@ -300,8 +301,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE and FILE with .md.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two small models, three rounds.")] = False,
     only: Annotated[str, typer.Option(help="Only models whose name holds this.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every way.")] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    rounds: Rounds = 9,
+    threads: Threads = 2,
 ) -> None:
     """Measure whole models, the pass against stock; the exit status is 1 if one failed."""
     rounds = 3 if quick else rounds
