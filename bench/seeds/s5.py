@@ -23,6 +23,7 @@ from bench.frame.measure import Tell, child, noise, quiet, run, verdict, warm_co
 from bench.frame.programs import Built, Function, Program, Setting, Tensors
 from bench.machine import compiled, in_turns, percentile, relative_error
 from bench.seeds import traffic
+from bench.seeds.common import by_hand, operands
 
 BATCH, HEADS, DIM = 4, 32, 64
 LENGTH = 2048
@@ -31,10 +32,6 @@ TILES = (64, 128, 256, 512)
 
 
 # ---------------------------------------------------------------- the programs
-
-
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -56,9 +53,7 @@ def sizes(setting: Setting) -> tuple[int, int]:
 
 
 def inputs(batch: int, heads: int, length: int, device: str) -> Tensors:
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(batch, heads, length, DIM, generator=generator).to(device) for _ in range(3))
-    return (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+    return operands(batch, heads, length, DIM, seed=length, device=device)
 
 
 def _make(batch: int, heads: int, length: int, device: str) -> Built:
@@ -76,7 +71,7 @@ def programs(setting: Setting) -> list[Program]:
             _hand,
             "scaled_dot_product_attention, is_causal",
             kept=(length + 1) / (2 * length),
-            tolerance=1e-5 if setting.on_cpu else 5e-3,
+            tolerance=setting.tolerance,
         )
         for length in lengths
     ]
@@ -164,7 +159,6 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
     runs["call again"] = _call
     want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
     samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
-    tolerance = 1e-5 if setting.on_cpu else 5e-3
     best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
     for name, run_ in runs.items():
         median, error = percentile(samples[name], 50), relative_error(run_(*given), want)
@@ -178,7 +172,7 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
             "p90_us": percentile(samples[name], 90),
             "error": error,
             "of_best": best / median,
-            **({} if error <= tolerance else {"verdict": "WRONG"}),
+            **({} if error <= setting.tolerance else {"verdict": "WRONG"}),
             **_loops(name),
         }
     for name, text in failed.items():
@@ -218,14 +212,15 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
         "compile, attn_pass": partial(compiled, backend=attn_pass.backend),
     }
     runs: dict[str, Callable[..., Any]] = {
-        f"{name}: {function.__name__}": make(function) for name, make in made.items() for function in (plain, causal)
+        f"{name}: {mask}": make(function)
+        for name, make in made.items()
+        for mask, function in (("full", by_hand), ("causal", causal))
     }
     samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
     doubles = [x.double() for x in given]
-    tolerance = 1e-5 if setting.on_cpu else 5e-3
     for name in made:
         error = relative_error(runs[f"{name}: causal"](*given), causal(*doubles))
-        without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("plain", "causal"))
+        without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("full", "causal"))
         yield {
             "program": f"B{batch} H{heads} L{LENGTH} D{DIM}",
             "way": name,
@@ -237,7 +232,7 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
             "p90_us": percentile(samples[f"{name}: causal"], 90),
             "extra": with_mask / without - 1,
             "error": error,
-            "tolerance": tolerance,
+            "tolerance": setting.tolerance,
         }
 
 
