@@ -19,7 +19,7 @@ from bench import npu_model
 from bench.frame import ways as w
 from bench.frame.document import LEGEND, STANDARD, Column, Row, Table
 from bench.frame.floors import Rates
-from bench.frame.measure import Tell, child, noise, quiet, run, verdict, warm_compiler
+from bench.frame.measure import Tell, child, judged, quiet, run, warm_compiler
 from bench.frame.programs import Built, Function, Program, Setting, Tensors
 from bench.machine import compiled, in_turns, percentile, relative_error
 from bench.seeds import traffic
@@ -172,7 +172,7 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
             "p90_us": percentile(samples[name], 90),
             "error": error,
             "of_best": best / median,
-            **({} if error <= setting.tolerance else {"verdict": "WRONG"}),
+            "tolerance": setting.tolerance,
             **_loops(name),
         }
     for name, text in failed.items():
@@ -207,9 +207,9 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
     given = inputs(batch, heads, LENGTH, setting.device)
     made: Mapping[str, Callable[..., Any]] = {
         "eager, unfused": lambda f: f,
-        "compile, stock": compiled,
-        "compile, stock (A/A)": compiled,
-        "compile, attn_pass": partial(compiled, backend=attn_pass.backend),
+        w.STOCK: compiled,
+        w.STOCK_AGAIN: compiled,
+        w.PASS: partial(compiled, backend=attn_pass.backend),
     }
     runs: dict[str, Callable[..., Any]] = {
         f"{name}: {mask}": make(function)
@@ -248,20 +248,6 @@ MASK_COLUMNS = (
 )
 
 
-def _with_verdicts(rows: list[Row]) -> list[Row]:
-    by_way = {row["way"]: row for row in rows}
-    base = by_way.get("compile, stock")
-    if base is not None:
-        around = noise(base, by_way.get("compile, stock (A/A)"))
-        for row in rows:
-            if row["status"] == "ok":
-                row["over_stock"] = base["median_us"] / row["median_us"]
-                p10 = base["p10_us"] / row["p10_us"]
-                said = verdict(row["over_stock"], p10, around) if row["error"] <= row["tolerance"] else "WRONG"
-                row |= {"noise": around, "verdict": said}
-    return rows
-
-
 # ---------------------------------------------------------------- an NPU, by the model
 
 
@@ -294,10 +280,10 @@ def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
     yield Table(title, TRAFFIC, counted, [reported])
     yield _scaling(setting, rates, tell)
     chosen = (64, 256) if setting.quick else TILES
-    found = child("S5.3 tiles", tiles, (setting, chosen), tell)
+    found = judged(child("S5.3 tiles", tiles, (setting, chosen), tell))
     note = "reported for an NPU, estimated: tiles of 64, 128, 256, 512 in 32, 16, 8, 4 loops"
     yield Table("S5.3: tile sizes", TILE_COLUMNS, found, [note])
-    cost = _with_verdicts(child("S5.4 mask", mask_cost, (setting,), tell))
+    cost = judged(child("S5.4 mask", mask_cost, (setting,), tell))
     note = "reported on an NPU: the causal mask costs 7.5 % fused, 16.2 % unfused; where it is less than nothing, the "
     yield Table("S5.4: what the causal mask costs", MASK_COLUMNS, cost, [note + "kernel skips what the mask hides"])
     yield from npu()

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
+from bench.frame import ways as w
 from bench.frame.document import Row
 from bench.frame.floors import extent
 from bench.machine import compiled
@@ -88,9 +89,9 @@ def count(program: Callable[..., Any], shape: tuple[int, int, int, int]) -> Iter
     model = unfused_model(*shape)
     yield row("unfused, model", "product, scale, mask, softmax, product", sum(model), *model)
     by_inductor = f"Inductor's count over its kernels, for {few[1]} heads, times {times}"
-    yield row("compile, stock", by_inductor, times * inductor_bytes(compiled(program), given))
+    yield row(w.STOCK, by_inductor, times * inductor_bytes(compiled(program), given))
     passed = compiled(program, backend=attn_pass.backend)
-    yield row("compile, attn_pass", by_inductor, times * inductor_bytes(passed, given))
+    yield row(w.PASS, by_inductor, times * inductor_bytes(passed, given))
     model = fused_model(*shape)
     yield row("fused, model", "q, k, v in, the result out", sum(model), *model)
 
