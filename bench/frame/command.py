@@ -67,9 +67,7 @@ def finish(console: Console, made: Document, json_file: Path | None, before: Doc
     bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
     if before is not None:
         found = against.compare(made, before)
-        console.print(telling.drawn(found))
-        for note in found.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
+        telling.show_table(console, found)
         bad = bad or against.regressed(found)
     if bad:
         raise typer.Exit(1)
