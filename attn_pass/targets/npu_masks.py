@@ -140,8 +140,7 @@ class FilledRows(EmptyRows):
             key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
             return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
-        mean = self._by_query_head(call(aten.mean.dim, wide, [-2], True))
-        return call(aten.where.self, self.rows, call(aten.to.dtype, mean, a.compute_dtype), out)
+        return self._put(self._mean(wide), out)
 
 
 def emitted_mask(lower: Lowering, plan: MaskPlan, operator: str) -> tuple[Value | None, FilledRows | None]:
