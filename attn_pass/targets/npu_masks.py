@@ -171,8 +171,7 @@ def _masked_out(lower: Lowering) -> Value:
     a, call = lower.attention, lower.plan.call
     found: list[Value] = []
     if a.keep is not None:
-        masked = lower.expression(apply("not", a.keep.condition), lower.mask_groups())
-        found.append(masked if fake_of(masked).dtype == torch.bool else call(aten.to.dtype, masked, torch.bool))
+        found.append(lower.condition(apply("not", a.keep.condition), lower.mask_groups()))
     if a.bias is not None:
         found.append(call(aten.ne.Scalar, lower.expression(a.bias, lower.mask_groups()), 0))
     return found[0] if len(found) == 1 else call(aten.logical_or.default, *found)
