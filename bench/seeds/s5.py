@@ -254,22 +254,18 @@ MASK_COLUMNS = (
 def npu() -> Iterator[Table]:
     """The four experiments as the model predicts them of an Ascend 910B, at the report's sizes."""
     sizes = {"heads": HEADS, "dim": DIM, "batch": BATCH}
-    titles = {
-        "traffic": "S5.1, predicted for an NPU: memory traffic",
-        "speed-up": "S5.2, predicted for an NPU: speed-up over the sequence length",
-        "tiles": "S5.3, predicted for an NPU: tiles in its 256 KB buffer",
-        "causal masks": "S5.4, predicted for an NPU: bytes of causal masks, 32 layers",
+    made = {
+        "S5.1, predicted for an NPU: memory traffic": npu_model.traffic((LENGTH,), **sizes),
+        "S5.2, predicted for an NPU: speed-up over the sequence length": npu_model.speed_up(
+            lengths=tuple(SPEEDUPS), **sizes
+        ),
+        "S5.3, predicted for an NPU: tiles in its 256 KB buffer": npu_model.tiles(DIM, LENGTH, TILES),
+        "S5.4, predicted for an NPU: bytes of causal masks, 32 layers": npu_model.causal_masks((LENGTH,), heads=HEADS),
     }
-    made = (
-        npu_model.traffic((LENGTH,), **sizes),
-        npu_model.speed_up(lengths=tuple(SPEEDUPS), **sizes),
-        npu_model.tiles(DIM, LENGTH, TILES),
-        npu_model.causal_masks((LENGTH,), heads=HEADS),
-    )
-    for title, rows in zip(titles.values(), made, strict=True):
-        found = [{"case": row.case, **dict(row.values)} for row in rows]
-        columns = [Column("case", "case"), *(Column(name, name, ".4g") for name in found[0] if name != "case")]
-        yield Table(title, columns, found, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
+    for title, predicted in made.items():
+        rows = list(predicted)
+        columns = [Column(name, name, ".4g") for name in rows[0] if name != "source"]
+        yield Table(title, columns, rows, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
 
 
 def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
