@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attn_pass
+from bench.frame.document import markdown_table
 from bench.machine import command, device_name, in_turns, percentile_10, private_caches, relative_error, versions
 
 LENGTHS = (1, 2, 8, 64, 512)
@@ -168,10 +169,8 @@ def choices(name: str, dtype: torch.dtype) -> dict[int, str]:
 
 def markdown(rows: Sequence[Row], chosen: dict[str, dict[int, str]], told: str) -> str:
     """One line a case and length: medians, in parentheses the 10th percentiles, and ours over the others."""
-    lines = [
-        "| case | queries | stock | stock again | attn_pass | for this length | ours / stock | ours / that | form |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    titles = ("case", "queries", STOCK, AGAIN, OURS, FIXED, "ours / stock", "ours / that", "form")
+    cells = []
     by: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in rows:
         by.setdefault((row.case, row.dtype, row.length), {})[row.package] = row
@@ -179,11 +178,11 @@ def markdown(rows: Sequence[Row], chosen: dict[str, dict[int, str]], told: str) 
         times = [f"{ways[w].median_us:.0f} ({ways[w].p10_us:.0f})" for w in (STOCK, AGAIN, OURS, FIXED)]
         ratios = [f"{ways[OURS].p10_us / ways[w].p10_us:.2f}" for w in (STOCK, FIXED)]
         form = f"{ways[OURS].form}; {ways[FIXED].form}"
-        lines.append(f"| {case}, {dtype} | {length} | {' | '.join((*times, *ratios))} | {form} |")
+        cells.append([f"{case}, {dtype}", str(length), *times, *ratios, form])
+    lines = markdown_table(titles, cells)
     lines += ["", f"Microseconds of one core, median (10th percentile); ratios of the 10th percentiles. {told}", ""]
     lines += ["Chosen, by the length of the example that was traced:", ""]
-    lines += [f"| case | {' | '.join(map(str, TRACED))} |", "|---" * (1 + len(TRACED)) + "|"]
-    lines += [f"| {case} | {' | '.join(of.values())} |" for case, of in chosen.items()]
+    lines += markdown_table(("case", *map(str, TRACED)), [[case, *of.values()] for case, of in chosen.items()])
     return "\n".join([*lines, "", f"Command: `{command()}`", ""])
 
 

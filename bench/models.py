@@ -32,6 +32,7 @@ from bench.census.children import Task, in_child
 from bench.census.rows import Row, told_report
 from bench.census.tables import without_places
 from bench.frame.command import Rounds, Threads
+from bench.frame.document import markdown_table
 from bench.frame.telling import plain_console
 from bench.machine import (
     Candidate,
@@ -273,9 +274,7 @@ def markdown(rows: Sequence[Row], under: Mapping[str, Any]) -> str:
         "itself. Error: largest difference of the pass's outputs from eager's, relative to the largest value; the next "
         "two against float64. Compile: cold. MiB: what one warm call adds to the resident peak.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-        *(f"| {' | '.join(cells(row))} |" for row in rows),
+        *markdown_table(COLUMNS, [cells(row) for row in rows]),
     ]
     if said := remarks(rows):
         lines += ["", *(f"- {remark}" for remark in said)]

@@ -25,6 +25,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.trial import backend_for
+from bench.frame.document import markdown_table
 from bench.machine import command, compiled, device_name, in_turns, percentile_10, versions
 
 ROUNDS = 15
@@ -253,17 +254,22 @@ def markdown(rows: list[dict[str, Any]], tune: bool) -> str:
         f"- Within 15 % of the fastest form: {near} ({100 * near / max(1, len(good)):.1f} %).",
         f"- Did not run: {', '.join(r['name'] for r in rows if 'error' in r) or 'none'}.",
         "",
-        "| shape | stock us | pass us | stock / pass | of 10th percentiles | A/A | pass / best form | chose |",
-        "|---|---|---|---|---|---|---|---|",
+        *markdown_table(COLUMNS, [_cells(row) for row in good]),
     ]
-    for row in good:
-        p10 = row["p10_us"]
-        lines.append(
-            f"| {row['name']} | {row['median_us']['stock']:.0f} | {row['median_us']['pass']:.0f} | "
-            f"{1 / ratio(row):.2f} | {p10['stock'] / p10['pass']:.2f} | {a_a(row):.2f} | {of_best(row):.2f} | "
-            f"{row['chosen']}{' **slower**' if row.get('slower') else ''} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+COLUMNS = ("shape", "stock us", "pass us", "stock / pass", "of 10th percentiles", "A/A", "pass / best form", "chose")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    median, p10 = row["median_us"], row["p10_us"]
+    return [
+        row["name"],
+        *(f"{median[name]:.0f}" for name in ("stock", "pass")),
+        *(f"{x:.2f}" for x in (1 / ratio(row), p10["stock"] / p10["pass"], a_a(row), of_best(row))),
+        f"{row['chosen']}{' **slower**' if row.get('slower') else ''}",
+    ]
 
 
 def main(

@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 import attn_pass
+from bench.frame.document import markdown_table
 from bench.machine import Candidate, command, compiled, device_name, peak_bytes, relative_error, versions
 
 Tensors = tuple[torch.Tensor, ...]
@@ -138,25 +139,30 @@ def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
         f"Device: {device_name('cpu')}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {rounds} interleaved "
         f"rounds; `{command()}`. Error: largest of all gradients against float64, relative. A/A: stock against itself.",
         "",
-        "| form | shape | eager ms | stock ms | pass ms | stock / pass | A/A | stock MiB | pass MiB | error, stock | "
-        "error, pass | fused form | the planner takes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *markdown_table(COLUMNS, [_cells(row) for row in rows]),
     ]
-    for row in rows:
-        ms, mib, error = row["median_ms"], row["peak_bytes"], row["error"]
-        cells = [
-            row["form"],
-            "x".join(map(str, row["shape"])),
-            *(f"{ms[n]:.1f}" for n in ("eager", "stock", "attn_pass")),
-            f"{ms['stock'] / ms['attn_pass']:.2f}",
-            f"{ms['stock'] / ms['stock again']:.2f}",
-            *("-" if mib[n] is None else f"{mib[n] / 2**20:.0f}" for n in ("stock", "attn_pass")),
-            *(f"{error[n]:.0e}" for n in ("stock", "attn_pass")),
-            row["chose"],
-            row["planner"],
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+COLUMNS = (
+    *("form", "shape", "eager ms", "stock ms", "pass ms", "stock / pass", "A/A", "stock MiB", "pass MiB"),
+    *("error, stock", "error, pass", "fused form", "the planner takes"),
+)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ms, mib, error = row["median_ms"], row["peak_bytes"], row["error"]
+    return [
+        row["form"],
+        "x".join(map(str, row["shape"])),
+        *(f"{ms[n]:.1f}" for n in ("eager", "stock", "attn_pass")),
+        f"{ms['stock'] / ms['attn_pass']:.2f}",
+        f"{ms['stock'] / ms['stock again']:.2f}",
+        *("-" if mib[n] is None else f"{mib[n] / 2**20:.0f}" for n in ("stock", "attn_pass")),
+        *(f"{error[n]:.0e}" for n in ("stock", "attn_pass")),
+        row["chose"],
+        row["planner"],
+    ]
 
 
 def main(
