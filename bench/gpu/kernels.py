@@ -47,12 +47,15 @@ def _unpacked(shape: Shape, out: Tensor) -> Tensor:
 # ---------------------------------------------------------------- flash
 
 
-def _flash_refuses(shape: Shape) -> str:
+def _no_half(shape: Shape) -> str:
+    """Why neither flash nor cuDNN takes the operands."""
     if shape.dtype not in _HALF:
         return "half precision only"
-    if shape.dim % 8 or shape.dim > 256:
-        return "head dims up to 256, multiples of 8"
-    return "" if shape.mask in ("none", "causal", "window") else "no mask"
+    return "head dims up to 256, multiples of 8" if shape.dim % 8 or shape.dim > 256 else ""
+
+
+def _flash_refuses(shape: Shape) -> str:
+    return _no_half(shape) or ("" if shape.mask in ("none", "causal", "window") else "no mask")
 
 
 def _flash(shape: Shape, place: Place) -> Variant:
@@ -91,11 +94,7 @@ def _flash_packed(shape: Shape, place: Place) -> Variant:
 
 
 def _cudnn_refuses(shape: Shape) -> str:
-    if shape.dtype not in _HALF:
-        return "half precision only"
-    if shape.dim % 8 or shape.dim > 256:
-        return "head dims up to 256, multiples of 8"
-    return "" if shape.mask in ("none", "causal", "bias") else "no such mask"
+    return _no_half(shape) or ("" if shape.mask in ("none", "causal", "bias") else "no such mask")
 
 
 def _cudnn(shape: Shape, place: Place) -> Variant:
