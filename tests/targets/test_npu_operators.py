@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
+from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
 from npu_stand_in import FA1, FA3, FIA, MAX
 
 import attn_pass
@@ -54,38 +55,6 @@ def reason(fn: Program, *inputs: Any, target: str = FUSION, **options: Any) -> s
 
 
 # ---------------------------------------------------------------- programs
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.size(-3) // k.size(-3)
-    if groups != 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return (q @ k.mT * 0.3).softmax(-1) @ v
-
-
-def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * -0.3).softmax(-1) @ v
-
-
-def banded(left: int | None, right: int | None, fill: float = NEG_INF, aligned: str = "last") -> Program:
-    """Keys from ``own - left`` to ``own + right``; ``own`` is the row, or the row aligned to the last key."""
-
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, keys = q.size(-2), k.size(-2)
-        own = torch.arange(rows)[:, None] + (keys - rows if aligned == "last" else 0)
-        distance = torch.arange(keys)[None] - own
-        keep = torch.ones(rows, keys, dtype=torch.bool)
-        if left is not None:
-            keep = keep & (distance >= -left)
-        if right is not None:
-            keep = keep & (distance <= right)
-        return (q @ k.mT * 0.3).masked_fill(~keep, fill).softmax(-1) @ v
-
-    return program
-
-
-def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
 
 
 def filled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -137,8 +106,6 @@ def flat(rows: int, keys: int, *, dtype: torch.dtype = BF16, first: int = 2, dim
     return tuple(randn(first, n, dim, dtype=dtype, seed=s) for s, n in enumerate((rows, keys, keys)))
 
 
-SOME = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]  # (2, 1, 1, 9), each batch row keeps a key
-NONE_IN_ONE = torch.arange(9) < torch.tensor([0, 7])[:, None, None, None]
 BY_ROW = torch.arange(9) <= torch.arange(6)[:, None] + torch.tensor([0, 2])[:, None, None, None]
 BY_HEAD = torch.arange(9) <= torch.arange(6)[:, None] + torch.arange(4)[:, None, None]
 MADE: dict[str, tuple[Program, tuple[Tensor, ...], dict[str, Any]]] = {
