@@ -15,10 +15,12 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 
 from attn_pass.hardware.device import cpu
+from bench.frame.document import markdown_table
 from bench.machine import command, device_name, percentile_10, versions
 
 Rate = tuple[str, str, float, float]
 """What, its unit, measured, in use."""
+TITLES = ("constant", "unit", "measured", "in use")
 _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -96,12 +98,12 @@ def main(
 ) -> None:
     """Measure the rates the cost model is made of."""
     torch.set_num_threads(threads)
-    rows = []
-    table = Table("constant", "unit", "measured", "in use")
     with torch.no_grad():
-        for row in rates():
-            rows.append(row)
-            table.add_row(row[0], row[1], f"{row[2]:.1f}", f"{row[3]:.1f}")
+        rows = list(rates())
+    cells = [[name, unit, f"{measured:.1f}", f"{used:.1f}"] for name, unit, measured, used in rows]
+    table = Table(*TITLES)
+    for line in cells:
+        table.add_row(*line)
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")
@@ -111,9 +113,7 @@ def main(
             f"Device: {device_name('cpu')}, {threads} threads; {', '.join(f'{n} {v}' for n, v in versions().items())}; "
             f"10th percentiles of 15; `{command()}`.",
             "",
-            "| constant | unit | measured | in use |",
-            "|---|---|---|---|",
-            *(f"| {name} | {unit} | {measured:.1f} | {used:.1f} |" for name, unit, measured, used in rows),
+            *markdown_table(TITLES, cells),
         ]
         json_file.with_suffix(".md").write_text("\n".join(lines) + "\n")
 

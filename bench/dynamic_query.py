@@ -13,7 +13,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 import attn_pass
+from bench.frame.document import markdown_table
 from bench.machine import command, device_name, in_turns, percentile_10, private_caches, relative_error, versions
 
 LENGTHS = (1, 2, 8, 64, 512)
@@ -92,20 +93,35 @@ class Row:
     relative_error: float
 
 
+class Model(nn.Module):
+    """A case's function as a module."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.function = case.function
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.function(q, k, v)
+
+
+def exported(case: Case, dtype: torch.dtype, traced: int, of_query: Mapping[int, Any] | None) -> ExportedProgram:
+    """At an example's length; ``of_query`` are the sizes of the query that are not fixed."""
+    shapes = None if of_query is None else (of_query, None, None)
+    return torch.export.export(Model(case), case.inputs(traced, dtype), dynamic_shapes=shapes)
+
+
+def any_length() -> dict[int, Any]:
+    return {2: Dim("length", min=1, max=1024)}
+
+
 def compiled(
     case: Case, dtype: torch.dtype, traced: int, path: Path, *, ours: bool, dynamic: bool
 ) -> tuple[Callable[..., Any], str]:
     """The package, loaded, and its form."""
-
-    class Model(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return case.function(q, k, v)
-
-    of_query: dict[int, Any] = {2: Dim("length", min=1, max=1024)}
+    of_query = any_length()
     if case.any_batch:
         of_query[0] = Dim("batch", min=1, max=1024)
-    shapes = (of_query, None, None) if dynamic else None
-    program = torch.export.export(Model(), case.inputs(traced, dtype), dynamic_shapes=shapes)
+    program = exported(case, dtype, traced, of_query if dynamic else None)
     if ours:
         attn_pass.aot_compile(program, package_path=path)
         (site,) = attn_pass.package_report(path).sites
@@ -154,24 +170,15 @@ def choices(name: str, dtype: torch.dtype) -> dict[int, str]:
     """The form that is chosen, by the length of the example."""
     case, found = CASES[name], {}
     for traced in TRACED:
-
-        class Model(nn.Module):
-            def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return case.function(q, k, v)
-
-        shapes = ({2: Dim("length", min=1, max=1024)}, None, None)
-        program = torch.export.export(Model(), case.inputs(traced, dtype), dynamic_shapes=shapes)
-        (site,) = attn_pass.rewrite(program).sites
+        (site,) = attn_pass.rewrite(exported(case, dtype, traced, any_length())).sites
         found[traced] = ", ".join((site.target or "left", *site.poor_cases))
     return found
 
 
 def markdown(rows: Sequence[Row], chosen: dict[str, dict[int, str]], told: str) -> str:
     """One line a case and length: medians, in parentheses the 10th percentiles, and ours over the others."""
-    lines = [
-        "| case | queries | stock | stock again | attn_pass | for this length | ours / stock | ours / that | form |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    titles = ("case", "queries", STOCK, AGAIN, OURS, FIXED, "ours / stock", "ours / that", "form")
+    cells = []
     by: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in rows:
         by.setdefault((row.case, row.dtype, row.length), {})[row.package] = row
@@ -179,11 +186,11 @@ def markdown(rows: Sequence[Row], chosen: dict[str, dict[int, str]], told: str) 
         times = [f"{ways[w].median_us:.0f} ({ways[w].p10_us:.0f})" for w in (STOCK, AGAIN, OURS, FIXED)]
         ratios = [f"{ways[OURS].p10_us / ways[w].p10_us:.2f}" for w in (STOCK, FIXED)]
         form = f"{ways[OURS].form}; {ways[FIXED].form}"
-        lines.append(f"| {case}, {dtype} | {length} | {' | '.join((*times, *ratios))} | {form} |")
+        cells.append([f"{case}, {dtype}", str(length), *times, *ratios, form])
+    lines = markdown_table(titles, cells)
     lines += ["", f"Microseconds of one core, median (10th percentile); ratios of the 10th percentiles. {told}", ""]
     lines += ["Chosen, by the length of the example that was traced:", ""]
-    lines += [f"| case | {' | '.join(map(str, TRACED))} |", "|---" * (1 + len(TRACED)) + "|"]
-    lines += [f"| {case} | {' | '.join(of.values())} |" for case, of in chosen.items()]
+    lines += markdown_table(("case", *map(str, TRACED)), [[case, *of.values()] for case, of in chosen.items()])
     return "\n".join([*lines, "", f"Command: `{command()}`", ""])
 
 

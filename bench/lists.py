@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -11,19 +11,11 @@ import typer
 
 from bench import cases, forms, peers, variants
 from bench.frame import ways as w
-from bench.frame.command import begin, finish
+from bench.frame.command import Against, Device, Json, Only, Quick, Rounds, Threads, begin, finish
 from bench.frame.document import LEGEND, STANDARD, Table
 from bench.frame.measure import run
 from bench.frame.programs import Program, Setting
 from bench.frame.telling import plain_console, teller
-
-Json = Annotated[Path | None, typer.Option("--json", help="Write here, and a table beside it.")]
-Against = Annotated[Path | None, typer.Option("--against", help="Compare with a run that was written.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few of them, fewer rounds.")]
-Only = Annotated[str, typer.Option(help="Only programs whose name holds this.")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
 
 
 def _measure(
@@ -58,30 +50,28 @@ def _setting(device: str, threads: int, rounds: int, quick: bool, folder: str = 
     return Setting(device, threads, min(rounds, 5) if quick else rounds, quick=quick, folder=folder)
 
 
-def variants_command(
-    json_file: Json = None,
-    baseline: Against = None,
-    quick: Quick = False,
-    only: Only = "",
-    device: Device = "cpu",
-    threads: Threads = 2,
-    rounds: Rounds = 15,
-) -> None:
-    """Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."""
-    _measure(variants, w.COMPILED, _setting(device, threads, rounds, quick), only, json_file, baseline)
+def _command(module: ModuleType, about: str) -> Callable[..., None]:
+    """The command that measures a module's programs compiled; ``about`` is its help."""
+
+    def measure(
+        json_file: Json = None,
+        baseline: Against = None,
+        quick: Quick = False,
+        only: Only = "",
+        device: Device = "cpu",
+        threads: Threads = 2,
+        rounds: Rounds = 15,
+    ) -> None:
+        _measure(module, w.COMPILED, _setting(device, threads, rounds, quick), only, json_file, baseline)
+
+    measure.__doc__ = about
+    return measure
 
 
-def forms_command(
-    json_file: Json = None,
-    baseline: Against = None,
-    quick: Quick = False,
-    only: Only = "",
-    device: Device = "cpu",
-    threads: Threads = 2,
-    rounds: Rounds = 15,
-) -> None:
-    """Common forms at common sizes, by hand and as calls: eager, stock, the pass."""
-    _measure(forms, w.COMPILED, _setting(device, threads, rounds, quick), only, json_file, baseline)
+variants_command = _command(
+    variants, "Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."
+)
+forms_command = _command(forms, "Common forms at common sizes, by hand and as calls: eager, stock, the pass.")
 
 
 def cases_command(

@@ -1,4 +1,7 @@
-"""What every bench needs of the machine: its name and versions, memory at its highest, errors, private caches."""
+"""What every bench needs of the machine: its name and versions, clean compiles, turns, memory at its highest, errors.
+
+Nothing here needs more than torch: the GPU's benches (`bench.gpu`) run where there may be nothing else.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,22 @@ def private_caches(folder: Path) -> Iterator[None]:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         else:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def fresh(program: Runner) -> Runner:
+    """The program as a function whose code Dynamo has not seen, so that no two compiles share anything."""
+
+    def copy(*args: Any) -> Any:
+        return program(*args)
+
+    copy.__code__ = copy.__code__.replace()
+    return copy
+
+
+def compiled(program: Runner, *, dynamic: bool | None = False, **settings: Any) -> Runner:
+    """By ``torch.compile`` with these settings, and shared with no other compile of the program."""
+    made: Runner = torch.compile(fresh(program), dynamic=dynamic, **settings)
+    return made
 
 
 @dataclass(frozen=True)

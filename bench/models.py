@@ -31,10 +31,13 @@ import attn_pass
 from bench.census.children import Task, in_child
 from bench.census.rows import Row, told_report
 from bench.census.tables import without_places
+from bench.frame.command import Rounds, Threads
+from bench.frame.document import markdown_table
 from bench.frame.telling import plain_console
 from bench.machine import (
     Candidate,
     command,
+    compiled,
     device_name,
     peak_bytes,
     percentile_10,
@@ -61,18 +64,10 @@ Run = Callable[..., Any]
 # ---- what the children do ----
 
 
-def compiled(module: nn.Module, way: str) -> Run:
-    """The module, compiled in a copy of its own, so that no way shares code with another."""
+def run_of(module: nn.Module, way: str) -> Run:
+    """The module as it is, or compiled."""
     settings = WAYS[way]
-    if settings is None:
-        return module
-
-    def run(*tensors: torch.Tensor) -> Any:
-        return module(*tensors)
-
-    run.__code__ = run.__code__.replace()
-    wrapped: Run = torch.compile(run, dynamic=False, fullgraph=True, **settings)
-    return wrapped
+    return module if settings is None else compiled(module, fullgraph=True, **settings)
 
 
 def prepared(model: Model, threads: int) -> tuple[nn.Module, Tensors]:
@@ -87,7 +82,7 @@ def prepared(model: Model, threads: int) -> tuple[nn.Module, Tensors]:
 def measure_alone(model: Model, way: str, folder: Path, threads: int) -> Iterator[Row]:
     """A cold compile and the memory of a warm call, one way; the compiled code stays in `folder`."""
     module, inputs = prepared(model, threads)
-    run = compiled(module, way)
+    run = run_of(module, way)
     row = {**facts_of(model, way), "status": "ok"}
     with private_caches(folder / way):
         if WAYS[way] is not None:
@@ -107,7 +102,7 @@ def measure_together(model: Model, folder: Path, threads: int, rounds: int) -> I
     outputs: dict[str, list[torch.Tensor]] = {}
     with attn_pass.record() as recorded:
         for name, way in (("eager", "eager"), ("stock", "stock"), ("stock again", "stock"), ("pass", "pass")):
-            runs[name] = compiled(module, way)
+            runs[name] = run_of(module, way)
             with private_caches(folder / way):
                 outputs[name] = tensors(runs[name](*inputs))
     samples = timed(runs, inputs, rounds)
@@ -279,9 +274,7 @@ def markdown(rows: Sequence[Row], under: Mapping[str, Any]) -> str:
         "itself. Error: largest difference of the pass's outputs from eager's, relative to the largest value; the next "
         "two against float64. Compile: cold. MiB: what one warm call adds to the resident peak.",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        "|---" * len(COLUMNS) + "|",
-        *(f"| {' | '.join(cells(row))} |" for row in rows),
+        *markdown_table(COLUMNS, [cells(row) for row in rows]),
     ]
     if said := remarks(rows):
         lines += ["", *(f"- {remark}" for remark in said)]
@@ -307,8 +300,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE and FILE with .md.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two small models, three rounds.")] = False,
     only: Annotated[str, typer.Option(help="Only models whose name holds this.")] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every way.")] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    rounds: Rounds = 9,
+    threads: Threads = 2,
 ) -> None:
     """Measure whole models, the pass against stock; the exit status is 1 if one failed."""
     rounds = 3 if quick else rounds

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,8 @@ from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.trial import backend_for
-from bench.machine import command, device_name, in_turns, percentile_10, versions
+from bench.frame.document import markdown_table
+from bench.machine import command, compiled, device_name, in_turns, percentile_10, versions
 
 ROUNDS = 15
 _BLOCK = 0.01  # seconds a candidate runs before the next one's turn
@@ -145,28 +145,21 @@ def time_shape(shape: Shape, tune: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     inputs = shape.inputs()
-
-    def compiled(**settings: Any) -> Callable[..., torch.Tensor]:
-        def program(*args: torch.Tensor) -> torch.Tensor:
-            return (_by_hand if shape.by_hand else _call)(*args)
-
-        program.__code__ = program.__code__.replace()
-        return torch.compile(program, dynamic=False, **settings)
-
+    program = _by_hand if shape.by_hand else _call
     options = {"tune": True} if tune else {}
     with torch.no_grad(), attn_pass.record() as report:
         began = time.perf_counter()
-        candidates = {"stock": compiled()}
+        candidates = {"stock": compiled(program)}
         candidates["stock"](*inputs)
-        candidates["stock again"] = compiled()
-        candidates["pass"] = compiled(backend=attn_pass.backend, options=options)
+        candidates["stock again"] = compiled(program)
+        candidates["pass"] = compiled(program, backend=attn_pass.backend, options=options)
         candidates["pass"](*inputs)
         site = report.sites[0]
         chosen = label_of(site)
         for label in site.predicted_us:
             # A call that is left is stock's; a site written by hand is not, since stock's own patterns are kept off.
             if label != chosen and (label != LEAVE or shape.by_hand):
-                candidates[label] = compiled(backend=backend_for(label, attn_pass.Options()))
+                candidates[label] = compiled(program, backend=backend_for(label, attn_pass.Options()))
         for name, run in list(candidates.items()):
             try:
                 run(*inputs)
@@ -261,17 +254,22 @@ def markdown(rows: list[dict[str, Any]], tune: bool) -> str:
         f"- Within 15 % of the fastest form: {near} ({100 * near / max(1, len(good)):.1f} %).",
         f"- Did not run: {', '.join(r['name'] for r in rows if 'error' in r) or 'none'}.",
         "",
-        "| shape | stock us | pass us | stock / pass | of 10th percentiles | A/A | pass / best form | chose |",
-        "|---|---|---|---|---|---|---|---|",
+        *markdown_table(COLUMNS, [_cells(row) for row in good]),
     ]
-    for row in good:
-        p10 = row["p10_us"]
-        lines.append(
-            f"| {row['name']} | {row['median_us']['stock']:.0f} | {row['median_us']['pass']:.0f} | "
-            f"{1 / ratio(row):.2f} | {p10['stock'] / p10['pass']:.2f} | {a_a(row):.2f} | {of_best(row):.2f} | "
-            f"{row['chosen']}{' **slower**' if row.get('slower') else ''} |"
-        )
     return "\n".join(lines) + "\n"
+
+
+COLUMNS = ("shape", "stock us", "pass us", "stock / pass", "of 10th percentiles", "A/A", "pass / best form", "chose")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    median, p10 = row["median_us"], row["p10_us"]
+    return [
+        row["name"],
+        *(f"{median[name]:.0f}" for name in ("stock", "pass")),
+        *(f"{x:.2f}" for x in (1 / ratio(row), p10["stock"] / p10["pass"], a_a(row), of_best(row))),
+        f"{row['chosen']}{' **slower**' if row.get('slower') else ''}",
+    ]
 
 
 def main(

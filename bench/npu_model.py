@@ -7,31 +7,22 @@ counting. Every row says so. Nothing here runs on an NPU, or measures anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from attn_pass.hardware import catalog, npu
 from attn_pass.hardware.cost import Problem, unfused
 from attn_pass.hardware.cost_npu import COMPRESSED, operator
+from bench.frame.document import Row
 
-PREDICTED = "predicted"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 TILES = (64, 128, 256, 512)
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of a table: what it is about, and numbers with their units."""
-
-    table: str
-    case: str
-    values: tuple[tuple[str, float | int | str], ...]
-    source: str = PREDICTED
-
-    def __getitem__(self, name: str) -> float | int | str:
-        return dict(self.values)[name]
+def _row(case: str, values: Row) -> Row:
+    """What it is about, and numbers by name and unit."""
+    return {"case": case, **values, "source": "predicted"}
 
 
 def problem(length: int, *, heads: int = 32, dim: int = 128, batch: int = 1, causal: bool = False) -> Problem:
@@ -45,8 +36,8 @@ def traffic(lengths: tuple[int, ...] = LENGTHS, **sizes: int) -> Iterator[Row]:
         given = problem(length, **sizes)
         scores = 4 * given.scores * given.dtype.itemsize
         fused, apart = given.operand_bytes, given.operand_bytes + scores
-        values = (("fused MiB", fused / _MIB), ("unfused MiB", apart / _MIB), ("ratio", apart / fused))
-        yield Row("traffic", f"L = {length}", values)
+        values = {"fused MiB": fused / _MIB, "unfused MiB": apart / _MIB, "ratio": apart / fused}
+        yield _row(f"L = {length}", values)
 
 
 def speed_up(device: str = "Ascend 910B", lengths: tuple[int, ...] = LENGTHS, **sizes: int) -> Iterator[Row]:
@@ -55,21 +46,21 @@ def speed_up(device: str = "Ascend 910B", lengths: tuple[int, ...] = LENGTHS, **
     for length in lengths:
         given = problem(length, **sizes)
         apart, fused = unfused(here, given), operator(here, npu.INFERENCE, given)
-        values = (("unfused us", apart), ("fused us", fused), ("speed-up", apart / fused))
-        yield Row("speed-up", f"{device}, L = {length}", values)
+        values = {"unfused us": apart, "fused us": fused, "speed-up": apart / fused}
+        yield _row(f"{device}, L = {length}", values)
 
 
 def tiles(dim: int = 64, length: int = 4096, sizes: tuple[int, ...] = TILES) -> Iterator[Row]:
     """What a tile takes of the 256 KB buffer, and how many steps over keys and queries it makes of a head."""
     for tile in sizes:
         steps = -(-length // tile)
-        values: tuple[tuple[str, float | int | str], ...] = (
-            ("buffer bytes", npu.buffer_bytes(tile, dim)),
-            ("fits", "yes" if npu.fits(tile, dim) else "no"),
-            ("steps a row block", steps),
-            ("steps a head", steps * steps),
-        )
-        yield Row("tiles", f"tile {tile}, head dim {dim}, L = {length}", values)
+        values = {
+            "buffer bytes": npu.buffer_bytes(tile, dim),
+            "fits": "yes" if npu.fits(tile, dim) else "no",
+            "steps a row block": steps,
+            "steps a head": steps * steps,
+        }
+        yield _row(f"tile {tile}, head dim {dim}, L = {length}", values)
 
 
 def causal_masks(lengths: tuple[int, ...] = LENGTHS, layers: int = 32, heads: int = 32) -> Iterator[Row]:
@@ -77,19 +68,11 @@ def causal_masks(lengths: tuple[int, ...] = LENGTHS, layers: int = 32, heads: in
     shared = COMPRESSED * COMPRESSED
     for length in lengths:
         dense = length * length
-        values = (
-            ("one for the graph MiB", shared / _MIB),
-            ("one a layer MiB", layers * shared / _MIB),  # what torch_npu's own call makes
-            ("boolean, one a layer MiB", layers * dense / _MIB),
-            ("boolean, every head MiB", layers * heads * dense / _MIB),
-            ("matrix in half precision MiB", layers * 2 * dense / _MIB),
-        )
-        yield Row("causal masks", f"L = {length}, {layers} layers", values)
-
-
-def rows() -> Iterator[Row]:
-    """All tables."""
-    yield from traffic()
-    yield from speed_up()
-    yield from tiles()
-    yield from causal_masks()
+        values = {
+            "one for the graph MiB": shared / _MIB,
+            "one a layer MiB": layers * shared / _MIB,  # what torch_npu's own call makes
+            "boolean, one a layer MiB": layers * dense / _MIB,
+            "boolean, every head MiB": layers * heads * dense / _MIB,
+            "matrix in half precision MiB": layers * 2 * dense / _MIB,
+        }
+        yield _row(f"L = {length}, {layers} layers", values)

@@ -88,7 +88,7 @@ def _tables(document: Document | None, title: str) -> Iterator[Any]:
 
 
 def summary(document: Document) -> dict[str, Any]:
-    """Over the rows of the pass: how many, times stock (middle, least, most), verdicts, the largest error."""
+    """Over the rows of the pass: how many, times stock (middle, least, most), verdicts; and all that failed."""
     rows = [row for table in document.tables for row in table.rows if row.get("way") in (w.PASS, w.PACKAGE_PASS)]
     rows = [row for row in rows if "over_stock" in row]
     ratios = [row["over_stock"] for row in rows]

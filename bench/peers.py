@@ -21,6 +21,7 @@ from torch import nn
 
 from bench.frame import ways as w
 from bench.frame.programs import Built, Program, Setting, Tensors
+from bench.machine import compiled
 
 TITLE = "Peers on whole models"
 SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
@@ -110,14 +111,7 @@ QUICK = Peer(
 
 def _library(peer: Peer, attention: str, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     del module, inputs, folder
-    other = peer.make(attention)
-
-    def run(*tensors: torch.Tensor) -> Any:
-        return other(*tensors)
-
-    run.__code__ = run.__code__.replace()
-    wrapped: Callable[..., Any] = torch.compile(run, dynamic=False)
-    return wrapped
+    return compiled(peer.make(attention))
 
 
 def _exported(module: nn.Module, inputs: Tensors) -> Any:

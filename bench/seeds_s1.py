@@ -29,6 +29,7 @@ import torch
 from attn_pass.targets.xla.kernels import Blocks, Call, forward
 from attn_pass.targets.xla.rules import FLASH, GENERATIONS, Sizes, blocks_for
 from bench import tpu_aot
+from bench.frame.document import markdown_table
 
 SHAPE = (1, 5, 16384, 128)
 REPORTED_MS: Mapping[str, float] = {"JAX": 2.5, "torch_xla flash_attention": 3.0, "call_jax": 2.6}
@@ -317,8 +318,7 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
         lines += [f"## {part['title'][:1].upper()}{part['title'][1:]}", ""]
         if part["rows"]:
             columns = list(dict.fromkeys(c for row in part["rows"] for c in row))
-            lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-            lines += [f"| {' | '.join(str(row.get(c, '')) for c in columns)} |" for row in part["rows"]]
+            lines += markdown_table(columns, [[str(row.get(c, "")) for c in columns] for row in part["rows"]])
             lines.append("")
         lines += [part["note"], ""] * bool(part["note"])
         lines += [f"`{result['command']}`, {of}", ""]

@@ -22,7 +22,8 @@ import typer
 from rich.console import Console
 
 import attn_pass
-from bench.machine import Candidate, command, device_name, peak_bytes, relative_error, versions
+from bench.frame.document import markdown_table
+from bench.machine import Candidate, command, compiled, device_name, peak_bytes, relative_error, versions
 
 Tensors = tuple[torch.Tensor, ...]
 LOWEST = torch.finfo(torch.float32).min
@@ -88,12 +89,9 @@ def step(run: Callable[..., torch.Tensor], inputs: Tensors, seed: torch.Tensor) 
     return list(torch.autograd.grad(run(*inputs), wanting, seed))
 
 
-def compiled(form: Form, **settings: Any) -> Callable[..., torch.Tensor]:
+def cold(form: Form, **settings: Any) -> Callable[..., torch.Tensor]:
     torch._dynamo.reset()
-    code = form.run.__code__
-    fresh = type(form.run)(code.replace(co_name=code.co_name), form.run.__globals__, closure=form.run.__closure__)
-    run: Callable[..., torch.Tensor] = torch.compile(fresh, **settings)
-    return run
+    return compiled(form.run, dynamic=None, **settings)
 
 
 def measure(form: Form, rounds: int) -> dict[str, Any]:
@@ -103,13 +101,13 @@ def measure(form: Form, rounds: int) -> dict[str, Any]:
     runs: dict[str, Callable[..., torch.Tensor]] = {"eager": form.run}
     with torch._inductor.config.patch(force_disable_caches=True):
         for name, settings in (("stock", {}), ("stock again", {})):
-            runs[name] = compiled(form, **settings)
+            runs[name] = cold(form, **settings)
             step(runs[name], inputs, seed)
         with attn_pass.record() as report:
-            runs["attn_pass"] = compiled(form, backend=attn_pass.backend, options={"choose": "fused"})
+            runs["attn_pass"] = cold(form, backend=attn_pass.backend, options={"choose": "fused"})
             step(runs["attn_pass"], inputs, seed)
         with attn_pass.record() as planned:
-            step(compiled(form, backend=attn_pass.wrap("aot_eager")), inputs, seed)
+            step(cold(form, backend=attn_pass.wrap("aot_eager")), inputs, seed)
     wide = tuple(t.detach().double().requires_grad_(t.requires_grad) for t in inputs)
     exact = step(form.run, wide, seed.double())
     error = {n: max(map(relative_error, step(r, inputs, seed), exact)) for n, r in runs.items()}
@@ -141,25 +139,30 @@ def markdown(rows: list[dict[str, Any]], rounds: int) -> str:
         f"Device: {device_name('cpu')}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {rounds} interleaved "
         f"rounds; `{command()}`. Error: largest of all gradients against float64, relative. A/A: stock against itself.",
         "",
-        "| form | shape | eager ms | stock ms | pass ms | stock / pass | A/A | stock MiB | pass MiB | error, stock | "
-        "error, pass | fused form | the planner takes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        *markdown_table(COLUMNS, [_cells(row) for row in rows]),
     ]
-    for row in rows:
-        ms, mib, error = row["median_ms"], row["peak_bytes"], row["error"]
-        cells = [
-            row["form"],
-            "x".join(map(str, row["shape"])),
-            *(f"{ms[n]:.1f}" for n in ("eager", "stock", "attn_pass")),
-            f"{ms['stock'] / ms['attn_pass']:.2f}",
-            f"{ms['stock'] / ms['stock again']:.2f}",
-            *("-" if mib[n] is None else f"{mib[n] / 2**20:.0f}" for n in ("stock", "attn_pass")),
-            *(f"{error[n]:.0e}" for n in ("stock", "attn_pass")),
-            row["chose"],
-            row["planner"],
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+COLUMNS = (
+    *("form", "shape", "eager ms", "stock ms", "pass ms", "stock / pass", "A/A", "stock MiB", "pass MiB"),
+    *("error, stock", "error, pass", "fused form", "the planner takes"),
+)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    ms, mib, error = row["median_ms"], row["peak_bytes"], row["error"]
+    return [
+        row["form"],
+        "x".join(map(str, row["shape"])),
+        *(f"{ms[n]:.1f}" for n in ("eager", "stock", "attn_pass")),
+        f"{ms['stock'] / ms['attn_pass']:.2f}",
+        f"{ms['stock'] / ms['stock again']:.2f}",
+        *("-" if mib[n] is None else f"{mib[n] / 2**20:.0f}" for n in ("stock", "attn_pass")),
+        *(f"{error[n]:.0e}" for n in ("stock", "attn_pass")),
+        row["chose"],
+        row["planner"],
+    ]
 
 
 def main(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.frame.programs import Built, Function, Program, Setting, Tensors
+from bench.machine import compiled
 
 TITLE = "Masks and score functions"
 HEADS, LENGTH, DIM = 8, 2048, 64
@@ -335,14 +336,7 @@ def _dense(
     mask: Callable[[Tensor, Tensor], Tensor], n: int, module: nn.Module, inputs: Tensors, folder: Path
 ) -> Callable[..., Any]:
     del module, folder
-    attend = _call_with(mask, n, inputs[0].device.type)
-
-    def run(*tensors: Tensor) -> Any:
-        return attend(*tensors)
-
-    run.__code__ = run.__code__.replace()
-    compiled: Callable[..., Any] = torch.compile(run, dynamic=False)
-    return compiled
+    return compiled(_call_with(mask, n, inputs[0].device.type))
 
 
 def programs(setting: Setting) -> list[Program]:

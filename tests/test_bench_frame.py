@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import typer
 from rich.console import Console
 
-from bench import cases, forms, page, peers, variants
+from bench import cases, forms, machine, page, peers, variants
 from bench.frame import against, command, document, floors, measure, plots
 from bench.frame import ways as w
 from bench.frame.document import STANDARD, Document, Table
@@ -69,6 +69,20 @@ def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
     shop = w.Workshop(program, "cpu", tmp_path)
     candidates, failures = measure._built(shop, (w.EAGER, "odd", w.HAND))
     assert [c.name for c in candidates] == [w.EAGER] and failures == {"odd": "RuntimeError: it cannot"}
+
+
+def test_two_compiles_of_a_program_share_nothing() -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    runs = [machine.compiled(forms.by_hand, backend=backend) for _ in range(2)]
+    q = torch.randn(1, 1, 4, 8)
+    for run in (*runs, *runs):
+        torch.testing.assert_close(run(q, q, q), forms.by_hand(q, q, q))
+    assert len(seen) == 2
 
 
 # ---------------------------------------------------------------- what is measured

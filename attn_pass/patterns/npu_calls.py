@@ -11,7 +11,7 @@ Nothing of torch_npu is imported: its operators are known by their names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,10 +100,10 @@ def find(reader: Reader) -> Iterator[Site]:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS)
             given = _arguments(node, name)
-            trusted: list[str] = []
-            described = describe(_lift(reader, node, result, given, trusted))
+            mask = _Mask(reader, node, given)
+            described = describe(_lift(reader, node, result, given, mask))
             check_window(reader, described, result)
-            described = replace(described, assumptions=(*described.assumptions, *trusted))
+            described = replace(described, assumptions=(*described.assumptions, *mask.trusted))
             yield Site(result, FORM, region, described, internal=(node, *rest), written=_as_written(reader, given))
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
@@ -182,7 +182,7 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
     return found
 
 
-def _lift(reader: Reader, node: Node, result: Node, given: _Given, trusted: list[str]) -> Parts:
+def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) -> Parts:
     tensors = [tensor_value(n) for n in (given.query, given.key, given.value, result)]
     if any(t is None for t in tensors):
         raise Unreadable("an operand is no tensor", node)
@@ -215,9 +215,10 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, trusted: list
         "value": _at(inner, {**kv, "d": at["d"]}, v["d"]),
     }
     time, region = reader.order[node], reader.regions.of(node)
-    side: dict[Load, SideLoad] = {}
-    position = (at["b"], at["h"], at["s"], axis_index(keys))
-    score = _score(reader, node, given, position, (q["s"], k["s"]), side, trusted)
+    scale = reader.scalar(given.scale, time)
+    if scale is None:
+        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), q["s"], k["s"])
     operands = {"query": given.query, "key": given.key, "value": given.value}
     forms = {
         n: [f for f in reader.operand(operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
@@ -234,8 +235,8 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, trusted: list
         query=forms["query"],
         key=forms["key"],
         value=forms["value"],
-        score=score,
-        side=side,
+        score=apply("where", kept, apply("mul", Dot(), scale), Const(float("-inf"))),
+        side=mask.side,
         score_dtype=torch.float32,
         product_dtypes=(dtype, dtype),
         dropout=1.0 - given.keep,
@@ -243,58 +244,78 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, trusted: list
     )
 
 
-def _score(
-    reader: Reader,
-    node: Node,
-    given: _Given,
-    position: Position,
-    lengths: tuple[Index, Index],
-    side: dict[Load, SideLoad],
-    trusted: list[str],
-) -> Expr:
-    scale = reader.scalar(given.scale, reader.order[node])
-    if scale is None:
-        raise Unreadable("the scale is neither a number nor a symbolic number", node)
-    score = apply("mul", Dot(), scale)
-    kept = _kept(reader, node, given, position, lengths, side, trusted)
-    return apply("where", kept, score, Const(float("-inf")))
+@dataclass
+class _Mask:
+    """The mask of a call as a condition; ``side`` is what it loads, ``trusted`` what it takes for granted."""
 
+    reader: Reader
+    node: Node
+    given: _Given
+    side: dict[Load, SideLoad] = field(default_factory=dict)
+    trusted: list[str] = field(default_factory=list)
 
-def _kept(
-    reader: Reader,
-    node: Node,
-    given: _Given,
-    position: Position,
-    lengths: tuple[Index, Index],
-    side: dict[Load, SideLoad],
-    trusted: list[str],
-) -> Expr:
-    """The condition under which a score is kept."""
-    row, key = position[2], position[3]
-    rows, keys = lengths
-    decodes = given.name == _INFERENCE and rows == 1
-    if given.mask is None:
-        if given.mode or (given.before, given.after) != (_UNBOUNDED, _UNBOUNDED):
+    def kept(self, position: Position, rows: Index, keys: Index) -> Expr:
+        """The condition under which a score is kept, at (batch, head, row, key) of so many rows and keys."""
+        given, node = self.given, self.node
+        _, _, row, key = position
+        decodes = given.name == _INFERENCE and rows == 1
+        if given.mask is None:
+            if given.mode or (given.before, given.after) != (_UNBOUNDED, _UNBOUNDED):
+                raise Unreadable(
+                    f"sparse_mode {given.mode} and bounds do nothing without atten_mask: the operator attends to every "
+                    "key, or raises; pass torch.ones(2048, 2048, dtype=torch.bool).triu(1) with modes 2 to 4",
+                    node,
+                )
+            return TRUE
+        if given.name == _INFERENCE and not isinstance(rows, int):
             raise Unreadable(
-                f"sparse_mode {given.mode} and bounds do nothing without atten_mask: the operator attends to every "
-                "key, or raises; pass torch.ones(2048, 2048, dtype=torch.bool).triu(1) with modes 2 to 4",
-                node,
+                "whether there is one query row is not known, and for one row a mask means another thing", node
             )
-        return TRUE
-    if given.name == _INFERENCE and not isinstance(rows, int):
-        raise Unreadable(
-            "whether there is one query row is not known, and for one row a mask means another thing", node
-        )
-    if given.mode in (0, 1) or decodes:
-        kept = apply("not", _masked(reader, node, given.mask, position, side, decodes))
-        bounded = given.mode == 0 and not decodes
-        return apply("and", kept, _between(key, row, given.before, given.after)) if bounded else kept
-    if given.mode not in (2, 3, 4):
-        raise Unreadable(f"sparse_mode {given.mode} is not read", node)
-    _check_triangle(reader, node, given.mask, trusted)
-    own = row if given.mode == 2 else row + keys - rows
-    bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
-    return _between(key, own, *bounds)
+        if given.mode in (0, 1) or decodes:
+            kept = apply("not", self._masked(given.mask, position, decodes))
+            bounded = given.mode == 0 and not decodes
+            return apply("and", kept, _between(key, row, given.before, given.after)) if bounded else kept
+        if given.mode not in (2, 3, 4):
+            raise Unreadable(f"sparse_mode {given.mode} is not read", node)
+        self._check_triangle(given.mask)
+        own = row if given.mode == 2 else row + keys - rows
+        bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
+        return _between(key, own, *bounds)
+
+    def _masked(self, mask: Node, position: Position, decodes: bool) -> Expr:
+        """Whether a score is masked out: an element of a full-size mask."""
+        value = tensor_value(mask)
+        if value is None or value.dtype not in (torch.bool, torch.uint8, torch.int8):
+            raise Unreadable("its mask is neither boolean nor of bytes: the operator takes no float mask", self.node)
+        shape = self.reader.sizes.shape(value)
+        batch, _, row, key = position
+        places: dict[int, Position] = {2: (batch, key) if decodes else (row, key), 3: (batch, row, key), 4: position}
+        if value.dim() not in places:
+            raise Unreadable(f"its mask has {value.dim()} dimensions", self.node)
+        at = broadcast_position(places[value.dim()], shape)
+        load = element_of(self.reader, self.node, mask, at, self.side)
+        return load if value.dtype == torch.bool else apply("ne", load, Const(0))
+
+    def _check_triangle(self, mask: Node) -> None:
+        """Raises `Unreadable` where the mask beside modes 2 to 4 is known to be another one than they ask for."""
+        value = tensor_value(mask)
+        shape = () if value is None else self.reader.sizes.shape(value)
+        if tuple(n for n in shape if n != 1) != (_SIDE, _SIDE):
+            raise Unreadable(
+                f"a mode with a compressed mask asks for one of 2048 x 2048, got {tuple(shape)}", self.node
+            )
+        row, key = Axis("triangle_i", _SIDE), Axis("triangle_j", _SIDE)
+        zeros: tuple[Index, ...] = (0,) * (len(shape) - 2)
+        at = (*zeros, axis_index(row), axis_index(key))
+        element = self.reader.element(mask, at, self.reader.order[self.node])
+        if loads(element):
+            self.trusted.append(TRUSTED)
+            return
+        condition = element if value is not None and value.dtype == torch.bool else apply("ne", element, Const(0))
+        if not structure_of(apply("not", condition), key, (row,)).is_causal:
+            raise Unreadable(
+                "the mask beside its sparse_mode is not torch.ones(2048, 2048).triu(1): True is masked out", self.node
+            )
 
 
 def _between(key: Index, own: Index, before: int, after: int) -> Expr:
@@ -304,38 +325,3 @@ def _between(key: Index, own: Index, before: int, after: int) -> Expr:
     if before < _UNBOUNDED:
         kept = apply("and", kept, apply("ge", index_value(key), index_value(own - before)))
     return kept
-
-
-def _masked(
-    reader: Reader, node: Node, mask: Node, position: Position, side: dict[Load, SideLoad], decodes: bool
-) -> Expr:
-    """Whether a score is masked out: an element of a full-size mask."""
-    value = tensor_value(mask)
-    if value is None or value.dtype not in (torch.bool, torch.uint8, torch.int8):
-        raise Unreadable("its mask is neither boolean nor of bytes: the operator takes no float mask", node)
-    shape = reader.sizes.shape(value)
-    batch, _, row, key = position
-    places: dict[int, Position] = {2: (batch, key) if decodes else (row, key), 3: (batch, row, key), 4: position}
-    if value.dim() not in places:
-        raise Unreadable(f"its mask has {value.dim()} dimensions", node)
-    load = element_of(reader, node, mask, broadcast_position(places[value.dim()], shape), side)
-    return load if value.dtype == torch.bool else apply("ne", load, Const(0))
-
-
-def _check_triangle(reader: Reader, node: Node, mask: Node, trusted: list[str]) -> None:
-    """Raises `Unreadable` where the mask beside modes 2 to 4 is known to be another one than they ask for."""
-    value = tensor_value(mask)
-    shape = () if value is None else reader.sizes.shape(value)
-    if tuple(n for n in shape if n != 1) != (_SIDE, _SIDE):
-        raise Unreadable(f"a mode with a compressed mask asks for one of 2048 x 2048, got {tuple(shape)}", node)
-    row, key = Axis("triangle_i", _SIDE), Axis("triangle_j", _SIDE)
-    zeros: tuple[Index, ...] = (0,) * (len(shape) - 2)
-    element = reader.element(mask, (*zeros, axis_index(row), axis_index(key)), reader.order[node])
-    if loads(element):
-        trusted.append(TRUSTED)
-        return
-    condition = element if value is not None and value.dtype == torch.bool else apply("ne", element, Const(0))
-    if not structure_of(apply("not", condition), key, (row,)).is_causal:
-        raise Unreadable(
-            "the mask beside its sparse_mode is not torch.ones(2048, 2048).triu(1): True is masked out", node
-        )

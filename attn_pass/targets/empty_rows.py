@@ -63,12 +63,11 @@ class EmptyRows:
         call = self.plan.call
         wide = torch.promote_types(fake_of(value).dtype, torch.float32)
         query, key, value = (call(aten.to.dtype, x, wide) for x in (query, key, value))
-        mean: Value = self._by_query_head(call(aten.mean.dim, value, [-2], True))
+        mean = self._mean(value)
         if self.attention.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
             mean = call(aten.add.Tensor, mean, call(aten.sub.Tensor, linear, call(aten.detach.default, linear)))
-        mean = call(aten.to.dtype, mean, fake_of(out).dtype)
-        return call(aten.where.self, self.rows, mean, out)
+        return self._put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:
         """``sum_j (s_j - mean(s)) v_j / n``: what the scores add to the mean of the values near equal weights.
@@ -90,13 +89,17 @@ class EmptyRows:
         shape = [sizes[0], self.plan.size(a.query_heads), self.plan.size(a.q_len), width]
         return call(aten.reshape.default, grouped, shape)
 
-    def _by_query_head(self, value: Value) -> Value:
-        """(B, Hkv, 1, D) repeated to (B, H, 1, D)."""
-        a = self.attention
+    def _mean(self, value: Value) -> Value:
+        """Over the keys of (B, Hkv, S, Dv), for every query head: (B, H, 1, Dv)."""
+        a, call = self.attention, self.plan.call
+        mean: Value = call(aten.mean.dim, value, [-2], True)
         if a.groups == 1:
-            return value
-        call = self.plan.call
-        width = fake_of(value).shape[-1]
+            return mean
+        width = fake_of(mean).shape[-1]
         groups = self.plan.size(a.groups)
-        spread = call(aten.expand.default, call(aten.unsqueeze.default, value, 2), [-1, -1, groups, -1, -1])
+        spread = call(aten.expand.default, call(aten.unsqueeze.default, mean, 2), [-1, -1, groups, -1, -1])
         return call(aten.reshape.default, spread, [-1, self.plan.size(a.query_heads), 1, width])
+
+    def _put(self, rows: Value, out: Value) -> Value:
+        """(B, H, 1, Dv) in the place of those rows of the (B, H, L, Dv) result."""
+        return self.plan.call(aten.where.self, self.rows, self.plan.call(aten.to.dtype, rows, fake_of(out).dtype), out)

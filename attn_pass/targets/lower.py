@@ -103,6 +103,11 @@ class Lowering:
             return self.plan.call(aten.full.default, [1] * len(groups), found, dtype=_type_of(found), device=a.device)
         return found
 
+    def condition(self, expression: Expr, groups: Sequence[Group]) -> Value:
+        """The same of a condition, boolean whatever it is computed in."""
+        found = self.expression(expression, groups)
+        return found if fake_of(found).dtype == torch.bool else self.plan.call(aten.to.dtype, found, torch.bool)
+
     def _lower(self, expression: Expr, groups: Sequence[Group]) -> Value | float | int | bool:
         if isinstance(expression, Const):
             return expression.value

@@ -78,8 +78,7 @@ def mask_tensor(lower: Lowering, setting: Setting) -> Value:
     if mask_kind(a, setting) != "boolean":
         return additive_mask(lower, setting)
     assert a.keep is not None
-    mask = lower.expression(a.keep.condition, lower.mask_groups())
-    return mask if fake_of(mask).dtype == torch.bool else lower.plan.call(aten.to.dtype, mask, torch.bool)
+    return lower.condition(a.keep.condition, lower.mask_groups())
 
 
 def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = None) -> Value:

@@ -140,8 +140,7 @@ class FilledRows(EmptyRows):
             key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
             return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
-        mean = self._by_query_head(call(aten.mean.dim, wide, [-2], True))
-        return call(aten.where.self, self.rows, call(aten.to.dtype, mean, a.compute_dtype), out)
+        return self._put(self._mean(wide), out)
 
 
 def emitted_mask(lower: Lowering, plan: MaskPlan, operator: str) -> tuple[Value | None, FilledRows | None]:
@@ -172,8 +171,7 @@ def _masked_out(lower: Lowering) -> Value:
     a, call = lower.attention, lower.plan.call
     found: list[Value] = []
     if a.keep is not None:
-        masked = lower.expression(apply("not", a.keep.condition), lower.mask_groups())
-        found.append(masked if fake_of(masked).dtype == torch.bool else call(aten.to.dtype, masked, torch.bool))
+        found.append(lower.condition(apply("not", a.keep.condition), lower.mask_groups()))
     if a.bias is not None:
         found.append(call(aten.ne.Scalar, lower.expression(a.bias, lower.mask_groups()), 0))
     return found[0] if len(found) == 1 else call(aten.logical_or.default, *found)

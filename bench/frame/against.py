@@ -9,6 +9,7 @@ import math
 
 from bench.frame.document import Column, Document, Row, Table
 
+Key = tuple[str, str, str]  # table, program, way
 FAILED = "FAILED"
 SLACK = 0.10  # two runs of the same code, hours apart, differ by this much in their ratios
 COLUMNS = (
@@ -34,15 +35,13 @@ def compare(now: Document, then: Document) -> Table:
         verdict = "worse" if change < -allowed else "better" if change > allowed else "same"
         if after.get("verdict") == "WRONG":
             verdict = "WRONG"
-        names = {"table": key[0], "name": key[1], "way": key[2]}
         ratios = {"then": before["over_stock"], "now": after["over_stock"], "allowed": allowed}
-        rows.append({**names, **ratios, "verdict": verdict})
+        rows.append({**_named(key), **ratios, "verdict": verdict})
     tried = {(table.title, row.get("program"), row.get("way")) for table in now.tables for row in table.rows}
     failed = tried - set(new)
     for key in old:
         if key in failed:
-            names = {"table": key[0], "name": key[1], "way": key[2]}
-            rows.append({**names, "then": old[key]["over_stock"], "verdict": FAILED})
+            rows.append({**_named(key), "then": old[key]["over_stock"], "verdict": FAILED})
     changed = [row for row in rows if row["verdict"] != "same"]
     notes = [f"{len(common)} ratios compared, {len(changed)} changed beyond the noise of both runs"]
     if lost := sorted({f"{key[1]}, {key[2]}" for key in old if key not in new and key not in failed}):
@@ -60,8 +59,12 @@ def regressed(table: Table) -> bool:
     return any(row["verdict"] in ("worse", "WRONG", FAILED) for row in table.rows)
 
 
-def _rows(document: Document) -> dict[tuple[str, str, str], Row]:
-    found: dict[tuple[str, str, str], Row] = {}
+def _named(key: Key) -> Row:
+    return dict(zip(("table", "name", "way"), key))
+
+
+def _rows(document: Document) -> dict[Key, Row]:
+    found: dict[Key, Row] = {}
     for table in document.tables:
         for row in table.rows:
             if "over_stock" in row:

@@ -1,4 +1,4 @@
-"""What the commands of this frame share: the run's head, and the end of a run."""
+"""What the commands of this frame share: their options, the run's head, and the end of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import os
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -16,6 +17,14 @@ from bench.frame.document import Document
 from bench.frame.floors import Rates, rates
 from bench.frame.programs import Setting
 from bench.machine import command, device_name, versions
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write here, and a table beside it.")]
+Against = Annotated[Path | None, typer.Option("--against", help="Compare with a run that was written.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few of them, fewer rounds.")]
+Only = Annotated[str, typer.Option(help="Only programs whose name holds this.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
 
 
 def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document, Rates, Document | None]:
@@ -58,9 +67,7 @@ def finish(console: Console, made: Document, json_file: Path | None, before: Doc
     bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
     if before is not None:
         found = against.compare(made, before)
-        console.print(telling.drawn(found))
-        for note in found.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
+        telling.show_table(console, found)
         bad = bad or against.regressed(found)
     if bad:
         raise typer.Exit(1)

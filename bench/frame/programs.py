@@ -76,6 +76,11 @@ class Setting:
     def on_cpu(self) -> bool:
         return not self.device.startswith("cuda")
 
+    @property
+    def tolerance(self) -> float:
+        """The relative error allowed in float32, which a CPU computes, or in half precision."""
+        return 1e-5 if self.on_cpu else 5e-3
+
 
 def program_of(module: str, name: str, setting: Setting) -> Program:
     """The program of that name; a process of its own finds it so, because functions do not travel."""

@@ -39,11 +39,16 @@ def show(console: Console, document: Document) -> None:
     """All tables, the conditions first."""
     console.print(document.conditions(), markup=False, highlight=False)
     for table in document.tables:
-        console.print(drawn(table))
-        for note in table.notes:
-            console.print(f"- {note}", markup=False, highlight=False)
-        for failure in table.failures():
-            console.print(f"FAILED {failure}", markup=False, highlight=False)
+        show_table(console, table)
+
+
+def show_table(console: Console, table: Table) -> None:
+    """The table, its notes, and what failed."""
+    console.print(drawn(table))
+    for note in table.notes:
+        console.print(f"- {note}", markup=False, highlight=False)
+    for failure in table.failures():
+        console.print(f"FAILED {failure}", markup=False, highlight=False)
 
 
 def drawn(table: Table) -> Drawn:

@@ -13,7 +13,7 @@ from torch import nn
 
 import attn_pass
 from bench.frame.programs import Program, Tensors
-from bench.machine import Candidate
+from bench.machine import Candidate, compiled
 
 EAGER = "eager"
 STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"
@@ -82,24 +82,14 @@ class Workshop:
     def shapes(self) -> Any:
         return self.program.dynamic_shapes
 
-    def compiled(self, module: nn.Module, **settings: Any) -> Callable[..., Any]:
-        """In a copy of its own, so that no way shares code with another."""
-
-        def run(*tensors: torch.Tensor) -> Any:
-            return module(*tensors)
-
-        run.__code__ = run.__code__.replace()
-        wrapped: Callable[..., Any] = torch.compile(run, dynamic=False, **settings)
-        return wrapped
-
 
 _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     EAGER: lambda shop: shop.module,
-    STOCK: lambda shop: shop.compiled(shop.module),
-    STOCK_AGAIN: lambda shop: shop.compiled(shop.module),
-    NO_PATTERNS: lambda shop: shop.compiled(shop.module, options={"pattern_matcher": False}),
-    PASS: lambda shop: shop.compiled(shop.module, backend=attn_pass.backend),
-    HAND: lambda shop: shop.compiled(shop.by_hand()),
+    STOCK: lambda shop: compiled(shop.module),
+    STOCK_AGAIN: lambda shop: compiled(shop.module),
+    NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
+    PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
+    HAND: lambda shop: compiled(shop.by_hand()),
 }
 _FILES = {PACKAGE: "stock", DECOMPOSED: "decomposed", PACKAGE_PASS: "attn_pass", PACKAGE_HAND: "by_hand"}
 

@@ -18,7 +18,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import Place
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import Variant, bytes_of, compare, rates, sets_for
+from bench.gpu.timing import Variant, compare, rates, sets_of
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most
@@ -35,15 +35,12 @@ def measure(place: Place, shape: Shape) -> Row:
     """Every way for one number of rows, keys and batches."""
     if place.dry:
         shape = shape.tiny()
-    torch.manual_seed(0)
-    first = shape.inputs(place)
-    count = 1 if place.dry else sets_for(bytes_of(first), True)
-    sets = [first, *(shape.inputs(place) for _ in range(count - 1))]
+    sets = sets_of(place, shape, cold=True)
     variants, refused = chosen_by_hand(shape, place, WAYS)
     variants["call"] = Variant(_by_call)
     with torch.no_grad():
         times = compare(place, variants, sets, seconds=_SECONDS)
-        errors = _errors(variants, first, set(times.found))
+        errors = _errors(variants, sets[0], set(times.found))
     us = {name: time.median_us for name, time in times.found.items()}
     best = times.best([n for n in us if n != "decode"])
     row: Row = {
@@ -54,7 +51,7 @@ def measure(place: Place, shape: Shape) -> Row:
         "bytes": shape.bytes,
         "best_other": best,
         "splits": splits(place, shape),
-        "sets": count,
+        "sets": len(sets),
     }
     for name, taken in us.items():
         row[f"us, {name}"] = taken
@@ -125,9 +122,7 @@ def sweep(place: Place, shape: Shape) -> Row:
     """The kernel's own numbers against others."""
     if place.dry:
         return {"verdict": "the sweep launches kernels, which a dry run has none of"}
-    torch.manual_seed(0)
-    first = shape.inputs(place)
-    sets = [first, *(shape.inputs(place) for _ in range(sets_for(bytes_of(first), True) - 1))]
+    sets = sets_of(place, shape, cold=True)
     own = splits(place, shape)
     variants, _ = chosen_by_hand(shape, place, ("decode",))
     for factor, block, (warps, stages) in product(FACTORS, BLOCKS, LAUNCHES):

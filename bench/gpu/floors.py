@@ -18,7 +18,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import NAMED, Place, passed, peak_bytes, said, stock
 from bench.gpu.shapes import Shape, by_hand, call, exact
-from bench.gpu.timing import Rates, Times, Variant, bytes_of, compare, rates, sets_for, why
+from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of, why
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -84,11 +84,10 @@ def measure(place: Place, shape: Shape) -> Row:
     full = shape
     if place.dry:
         shape = shape.tiny()
-    torch.manual_seed(0)
-    first = shape.inputs(place)
-    copies = sets_for(bytes_of(first), shape.memory_bound and not place.dry)
-    sets = [first, *(shape.inputs(place) for _ in range(copies - 1))]
-    row: Row = {"floor_us": full.floor_us(), "sets": copies, "bytes": shape.bytes, "flops": shape.flops, "failed": {}}
+    sets = sets_of(place, shape, cold=shape.memory_bound)
+    first = sets[0]
+    row: Row = {"floor_us": full.floor_us(), "sets": len(sets), "bytes": shape.bytes, "flops": shape.flops}
+    row["failed"] = {}
     variants: dict[str, Variant] = {}
     with torch.no_grad():
         for spelling, spelled in SPELLINGS.items():

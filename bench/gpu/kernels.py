@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.place import Place, fresh
+from bench.gpu.place import Place
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
+from bench.machine import compiled
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,12 +47,15 @@ def _unpacked(shape: Shape, out: Tensor) -> Tensor:
 # ---------------------------------------------------------------- flash
 
 
-def _flash_refuses(shape: Shape) -> str:
+def _no_half(shape: Shape) -> str:
+    """Why neither flash nor cuDNN takes the operands."""
     if shape.dtype not in _HALF:
         return "half precision only"
-    if shape.dim % 8 or shape.dim > 256:
-        return "head dims up to 256, multiples of 8"
-    return "" if shape.mask in ("none", "causal", "window") else "no mask"
+    return "head dims up to 256, multiples of 8" if shape.dim % 8 or shape.dim > 256 else ""
+
+
+def _flash_refuses(shape: Shape) -> str:
+    return _no_half(shape) or ("" if shape.mask in ("none", "causal", "window") else "no mask")
 
 
 def _flash(shape: Shape, place: Place) -> Variant:
@@ -90,11 +94,7 @@ def _flash_packed(shape: Shape, place: Place) -> Variant:
 
 
 def _cudnn_refuses(shape: Shape) -> str:
-    if shape.dtype not in _HALF:
-        return "half precision only"
-    if shape.dim % 8 or shape.dim > 256:
-        return "head dims up to 256, multiples of 8"
-    return "" if shape.mask in ("none", "causal", "bias") else "no such mask"
+    return _no_half(shape) or ("" if shape.mask in ("none", "causal", "bias") else "no such mask")
 
 
 def _cudnn(shape: Shape, place: Place) -> Variant:
@@ -185,13 +185,13 @@ def _flex(shape: Shape, place: Place) -> Variant:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, **given)
 
-    compiled = program if place.dry else torch.compile(fresh(program), dynamic=False)
+    run = program if place.dry else compiled(program)
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Any, ...]:
         slopes[:] = more
         return q, k, v
 
-    return Variant(compiled, prepare)
+    return Variant(run, prepare)
 
 
 KERNELS: dict[str, Kernel] = {

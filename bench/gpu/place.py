@@ -18,6 +18,7 @@ from attn_pass.hardware import catalog
 from attn_pass.hardware.device import Device
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
+from bench.machine import compiled, device_name, versions
 
 Program = Callable[..., Tensor]
 _MUCH = 4 << 30
@@ -65,29 +66,18 @@ class Place:
             torch.cuda.empty_cache()
 
 
-def fresh(program: Program) -> Program:
-    """The program as a function whose code Dynamo has not seen, so that no two compiles share anything."""
-
-    def copy(*args: Any) -> Any:
-        return program(*args)
-
-    copy.__code__ = copy.__code__.replace()
-    return copy
-
-
 def stock(place: Place, program: Program) -> Program:
     """Compiled as torch does; in a dry run only traced."""
-    return torch.compile(fresh(program), dynamic=False, backend="aot_eager" if place.dry else "inductor")
+    return compiled(program, backend="aot_eager" if place.dry else "inductor")
 
 
 def passed(place: Place, program: Program, *, eager: bool = False, dynamic: bool = False, **options: Any) -> Program:
     """Compiled with the pass: by Inductor, or with ``eager`` and in a dry run only traced."""
     options = {**place.options, **options}
+    sizes = None if dynamic else False
     if eager or place.dry:
-        return torch.compile(
-            fresh(program), dynamic=None if dynamic else False, backend=attn_pass.wrap("aot_eager", **options)
-        )
-    return torch.compile(fresh(program), dynamic=None if dynamic else False, backend=attn_pass.backend, options=options)
+        return compiled(program, dynamic=sizes, backend=attn_pass.wrap("aot_eager", **options))
+    return compiled(program, dynamic=sizes, backend=attn_pass.backend, options=options)
 
 
 def said(report: attn_pass.Report) -> dict[str, Any]:
@@ -113,8 +103,6 @@ def peak_bytes(place: Place, run: Callable[[], Any]) -> int | None:
 
 def facts(place: Place) -> dict[str, Any]:
     """What the numbers of a run hold for."""
-    from bench.machine import device_name, versions
-
     found: dict[str, Any] = {"device": device_name(place.device), **versions()}
     try:
         import triton

@@ -25,7 +25,8 @@ from attn_pass.reading.lift import Reader
 from attn_pass.targets.kernels import Call as TableCall
 from attn_pass.targets.kernels import as_written, refusal
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place, fresh
+from bench.gpu.place import Place
+from bench.machine import compiled
 
 NAMED = ("H200", "A100", "L4", "B200")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -137,7 +138,7 @@ def read(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Attention, As
             found.append((site.described.attention, site.written))
         return lambda *args: (args[0],)  # nothing is to be computed
 
-    torch.compile(fresh(program), backend=look, dynamic=False)(*inputs)
+    compiled(program, backend=look)(*inputs)
     (only,) = found
     return only
 

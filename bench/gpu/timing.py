@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.place import Place
+from bench.gpu.shapes import Shape
 from bench.machine import percentile_10
 
 Inputs = tuple[Any, ...]
@@ -82,6 +83,14 @@ def sets_for(size: int, cold: bool, most_bytes: int = 24 << 30) -> int:
 def bytes_of(inputs: Sequence[Any]) -> int:
     """Of the tensors, an expanded one counted as it lies in memory."""
     return sum(x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor))
+
+
+def sets_of(place: Place, shape: Shape, *, cold: bool) -> list[Inputs]:
+    """The inputs of a case, the same numbers on every call: one set, or with ``cold`` on a GPU several."""
+    torch.manual_seed(0)
+    first = shape.inputs(place)
+    count = sets_for(bytes_of(first), cold and not place.dry)
+    return [first, *(shape.inputs(place) for _ in range(count - 1))]
 
 
 def why(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.place import Place, passed, said
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import Variant, bytes_of, compare, sets_for
+from bench.gpu.timing import Variant, compare, sets_of
 
 SITES: dict[str, tuple[str, Shape]] = {
     "decode q4 B1 KV32768": ("call", Shape(1, 32, 8, 4, 32768, 128)),
@@ -33,10 +33,7 @@ def measure(place: Place, spelling: str, shape: Shape) -> Row:
     """One site: the pass predicting, the pass measuring, every kernel by hand."""
     if place.dry:
         shape = shape.tiny()
-    torch.manual_seed(0)
-    first = shape.inputs(place)
-    count = sets_for(bytes_of(first), shape.memory_bound and not place.dry)
-    sets = [first, *(shape.inputs(place) for _ in range(count - 1))]
+    sets = sets_of(place, shape, cold=shape.memory_bound)
     program = SPELLINGS[spelling](shape)
     assert program is not None
     row: Row = {}
@@ -47,7 +44,7 @@ def measure(place: Place, spelling: str, shape: Shape) -> Row:
         }
         for name, run in runs.items():
             with attn_pass.record() as report:
-                run(*first)
+                run(*sets[0])
             row |= {f"{field}, {name}": value for field, value in said(report).items()}
             if name == "tuned" and report.sites:
                 row["measured_us"] = report.sites[-1].measured_us

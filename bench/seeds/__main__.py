@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench.frame.command import begin, finish
+from bench.frame.command import Against, Device, Json, Rounds, Threads, begin, finish
 from bench.frame.programs import Setting
 from bench.frame.telling import plain_console, teller
 
@@ -32,11 +31,11 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Cut sizes, fewer rounds and packages: under 8 minutes.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write here, and a table beside it.")] = None,
-    baseline: Annotated[Path | None, typer.Option("--against", help="Compare with a run that was written.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every way.")] = 15,
+    json_file: Json = None,
+    baseline: Against = None,
+    device: Device = "cpu",
+    threads: Threads = 2,
+    rounds: Rounds = 15,
 ) -> None:
     """Measure the five field reports; exit status 1: an answer is wrong, or a ratio worse than in --against."""
     console = plain_console()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -20,7 +19,8 @@ from bench.frame import ways as w
 from bench.frame.document import LEGEND, STANDARD, Column, Table
 from bench.frame.floors import Rates
 from bench.frame.measure import Tell, run
-from bench.frame.programs import Built, Function, Program, Setting, Tensors
+from bench.frame.programs import Built, Function, Program, Setting
+from bench.seeds.common import by_hand, operands
 
 TITLE = "S1: one long self-attention, (1, 5, 16384, 128)"
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "results" / "s1-xla.json"
@@ -31,18 +31,8 @@ REPORTED = (
 HEADS, DIM = 5, 128
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
-
-
 def _make(length: int, device: str) -> Built:
-    return Function(by_hand), inputs(length, device)
-
-
-def inputs(length: int, device: str) -> Tensors:
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(1, HEADS, length, DIM, generator=generator).to(device) for _ in range(3))
-    return (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+    return Function(by_hand), operands(1, HEADS, length, DIM, seed=length, device=device)
 
 
 def _call(device: str) -> nn.Module:
@@ -53,8 +43,8 @@ def programs(setting: Setting) -> list[Program]:
     """The report's length, cut on a CPU, where eager's scores of 16384 would take 5 GB a tensor."""
     length = 16384 if not setting.on_cpu else 1024 if setting.quick else 4096
     name = f"(1, {HEADS}, {length}, {DIM}) by hand"
-    tolerance = 1e-5 if setting.on_cpu else 5e-3
-    return [Program(name, partial(_make, length), _call, "scaled_dot_product_attention", tolerance=tolerance)]
+    hand = "scaled_dot_product_attention"
+    return [Program(name, partial(_make, length), _call, hand, tolerance=setting.tolerance)]
 
 
 def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:

@@ -14,6 +14,7 @@ from bench.frame.document import LEGEND, STANDARD, Table
 from bench.frame.floors import Rates
 from bench.frame.measure import Tell, run
 from bench.frame.programs import Built, Function, Program, Setting
+from bench.seeds.common import operands
 
 TITLE = "S2: transposed copies around the call"
 # (B, H, L, D) in float16, and what was reported of it.
@@ -37,9 +38,7 @@ def without_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def _make(size: tuple[int, int, int, int], device: str) -> Built:
     batch, heads, length, dim = size
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(batch, length, heads, dim, generator=generator).to(device) for _ in range(3))
-    return Function(with_copies), (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+    return Function(with_copies), operands(batch, length, heads, dim, seed=length, device=device)
 
 
 def _hand(device: str) -> nn.Module:
@@ -54,10 +53,10 @@ def programs(setting: Setting) -> list[Program]:
             heads = min(heads, CPU_HEADS) if length > 256 else heads
             batch = 2 if setting.quick else batch
         size = (batch, heads, length, dim)
-        tolerance = 1e-5 if setting.on_cpu else 5e-3
         name = f"B{batch} H{heads} L{length} D{dim}, copies"
         hand = "scaled_dot_product_attention without the copies"
-        found.append(Program(name, partial(_make, size), _hand, hand, reported=reported, tolerance=tolerance))
+        told = {"reported": reported, "tolerance": setting.tolerance}
+        found.append(Program(name, partial(_make, size), _hand, hand, **told))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -14,6 +13,7 @@ from bench.frame.document import LEGEND, STANDARD, Table
 from bench.frame.floors import Rates
 from bench.frame.measure import Tell, run
 from bench.frame.programs import Built, Function, Program, Setting
+from bench.seeds.common import by_hand, operands
 
 TITLE = "S3: small work, 16 heads of 16"
 REPORTED = (
@@ -26,14 +26,9 @@ LEAST = (1, 1)  # nothing to compute: what is left is the call
 QUICK = ((2, 50), (2, 300))
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.mT * DIM**-0.5, -1) @ v
-
-
 def _make(batch: int, length: int, device: str) -> Built:
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = (torch.randn(batch, HEADS, length, DIM, generator=generator).to(device) for _ in range(3))
-    return Function(F.scaled_dot_product_attention), (q, k, v) if device == "cpu" else (q.half(), k.half(), v.half())
+    given = operands(batch, HEADS, length, DIM, seed=length, device=device)
+    return Function(F.scaled_dot_product_attention), given
 
 
 def _hand(device: str) -> nn.Module:
@@ -43,9 +38,9 @@ def _hand(device: str) -> nn.Module:
 def programs(setting: Setting) -> list[Program]:
     """The sizes of the report, and the least there is."""
     sizes = (LEAST, *(QUICK if setting.quick else SIZES))
-    tolerance = 1e-5 if setting.on_cpu else 5e-3
+    limit = setting.tolerance
     return [
-        Program(f"B{b} L{n} H{HEADS} D{DIM}, call", partial(_make, b, n), _hand, "two products", tolerance=tolerance)
+        Program(f"B{b} L{n} H{HEADS} D{DIM}, call", partial(_make, b, n), _hand, "two products", tolerance=limit)
         for b, n in sizes
     ]
 

@@ -14,8 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
+from bench.frame import ways as w
 from bench.frame.document import Row
 from bench.frame.floors import extent
+from bench.machine import compiled
 
 HALF = 2  # bytes
 FEW = 4  # heads that Inductor compiles for: what its kernels move grows with the heads, and CPUs are slow in half
@@ -87,21 +89,20 @@ def count(program: Callable[..., Any], shape: tuple[int, int, int, int]) -> Iter
     model = unfused_model(*shape)
     yield row("unfused, model", "product, scale, mask, softmax, product", sum(model), *model)
     by_inductor = f"Inductor's count over its kernels, for {few[1]} heads, times {times}"
-    compiled = torch.compile(_copy(program), dynamic=False)
-    yield row("compile, stock", by_inductor, times * inductor_bytes(compiled, given))
-    passed = torch.compile(_copy(program), dynamic=False, backend=attn_pass.backend)
-    yield row("compile, attn_pass", by_inductor, times * inductor_bytes(passed, given))
+    yield row(w.STOCK, by_inductor, times * inductor_bytes(compiled(program), given))
+    passed = compiled(program, backend=attn_pass.backend)
+    yield row(w.PASS, by_inductor, times * inductor_bytes(passed, given))
     model = fused_model(*shape)
     yield row("fused, model", "q, k, v in, the result out", sum(model), *model)
 
 
-def inductor_bytes(compiled: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> int:
+def inductor_bytes(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> int:
     """What the generated code reads and writes, extern kernels by their operands."""
     from torch._inductor import metrics
 
     metrics.reset()
     with _metrics_on(), torch._inductor.config.patch(force_disable_caches=True):
-        compiled(*inputs)
+        run(*inputs)
     return int(metrics.num_bytes_accessed)
 
 
@@ -118,11 +119,3 @@ def _metrics_on() -> Iterator[None]:
     finally:
         log.setLevel(before)
         log.propagate = spread
-
-
-def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
-    def copied(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return function(q, k, v)
-
-    copied.__code__ = copied.__code__.replace()
-    return copied

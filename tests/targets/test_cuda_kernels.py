@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
+from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
 
 import attn_pass
 from bench import stand_ins
@@ -16,34 +17,6 @@ stand_ins.install()
 
 Tensor = torch.Tensor
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.size(-3) // k.size(-3)
-    if groups != 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return (q @ k.mT * 0.3).softmax(-1) @ v
-
-
-def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * -0.3).softmax(-1) @ v
-
-
-def banded(left: int | None, right: int | None, fill: float = NEG_INF) -> Callable[..., Tensor]:
-    """Keys from ``i + S - L - left`` to ``i + S - L + right``."""
-
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, keys = q.size(-2), k.size(-2)
-        at = torch.arange(rows, device=q.device)[:, None]
-        distance = torch.arange(keys, device=q.device)[None] - at - (keys - rows)
-        keep = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
-        if left is not None:
-            keep = keep & (distance >= -left)
-        if right is not None:
-            keep = keep & (distance <= right)
-        return (q @ k.mT * 0.3).masked_fill(~keep, fill).softmax(-1) @ v
-
-    return program
 
 
 def from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,10 +36,6 @@ def filled(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~keep, torch.finfo(q.dtype).min).softmax(-1) @ v
 
 
-def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
 def heads_last(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 4, 6, 9, 16, dtype=dtype))
 
@@ -84,8 +53,6 @@ def stepped(dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
 
 
 BIAS = randn(1, 4, 6, 9, dtype=BF16)
-SOME = torch.arange(9) < torch.tensor([3, 9])[:, None, None, None]  # two batch rows, of which each keeps a key
-NONE_IN_ONE = torch.arange(9) < torch.tensor([0, 7])[:, None, None, None]
 CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "flash, plain": ("flash", plain, qkv(2, 4, 6, 9, 16, dtype=BF16)),
     "flash, float16": ("flash", plain, qkv(2, 4, 6, 9, 16, dtype=FP16)),

@@ -44,16 +44,22 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = (j <= i) & (j >= i - 512)
+def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
+
+
+def masked(keep: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = positions(q, k)
+    return masked((j <= i) & (j >= i - 512), q, k, v)
 
 
 def to_the_last_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = j <= i + (k.size(-2) - q.size(-2))
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+    i, j = positions(q, k)
+    return masked(j <= i + (k.size(-2) - q.size(-2)), q, k, v)
 
 
 def padded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -225,9 +225,7 @@ def _kept(lower: Lowering, mask: Mask) -> Value:
     """The keys that are kept, (B, S)."""
     plan, a = lower.plan, lower.attention
     assert mask.kept is not None
-    kept = lower.expression(mask.kept, (a.batch, (a.keys,)))
-    if fake_of(kept).dtype != torch.bool:
-        kept = plan.call(aten.to.dtype, kept, torch.bool)
+    kept = lower.condition(mask.kept, (a.batch, (a.keys,)))
     return plan.call(aten.expand.default, kept, [plan.size(a.batch_size), plan.size(a.kv_len)])
 
 
@@ -248,10 +246,7 @@ def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value
         kept = plan.call(aten.gt.Scalar, plan.call(aten.amax.default, matrix, [-1], True), _NEG_INF)
         return plan.call(aten.where.ScalarOther, kept, out, 0.0)
     assert a.keep is not None
-    condition = lower.expression(a.keep.condition, lower.mask_groups())
-    if fake_of(condition).dtype != torch.bool:
-        condition = plan.call(aten.to.dtype, condition, torch.bool)
-    kept = plan.call(aten.any.dim, condition, -1, True)
+    kept = plan.call(aten.any.dim, lower.condition(a.keep.condition, lower.mask_groups()), -1, True)
     if a.keep.fill == _NEG_INF:
         return plan.call(aten.where.ScalarOther, kept, out, 0.0)
     width_ = fake_of(out).shape[-1]
