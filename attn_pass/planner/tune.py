@@ -65,10 +65,10 @@ class Tuner:
         key = store.key_of([job, _digests(program), facts(place.setting.device)])
         result = _checked(store.load(key))
         if result is None:
-            result = _run(job, program)
-            if isinstance(result, str):
-                return f"tune=True: not measured, {result}; the model decides"
-            store.save(key, result)
+            told = _run(job, program)
+            if isinstance(told, str):
+                return f"tune=True: not measured, {told}; the model decides"
+            store.save(key, result := told)
         found = {label: statistics.median(samples) for label, samples in result["us"].items()}
         if LEAVE not in found or len(found) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
