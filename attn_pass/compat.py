@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import torch
 
@@ -63,3 +64,20 @@ def active_flash() -> str:
 
     current = getattr(attention, "current_flash_attention_impl", None)  # torch 2.11
     return (current() if current is not None else None) or "FA2"
+
+
+def context_parallel_is_active() -> bool:
+    """Whether a context-parallel region is open: calls of scaled_dot_product_attention are ring attention in it then.
+
+    Asked of the table that both of torch's ways to open one (`context_parallel`, the module hooks) fill in.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    dispatcher = getattr(getattr(tensor, "DTensor", None), "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    return any(op in handlers for op in _RING)
+
+
+_RING = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import GraphModule, Node
 
+from attn_pass.compat import context_parallel_is_active
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_arguments
@@ -139,6 +140,7 @@ class _Graph:
         self.reader.known = {n: tensors[n.name] for n in graph.nodes if n.name in tensors}
         self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
         self.replaced: dict[Node, Node] = {}
+        self.context_parallel = context_parallel_is_active()
         self.size_nodes: SizeNodes | None = None
 
     def rewrite(self) -> bool:
@@ -221,6 +223,11 @@ class _Graph:
         if self.is_checkpoint and not attention.needs_grad:
             # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
             record.reason = "a checkpointed region without gradients takes no fused call"
+            return False
+        if self.context_parallel and (attention.has_mask or attention.not_affine):
+            record.reason = (
+                "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
+            )
             return False
         setting = self._setting(site, attention)
 

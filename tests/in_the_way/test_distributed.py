@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from against_eager import qkv
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+
+import attn_pass
+
+Tensor = torch.Tensor
 
 SCRIPT = r"""
 import json, sys
@@ -118,9 +131,61 @@ def test_two_processes(what: str, tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=240) for process in running]
+    told = [process.communicate(timeout=900) for process in running]
     for process, (_, errors) in zip(running, told):
         assert process.returncode == 0, errors[-3000:]
     for out, _ in told:
         sites = json.loads(out.splitlines()[-1])
         assert sites and all(outcome == "rewritten" for outcome, _, _ in sites), sites
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.3).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (8 * torch.tanh(q @ k.mT / 8)).softmax(-1) @ v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(("fn", "outcome"), [(causal, "left"), (soft_capped, "left"), (plain, "rewritten")])
+def test_context_parallel_regions(fn: Callable[..., Tensor], outcome: str, one_process: DeviceMesh) -> None:
+    """Inside one a mask over positions is over a shard's: it is left. What has no mask is the same on any shard."""
+    inputs = qkv(1, 2, 8, 8, 8)
+    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    for inside in (True, False):
+        torch._dynamo.reset()
+        buffer = torch.zeros(1, 8)
+        region = context_parallel(one_process, buffers=[buffer], buffer_seq_dims=[1]) if inside else nullcontext()
+        with region, attn_pass.record() as report:
+            found = torch.compile(fn, backend=backend)(*inputs)
+        torch.testing.assert_close(found, fn(*inputs))
+        (site,) = report.sites
+        assert site.outcome == (outcome if inside else "rewritten"), site.reason
+        assert ("context parallelism is active" in site.reason) == (inside and outcome == "left")
+
+
+def test_ring_attention_itself_is_never_taken(one_process: DeviceMesh) -> None:
+    """In the region a call gets DTensors, which are left; and has no kernels on the CPU (torch 2.13)."""
+    torch._dynamo.reset()
+    region = context_parallel(one_process, buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1])
+    with region, attn_pass.record() as report, contextlib.suppress(Exception):
+        torch.compile(call, backend=attn_pass.wrap("aot_eager", choose="fused"))(*qkv(1, 2, 8, 8, 8))
+    assert not report.rewritten
