@@ -9,7 +9,7 @@ NPU := .venv-npu
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-tpu-aot test-xla lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-npu test-tpu-aot test-xla test-version lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
+	@echo "make test-version TORCH=2.11.0  run the core tests with another torch, in .venv-torch-2.11.0"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
@@ -76,6 +77,21 @@ test-tpu-aot: .venv-tpu/.attn_pass_ready
 
 test-xla: .venv-xla/.attn_pass_ready
 	.venv-xla/bin/python -m pytest tests_on/xla $(ARGS)
+
+# An environment a version, with whatever build of torch the registry has for it (gigabytes, mostly). Not in CI; the
+# recorded runs are in docs/results/versions.md.
+TORCH ?= 2.11.0
+CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases tests/planner tests/verify \
+    tests/in_the_way/test_faults.py tests/in_the_way/test_threads.py tests/in_the_way/test_composes.py \
+    tests/targets/test_sdpa_rules.py tests/targets/test_local.py tests/targets/test_recompute.py \
+    tests/test_engine.py tests/test_traps.py tests/test_training.py tests/test_dynamo.py tests/test_export.py \
+    tests/test_hook.py tests/test_shield.py tests/test_options.py tests/test_report.py tests/test_capture.py
+
+test-version:
+	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install torch==$(TORCH)
+	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer pytest pytest-xdist hypothesis
+	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
