@@ -9,7 +9,7 @@ NPU := .venv-npu
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-tpu-aot test-xla lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-npu test-tpu-aot test-xla fuzz lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
+	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
@@ -76,6 +77,9 @@ test-tpu-aot: .venv-tpu/.attn_pass_ready
 
 test-xla: .venv-xla/.attn_pass_ready
 	.venv-xla/bin/python -m pytest tests_on/xla $(ARGS)
+
+fuzz: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
