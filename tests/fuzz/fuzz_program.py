@@ -214,6 +214,11 @@ class _Run:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
+    def half(self) -> torch.dtype:
+        """The type that the program calls bfloat16: a cast between floating types is rounding, and no meaning."""
+        return torch.float64 if self.wide else torch.bfloat16
+
+    @property
     def lead(self) -> Sequence[int]:
         lead = [*self.q.shape[:-2]]
         return lead

@@ -114,7 +114,7 @@ OTHERS: Table = {
     "from the scores": Row(lambda c, s, e: torch.where(s > 0, s, e.fill)),
     "top": Row(lambda c, s, e: s.masked_fill(s < s.amax(-1, keepdim=True) - 1, -INF)),
     "rounded": Row(lambda c, s, e: s.to(torch.int32).to(s.dtype)),
-    "to half": Row(lambda c, s, e: s.to(torch.bfloat16).to(s.dtype)),
+    "to half": Row(lambda c, s, e: s.to(c.half).to(s.dtype)),
     "of keys": Row(lambda c, s, e: s * e.t, "keys"),
     "by keys": Row(lambda c, s, e: s / (torch.arange(c.s) + 1)),
     "flipped": Row(lambda c, s, e: s.flip(-1)),
