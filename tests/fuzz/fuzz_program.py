@@ -147,7 +147,7 @@ class Program:
             "mask": lambda: keep,
             "binary": lambda: keep.to(self.dtype),
             "counts": lambda: (rand(*scores) * 3).long().index_fill(-1, torch.tensor([0]), 1),
-            "fills": lambda: torch.where(keep, 0.0, torch.finfo(self.dtype).min).to(self.dtype),
+            "fills": lambda: torch.zeros(scores, dtype=self.dtype).masked_fill(~keep, torch.finfo(self.dtype).min),
             "number": lambda: torch.tensor(0.3, dtype=self.dtype),
             "heads": lambda: (rand(*lead[-1:], 1, 1) + 0.5).to(self.dtype),
             "rows": lambda: (rand(*lead, l, 1) + 0.5).to(self.dtype),
@@ -211,7 +211,7 @@ class _Run:
     @property
     def f32(self) -> torch.dtype:
         """The type that the program calls float32; a program in float64 is not narrowed."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @property
     def half(self) -> torch.dtype:
@@ -276,7 +276,7 @@ class _Run:
         if p.returns == "masked scores":
             self.extra.append(s)
         w = self._step("softmax", 0, p.softmax, s)
-        if p.upcast:
+        if w.dtype != self.v.dtype:
             w = w.to(self.dtype)
         if p.returns == "softmax":
             self.extra.append(w)

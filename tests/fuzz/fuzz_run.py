@@ -21,7 +21,7 @@ BATCH = 500
 def batch(
     number: int, count: int, tally: Tally, through: str = "graph", accepts: Callable[[Case], bool] | None = None
 ) -> None:
-    """Draws ``count`` programs with the seed ``number`` and checks them; raises `Wrong` with the smallest that fails."""
+    """Draws ``count`` programs with the seed ``number`` and checks them; raises `Wrong` for the smallest that fails."""
 
     @settings(
         max_examples=count,
