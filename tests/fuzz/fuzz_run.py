@@ -19,7 +19,12 @@ BATCH = 500
 
 
 def batch(
-    number: int, count: int, tally: Tally, through: str = "graph", accepts: Callable[[Case], bool] | None = None
+    number: int,
+    count: int,
+    tally: Tally,
+    through: str = "graph",
+    accepts: Callable[[Case], bool] | None = None,
+    shrink: bool = True,
 ) -> None:
     """Draws ``count`` programs with the seed ``number`` and checks them; raises `Wrong` for the smallest that fails."""
 
@@ -28,7 +33,7 @@ def batch(
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
+        phases=(Phase.generate, *([Phase.shrink] if shrink else [])),
         report_multiple_bugs=False,
         print_blob=False,
     )
