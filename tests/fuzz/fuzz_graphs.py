@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -27,9 +28,10 @@ DIALECTS = ("dynamo", "export", "decomposed")
 
 def graph_of(function: Function, inputs: Sequence[torch.Tensor], dialect: str, dynamic: Dynamic) -> GraphModule:
     """The function's graph; its placeholders are `placeholders(gm, inputs)`."""
-    mode = FakeTensorMode(shape_env=ShapeEnv() if any(dynamic) else None)
+    is_dynamic = any(dynamic)
+    mode = FakeTensorMode(shape_env=ShapeEnv()) if is_dynamic else _static_mode()
     fakes = [_fake(mode, x, dims) for x, dims in zip(inputs, dynamic)]
-    with mode, enable_python_dispatcher():
+    with mode, enable_python_dispatcher() if is_dynamic else nullcontext():  # what symbols need costs time
         if dialect == "dynamo":
             return _recorded(function, fakes)
         if dialect == "export":
@@ -49,6 +51,11 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dims: Sequence[int]) -> to
         return mode.from_tensor(tensor, static_shapes=True)
     kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=kinds))
+
+
+@lru_cache(maxsize=1)
+def _static_mode() -> FakeTensorMode:
+    return FakeTensorMode()
 
 
 @lru_cache(maxsize=1)

@@ -72,11 +72,12 @@ LEAVES: dict[str, Leaf] = {
         lambda c, t, n: torch.tril(torch.ones((c.l, c.s), dtype=torch.long)).bool(),
         lambda c, t, n: torch.ones(c.l, c.s).tril().view(1, 1, c.l, c.s)[0, 0] != 0,
     )),
-    "causal, moved": Leaf((
-        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(n),
-        lambda c, t, n: _keys(c) <= _rows(c) + n,
-        lambda c, t, n: ~_ones(c).triu(n + 1),
-        lambda c, t, n: _keys(c) - n <= _rows(c),
+    "causal, moved": Leaf((  # from one key less to two more
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(n - 1),
+        lambda c, t, n: _keys(c) <= _rows(c) + (n - 1),
+        lambda c, t, n: ~_ones(c).triu(n),
+        lambda c, t, n: _keys(c) - n < _rows(c),
+        lambda c, t, n: torch.full((c.l, c.s), 1.0).triu(diagonal=n) == 0,
     )),
     "causal, to the last": Leaf((
         lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(c.s - c.l),
