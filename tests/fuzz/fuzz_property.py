@@ -125,32 +125,29 @@ def _options(case: Case) -> Any:
 
 def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Report, Callable[..., Any], str]:
     """The same by torch.compile or torch.export, which write the graph themselves."""
-    function = case.program.function()
+    static = Case(case.program, grad=case.grad)
+    function = _graph(static, inputs)  # plain Python by now: nothing of the generator is compiled
     options = {"choose": case.choose, "targets": case.targets, "numerics": case.numerics, "on_error": "raise"}
     torch._dynamo.reset()
     if through == "export":
         try:
-            program = torch.export.export(_Module(function), tuple(_copies(inputs)))
+            program = torch.export.export(function, tuple(_copies(inputs)))
         except Exception as error:
             raise NoProgram(f"no export: {type(error).__name__}: {error}") from error
         report = attn_pass.rewrite(program, **options)
         return report, program.module(), program.graph_module.code
-    report = Report()
-    compiled = torch.compile(function, backend=attn_pass.wrap("aot_eager", **options), dynamic=False)
-    first = _copies(inputs, case.grad)
-    torch.manual_seed(0)
-    with attn_pass.record() as report:
-        compiled(*first)
-    return report, compiled, "(by torch.compile)"
-
-
-class _Module(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *given: torch.Tensor) -> Any:
-        return self.function(*given)
+    backend = attn_pass.wrap("aot_eager", **options)
+    compiled = torch.compile(function.forward, backend=backend, dynamic=False, fullgraph=True)
+    given = _copies(inputs, case.grad)
+    try:
+        with attn_pass.record() as report, torch.set_grad_enabled(case.grad):
+            compiled(*given)
+    except torch._dynamo.exc.Unsupported as error:
+        raise NoProgram(f"no graph: {error}") from error
+    except Exception as error:
+        text = f"compiling raised {type(error).__name__}: {error}"
+        raise Wrong(_told(case, inputs, report, function.code, text)) from error
+    return report, compiled, function.code
 
 
 def _at_other_sizes(case: Case, original: GraphModule, run: Callable[..., Any], report: Report, code: str) -> None:

@@ -63,7 +63,7 @@ def main(count: int, first: int) -> int:
         except Wrong as error:
             failed += 1
             print(f"\n==== seed {number}: {error}\n", flush=True)
-        if (done // BATCH) % 10 == 9:
+        if (done // BATCH) % 4 == 3:
             seconds = time.perf_counter() - started
             print(f"{done + BATCH} programs, {seconds:.0f} s, {failed} batches failed", flush=True)
     print(f"{count} programs in {time.perf_counter() - started:.0f} s, seed {first}: {failed} batches failed")
