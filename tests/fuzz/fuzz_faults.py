@@ -58,7 +58,13 @@ FAULTS = (
         'raise Unreadable("the softmax runs over another dimension than the keys", softmax)',
         "pass",
     ),
-    Fault("weak fills mask", "reading/scores.py", "WEAKEST_FILL = -0.99e9", "WEAKEST_FILL = -90"),
+    Fault(
+        "the softmax taken for one over the last dimension",
+        "patterns/softmax.py",
+        'Softmax(call["input"], dims[0], (node,), not safe)',
+        'Softmax(call["input"], value.dim() - 1, (node,), not safe)',
+    ),
+    Fault("weak fills mask", "reading/scores.py", "WEAKEST_FILL = -0.99e9", "WEAKEST_FILL = -4.0"),
     Fault(
         "writes in the window not seen",
         "patterns/base.py",

@@ -35,15 +35,29 @@ def graph_of(function: Function, inputs: Sequence[torch.Tensor], dialect: str, d
         if dialect == "dynamo":
             return _recorded(function, fakes)
         if dialect == "export":
-            return make_fx(function, pre_dispatch=True)(*fakes)
+            return _sizes_of_inputs(make_fx(function, pre_dispatch=True)(*fakes))
         functional = torch.func.functionalize(function, remove="mutations")
-        return make_fx(functional, decomposition_table=_decompositions())(*[x.detach() for x in fakes])
+        gm = make_fx(functional, decomposition_table=_decompositions())(*[x.detach() for x in fakes])
+        return _sizes_of_inputs(gm)
 
 
 def values(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """What the graph's placeholders are fed: the inputs, and the sizes that a Dynamo graph takes before them."""
     sizes = gm.meta.get("sizes", ())
     return [*(inputs[number].shape[dim] for number, dim in sizes), *inputs]
+
+
+def _sizes_of_inputs(gm: GraphModule) -> GraphModule:
+    """Symbols are taken from the inputs that have them, as torch.export does it, and not from what has the size too."""
+    places: dict[Any, tuple[Node, int]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            sizes = ((d, s) for d, s in enumerate(node.meta["val"].shape) if isinstance(s, torch.SymInt))
+            places |= {s.node.expr: (node, d) for d, s in sizes if s.node.expr not in places}
+        elif node.target is torch.ops.aten.sym_size.int:
+            node.args = places.get(node.meta["val"].node.expr, node.args)
+    gm.recompile()
+    return gm
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
