@@ -25,6 +25,7 @@ def batch(
     through: str = "graph",
     accepts: Callable[[Case], bool] | None = None,
     shrink: bool = True,
+    change: Callable[[Case], Case] = lambda case: case,
 ) -> None:
     """Draws ``count`` programs with the seed ``number`` and checks them; raises `Wrong` for the smallest that fails."""
 
@@ -38,7 +39,7 @@ def batch(
         print_blob=False,
     )
     @seed(number)
-    @given(cases())
+    @given(cases().map(change))
     def run(case: Case) -> None:
         if accepts is not None and not accepts(case):
             reject()

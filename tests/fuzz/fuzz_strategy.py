@@ -71,6 +71,24 @@ def cases(draw: Any) -> Case:
     )
 
 
+def windowed(case: Case) -> Case:
+    """The case with a mask that the target `local` takes, at a length that has blocks."""
+    mask = Mask(("window", "chunk")[case.program.seed % 2], case.program.seed, 1 + case.program.q_len % 3)
+    step = Step("mask: masked_fill", mask=mask)
+    program = replace(
+        case.program, q_len=67, kv_len=67, score=(step,), call=False, dropout=0.0, enable_gqa=False, causal=False
+    )
+    return replace(case, program=program, later=None, choose="first", targets=("local",))
+
+
+def called(case: Case) -> Case:
+    """The case as a call in inference, for the target `decomposed`."""
+    p = case.program
+    score = tuple(s for s in p.score if _is_call_mask(s))[:1]
+    program = replace(p, call=True, score=score, dtype=torch.float32, after=(), writes="", returns="", upcast=False)
+    return replace(case, program=program, grad=False, choose="first", targets=("decomposed",), numerics="default")
+
+
 def _dynamic(p: Program, pick: Callable[..., Any]) -> tuple[Program, tuple[int, int, int]]:
     """Sizes that are all different where they may change: torch takes sizes that are equal for one symbol."""
     kind = pick("query and keys", "both the same", "batch", "all", "keys")

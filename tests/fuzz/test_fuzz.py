@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from fuzz_found import FOUND
 from fuzz_property import Tally, check
 from fuzz_run import batch
-from fuzz_strategy import Case
+from fuzz_strategy import Case, called, windowed
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +27,13 @@ def test_generated_programs(part: int) -> None:
     assert counts["near misses"] > 100, counts
     assert counts["near misses, rewritten"] > 20, counts
     assert counts["no program"] < 60, (counts, tally.reasons)
+
+
+@pytest.mark.parametrize(("target", "change"), [("local", windowed), ("decomposed", called)])
+def test_targets_that_few_programs_reach(target: str, change: Callable[[Case], Case]) -> None:
+    tally = Tally()
+    batch(200, 60, tally, change=change)
+    assert tally.counts[f"target {target}"] > 15, (tally.counts, tally.reasons)
 
 
 @pytest.mark.parametrize("through", ["compile", "export"])
