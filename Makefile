@@ -9,7 +9,7 @@ NPU := .venv-npu
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-tpu-aot test-xla test-version lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-npu test-tpu-aot test-xla test-version fuzz lint types docs cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
 	@echo "make test-version TORCH=2.11.0  run the core tests with another torch, in .venv-torch-2.11.0"
+	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
@@ -92,6 +93,9 @@ test-version:
 	.venv-torch-$(TORCH)/bin/python -m pip install torch==$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer pytest pytest-xdist hypothesis
 	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
+
+fuzz: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -231,7 +231,7 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
             if not is_masking(fill, dtype):
                 raise NotAffine(f"the mask's fill becomes {fill:g} by a factor of {number:g}: too weak to mask")
             keep = replace(keep, fill=fill)
-        if scores.bias is not None and not 0 < number <= 1 and _has_fill(scores.bias):
+        if scores.bias is not None and not 0 < number <= 1 and _fills(scores.bias):
             raise NotAffine(f"masked scores are multiplied by {number:g}")
         bias = None if scores.bias is None else apply("mul", _wide(scores.bias, dtype), Const(number))
         return replace(scores, scale=scores.scale * number, bias=bias, keep=keep, shift=scores.shift * number)
@@ -263,6 +263,9 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
         return replace(scores, keep=Keep(apply("and", scores.keep.condition, condition), value))
     if scores.keep is not None and NEGATIVE_INFINITY not in (scores.keep.fill, value):
         raise NotAffine(f"masked scores are filled with {scores.keep.fill:g} and with {value:g}")
+    if value != NEGATIVE_INFINITY and scores.bias is not None and _fills(scores.bias) - {value}:
+        # In a row without a key the higher of two fills counts alone, and what is emitted knows one number only.
+        raise NotAffine(f"masked scores are filled with {value:g} and with another number before it")
     if scores.keep is not None and scores.bias is None and value == NEGATIVE_INFINITY:
         # Nothing but -inf comes after this fill, so that it may be low enough to absorb any score.
         scores = replace(scores, bias=_as_bias(scores.keep, None, min(scores.keep.fill, LOWEST)), keep=None)
@@ -310,9 +313,9 @@ def _as_bias(keep: Keep, bias: Expr | None, fill: float) -> Expr:
     return apply("where", keep.condition, bias or Const(0.0), Const(fill))
 
 
-def _has_fill(bias: Expr) -> bool:
-    """Whether a finite mask value was made part of the bias."""
-    return any(isinstance(e, Const) and NEGATIVE_INFINITY < e.value <= -1e9 for e in walk(bias))
+def _fills(bias: Expr) -> set[float]:
+    """The finite mask values that were made part of the bias."""
+    return {float(e.value) for e in walk(bias) if isinstance(e, Const) and NEGATIVE_INFINITY < e.value <= -1e9}
 
 
 _RULES: dict[str, Callable[[Apply, Axis, torch.dtype], Scores]] = {

@@ -1,0 +1,135 @@
+"""Masks as trees: which keys a row keeps, in several spellings, combined by and, or and not."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A leaf of `LEAVES` in its ``way``-th spelling with a number, or an operator of `BRANCHES` on other masks."""
+
+    name: str = "causal"
+    way: int = 0
+    n: int = 0
+    parts: tuple[Mask, ...] = ()
+
+    def leaves(self, path: str = "") -> Iterator[tuple[str, Mask]]:
+        """Every leaf, by where it is in the tree."""
+        if not self.parts:
+            yield path, self
+        for number, part in enumerate(self.parts):
+            yield from part.leaves(f"{path}{number}")
+
+    def made(self, c: Any, inputs: dict[str, Tensor], path: str = "") -> Tensor:
+        """A boolean tensor that broadcasts to the scores; ``inputs`` are the leaves' own, by their path."""
+        if not self.parts:
+            ways = LEAVES[self.name].ways
+            return ways[self.way % len(ways)](c, inputs.get(path), self.n)
+        made = [part.made(c, inputs, f"{path}{number}") for number, part in enumerate(self.parts)]
+        ways = BRANCHES[self.name]
+        return ways[self.way % len(ways)](*made)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """``takes`` is a kind of input; ``ways`` are spellings of the same."""
+
+    ways: tuple[Callable[[Any, Tensor, int], Tensor], ...]
+    takes: str = ""
+
+
+def _rows(c: Any) -> Tensor:
+    return torch.arange(c.l)[:, None]
+
+
+def _keys(c: Any) -> Tensor:
+    return torch.arange(c.s)
+
+
+def _ones(c: Any) -> Tensor:
+    return torch.ones(c.l, c.s, dtype=torch.bool)
+
+
+LEAVES: dict[str, Leaf] = {
+    "causal": Leaf((
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(),
+        lambda c, t, n: torch.tril(torch.ones(c.l, c.s)) == 1,
+        lambda c, t, n: ~_ones(c).triu(diagonal=1),
+        lambda c, t, n: torch.arange(c.s)[None, :] <= torch.arange(c.l)[:, None],
+        lambda c, t, n: torch.arange(c.l).view(-1, 1) >= torch.arange(c.s).view(1, -1),
+        lambda c, t, n: torch.full((c.l, c.s), -1.0).triu(1) == 0,
+        lambda c, t, n: _keys(c) - _rows(c) <= 0,
+        lambda c, t, n: torch.ge(_rows(c), _keys(c)),
+        lambda c, t, n: _keys(c) < _rows(c) + 1,
+        lambda c, t, n: torch.tril(torch.ones((c.l, c.s), dtype=torch.long)).bool(),
+        lambda c, t, n: torch.ones(c.l, c.s).tril().view(1, 1, c.l, c.s)[0, 0] != 0,
+    )),
+    "causal, moved": Leaf((  # from one key less to two more
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(n - 1),
+        lambda c, t, n: _keys(c) <= _rows(c) + (n - 1),
+        lambda c, t, n: ~_ones(c).triu(n),
+        lambda c, t, n: _keys(c) - n < _rows(c),
+        lambda c, t, n: torch.full((c.l, c.s), 1.0).triu(diagonal=n) == 0,
+    )),
+    "causal, to the last": Leaf((
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(c.s - c.l),
+        lambda c, t, n: _keys(c) <= _rows(c) + (c.s - c.l),
+        lambda c, t, n: torch.arange(c.s) <= torch.arange(c.s - c.l, c.s)[:, None],
+    )),
+    "anticausal": Leaf((
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).triu(),
+        lambda c, t, n: _keys(c) >= _rows(c),
+    )),
+    "strictly causal": Leaf((
+        lambda c, t, n: _keys(c) < _rows(c),
+        lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(-1),
+    )),
+    "window": Leaf((
+        lambda c, t, n: (_rows(c) - _keys(c)).abs() <= n + 1,
+        lambda c, t, n: (_keys(c) <= _rows(c)) & (_keys(c) > _rows(c) - n - 2),
+        lambda c, t, n: _ones(c).tril(n) & _ones(c).triu(-n),
+    )),
+    "chunk": Leaf((
+        lambda c, t, n: _rows(c) // (n + 2) == _keys(c) // (n + 2),
+        lambda c, t, n: torch.div(_rows(c), n + 2, rounding_mode="floor") == torch.div(
+            _keys(c), n + 2, rounding_mode="floor"
+        ),
+    )),
+    "remainder": Leaf((lambda c, t, n: (_keys(c) - _rows(c)) % (n + 2) == 0,)),
+    "prefix": Leaf((
+        lambda c, t, n: _keys(c) < n + 1,
+        lambda c, t, n: torch.arange(c.s) <= n,
+    )),
+    "first": Leaf((lambda c, t, n: _keys(c) == 0,)),
+    "diagonal": Leaf((lambda c, t, n: _keys(c) == _rows(c), lambda c, t, n: torch.eye(c.l, c.s, dtype=torch.bool))),
+    "everything": Leaf((lambda c, t, n: _ones(c), lambda c, t, n: _keys(c) >= 0)),
+    "input": Leaf((lambda c, t, n: t, lambda c, t, n: t != 0, lambda c, t, n: t.clone()), "mask"),
+    "numbers": Leaf((lambda c, t, n: t != 0, lambda c, t, n: t > 0, lambda c, t, n: t.bool(), lambda c, t, n: t == 1),
+                    "counts"),
+    "padding": Leaf((
+        lambda c, t, n: t[:, None, None, :] if len(c.lead) == 2 else t[:1],
+        lambda c, t, n: t.view(t.shape[0], 1, 1, t.shape[1]) if len(c.lead) == 2 else t[0],
+        lambda c, t, n: t.unsqueeze(1).unsqueeze(1) if len(c.lead) == 2 else t[:1],
+    ), "padding"),
+    "lengths": Leaf((
+        lambda c, t, n: torch.arange(c.s) < t.view(-1, *[1] * (len(c.lead) + 1)),
+    ), "lengths"),
+    "documents": Leaf((
+        lambda c, t, n: t[: c.l, None] == t[None, : c.s],
+    ), "documents"),
+}  # fmt: skip
+
+BRANCHES: dict[str, tuple[Callable[..., Tensor], ...]] = {
+    "and": (operator.and_, torch.logical_and, lambda a, b: a * b, lambda a, b: ~(~a | ~b)),
+    "or": (operator.or_, torch.logical_or, lambda a, b: a.bitwise_or(b)),
+    "not": (operator.invert, torch.logical_not, lambda a: a == 0),
+    "where": (torch.where,),
+}

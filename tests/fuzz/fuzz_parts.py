@@ -1,0 +1,331 @@
+"""What a generated program is made of: a row a spelling. ``miss`` marks what looks like attention and is not, or not
+for certain; a row changes the tensor it is given, and says what input of its own it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = Any  # a tensor, or what stands for one while a graph is recorded
+INF = math.inf
+
+
+@dataclass(frozen=True)
+class Row:
+    """``do(c, x, e)``: the program so far, the tensor, and the row's own: ``e.t``, ``e.x``, ``e.n``, ``e.keep``."""
+
+    do: Callable[[Any, Tensor, Any], Tensor]
+    takes: str = ""  # a kind of input, see INPUTS
+    miss: bool = False
+    numbers: tuple[float, ...] = ()  # what e.x may be
+    writes: bool = False  # needs an operand that may be written: no leaf with a gradient
+    random: bool = False  # draws random numbers
+    masks: bool = False  # takes a mask
+    square: bool = False  # as many queries as keys
+
+
+Table = dict[str, Row]
+
+
+# ---------------------------------------------------------------- how operands lie: (shape stored, what shows them)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``stored(shape)`` is the shape of the input, ``shown(x, shape)`` the (.., L, D) in it."""
+
+    stored: Callable[[tuple[int, ...]], tuple[int, ...]]
+    shown: Callable[[Tensor, tuple[int, ...]], Tensor]
+    rank: int = 2  # what it needs at least
+
+
+def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-3], shape[-2], shape[-3] * shape[-1])
+
+
+LAYOUTS = {
+    "as is": Layout(lambda s: s, lambda x, s: x),
+    "heads last": Layout(lambda s: (*s[:-3], s[-2], s[-3], s[-1]), lambda x, s: x.transpose(-3, -2), 3),
+    "dims first": Layout(lambda s: (*s[:-2], s[-1], s[-2]), lambda x, s: x.mT),
+    "dims first, transposed": Layout(lambda s: (*s[:-2], s[-1], s[-2]), lambda x, s: x.transpose(-1, -2)),
+    "reversed": Layout(lambda s: s[::-1], lambda x, s: x.permute(*range(len(s) - 1, -1, -1))),
+    "rotated": Layout(lambda s: (s[-1], *s[:-1]), lambda x, s: x.permute([*range(1, len(s)), 0])),
+    "moved": Layout(lambda s: (*s[1:], s[0]), lambda x, s: torch.movedim(x, -1, 0)),
+    "copied": Layout(lambda s: s, lambda x, s: x.clone().contiguous()),
+    "fused": Layout(lambda s: (*s[:-1], 3 * s[-1]), lambda x, s: x.chunk(3, dim=-1)[1]),
+    "split": Layout(lambda s: (*s[:-1], 2 * s[-1]), lambda x, s: x.split(s[-1], dim=-1)[1]),
+    "stacked": Layout(lambda s: (2, *s), lambda x, s: x.unbind(0)[1]),
+    "selected": Layout(lambda s: (2, *s), lambda x, s: x.select(0, 1)),
+    "projected": Layout(
+        _merged, lambda x, s: x.view(*x.shape[:-1], s[-3], s[-1]).transpose(-3, -2), 3
+    ),
+    "expanded": Layout(lambda s: (1, *s[1:]), lambda x, s: x.expand(s[0], *x.shape[1:]), 3),
+    "longer": Layout(lambda s: (*s[:-2], s[-2] + 3, s[-1]), lambda x, s: x[..., 2:-1, :]),
+    "narrowed": Layout(lambda s: (*s[:-1], s[-1] + 2), lambda x, s: x.narrow(-1, 1, s[-1])),
+    "every second": Layout(lambda s: (*s[:-1], 2 * s[-1]), lambda x, s: x[..., ::2]),
+    "flat": Layout(lambda s: (*s[:-2], s[-2] * s[-1]), lambda x, s: x.view(*x.shape[:-1], -1, s[-1])),
+    "flattened": Layout(lambda s: s, lambda x, s: x.flatten(0, -3).unflatten(0, s[:-2]), 4),
+    "one more": Layout(lambda s: s, lambda x, s: x.unsqueeze(0).squeeze(0)),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- fewer heads of keys and values than of queries
+
+
+def _five(c: Any, x: Tensor, groups: int, *, outer: bool) -> Tensor:
+    """The repeated heads by a dimension that is expanded, inside or outside of the heads."""
+    lead, heads, rest = x.shape[:-3], x.shape[-3], x.shape[-2:]
+    x = x.unsqueeze(-4) if outer else x.unsqueeze(-3)
+    shape = (groups, heads) if outer else (heads, groups)
+    return x.expand(*lead, *shape, *rest).reshape(*lead, heads * groups, *rest)
+
+
+def _every_head_index(x: Tensor, groups: int) -> Tensor:
+    return x[..., torch.arange(x.shape[-3] * groups) // groups, :, :]
+
+
+GROUPS: dict[str, tuple[Callable[[Any, Tensor, int], Tensor], bool]] = {
+    "repeat_interleave": (lambda c, x, g: x.repeat_interleave(g, dim=-3), False),
+    "torch.repeat_interleave": (lambda c, x, g: torch.repeat_interleave(x, g, dim=x.dim() - 3), False),
+    "expanded inside": (lambda c, x, g: _five(c, x, g, outer=False), False),
+    "index": (lambda c, x, g: _every_head_index(x, g), False),
+    "repeat": (lambda c, x, g: x.repeat(*[1] * (x.dim() - 3), g, 1, 1), True),
+    "expanded outside": (lambda c, x, g: _five(c, x, g, outer=True), True),
+    "cat": (lambda c, x, g: torch.cat([x] * g, -3), True),
+}
+
+
+# ---------------------------------------------------------------- what is done to an operand before the product
+
+
+def _rotated(c: Any, x: Tensor, e: Any) -> Tensor:
+    """Rotary position embedding, as transformers writes it."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * e.t.cos() + turned * e.t.sin()
+
+
+def _under_no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x * 2
+
+
+_SCALES = (0.3, 1.0, 2.0, -0.5, 0.125)
+OPERANDS: Table = {
+    "mul": Row(lambda c, x, e: x * e.x, numbers=_SCALES),
+    "div": Row(lambda c, x, e: x / e.x, numbers=_SCALES),
+    "left mul": Row(lambda c, x, e: e.x * x, numbers=_SCALES),
+    "torch.mul": Row(lambda c, x, e: torch.mul(x, e.x), numbers=_SCALES),
+    "number": Row(lambda c, x, e: x * e.t, "number"),
+    "of heads": Row(lambda c, x, e: x * e.t, "heads"),
+    "of rows": Row(lambda c, x, e: x / e.t, "rows of it"),
+    "neg": Row(lambda c, x, e: -x),
+    "rope": Row(_rotated, "rope"),
+    "clone": Row(lambda c, x, e: x.clone()),
+    "normalised": Row(lambda c, x, e: F.normalize(x, dim=-1)),
+    "flipped": Row(lambda c, x, e: x.flip(-2), miss=True),
+    "rolled": Row(lambda c, x, e: x.roll(1, -2), miss=True),
+    "of dims": Row(lambda c, x, e: x * e.t, "dims", miss=True),
+    "detached": Row(lambda c, x, e: x.detach(), miss=True),
+    "no grad": Row(lambda c, x, e: _under_no_grad(x), miss=True),
+    "written": Row(lambda c, x, e: x.clone().mul_(2), miss=True),
+    "written in part": Row(lambda c, x, e: _written_in_part(x), miss=True),
+    "heads swapped with rows": Row(lambda c, x, e: _swapped(x), miss=True),
+    "rounded": Row(lambda c, x, e: x.round(), miss=True),
+}  # fmt: skip
+
+
+def _written_in_part(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[..., :1] = 0
+    return x
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """A permutation that only sizes could tell from none."""
+    return x.transpose(-3, -2) if x.dim() > 2 and x.shape[-3] == x.shape[-2] else x.flip(-1)
+
+
+# ---------------------------------------------------------------- the product
+
+
+def _folded(c: Any, x: Tensor, other: Tensor) -> Tensor:
+    """(.., L, D) as (N, L, D), with the leading sizes of the scores."""
+    lead = c.lead
+    return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
+
+
+PRODUCTS: Table = {
+    "matmul": Row(lambda c, q, e: torch.matmul(q, c.k.transpose(-2, -1))),
+    "operator": Row(lambda c, q, e: q @ c.k.mT),
+    "method": Row(lambda c, q, e: q.matmul(c.k.swapaxes(-1, -2))),
+    "transposed": Row(lambda c, q, e: (c.k @ q.transpose(-1, -2)).transpose(-1, -2)),
+    "einsum": Row(lambda c, q, e: torch.einsum("...id,...jd->...ij", q, c.k)),
+    "einsum, keys first": Row(lambda c, q, e: torch.einsum("...jd,...id->...ij", c.k, q)),
+    "bmm": Row(lambda c, q, e: torch.bmm(_folded(c, q, c.k), _folded(c, c.k, q).mT).view(*c.lead, c.l, c.s)),
+    "baddbmm": Row(
+        lambda c, q, e: torch.baddbmm(
+            torch.empty(c.n, c.l, c.s, dtype=q.dtype), _folded(c, q, c.k), _folded(c, c.k, q).mT, beta=0, alpha=e.x
+        ).view(*c.lead, c.l, c.s),
+        numbers=_SCALES,
+    ),
+    "baddbmm of a bias": Row(
+        lambda c, q, e: torch.baddbmm(
+            e.t.expand(*c.lead, c.l, c.s).reshape(c.n, c.l, c.s), _folded(c, q, c.k), _folded(c, c.k, q).mT,
+            beta=e.x, alpha=0.5,
+        ).view(*c.lead, c.l, c.s),
+        "scores", numbers=(1.0, 0.5, -2.0),
+    ),
+    "query not transposed": Row(lambda c, q, e: torch.einsum("...id,...jd->...ji", q, c.k), miss=True, square=True),
+    "keys as they lie": Row(
+        lambda c, q, e: q @ c.k if c.k.shape[-2] == q.shape[-1] == c.k.shape[-1] else q @ c.k.mT, miss=True
+    ),
+    "distance": Row(lambda c, q, e: -(q.unsqueeze(-2) - c.k.unsqueeze(-3)).pow(2).sum(-1), miss=True),
+    "product twice": Row(lambda c, q, e: q @ c.k.mT + q @ c.k.mT, miss=True),
+    "sum by hand": Row(lambda c, q, e: (q.unsqueeze(-2) * c.k.unsqueeze(-3)).sum(-1), miss=True),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the softmax
+
+
+def _upcast(c: Any, s: Tensor) -> Tensor:
+    return s.to(c.f32)
+
+
+def _divided(e: Tensor, dim: int = -1) -> Tensor:
+    return e / e.sum(dim, keepdim=True)
+
+
+SOFTMAXES: Table = {
+    "F": Row(lambda c, s, e: F.softmax(s, dim=-1)),
+    "torch": Row(lambda c, s, e: torch.softmax(s, s.dim() - 1)),
+    "method": Row(lambda c, s, e: s.softmax(-1)),
+    "special": Row(lambda c, s, e: torch.special.softmax(s, -1)),
+    "in float32": Row(lambda c, s, e: F.softmax(s, dim=-1, dtype=c.f32).to(c.dtype)),
+    "upcast": Row(lambda c, s, e: _upcast(c, s).softmax(-1).type_as(c.v)),
+    "by hand": Row(lambda c, s, e: _divided((s - s.amax(-1, keepdim=True)).exp())),
+    "by hand, no maximum": Row(lambda c, s, e: _divided(torch.exp(s))),
+    "nan_to_num": Row(lambda c, s, e: torch.nan_to_num(s.softmax(-1), nan=0.0)),
+    "guarded": Row(lambda c, s, e: torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1))),
+    "on the transposed": Row(lambda c, s, e: s.transpose(-1, -2).softmax(-2).transpose(-1, -2)),
+    "exp of log_softmax": Row(lambda c, s, e: F.log_softmax(s, -1).exp(), miss=True),
+    "queries": Row(lambda c, s, e: s.softmax(-2), miss=True),
+    "first dimension": Row(lambda c, s, e: s.softmax(0), miss=True),
+    "heads": Row(lambda c, s, e: s.softmax(-3 if s.dim() > 2 else -2), miss=True),
+    "softmin": Row(lambda c, s, e: F.softmin(s, -1), miss=True),
+    "twice": Row(lambda c, s, e: s.softmax(-1).softmax(-1), miss=True),
+    "sigmoid": Row(lambda c, s, e: s.sigmoid(), miss=True),
+    "normalised sigmoid": Row(lambda c, s, e: _divided(s.sigmoid()), miss=True),
+    "sum of queries": Row(lambda c, s, e: _divided(s.exp(), -2), miss=True),
+    "off by one": Row(lambda c, s, e: s.exp() / (s.exp().sum(-1, keepdim=True) + 1), miss=True),
+    "twice the exponent": Row(lambda c, s, e: s.exp() / (s * 2).exp().sum(-1, keepdim=True), miss=True),
+    "base 2": Row(lambda c, s, e: _divided(torch.exp2(s)), miss=True),
+    "over all": Row(lambda c, s, e: s.flatten(-2).softmax(-1).view(s.shape), miss=True),
+    "with a sink": Row(
+        lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., :-1], miss=True
+    ),
+    "a sink in front": Row(
+        lambda c, s, e: torch.cat([torch.zeros_like(s[..., :1]), s], -1).softmax(-1)[..., 1:], miss=True
+    ),
+    "a sink that is cut wrong": Row(
+        lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., 1:], miss=True
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- between the softmax and the values
+
+AFTER: Table = {
+    "dropout in eval": Row(lambda c, w, e: F.dropout(w, 0.3, training=False)),
+    "no dropout": Row(lambda c, w, e: F.dropout(w, 0.0, training=True)),
+    "clone": Row(lambda c, w, e: w.clone()),
+    "contiguous": Row(lambda c, w, e: w.contiguous()),
+    "to": Row(lambda c, w, e: w.to(c.v.dtype)),
+    "unsqueeze": Row(lambda c, w, e: w.unsqueeze(0).squeeze(0)),
+    "scaled": Row(lambda c, w, e: w * e.x, numbers=(0.5, 2.0)),
+    "head mask": Row(lambda c, w, e: w * e.t, "heads"),
+    "dropout": Row(lambda c, w, e: F.dropout(w, 0.5), miss=True, random=True),
+    "masked": Row(lambda c, w, e: w * e.keep, miss=True, masks=True),
+    "filled with 0": Row(lambda c, w, e: w.masked_fill(~e.keep, 0.0), miss=True, masks=True),
+    "added to": Row(lambda c, w, e: w + e.t, "scores", miss=True),
+    "one minus": Row(lambda c, w, e: 1 - w, miss=True),
+    "squared": Row(lambda c, w, e: w * w, miss=True),
+    "renormalised": Row(lambda c, w, e: w / w.sum(-1, keepdim=True), miss=True),
+    "transposed": Row(lambda c, w, e: w.mT, miss=True, square=True),
+    "written": Row(lambda c, w, e: w.clone().mul_(0.5), miss=True),
+    "written in place": Row(lambda c, w, e: _first_key_written(w), miss=True),
+    "detached": Row(lambda c, w, e: w.detach(), miss=True),
+    "flipped": Row(lambda c, w, e: w.flip(-1), miss=True),
+    "rolled": Row(lambda c, w, e: w.roll(1, -1), miss=True),
+    "of keys": Row(lambda c, w, e: w * e.t, "keys", miss=True),
+    "rounded": Row(lambda c, w, e: w.round(decimals=1), miss=True),
+    "heads mixed": Row(lambda c, w, e: w + w.flip(0), miss=True),
+}  # fmt: skip
+
+
+def _first_key_written(w: Tensor) -> Tensor:
+    w = w * 1.0
+    w[..., :1] = 0
+    return w
+
+
+# ---------------------------------------------------------------- times the values
+
+VALUES: Table = {
+    "matmul": Row(lambda c, w, e: torch.matmul(w, c.v)),
+    "operator": Row(lambda c, w, e: w @ c.v),
+    "method": Row(lambda c, w, e: w.matmul(c.v)),
+    "einsum": Row(lambda c, w, e: torch.einsum("...ij,...jd->...id", w, c.v)),
+    "einsum, heads last": Row(
+        lambda c, w, e: torch.einsum("...hij,...hjd->...ihd", w, c.v) if w.dim() > 2 else w @ c.v
+    ),
+    "transposed": Row(lambda c, w, e: (c.v.transpose(-1, -2) @ w.transpose(-1, -2)).mT),
+    "left transposed": Row(lambda c, w, e: c.v.mT @ w.mT),
+    "bmm": Row(
+        lambda c, w, e: torch.bmm(_folded(c, w, c.v), _folded(c, c.v, w)).view(*c.lead, w.shape[-2], c.v.shape[-1])
+    ),
+    "twice": Row(lambda c, w, e: w @ c.v + w @ (c.v * 2), miss=True),
+    "in a chain": Row(lambda c, w, e: w @ (w @ c.v), miss=True, square=True),
+    "weights transposed": Row(lambda c, w, e: w.mT @ c.v, miss=True, square=True),
+    "values turned": Row(lambda c, w, e: w @ c.v.flip(-2), miss=True),
+    "part": Row(lambda c, w, e: w[..., :2] @ c.v[..., :2, :], miss=True),
+    "end": Row(lambda c, w, e: w[..., 1:] @ c.v[..., 1:, :], miss=True),
+    "shifted": Row(lambda c, w, e: w[..., :-1] @ c.v[..., 1:, :], miss=True),
+    "values of the query": Row(lambda c, w, e: (w.unsqueeze(-1) * c.v.unsqueeze(-3)).sum(-2), miss=True),
+    "first rows": Row(lambda c, w, e: w[..., :1, :] @ c.v),
+    "values as keys": Row(lambda c, w, e: w @ c.k, miss=True),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- the result
+
+RESULTS: Table = {
+    "heads merged": Row(lambda c, x, e: x.transpose(-3, -2).flatten(-2) if x.dim() > 2 else x),
+    "heads merged, reshaped": Row(
+        lambda c, x, e: x.transpose(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1) if x.dim() > 2 else x
+    ),
+    "contiguous": Row(lambda c, x, e: x.transpose(-1, -2).contiguous()),
+    "plus": Row(lambda c, x, e: x + 1),
+    "written": Row(lambda c, x, e: x.add_(1), miss=True),
+    "written by iadd": Row(lambda c, x, e: _iadd(x), miss=True),
+    "written in part": Row(lambda c, x, e: _zeroed(x), miss=True),
+    "first": Row(lambda c, x, e: x[0]),
+    "float": Row(lambda c, x, e: x.to(c.f32)),
+}  # fmt: skip
+
+
+def _iadd(x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+def _zeroed(x: Tensor) -> Tensor:
+    x[..., :1] = 0
+    return x

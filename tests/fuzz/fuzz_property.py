@@ -1,0 +1,334 @@
+"""The property: what the pass makes of a program equals the program, wherever eager has a value; near misses too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import torch
+from fuzz_graphs import graph_of, values
+from fuzz_strategy import Case
+from torch.fx import Graph, GraphModule
+
+import attn_pass
+from attn_pass.engine import rewrite_graph
+from attn_pass.options import make_options
+from attn_pass.report import Report
+
+UNIT = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+_ILL = 100  # units: an element that eager gets that wrong is no measure for the others ..
+_ILL_TIMES = 16  # .. and is noise, of which another order of sums makes other noise
+_ROUNDED = 4  # runs in float64 with inputs that are off by a rounding, where a result seems wrong
+_TIMES_ROUNDED = 4  # what a result may be off by, of what those are
+
+
+class Wrong(AssertionError):
+    """A program the pass changed the meaning of, or failed on; the message has all that is needed to see it."""
+
+
+class NoProgram(Exception):
+    """What was drawn does not run in eager, or its graph cannot be made."""
+
+
+@dataclass
+class Tally:
+    """What became of the programs that were run."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, case: Case, report: Report) -> None:
+        kind = "near misses" if case.program.is_miss else "plain"
+        self.counts[kind] += 1
+        rewritten = [s.target for s in report.sites if s.outcome in ("rewritten", "decomposed")]
+        self.counts[f"{kind}, rewritten"] += bool(rewritten)
+        for target in rewritten:
+            self.counts[f"target {target}"] += 1
+        for site in report.sites:
+            if site.outcome == "left":
+                self.reasons[f"{kind}: {site.reason.split(' (')[0][:90]}"] += 1
+
+
+@dataclass
+class Ran:
+    """Results, gradients of the inputs that have one, and the inputs afterwards."""
+
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+    inputs: list[torch.Tensor]
+
+
+def check(case: Case, tally: Tally | None = None, through: str = "graph") -> None:
+    """Raises `Wrong` with everything known, `NoProgram` where there is nothing to compare.
+
+    ``through`` is "graph" (the dialect's graph, built directly), "compile" (torch.compile) or "export".
+    """
+    inputs = _inputs(case)
+    expected = _eager(case, inputs)
+    truth = expected if case.program.is_random else _run(case.program.function(wide=True), inputs, case.grad, wide=True)
+    original = None
+    if through == "graph":
+        gm = _graph(case, inputs)
+        original = _copy(gm) if case.other is not None else None
+        if case.program.is_random:  # other dialects draw other numbers
+            copied = _copy(gm)
+            expected = truth = _run(lambda *given: copied(*values(copied, given)), inputs, case.grad)
+        report, run, code = _rewritten(case, inputs, gm)
+    else:
+        report, run, code = _through(case, inputs, through)
+    if tally is not None:
+        tally.add(case, report)
+    _compare(case, run, inputs, expected, truth, report, code)
+    if original is not None:
+        _at_other_sizes(case, original, run, report, code)
+
+
+def _rewritten(case: Case, inputs: list[torch.Tensor], gm: GraphModule) -> tuple[Report, Callable[..., Any], str]:
+    original, report = gm.code, Report()
+    program = "compile" if case.dialect == "dynamo" else "export"
+    try:
+        with torch.set_grad_enabled(case.grad):
+            rewrite_graph(gm, options=_options(case), report=report, program=program)
+    except Exception as error:
+        raise Wrong(
+            _told(case, inputs, report, original, f"the pass raised {type(error).__name__}: {error}")
+        ) from error
+    return report, lambda *given: gm(*values(gm, given)), f"{original}\nrewritten:\n{gm.code}"
+
+
+def _copy(gm: GraphModule) -> GraphModule:
+    """The graph as it is now, to be run."""
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copied = GraphModule(gm, graph)
+    copied.meta.update(gm.meta)
+    return copied
+
+
+def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
+    dims: list[Sequence[int]] = [()] * len(inputs)
+    if case.other is not None:
+        later = list(case.other.inputs.values())
+        dims = [[d for d, (a, b) in enumerate(zip(x.shape, y.shape)) if a != b] for x, y in zip(inputs, later)]
+    leaves = _copies(inputs, case.grad)
+    try:
+        return graph_of(case.program.function(), leaves, case.dialect, dims)
+    except Exception as error:
+        raise NoProgram(f"no graph: {type(error).__name__}: {error}") from error
+
+
+def _options(case: Case) -> Any:
+    return make_options(choose=case.choose, targets=case.targets, numerics=case.numerics, on_error="raise")
+
+
+def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Report, Callable[..., Any], str]:
+    """The same by torch.compile or torch.export, which write the graph themselves."""
+    static = Case(case.program, grad=case.grad)
+    function = _graph(static, inputs)  # plain Python by now: nothing of the generator is compiled
+    options = {"choose": case.choose, "targets": case.targets, "numerics": case.numerics, "on_error": "raise"}
+    torch._dynamo.reset()
+    if through == "export":
+        try:
+            program = torch.export.export(function, tuple(_copies(inputs)))
+        except Exception as error:
+            raise NoProgram(f"no export: {type(error).__name__}: {error}") from error
+        report = attn_pass.rewrite(program, **options)
+        return report, program.module(), program.graph_module.code
+    backend = attn_pass.wrap("aot_eager", **options)
+    compiled = torch.compile(function.forward, backend=backend, dynamic=False, fullgraph=True)
+    given = _copies(inputs, case.grad)
+    try:
+        with attn_pass.record() as report, torch.set_grad_enabled(case.grad):
+            compiled(*given)
+    except torch._dynamo.exc.Unsupported as error:
+        raise NoProgram(f"no graph: {error}") from error
+    except Exception as error:
+        text = f"compiling raised {type(error).__name__}: {error}"
+        raise Wrong(_told(case, inputs, report, function.code, text)) from error
+    return report, compiled, function.code
+
+
+def _at_other_sizes(case: Case, original: GraphModule, run: Callable[..., Any], report: Report, code: str) -> None:
+    """The rewritten graph at sizes it was not traced with, where the original graph holds for them."""
+    other = Case(case.other, case.dialect, case.grad, case.choose, case.targets, case.numerics)
+    inputs = _inputs(other)
+    try:
+        expected = _run(other.program.function(), inputs, case.grad)
+        with redirect_stderr(StringIO()):  # a graph module prints where it fails
+            as_traced = _run(lambda *given: original(*values(original, given)), inputs, case.grad)
+    except Exception:
+        return
+    if [t.shape for t in as_traced.results] != [t.shape for t in expected.results] or not all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(as_traced.results, expected.results)
+    ):
+        return  # traced for one size only, and nothing checks that guard here
+    truth = (
+        expected if case.program.is_random else _run(other.program.function(wide=True), inputs, case.grad, wide=True)
+    )
+    _compare(case, run, inputs, expected, truth, report, code)
+
+
+# ---------------------------------------------------------------- inputs and runs
+
+
+def _inputs(case: Case) -> list[torch.Tensor]:
+    given = dict(case.program.inputs)
+    for name, kind in zip(("query", "key", "value"), case.strides):
+        given[name] = _laid(given[name], kind)
+    return list(given.values())
+
+
+def _laid(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The tensor as it lies in other memory; "expanded" has other values, all rows of the first dimension the same."""
+    if kind == "permuted" and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if kind == "gaps":
+        return x.repeat_interleave(2, -1)[..., ::2]
+    if kind == "offset":
+        return torch.cat([torch.full((3,), 7.0, dtype=x.dtype), x.flatten()])[3:].view(x.shape)
+    if kind == "expanded" and x.dim() > 2:
+        return x[:1].expand(x.shape)
+    return x
+
+
+def _copies(inputs: Sequence[torch.Tensor], grad: bool = False, wide: bool = False) -> list[torch.Tensor]:
+    """New tensors that lie in memory as the inputs do, offset included."""
+    found = []
+    for x in inputs:
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).clone()
+        whole = whole.double() if wide and x.is_floating_point() else whole
+        new = whole.as_strided(x.shape, x.stride(), x.storage_offset())
+        found.append(new.detach().requires_grad_(grad and new.is_floating_point()))
+    return found
+
+
+def _eager(case: Case, inputs: list[torch.Tensor]) -> Ran:
+    try:
+        return _run(case.program.function(), inputs, case.grad)
+    except Exception as error:
+        raise NoProgram(f"{type(error).__name__}: {error}") from error
+
+
+def _run(function: Callable[..., Any], inputs: list[torch.Tensor], grad: bool, *, wide: bool = False) -> Ran:
+    given = _copies(inputs, grad, wide)
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(grad):
+        out = function(*given)
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    gradients: list[torch.Tensor | None] = []
+    leaves = [x for x in given if x.requires_grad]
+    reached = [r for r in results if r.requires_grad]
+    if grad and leaves and reached:
+        make = torch.Generator().manual_seed(7)
+        ones = [torch.randn(r.shape, generator=make).to(r.dtype) for r in reached]
+        gradients = list(torch.autograd.grad(reached, leaves, ones, allow_unused=True))
+    return Ran([r.detach() for r in results], gradients, [x.detach() for x in given])
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def _compare(
+    case: Case,
+    run: Callable[..., Any],
+    inputs: list[torch.Tensor],
+    expected: Ran,
+    truth: Ran,
+    report: Report,
+    code: str,
+) -> None:
+    try:
+        found = _run(run, inputs, case.grad)
+    except Exception as error:
+        text = f"what was rewritten raised {type(error).__name__}: {error}"
+        raise Wrong(_told(case, inputs, report, code, text)) from error
+    if not _all_faults(found, expected, truth, case.program.dtype, ()):
+        return
+    # Of few numbers eager's largest error may be luck: what do inputs that are off by one rounding give?
+    rounded = [] if case.program.is_random else _rounded(case, inputs)
+    faults = _all_faults(found, expected, truth, case.program.dtype, rounded)
+    if faults:
+        raise Wrong(_told(case, inputs, report, code, "\n".join(faults)))
+
+
+def _rounded(case: Case, inputs: list[torch.Tensor]) -> list[Ran]:
+    """The program in float64 on inputs that are off by a unit in the last place; masks are what they are."""
+    p = case.program
+    kinds = {name: row.takes for name, _, row in p.steps()}
+    exact = [kinds.get(name) in _EXACT or "_mask" in name for name in p.inputs]
+    make = torch.Generator().manual_seed(1)
+    given = [x if same or not x.is_floating_point() else x.double() for x, same in zip(inputs, exact)]
+    off = torch.finfo(p.dtype).eps
+    ran = []
+    for _ in range(_ROUNDED):
+        signs = [torch.randint(0, 2, x.shape, generator=make) * 2 - 1 for x in given]
+        near = [x if x is y else x * (1 + off * s) for x, y, s in zip(given, inputs, signs)]
+        ran.append(_run(p.function(wide=True), near, case.grad, wide=True))
+    return ran
+
+
+_EXACT = ("binary", "fills", "counts")
+
+
+def _all_faults(found: Ran, expected: Ran, truth: Ran, dtype: torch.dtype, rounded: Sequence[Ran]) -> list[str]:
+    faults = []
+    for what in ("results", "gradients", "inputs"):
+        ours, theirs, exact = (getattr(r, what) for r in (found, expected, truth))
+        near = [getattr(r, what) for r in rounded]
+        if len(ours) != len(theirs):
+            faults.append(f"{len(ours)} {what}, eager has {len(theirs)}")
+            continue
+        for n, tensors in enumerate(zip(ours, theirs, exact)):
+            fault = _fault(*tensors, dtype, [r[n] for r in near])
+            faults += [f"{what}[{n}]: {fault}"] if fault else []
+    return faults
+
+
+def _fault(found: Any, eager: Any, exact: Any, dtype: torch.dtype, rounded: Sequence[Any]) -> str:
+    """The numerics contract: twice eager's error against float64, or the type's unit (tests/against_eager.py)."""
+    if (found is None) != (eager is None):
+        return "a gradient that eager has not" if eager is None else "no gradient, eager has one"
+    if found is None:
+        return ""
+    if (found.dtype, found.shape) != (eager.dtype, eager.shape):
+        return f"{found.dtype} {tuple(found.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
+    if not eager.is_floating_point():
+        return "" if torch.equal(found, eager) else "other integers"
+    defined = torch.isfinite(eager)
+    if not defined.any():
+        return ""
+    size = max(1.0, float(eager[defined].abs().max()))
+    unit = max(UNIT[eager.dtype], UNIT[dtype]) * size
+    theirs, ours = ((t.double() - exact.double()).abs().nan_to_num(nan=float("inf")) for t in (eager, found))
+    good = defined & (theirs <= _ILL * unit)
+    for name, where in (("", good), ("where eager is far off itself, ", defined & ~good)):
+        if not where.any():
+            continue
+        worst, error = float(theirs[where].max()), float(ours[where].max())
+        if name:
+            limit = _ILL_TIMES * worst
+        elif torch.float16 != dtype != torch.bfloat16:
+            limit = max(2 * worst, unit)
+        else:
+            limit = 2 * worst + unit
+        if rounded:
+            limit += _TIMES_ROUNDED * max(float((r - exact.double()).abs()[where].max()) for r in rounded)
+        if not error <= limit:
+            return f"{name}error {error:.3g} against float64, eager's is {worst:.3g}, allowed {limit:.3g}"
+    return ""
+
+
+def _told(case: Case, inputs: Sequence[torch.Tensor], report: Report, code: str, faults: str) -> str:
+    """The failure as text: the case, its graph, inputs, what the pass did and what came out."""
+    lines = [
+        f"{name}: {str(x.dtype)[6:]} {tuple(x.shape)} strides {x.stride()} offset {x.storage_offset()}"
+        for name, x in zip(case.program.inputs, inputs)
+    ]
+    sites = [
+        f"{s.outcome}: {s.reason} [{s.target}; {s.mask or 'no mask'}; assumed {s.assumptions}]" for s in report.sites
+    ]
+    return "\n".join((faults, repr(case), *lines, *sites, code))

@@ -1,0 +1,247 @@
+"""Which programs are drawn, and what is done with them. The simplest choice is first everywhere, for the shrinking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fuzz_graphs import DIALECTS
+from fuzz_masks import BRANCHES, LEAVES, Mask
+from fuzz_parts import GROUPS, INF, LAYOUTS, Row, Table
+from fuzz_program import SCORES, TABLES, Program, Step, text
+from hypothesis import strategies as st
+
+# What forces a choice: (choose, targets). The engine's own default comes last.
+ENGINES: tuple[tuple[str, tuple[str, ...] | None], ...] = (
+    ("fused", None), ("fused", ("sdpa",)), ("fused", ("flex",)), ("fused", ("sdpa", "values", "local", "recompute")),
+    ("cheapest", None), ("first", ("local", "recompute", "decomposed", "values", "sdpa")),
+)  # fmt: skip
+STRIDES = ("", "", "", "permuted", "gaps", "offset", "expanded")
+_SAFE = ("causal", "input", "padding", "lengths", "everything", "prefix", "numbers", "first")  # keep the first key
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, the dialect it is written in, how it is run and what the pass is told."""
+
+    program: Program
+    dialect: str = "dynamo"
+    grad: bool = False
+    choose: str = "fused"
+    targets: tuple[str, ...] | None = None
+    numerics: str = "default"
+    later: tuple[int, int, int] | None = None  # batch, q_len, kv_len of another run: these sizes are symbols
+    strides: tuple[str, str, str] = ("", "", "")
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    @property
+    def other(self) -> Program | None:
+        """The program at the sizes of the other run."""
+        if self.later is None:
+            return None
+        p = self.program
+        lead = (self.later[0], *p.lead[1:]) if p.lead else ()
+        return replace(p, lead=lead, q_len=self.later[1], kv_len=self.later[2])
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Any program of the tables: without a near miss, with one, or of rows drawn from everywhere."""
+    pick = lambda *options: draw(st.sampled_from(options))
+    program = draw(programs())
+    later = None
+    if pick(*[False] * 24, True) and program.q_len > 1 and program.kv_len > 1:
+        program, later = _dynamic(program, pick)
+    dialect = pick(*DIALECTS, "dynamo", "dynamo")
+    grad = dialect == "dynamo" and not program.writes and pick(False, True)
+    choose, targets = pick(*ENGINES[:1] * 4, *ENGINES)
+    return Case(
+        program,
+        dialect,
+        grad,
+        choose,
+        targets,
+        pick("default", "default", "default", "default", "strict"),
+        later,
+        (pick(*STRIDES), pick(*STRIDES), pick(*STRIDES)) if later is None and pick(False, True) else ("", "", ""),
+    )
+
+
+def windowed(case: Case) -> Case:
+    """The case with a mask that the target `local` takes, at a length that has blocks."""
+    mask = Mask(("window", "chunk")[case.program.seed % 2], case.program.seed, 1 + case.program.q_len % 3)
+    step = Step("mask: masked_fill", mask=mask)
+    program = replace(
+        case.program, q_len=67, kv_len=67, score=(step,), call=False, dropout=0.0, enable_gqa=False, causal=False
+    )
+    return replace(case, program=program, later=None, choose="first", targets=("local",))
+
+
+def called(case: Case) -> Case:
+    """The case as a call in inference, for the target `decomposed`."""
+    p = case.program
+    score = tuple(s for s in p.score if _is_call_mask(s))[:1]
+    program = replace(p, call=True, score=score, dtype=torch.float32, after=(), writes="", returns="", upcast=False)
+    return replace(case, program=program, grad=False, choose="first", targets=("decomposed",), numerics="default")
+
+
+def _dynamic(p: Program, pick: Callable[..., Any]) -> tuple[Program, tuple[int, int, int]]:
+    """Sizes that are all different where they may change: torch takes sizes that are equal for one symbol."""
+    kind = pick("query and keys", "both the same", "batch", "all", "keys")
+    if kind == "both the same" or p.q_len == p.kv_len:
+        p = replace(p, q_len=7, kv_len=7)
+        return p, (p.lead[0] if p.lead else 1, 11, 11)
+    p = replace(p, q_len=7, kv_len=11, lead=(3, *p.lead[1:]) if p.lead and len(p.lead) > 1 else p.lead)
+    batch = p.lead[0] if p.lead else 1
+    if kind in ("batch", "all") and len(p.lead) > 1:
+        batch = 5
+    q_len, kv_len = {"batch": (7, 11), "keys": (7, 14)}.get(kind, (9, 14))
+    return p, (batch, q_len, kv_len)
+
+
+@st.composite
+def masks(draw: Any, depth: int = 2) -> Mask:
+    """A tree; most keep the first key, so that no row is empty."""
+    mask = draw(_trees(depth))
+    return mask if _is_safe(mask) or not draw(st.booleans()) else _with_first(mask)
+
+
+@st.composite
+def _trees(draw: Any, depth: int) -> Mask:
+    name = draw(st.sampled_from(_LEAVES if depth == 0 else (*_LEAVES * 2, *["and", "or"] * 6, "not")))
+    way, n = draw(st.integers(0, 10)), draw(st.integers(0, 3))
+    if name not in BRANCHES:
+        return Mask(name, way % len(LEAVES[name].ways), n)
+    count = {"not": 1, "where": 3}.get(name, 2)
+    return Mask(name, way % len(BRANCHES[name]), 0, tuple(draw(_trees(depth - 1)) for _ in range(count)))
+
+
+_LEAVES = (*LEAVES, "causal", "causal", "causal, moved", "causal, moved", "strictly causal")
+
+
+def _with_first(mask: Mask) -> Mask:
+    return Mask("or", parts=(mask, Mask("first")))
+
+
+def _is_safe(mask: Mask) -> bool:
+    """Whether every row keeps its first key, by the form of the mask."""
+    if not mask.parts:
+        return mask.name in _SAFE
+    if mask.name == "not":
+        return False
+    return (any if mask.name == "or" else all)(_is_safe(part) for part in mask.parts)
+
+
+_LENGTHS = (4, 5, 3, 1, 2, 7, 17)
+_DIMS = (4, 2, 3, 1, 8)
+_DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _rows(table: Table, *, miss: bool) -> tuple[str, ...]:
+    return tuple(name for name, row in table.items() if miss or not row.miss)
+
+
+_ROWS = {(place, miss): _rows(table, miss=miss) for place, table in TABLES.items() for miss in (False, True)}
+_MISSES = {place: tuple(n for n, row in table.items() if row.miss) for place, table in TABLES.items()}
+_KINDS = ("plain", "plain", "plain", "miss", "miss", "anything")
+_WRITES = ("query", "key", "value", "value after")
+_RETURNS = ("scores", "masked scores", "softmax", "weights", "written query")
+_MANY = {"query": (0, 0, 0, 1), "key": (0, 0, 0, 1), "value": (0, 0, 0, 0, 1), "score": (1, 2, 0, 3, 1),
+         "after": (0, 0, 0, 1, 2), "result": (0, 0, 1)}  # fmt: skip
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    pick = lambda *options: draw(st.sampled_from(options))
+    kind = pick(*_KINDS)
+    missed = pick("score", "score", "softmax", "after", "product", "times", "query", "key", "value", "result", "writes",
+                  "returns", "grouping") if kind == "miss" else ""  # fmt: skip
+    dtype = pick(*_DTYPES)
+
+    def step(place: str, miss: bool = False) -> Step:
+        table = TABLES[place]
+        name = pick(*(_MISSES[place] if miss else _ROWS[place, kind == "anything"]))
+        row: Row = table[name]
+        fills = [-INF, torch.finfo(dtype).min] + ([] if dtype == torch.float16 else [-1e9, -1e30])
+        takes_ones = row.takes in ("scores", "binary", "counts", "fills") or row.masks
+        return Step(
+            name,
+            x=pick(*row.numbers) if row.numbers else 1.0,
+            n=draw(st.integers(0, 2)) if name.endswith("tail written") else 0,
+            fill=pick(*fills) if place == "score" else -INF,
+            ones=tuple(draw(st.booleans()) for _ in range(5)) if takes_ones else (False,) * 5,
+            mask=draw(masks()) if row.masks else None,
+        )
+
+    steps: dict[str, Any] = {}
+    for place, many in _MANY.items():
+        made = [step(place) for _ in range(pick(*many))]
+        if missed == place:
+            made.insert(draw(st.integers(0, len(made))), step(place, miss=True))
+        steps[place] = tuple(made)
+    for place in ("product", "softmax", "times"):
+        steps[place] = step(place, miss=missed == place)
+    square = any(
+        TABLES[p][s.row].square for p, made in steps.items() for s in (made if type(made) is tuple else (made,))
+    )
+    rank = pick(2, 2, 2, 1, 3, 0)
+    equal = pick(*[0] * 6, 4)  # sizes that hide which is which
+    lead = tuple(equal or pick(2, 3, 1) for _ in range(rank))
+    q_len = equal or pick(*_LENGTHS)
+    kv_len = q_len if square else equal or pick(*_LENGTHS)
+    groups, grouping, one_kv, gqa = 1, "repeat_interleave", (False,) * 4, False
+    if (rank >= 2 and pick(False, False, False, True)) or (missed == "grouping" and rank >= 2):
+        groups = pick(2, 3)
+        lead = (*lead[:-1], groups * pick(2, 1))
+        good = [n for n, (_, miss) in GROUPS.items() if not miss]
+        grouping = pick(*(good if missed != "grouping" else [n for n, (_, miss) in GROUPS.items() if miss]))
+    elif rank and pick(*[False] * 5, True):
+        one_kv = tuple(draw(st.booleans()) for _ in range(4))
+    call = kind != "miss" and pick(*[False] * 5, True)
+    causal = scale = None
+    dropout = 0.0
+    if call:
+        steps["score"] = tuple(s for s in steps["score"] if _is_call_mask(s))[:1]
+        causal, scale = not steps["score"] and pick(False, True), pick(None, 1.0, 0.3)
+        dropout = 0.5 if pick(*[False] * 9, True) else 0.0
+        gqa = groups > 1 and pick(True, False)
+        steps["after"] = ()
+    dim = equal or pick(*_DIMS)
+    value_dim = pick(dim, *_DIMS) if steps["times"].row != "values as keys" else dim
+    plain_times = not TABLES["times"][steps["times"].row].miss and steps["times"].row not in (
+        "first rows", "einsum, heads last",
+    )  # fmt: skip
+    layers = 2 if kind == "plain" and value_dim == dim and plain_times and pick(*[False] * 9, True) else 1
+    layouts = tuple(pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
+    return Program(
+        lead=lead,
+        q_len=q_len,
+        kv_len=kv_len,
+        dim=dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        groups=groups,
+        grouping=grouping,
+        one_kv=one_kv,
+        layouts=layouts,
+        upcast=dtype in (torch.bfloat16, torch.float16) and not call and pick(False, False, True),
+        call=call,
+        causal=bool(causal),
+        scale=scale,
+        enable_gqa=gqa,
+        dropout=dropout,
+        writes=pick(*_WRITES) if missed == "writes" and not call else "",
+        returns=pick(*_RETURNS) if missed == "returns" and not call else "",
+        layers=layers,
+        seed=draw(st.integers(0, 3)),
+        **steps,
+    )
+
+
+def _is_call_mask(step: Step) -> bool:
+    row = SCORES[step.row]
+    return row.masks or row.takes in ("scores", "fills")

@@ -1,0 +1,56 @@
+"""Generated programs come out as they are in eager, near misses too; a fixed seed here, any with `make fuzz`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fuzz_found import FOUND
+from fuzz_property import Tally, check
+from fuzz_run import batch
+from fuzz_strategy import Case, called, windowed
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)  # sizes are tiny, and the workers of a test run share the cores
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_generated_programs(part: int) -> None:
+    tally = Tally()
+    batch(part, 450, tally)
+    counts = tally.counts
+    # A fuzzer that rewrites nothing proves nothing.
+    assert counts["plain, rewritten"] > 0.5 * counts["plain"], counts
+    assert counts["near misses"] > 100, counts
+    assert counts["near misses, rewritten"] > 20, counts
+    assert counts["no program"] < 60, (counts, tally.reasons)
+
+
+@pytest.mark.parametrize(("target", "change"), [("local", windowed), ("decomposed", called)])
+def test_targets_that_few_programs_reach(target: str, change: Callable[[Case], Case]) -> None:
+    tally = Tally()
+    batch(200, 60, tally, change=change)
+    assert tally.counts[f"target {target}"] > 15, (tally.counts, tally.reasons)
+
+
+@pytest.mark.parametrize("through", ["compile", "export"])
+def test_generated_programs_through_dynamo_and_export(through: str) -> None:
+    tally = Tally()
+    batch(
+        100,
+        100,
+        tally,
+        through,
+        accepts=lambda case: (
+            case.later is None and not case.program.is_random and (through == "compile" or not case.grad)
+        ),
+    )
+    assert tally.counts["plain, rewritten"] > 10, tally.counts
+
+
+@pytest.mark.parametrize("case", FOUND, ids=[name for name, _ in FOUND])
+def test_what_was_found(case: tuple[str, Case]) -> None:
+    check(case[1])
