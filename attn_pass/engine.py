@@ -306,6 +306,7 @@ class _Graph:
         node = plan.apply(value, site.internal)
         self.replaced[site.node] = node
         self.effects.position[node] = self.effects.position[site.node]
+        self.regions.add(node, site.region)
         return verified
 
     def _verified(self, site: Site, record: SiteReport, take: Take, nodes: tuple[Node, ...], value: Value) -> Verified:

@@ -151,6 +151,10 @@ class Regions:
             else:
                 self._regions[node] = region
 
+    def add(self, node: Node, region: Region) -> None:
+        """Notes the state of a node that is new in the graph."""
+        self._regions[node] = region
+
     def of(self, node: Node) -> Region:
         """The state a node runs under; for a node that changes state, the state after it."""
         return self._regions[node]

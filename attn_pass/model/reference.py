@@ -54,7 +54,10 @@ class Evaluation:
     def load(self, load: Load) -> torch.Tensor:
         """A source's elements over the grid, floating point as float64."""
         source = self.sources[load.source]
-        position = tuple(torch.as_tensor(self.index(i)) for i in load.index)
+        # A branch that is not taken may look beyond a tensor's end.
+        position = tuple(
+            torch.as_tensor(self.index(i)).clamp(0, max(n - 1, 0)) for i, n in zip(load.index, source.shape)
+        )
         found = source[position] if position else source
         found = found.to(torch.float64) if found.is_floating_point() else found
         return found.view([1] * (len(self.shape) - found.dim()) + list(found.shape))

@@ -21,7 +21,7 @@ from attn_pass.graph.edit import Value
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Expr, Load, walk
+from attn_pass.model.expression import Const, Expr, Load, walk
 from attn_pass.model.index import Poly, Symbol, atoms, product
 from attn_pass.model.reference import Evaluation, reference
 from attn_pass.reading.describe import Described
@@ -75,8 +75,11 @@ def verify(subject: Subject) -> Verified:
     Raises:
         Mismatch: they differ, or the site is not what was read; the message names the file that shows it.
     """
-    if subject.described.attention.dropout:
+    attention = subject.described.attention
+    if attention.dropout:
         return Verified(None, "it draws random numbers")
+    if any(isinstance(e, Const) and e.value != e.value for e in walk(attention.score)):
+        return Verified(None, "its scores are no numbers")
     worst, why = None, ""
     with outside_tracing():
         for chosen in _choices(subject):

@@ -13,6 +13,9 @@ _UNITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2.0**-8, to
 # What a program may be away from its own meaning in float64, by what it computes in.
 _ROUNDED = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7}
 _TWICE = 2.0
+_LEAST = (
+    0.1  # of the largest value of all: what cancels to nothing, as one key's gradient does, is rounded like the rest
+)
 _EXACT = 1e-7  # float64 by two ways
 
 
@@ -45,8 +48,10 @@ def _narrowest(outcome: Outcome) -> torch.dtype:
 def _apart(
     found: Outcome, truth: Outcome, defined: Outcome, own: Mapping[str, tuple[float, float]], unit: float
 ) -> str:
-    for name, (error, size) in _errors(found, truth, defined).items():
-        allowed = _TWICE * own.get(name, (0.0, 0.0))[0] + unit * size
+    errors = _errors(found, truth, defined)
+    least = _LEAST * max(size for _, size in errors.values())
+    for name, (error, size) in errors.items():
+        allowed = _TWICE * own.get(name, (0.0, 0.0))[0] + unit * max(size, least)
         if not error <= allowed:
             return f"{name} is {error:.3g} away where {allowed:.3g} is allowed"
     missing = set(defined.gradients) ^ set(found.gradients)

@@ -41,7 +41,8 @@ def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
     for factor in (*attention.factors, *attention.result_factors):
         if factor.inverse:
             found |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
-    return tuple(found.get(n, Spec()) for n in range(len(attention.sources)))
+    operands = {attention.query.source, attention.key.source, attention.value.source}
+    return tuple(Spec() if n in operands else found.get(n, Spec()) for n in range(len(attention.sources)))
 
 
 def _visit(
@@ -119,7 +120,8 @@ def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh
         numbers = numbers.abs() + 0.5
     if spec.kind == "mask" and harsh:
         kept = torch.rand(length, generator=generator) < _KEPT
-        numbers = torch.where(kept, 0.0, torch.finfo(dtype if not dtype.is_complex else torch.float32).min)
+        lowest = torch.finfo(torch.float32 if dtype.is_complex else dtype).min
+        numbers = torch.zeros_like(numbers).masked_fill(~kept, lowest)
     return numbers.to(dtype)
 
 

@@ -296,8 +296,30 @@ def test_the_compiled_site_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_device_is_told() -> None:
-    site = site_of(plain, *qkv(2, 3, 128, 128, 64, dtype=torch.float16), device="H200")
+    options = {"verify": "graph", "choose": "fused", "device": "H200"}
+    inputs = qkv(2, 3, 128, 128, 64, dtype=torch.float16)
+    (site,) = attn_pass.explain(plain, *inputs, attn_pass_options=options).sites
     assert site.outcome == "rewritten" and site.not_verified == "there is no H200 here to run it on"
+
+
+def test_a_mask_that_is_an_earlier_attention() -> None:
+    """The mask's node is new in the graph by then: it was rewritten."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = plain(q, k, v) @ v.mT
+        return biased(q, k, v, mask)
+
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        backend = attn_pass.wrap("aot_eager", choose="fused", verify="graph", on_error="raise")
+        torch.compile(fn, backend=backend)(*qkv(2, 3, 9, 9, 8))
+    assert [s.outcome for s in report.sites] == ["rewritten"] * 2
+    assert all(s.verified_error is not None for s in report.sites)
+
+
+def test_a_gradient_that_cancels() -> None:
+    """With one key every weight is 1, and what reaches query and key is rounding alone."""
+    assert site_of(plain, *qkv(2, 3, 4, 1, 8, grad=True), choose="first", targets=("sdpa",)).verified_error is not None
 
 
 def test_drawn_numbers_are_told() -> None:
