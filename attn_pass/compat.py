@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -64,6 +67,22 @@ def active_flash() -> str:
 
     current = getattr(attention, "current_flash_attention_impl", None)  # torch 2.11
     return (current() if current is not None else None) or "FA2"
+
+
+@contextmanager
+def own_metrics() -> Iterator[None]:
+    """For a compile inside a compile: what Dynamo notes down of the one under way is kept, and is not added to."""
+    from torch._dynamo import utils
+
+    holder: Any = getattr(utils, "_metrics_context_tls", utils)
+    name = "metrics_context" if holder is not utils else "_METRICS_CONTEXT"
+    utils.get_metrics_context()  # which makes it
+    before = getattr(holder, name)
+    setattr(holder, name, type(before)(on_exit=lambda *_: None))
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
 
 
 def context_parallel_is_active() -> bool:

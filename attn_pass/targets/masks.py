@@ -85,7 +85,8 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     """Bias and keep-condition as one matrix added to the scores, or as (B, H, 1, distances).
 
     A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
-    key averages the values as the program does. In float16 -65504 would not absorb inside the kernel.
+    key averages the values as the program does. In float16 -65504 would not absorb inside the kernel. Beside a bias
+    the fill keeps its own value: the bias may mask too, and in a row without a key the higher of the two counts.
     """
     a, plan = lower.attention, lower.plan
     groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
@@ -95,7 +96,7 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     if condition is not None and a.keep is not None:
         if added is not None:
             bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
-        fill = a.keep.fill if a.keep.fill == float("-inf") else _LOWEST
+        fill = _LOWEST if added is None and a.keep.fill != float("-inf") else a.keep.fill
         bias = apply("where", condition, bias, Const(fill))
     mask = lower.expression(bias, groups)
     made = fake_of(mask).dtype

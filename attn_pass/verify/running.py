@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from attn_pass.compat import own_metrics
 from attn_pass.graph.cut import Input
 from attn_pass.graph.regions import Region
 from attn_pass.verify.inputs import laid_out
@@ -35,7 +36,7 @@ def outside_tracing() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with tracing(None), unset_fake_temporarily(), _disable_current_modes(), torch.random.fork_rng():
+    with tracing(None), unset_fake_temporarily(), _disable_current_modes(), torch.random.fork_rng(), own_metrics():
         yield
 
 

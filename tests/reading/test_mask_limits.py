@@ -178,3 +178,17 @@ def test_integers_that_wrap_around_are_not_numbers(name: str) -> None:
 
     report = same(program, *qkv(), reference=False)
     assert "causal" not in report.sites[0].mask and report.sites[0].mask != "none"
+
+
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9, -1e12])
+@pytest.mark.parametrize("fill", [-1e9, -1e12, torch.finfo(torch.float32).min])
+def test_a_matrix_of_fills_is_added_and_another_fill_replaces(low: float, fill: float) -> None:
+    """In a row that keeps no key the keys of the higher fill count, alone."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past = torch.ones(4, 4, dtype=torch.bool).tril(-1)
+        matrix = torch.zeros(4, 4).masked_fill(~past, low)
+        return (q @ k.mT + matrix).masked_fill(past, fill).softmax(-1) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(2, 2, 4, 4, 8), reference=False)
