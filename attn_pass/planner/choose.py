@@ -10,7 +10,7 @@ import torch
 
 from attn_pass.hardware import cost, cost_cuda, cost_npu, cost_xla
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.model.expression import Apply, walk
+from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.targets import all_targets
@@ -109,6 +109,8 @@ def choose(
     """
     if attention.nan_guard and setting.numerics == "strict":
         return Choice(reason=f"numerics='strict': {NAN_GUARD}")
+    if attention.nan_guard and _may_be_infinite(attention.modified):
+        return Choice(reason="a guard against NaN weights, beside scores that may become infinite")
     targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
     leaving = leave_cost(attention, setting, written)
     choice = Choice(predicted_us={LEAVE: leaving})
@@ -158,6 +160,15 @@ def choose(
         elif not choice.reason:
             choice.reason = f"already the {best} form: {reason}"
     return choice
+
+
+def _may_be_infinite(score: Expr) -> bool:
+    """Whether a score that is kept may come out as anything but a number or -inf, because of a number it is made of."""
+    if isinstance(score, Apply) and score.op in ("where", "cast"):
+        return any(_may_be_infinite(e) for e in (score.args[1:] if score.op == "where" else score.args))
+    if isinstance(score, Const):
+        return score.value == math.inf
+    return any(isinstance(e, Const) and abs(e.value) == math.inf for e in walk(score))
 
 
 def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:

@@ -86,9 +86,9 @@ MASKS: Table = {
 }  # fmt: skip
 
 OTHERS: Table = {
-    "weak fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.x), masks=True, numbers=(0.0, -5.0, -100.0, -1e4, INF)),
-    "weak where": Row(lambda c, s, e: torch.where(e.keep, s, e.x), masks=True, numbers=(-5.0, -100.0, -1e4, -1e8)),
-    "weak matrix": Row(lambda c, s, e: s + torch.where(e.keep, 0.0, e.x), masks=True, numbers=(-5.0, -100.0, -1e4)),
+    "weak fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.x), masks=True, numbers=(0.0, -2.0, -4.5, -8.0, -100.0, -1e4, INF)),
+    "weak where": Row(lambda c, s, e: torch.where(e.keep, s, e.x), masks=True, numbers=(-2.0, -4.5, -8.0, -100.0, -1e4, -1e8)),
+    "weak matrix": Row(lambda c, s, e: s + torch.where(e.keep, 0.0, e.x), masks=True, numbers=(-2.0, -4.5, -8.0, -100.0, -1e4)),
     "weakened": Row(lambda c, s, e: s.masked_fill(~e.keep, e.fill) * e.x, masks=True, numbers=_SMALL),
     "weakened by alpha": Row(
         lambda c, s, e: torch.add(s, torch.where(e.keep, 0.0, e.fill).to(s.dtype), alpha=e.x), masks=True,

@@ -166,7 +166,9 @@ def programs(draw: Any) -> Program:
         table = TABLES[place]
         name = pick(*(_MISSES[place] if miss else _ROWS[place, kind == "anything"]))
         row: Row = table[name]
-        fills = [-INF, torch.finfo(dtype).min] + ([] if dtype == torch.float16 else [-1e9, -1e30])
+        # In float64 -1e9 absorbs no score, and rounds it a hundred million times as much as anything else does.
+        finite = {torch.float16: [], torch.float64: [-1e30]}.get(dtype, [-1e9, -1e30])
+        fills = [-INF, torch.finfo(dtype).min, *finite]
         takes_ones = row.takes in ("scores", "binary", "counts", "fills") or row.masks
         return Step(
             name,
