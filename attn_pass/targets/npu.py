@@ -40,7 +40,7 @@ from attn_pass.targets.npu_layouts import (
     wants_rows_first,
 )
 from attn_pass.targets.npu_masks import FilledRows, MaskPlan, NoForm, emitted_mask, mask_plan
-from attn_pass.targets.npu_rules import Case, has_many_rows, refusal, width
+from attn_pass.targets.npu_rules import Case, has_many_rows, merged_fits, refusal, width
 from attn_pass.targets.problem import problem_of
 
 _NONEMPTY = "no row is masked out entirely"
@@ -125,7 +125,9 @@ class InferAttention(_Operator):
         self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
     ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
         """Grouped heads by number; a result with positions first, where the program's is, from operands without."""
-        turned = layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a)
+        turned = (
+            layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a) and merged_fits(a, INFERENCE)
+        )
         more = {
             "num_heads": a.query_heads,
             "num_key_value_heads": _kv_heads(a),
