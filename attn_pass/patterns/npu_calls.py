@@ -201,6 +201,8 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) 
     k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
     if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (given.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
         raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
+    if k["h"] != kv_heads:
+        raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if given.heads % kv_heads:
         raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
     met = Met(
