@@ -5,7 +5,8 @@ The first in inference in half precision, the second in training and in float32:
 positions first (BNSD, BSND, BSH, SBH), grouped heads without copies. Causal masks from either end and windows become a
 mode with one compressed mask for the whole graph; other masks become boolean tensors, True where masked out, and
 matrices that are added only where they are proved to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
-always given: their defaults are silent mistakes.
+always given: their defaults are silent mistakes. Dropout is left in checkpoints and where two calls may be equal: v3
+draws random numbers and tells no compiler.
 
 Offers on Ascend devices, where torch_npu has registered its operators; [npu.md](npu.md) says which forms, and why not
 others. The tests hold every call against the documented contract; nothing was run on an NPU, and nothing measured.

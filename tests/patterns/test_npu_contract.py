@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], Inputs, Tensor | None, str]] = {
     "a prime head dim in training": (FA3, {}, qkv(2, 4, 6, 9, 17, dtype=BF16), None, ""),
     "a head dim of 24": (FIA, {}, qkv(2, 4, 6, 9, 24, dtype=BF16), None, ""),
     "narrow values": (FA3, {}, qkv(2, 4, 6, 9, 16, value_dim=8, dtype=BF16), None, ""),
-    "narrow values in inference": (FIA, {}, qkv(2, 4, 6, 9, 16, value_dim=8, dtype=BF16), None, "head dims of 16 and 8"),
+    "narrow values, inference": (FIA, {}, qkv(2, 4, 6, 9, 16, value_dim=8, dtype=BF16), None, "head dims of 16 and 8"),
     "wide values": (FA3, {}, qkv(2, 4, 6, 9, 16, value_dim=32, dtype=BF16), None, "head dims of 16 and 32"),
     "in steps": (FIA, {}, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in MANY], None, "not contiguous"),
     "in steps, training": (FA3, {}, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in MANY], None, ""),
