@@ -100,3 +100,19 @@ _RING = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 )
+
+
+def recomputes_everything() -> bool:
+    """Whether AOTAutograd's backward may compute again whatever the forward computed, not cheap operators alone."""
+    import torch._functorch.config as config
+
+    budget = getattr(config, "activation_memory_budget", 1.0)
+    return bool(budget < 1 or getattr(config, "aggressive_recomputation", False))
+
+
+def held_now(node: torch.fx.Node) -> torch.Tensor | None:
+    """The tensor that Dynamo has at hand for an input of its graph while a backend runs; None where it has none."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    held = getattr(node.meta.get("grapharg"), "example", None)
+    return held if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) else None

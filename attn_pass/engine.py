@@ -13,8 +13,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import GraphModule, Node
 
-from attn_pass.compat import context_parallel_is_active
+from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
@@ -28,6 +29,7 @@ from attn_pass.model.index import Index, product
 from attn_pass.options import LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
+from attn_pass.patterns.draws import Draws
 from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
@@ -72,6 +74,7 @@ def rewrite_graph(
         options,
         report,
         program,
+        Draws(gm.graph),
         count=1,
         runner=runner,
         measure=measure,
@@ -118,6 +121,7 @@ class _Graph:
     options: Options
     report: Report
     program: str
+    draws: Draws
     count: int
     is_body: bool = False
     is_checkpoint: bool = False
@@ -149,6 +153,9 @@ class _Graph:
         for body in bodies(self.gm):
             changed |= self._rewrite_body(body)
         sites = sorted(self._sites(), key=lambda s: self.effects.position[s.node])
+        for site in sites:
+            if site.described is not None and site.described.attention.dropout and site.form != softmax.FORM:
+                self.draws.add(site.node, self._made_of(site.described))
         touched = False
         for site in sites:
             touched |= self._decide(site)
@@ -170,6 +177,7 @@ class _Graph:
             self.options,
             self.report,
             self.program,
+            self.draws,
             self.count * len(body.calls),
             is_body=True,
             is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
@@ -229,7 +237,8 @@ class _Graph:
                 "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
             )
             return False
-        setting = self._setting(site, attention)
+        made_of = self._made_of(described)
+        setting = self._setting(site, attention, made_of)
 
         def copied(hint: Callable[[Index], int]) -> int:
             return sum(_bytes(n, self.sizes, hint) for n in described.copies)
@@ -276,6 +285,8 @@ class _Graph:
             record.fixed = described.fixed
             if verified is not None:
                 record.verified_error, record.not_verified = verified.error, verified.reason
+            if attention.dropout:
+                self.draws.add(self.replaced[site.node], made_of, site.node)
             return True
         return False
 
@@ -353,6 +364,7 @@ class _Graph:
             options,
             report,
             self.program,
+            Draws(gm.graph),
             count=1,
             is_body=self.is_body,
             runner=self.runner,
@@ -383,7 +395,21 @@ class _Graph:
             setting,
         )
 
-    def _setting(self, site: Site, attention: Attention) -> Setting:
+    def _made_of(self, described: Described) -> Ancestry:
+        """What a site's operands and its mask are made of."""
+        nodes = (self.replaced.get(n, n) for n in described.nodes)
+        effects = {self.gm.graph: self.effects, **{level.graph: level.effects for level in self.levels}}
+        return ancestry(nodes, self.draws.root, self.bound, effects)
+
+    def _may_need_grad(self, site: Site, made_of: Ancestry) -> bool:
+        """Whether gradients may be wanted of a program whose values do not tell: where something it is made of does."""
+        if self.program != "export" or site.region.grad_enabled is False:
+            return False
+        inputs = self.draws.root.find_nodes(op="placeholder")
+        anything = any(v.requires_grad for n in inputs if (v := tensor_value(n)) is not None)
+        return made_of.needs_grad or (anything and not made_of.is_whole)
+
+    def _setting(self, site: Site, attention: Attention, made_of: Ancestry) -> Setting:
         source = attention.sources[attention.query.source]
         device = device_for(source.device, self.options.device)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -402,6 +428,9 @@ class _Graph:
             eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM, npu_calls.FORM),
             kernel_as_written=fused,
             deterministic=deterministic,
+            may_need_grad=self._may_need_grad(site, made_of),
+            is_recomputed=self.is_checkpoint or recomputes_everything(),
+            draws_alike=bool(attention.dropout) and self.draws.has_like(site.node, made_of),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
         )

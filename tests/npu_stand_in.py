@@ -34,6 +34,10 @@ _NOT_MODELLED = (
 )
 
 
+FAMILY = ""
+"""The product family that the calls stand on: "A2", "A3" or "950"; empty for any."""
+PAGES: dict[str, tuple[str, ...]] = {FIA: ("A2", "A3"), FA3: ("A2", "A3"), FA1: ("A2", "A3", "950")}
+"""The families each operator is there for. The page of v3 names A2; torch_npu's dispatch sends A3's calls there too."""
 SEEN: list[tuple[str, dict[str, Any]]] = []
 """Every call of a forward that ran: the operator, and its arguments by name."""
 
@@ -132,9 +136,13 @@ def _triangle() -> Tensor:
     return torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 
 
-def _compressed(mask: Tensor) -> None:
+def _on_family(name: str) -> None:
+    _ask(not FAMILY or FAMILY in PAGES[name], f"{name} is not there on {FAMILY}")
+
+
+def _compressed(mask: Tensor, *more: tuple[int, ...]) -> None:
     """The mask of modes 2 to 4 is one triangle, whatever the lengths."""
-    shapes = ((2048, 2048), (1, 2048, 2048), (1, 1, 2048, 2048))
+    shapes = ((2048, 2048), *more)
     _ask(tuple(mask.shape) in shapes, f"a mode with a compressed mask asks for 2048 x 2048, got {tuple(mask.shape)}")
     _ask(
         torch.equal(mask.bool().reshape(2048, 2048), _triangle()), "the compressed mask is not True above the diagonal"
@@ -184,6 +192,7 @@ def _fusion_call(given: dict[str, Any]) -> _Call:
     _ask(all(t.is_contiguous() for t in (q, k, v)), "what becomes of strides is not documented")
     q, k, v = _operands(FA3, q, k, v, given["input_layout"], given["head_num"], 0)
     _ask(q.dtype != torch.float32 or q.size(3) % 4 == 0, f"head dim {q.size(3)} in float32")
+    _ask(q.size(0) <= 2 << 20 and max(q.size(2), k.size(2)) <= 1 << 20, f"{tuple(q.shape)} over {tuple(k.shape)}")
     _ask(0 < given["keep_prob"] <= 1, f"keep_prob {given['keep_prob']}")
     mode, mask = given["sparse_mode"], given["atten_mask"]
     _ask(mode in range(5), f"sparse_mode {mode} is not modelled")
@@ -217,6 +226,7 @@ def _kept(call: _Call, keep: float, seed: int) -> Tensor | None:
 def _forward(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     given = bound(name, args, kwargs)
     SEEN.append((name, given))
+    _on_family(name)
     call = _fusion_call(given)
     seed = 0 if given["keep_prob"] == 1 else int(torch.randint(1 << 40, ()))
     out = call.result(_kept(call, given["keep_prob"], seed))
@@ -255,7 +265,8 @@ def _fake_forward(name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """As the vendor's: it checks nothing."""
     given = bound(name, args, kwargs)
     q, layout, heads = given["query"], given["input_layout"], given["head_num"]
-    first, second = {"BNSD": (0, 2), "BSND": (0, 1), "BSH": (0, 1), "SBH": (1, 0)}[layout]
+    places = {"BNSD": (0, 2), "BSND": (0, 1), "BSH": (0, 1), "SBH": (1, 0)}
+    first, second = places.get(layout.partition("_")[0], (0, 0))
     state = q.new_empty((q.size(first), heads, q.size(second), 8), dtype=torch.float32)
     result = (q.new_empty(q.shape), state, torch.empty_like(state), q.new_empty(0))
     if name == FA1:
@@ -308,6 +319,7 @@ def _autograd(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     given = bound(name, args, kwargs)
     SEEN.append((name, given))
+    _on_family(name)
     _refuse(given)
     q, k, v = (given[n] for n in ("query", "key", "value"))
     layout, _, out_layout = given["input_layout"].partition("_")
@@ -322,7 +334,8 @@ def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     _ask(heads // k.size(1) <= 64, f"{heads // k.size(1)} heads a KV head")
     _ask(dim % 16 == 0, f"head dim {dim}: torch_npu asks for a multiple of 16")
     _ask(batch <= 65536, f"batch {batch}")
-    _ask(layout == "BNSD" or heads * dim < 65535, f"{heads} heads of {dim}")
+    _ask(given["input_layout"] == "BNSD" or heads * dim < 65535, f"{heads} heads of {dim}")
+    _ask(max(rows, keys) <= 20971520, f"{rows} rows, {keys} keys")
     _ask(mode in range(5), f"sparse_mode {mode}")
     _check_mask(mask, (torch.bool, torch.int8, torch.uint8))
     decodes = rows == 1
@@ -335,7 +348,7 @@ def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         _ask(mask is None or not bool(mask.bool().all(-1).any()), "a row without a key, and no way to ask for zeros")
     elif mode >= 2:
         _ask(mask is not None, f"attenMask should not be null when sparse_mode is {mode}")
-        _compressed(mask)
+        _compressed(mask, (1, 2048, 2048), (1, 1, 2048, 2048))
         _ask(mode != 4 or given["pre_tokens"] + given["next_tokens"] >= 0, "a band without keys")
     elif mask is not None:
         shapes = ((1, rows, keys), (batch, 1, rows, keys), (1, 1, rows, keys), (rows, keys))

@@ -93,7 +93,7 @@ def _sheet_of(name: str) -> Sheet | None:
         if spelled in _BY_NAME:
             return _BY_NAME[spelled]
     found = _WITHOUT_SPACES.get(name.lower())
-    return found if found is not None or not name.startswith("Ascend") else _of_family(npu.family_of(name))
+    return found if found is not None or not name.lower().startswith("ascend") else _of_family(npu.family_of(name))
 
 
 def _of_family(known: npu.Family | None) -> Sheet | None:

@@ -56,9 +56,9 @@ def family(name: str) -> Family:
 
 
 def family_of(soc: str) -> Family | None:
-    """The family of a name the runtime reports ("Ascend910B3"); None for one that is not known."""
+    """The family of a name the runtime reports ("Ascend910B3"), in any case; None for one that is not known."""
     for known in FAMILIES:
-        if any(soc.startswith(begins) for begins in known.socs):
+        if any(soc.lower().startswith(begins.lower()) for begins in known.socs):
             return known
     return None
 

@@ -2,8 +2,8 @@
 
 ``npu_fusion_attention`` in its first and third version, and ``npu_fused_infer_attention_score``, on sequences of one
 length. True in a mask is masked out; the scale is 1 unless it is given; modes 2 to 4 are named by their number and ask
-for the compressed mask beside it, whose content is checked where it is made in the graph and taken for the documented
-triangle where it comes from outside. A call that the documentation does not allow, or leaves undefined, is left.
+for the compressed mask beside it (`npu_triangle`). A call that the documentation does not allow (`npu_contract`), or
+leaves undefined, is left.
 
 Nothing of torch_npu is imported: its operators are known by their names.
 """
@@ -18,17 +18,18 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import memory_order, tensor_value
 from attn_pass.model.attention import AsWritten
-from attn_pass.model.conditions import structure_of
-from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value, loads
+from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
+from attn_pass.patterns.npu_contract import Met, mask_letters, mask_words, refusal
+from attn_pass.patterns.npu_triangle import SIDE, check_triangle
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import Reader, Unreadable
 from attn_pass.reading.spine import SideLoad
-from attn_pass.reading.views import Position, broadcast_position
+from attn_pass.reading.views import Position
 
 FORM = "npu"
 _FUSION = ("npu_fusion_attention", "npu_fusion_attention_v3")
@@ -48,8 +49,9 @@ _SPELLINGS: Mapping[str, str] = {
     "mask": "atten_mask",
     "scale": "scale",
     "keep": "keep_prob",
+    "inner": "inner_precise",
 }
-_IGNORED = ("inner_precise", "gen_mask_parallel", "sync", "softmax_layout", "query", "key", "value", "seed", "offset")
+_IGNORED = ("gen_mask_parallel", "sync", "softmax_layout", "query", "key", "value")
 # Layouts as the dimensions of an operand: batch, head, position, element; "hd" is both in one.
 _LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "BNSD": ("b", "h", "s", "d"),
@@ -58,7 +60,6 @@ _LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "SBH": ("s", "b", "hd"),
 }
 _UNBOUNDED = 2147483647
-_SIDE = 2048
 _RESULTS = {
     1: "the maxima of the softmax, or the logarithm of its sum, are used as well",
     2: "the sums of the softmax are used as well",
@@ -83,6 +84,7 @@ class _Given:
     mask: Node | None
     scale: Any
     keep: float
+    inner_precise: object
 
 
 def find(reader: Reader) -> Iterator[Site]:
@@ -161,6 +163,7 @@ def _arguments(node: Node, name: str) -> _Given:
         mask=given["mask"],
         scale=given["scale"],
         keep=float(keep),
+        inner_precise=given["inner"],
     )
 
 
@@ -183,10 +186,10 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
 
 
 def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) -> Parts:
-    tensors = [tensor_value(n) for n in (given.query, given.key, given.value, result)]
-    if any(t is None for t in tensors):
+    tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
+    if len(tensors) != 4:
         raise Unreadable("an operand is no tensor", node)
-    q_shape, k_shape, v_shape, out_shape = (reader.sizes.shape(t) for t in tensors if t is not None)
+    q_shape, k_shape, v_shape, out_shape = (reader.sizes.shape(t) for t in tensors)
     inner, outer = given.layouts
     q = _sizes(inner, q_shape, given.heads, node)
     kv_heads = given.kv_heads
@@ -198,8 +201,26 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) 
     k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
     if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (given.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
         raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
+    if k["h"] != kv_heads:
+        raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if given.heads % kv_heads:
         raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
+    met = Met(
+        inference=given.name == _INFERENCE,
+        dtypes=(tensors[0].dtype, tensors[1].dtype, tensors[2].dtype),
+        is_contiguous=all(_is_contiguous(reader, t) for t in tensors[:3]),
+        query=q,
+        key=k,
+        value=v,
+        positions_first=any(layout[1] == "s" for layout in given.layouts),
+        turned=inner != outer,
+        inner_precise=given.inner_precise,
+        mode=given.mode,
+        before=given.before,
+        after=given.after,
+    )
+    if (why := refusal(met)) is not None:
+        raise Unreadable(why, node)
     output = tuple(Axis(f"o{n}", size) for n, size in enumerate(out_shape))
     at: dict[str, Index] = {}
     for word, axis in zip(outer, output):
@@ -218,13 +239,13 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) 
     scale = reader.scalar(given.scale, time)
     if scale is None:
         raise Unreadable("the scale is neither a number nor a symbolic number", node)
-    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), q["s"], k["s"])
+    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), met)
     operands = {"query": given.query, "key": given.key, "value": given.value}
     forms = {
         n: [f for f in reader.operand(operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
         for n in operands
     }
-    dtype = tensors[3].dtype if tensors[3] is not None else torch.float32
+    dtype = tensors[3].dtype
     return Parts(
         reader=reader,
         result=result,
@@ -254,11 +275,11 @@ class _Mask:
     side: dict[Load, SideLoad] = field(default_factory=dict)
     trusted: list[str] = field(default_factory=list)
 
-    def kept(self, position: Position, rows: Index, keys: Index) -> Expr:
-        """The condition under which a score is kept, at (batch, head, row, key) of so many rows and keys."""
+    def kept(self, position: Position, met: Met) -> Expr:
+        """The condition under which a score is kept, at (batch, head, row, key)."""
         given, node = self.given, self.node
         _, _, row, key = position
-        decodes = given.name == _INFERENCE and rows == 1
+        rows, keys = met.query["s"], met.key["s"]
         if given.mask is None:
             if given.mode or (given.before, given.after) != (_UNBOUNDED, _UNBOUNDED):
                 raise Unreadable(
@@ -271,51 +292,62 @@ class _Mask:
             raise Unreadable(
                 "whether there is one query row is not known, and for one row a mask means another thing", node
             )
-        if given.mode in (0, 1) or decodes:
-            kept = apply("not", self._masked(given.mask, position, decodes))
-            bounded = given.mode == 0 and not decodes
+        value = tensor_value(given.mask)
+        if value is None or value.dtype not in met.limits.mask_dtypes:
+            taken = ", ".join(str(d).removeprefix("torch.") for d in met.limits.mask_dtypes)
+            kind = "no tensor" if value is None else f"of {str(value.dtype).removeprefix('torch.')}"
+            raise Unreadable(f"its mask is {kind}: the operator takes {taken}, and no float mask", node)
+        if given.mode in (0, 1) or met.decodes:
+            kept = apply("not", self._masked(given.mask, value, position, met))
+            bounded = given.mode == 0 and not met.decodes
             return apply("and", kept, _between(key, row, given.before, given.after)) if bounded else kept
         if given.mode not in (2, 3, 4):
             raise Unreadable(f"sparse_mode {given.mode} is not read", node)
-        self._check_triangle(given.mask)
+        self._check_triangle(given.mask, value, met)
         own = row if given.mode == 2 else row + keys - rows
         bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
         return _between(key, own, *bounds)
 
-    def _masked(self, mask: Node, position: Position, decodes: bool) -> Expr:
+    def _masked(self, mask: Node, value: torch.Tensor, position: Position, met: Met) -> Expr:
         """Whether a score is masked out: an element of a full-size mask."""
-        value = tensor_value(mask)
-        if value is None or value.dtype not in (torch.bool, torch.uint8, torch.int8):
-            raise Unreadable("its mask is neither boolean nor of bytes: the operator takes no float mask", self.node)
         shape = self.reader.sizes.shape(value)
-        batch, _, row, key = position
-        places: dict[int, Position] = {2: (batch, key) if decodes else (row, key), 3: (batch, row, key), 4: position}
-        if value.dim() not in places:
-            raise Unreadable(f"its mask has {value.dim()} dimensions", self.node)
-        at = broadcast_position(places[value.dim()], shape)
-        load = element_of(self.reader, self.node, mask, at, self.side)
+        letters = mask_letters(met, shape)
+        if letters is None:
+            raise Unreadable(
+                f"its mask of {_words(shape)} is of no shape that is documented for "
+                f"{'one query row' if met.decodes else f'sparse_mode {met.mode}'}: {mask_words(met)}",
+                self.node,
+            )
+        if met.inference and not _is_contiguous(self.reader, value):
+            raise Unreadable("its mask is not contiguous, as the inference operator asks", self.node)
+        places: dict[str, Index] = {**dict(zip("bhik", position)), "1": 0}
+        load = element_of(self.reader, self.node, mask, tuple(places[letter] for letter in letters), self.side)
         return load if value.dtype == torch.bool else apply("ne", load, Const(0))
 
-    def _check_triangle(self, mask: Node) -> None:
-        """Raises `Unreadable` where the mask beside modes 2 to 4 is known to be another one than they ask for."""
-        value = tensor_value(mask)
-        shape = () if value is None else self.reader.sizes.shape(value)
-        if tuple(n for n in shape if n != 1) != (_SIDE, _SIDE):
+    def _check_triangle(self, mask: Node, value: torch.Tensor, met: Met) -> None:
+        """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
+        shape = self.reader.sizes.shape(value)
+        if "".join("s" if n == SIDE else str(n) for n in shape) not in met.limits.compressed:
             raise Unreadable(
-                f"a mode with a compressed mask asks for one of 2048 x 2048, got {tuple(shape)}", self.node
+                f"a mode with a compressed mask asks for one of 2048 x 2048, got {_words(shape)}", self.node
             )
-        row, key = Axis("triangle_i", _SIDE), Axis("triangle_j", _SIDE)
-        zeros: tuple[Index, ...] = (0,) * (len(shape) - 2)
-        at = (*zeros, axis_index(row), axis_index(key))
-        element = self.reader.element(mask, at, self.reader.order[self.node])
-        if loads(element):
+        why, trusted = check_triangle(self.reader, mask, self.reader.order[self.node])
+        if why is not None:
+            raise Unreadable(why, self.node)
+        if trusted:
             self.trusted.append(TRUSTED)
-            return
-        condition = element if value is not None and value.dtype == torch.bool else apply("ne", element, Const(0))
-        if not structure_of(apply("not", condition), key, (row,)).is_causal:
-            raise Unreadable(
-                "the mask beside its sparse_mode is not torch.ones(2048, 2048).triu(1): True is masked out", self.node
-            )
+
+
+def _words(shape: Position) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _is_contiguous(reader: Reader, value: torch.Tensor) -> bool:
+    order = memory_order(value, reader.sizes)
+    if order is None:
+        return False
+    real = [d for d in order if reader.sizes.index(value.shape[d]) != 1]
+    return real == sorted(real)
 
 
 def _between(key: Index, own: Index, before: int, after: int) -> Expr:

@@ -40,6 +40,9 @@ class Setting:
     kernel_as_written: str | None = None  # the fused kernel that call reaches, whose rounding and gradients it has
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
     same_random_numbers: bool = False  # Inductor's fallback_random: eager's draws are wanted
+    may_need_grad: bool = False  # an exported program, which does not tell, and something in it needs a gradient
+    is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
+    draws_alike: bool = False  # another call that draws dropout may have the same operands
     hint: Callable[[Index], int] = _static
 
     @property

@@ -5,7 +5,8 @@ The first in inference in half precision, the second in training and in float32:
 positions first (BNSD, BSND, BSH, SBH), grouped heads without copies. Causal masks from either end and windows become a
 mode with one compressed mask for the whole graph; other masks become boolean tensors, True where masked out, and
 matrices that are added only where they are proved to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
-always given: their defaults are silent mistakes.
+always given: their defaults are silent mistakes. Dropout is left in checkpoints and where two calls may be equal: v3
+draws random numbers and tells no compiler.
 
 Offers on Ascend devices, where torch_npu has registered its operators; [npu.md](npu.md) says which forms, and why not
 others. The tests hold every call against the documented contract; nothing was run on an NPU, and nothing measured.
@@ -40,7 +41,7 @@ from attn_pass.targets.npu_layouts import (
     wants_rows_first,
 )
 from attn_pass.targets.npu_masks import FilledRows, MaskPlan, NoForm, emitted_mask, mask_plan
-from attn_pass.targets.npu_rules import Case, has_many_rows, refusal, width
+from attn_pass.targets.npu_rules import Case, has_many_rows, merged_fits, refusal, width
 from attn_pass.targets.problem import problem_of
 
 _NONEMPTY = "no row is masked out entirely"
@@ -125,7 +126,9 @@ class InferAttention(_Operator):
         self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
     ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
         """Grouped heads by number; a result with positions first, where the program's is, from operands without."""
-        turned = layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a)
+        turned = (
+            layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a) and merged_fits(a, INFERENCE)
+        )
         more = {
             "num_heads": a.query_heads,
             "num_key_value_heads": _kv_heads(a),

@@ -66,15 +66,20 @@ def mask_plan(a: Attention, setting: Setting, operator: str) -> MaskPlan:
         return plan
     if operator == INFERENCE and a.mask_axes() & {axis for axis in a.heads if axis.size != 1}:
         raise NoForm("the mask differs from head to head, which the inference operator has no shape for")
-    if one_row and (nonempty or zeros or operator == INFERENCE):
-        return MaskPlan("boolean", repaired=not nonempty)
-    if not nonempty and not zeros:
-        if len(fills) > 1:
-            raise NoForm("a row may be masked out entirely by several numbers, and what it then is depends on them")
-        if a.needs_grad and (why := cannot_be_told_apart(a)) is not None:
-            raise NoForm(f"{why}; assume_nonempty_rows says that there is no such row")
-        return MaskPlan("boolean", repaired=True)
-    return MaskPlan("boolean", inner_precise=2)
+    if not nonempty and not zeros and (why := _cannot_be_replaced(a, fills)) is not None:
+        raise NoForm(f"{why}; assume_nonempty_rows says that there is no such row")
+    if nonempty or zeros:
+        return MaskPlan("boolean", repaired=not nonempty) if one_row else MaskPlan("boolean", inner_precise=2)
+    return MaskPlan("boolean", repaired=True)
+
+
+def _cannot_be_replaced(a: Attention, fills: set[float]) -> str | None:
+    """Why rows whose every key is masked by a number are not known to be the mean of the values, or None."""
+    if len(fills) > 1:
+        return "a row may be masked out entirely by several numbers, and what it then is depends on them"
+    if a.dropout:
+        return "a row may be masked out entirely, and dropout would draw there as well"
+    return cannot_be_told_apart(a) if a.needs_grad else None
 
 
 def _fills(a: Attention) -> set[float]:

@@ -115,6 +115,12 @@ RULES: tuple[Rule, ...] = (
         of=(INFERENCE,),
     ),
     Rule(
+        "the inference operator has no gradient, and parameters or inputs of this exported program need one: "
+        "model.requires_grad_(False) before torch.export says that none is wanted",
+        lambda c: not c.setting.may_need_grad,
+        of=(INFERENCE,),
+    ),
+    Rule(
         lambda c: f"{_words(c.attention.compute_dtype)}: the inference operator takes half precision",
         lambda c: c.attention.compute_dtype in HALF,
         of=(INFERENCE,),
@@ -147,6 +153,18 @@ RULES: tuple[Rule, ...] = (
         "the seed of this family's operator is a number, which a compiled graph would keep",
         lambda c: not c.attention.dropout,
         of=(TRAINING_V1,),
+    ),
+    Rule(
+        "its dropout in a checkpoint: nothing tells a compiler that the operator draws random numbers, so the backward "
+        "would draw others",
+        lambda c: not (c.attention.dropout and c.setting.is_recomputed),
+        of=FUSION,
+    ),
+    Rule(
+        "another site may draw dropout over the same tensors: nothing tells a compiler that the operator draws random "
+        "numbers, so it would draw once for both",
+        lambda c: not c.setting.draws_alike,
+        of=FUSION,
     ),
     Rule(
         "deterministic algorithms are asked for, and whether its gradient is one is not known",

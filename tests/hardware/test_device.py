@@ -99,6 +99,7 @@ def test_the_option_takes_a_name_or_what_torch_knows() -> None:
         ("Ascend 910B", "A2"),
         ("Ascend910B", "A2"),  # as people call it
         ("Ascend910B3", "A2"),  # as the runtime does
+        ("ascend910b3", "A2"),
         ("Ascend 910C", "A3"),
         ("Ascend910_9391", "A3"),
         ("Ascend 950", "950"),

@@ -1,0 +1,140 @@
+"""The rules of Ascend's operators, one row each: an attention on both sides of every limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_kernel_rules import UNKNOWN, call
+
+from attn_pass.hardware import catalog, npu
+from attn_pass.hardware.npu import INFERENCE, TRAINING, TRAINING_V1
+from attn_pass.model.attention import Attention, Keep, Source
+from attn_pass.model.expression import Const, Load
+from attn_pass.model.index import Poly, Symbol
+from attn_pass.targets.base import Setting
+from attn_pass.targets.npu_rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+A2 = catalog.by_name("Ascend 910B")
+KEEP = Keep(Load(3, ()), float("-inf"))
+LEARNED = Source(3, (), FP32, torch.device("cpu"), needs_grad=True)
+OF_SETTING = (
+    *("autocast", "allowed_backends", "same_random_numbers", "deterministic", "numerics", "kernel_as_written"),
+    *("may_need_grad", "is_recomputed", "draws_alike", "program"),
+)
+OF_CALL = ("batch", "heads", "groups", "q_len", "kv_len", "dim", "value_dim", "dtype", "dropout", "grad", "never_empty")
+
+
+def attention(**given: Any) -> Attention:
+    """What `call` builds of its own arguments, with the others replaced; ``unknown_heads`` is no field."""
+    made = call(**{n: v for n, v in given.items() if n in OF_CALL}).attention
+    learned = given.pop("learned", False)
+    if given.pop("unknown_heads", False):
+        made = made.regrouped(batch=made.heads[:1], heads=(*made.batch, *made.heads[1:]))
+    mask = Source(3, (), FP32, torch.device("cpu"))
+    made = replace(made, sources=(*made.sources, LEARNED if learned else mask))
+    return replace(made, **{n: v for n, v in given.items() if n not in OF_CALL and n not in OF_SETTING})
+
+
+def told(operator: str, given: dict[str, Any]) -> str | None:
+    return refusal(case(operator, given))
+
+
+def case(operator: str, given: dict[str, Any]) -> Case:
+    setting = Setting(A2, **{"program": "compile", **{n: v for n, v in given.items() if n in OF_SETTING}})
+    return Case(attention(**given), setting, operator)
+
+
+ROWS = Poly.of(Symbol("s0", 2))
+MASKED = {"keep": KEEP}
+# An operator, an attention it takes, one that differs in what a rule is about alone, and what it then says.
+SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (INFERENCE, {}, {"not_affine": "the scores go through tanh"}, "tanh"),
+    (TRAINING, {}, {"sink": Const(1.0)}, "a sink"),
+    (INFERENCE, {}, {"grad": True}, "has no gradient"),
+    (INFERENCE, {"program": "export"}, {"program": "export", "may_need_grad": True}, "requires_grad_(False)"),
+    (INFERENCE, {"dtype": torch.float16}, {"dtype": FP32}, "half precision"),
+    (TRAINING, {"dtype": FP32}, {"dtype": FP64}, "float64 has no fused operator"),
+    (TRAINING, {"dtype": FP32, "autocast": FP32}, {"dtype": FP32, "autocast": BF16}, "autocast to bfloat16"),
+    (INFERENCE, {"allowed_backends": ("FLASH_ATTENTION",)}, {"allowed_backends": ("MATH",)}, "allows only MATH"),
+    (INFERENCE, {"dropout": 0.0}, {"dropout": 0.1}, "draws no dropout"),
+    (TRAINING, {"dropout": 0.99}, {"dropout": 1.0}, "keep_prob cannot say"),
+    (TRAINING, {"same_random_numbers": True}, {"same_random_numbers": True, "dropout": 0.1}, "fallback_random"),
+    (TRAINING_V1, {"dropout": 0.0}, {"dropout": 0.1}, "the seed"),
+    (TRAINING, {"is_recomputed": True}, {"is_recomputed": True, "dropout": 0.1}, "in a checkpoint"),
+    (TRAINING, {"dropout": 0.1}, {"dropout": 0.1, "draws_alike": True}, "another site may draw dropout"),
+    (TRAINING, {"deterministic": True}, {"deterministic": True, "grad": True}, "deterministic"),
+    (TRAINING, {"deterministic": True, "grad": True, "kernel_as_written": TRAINING},
+     {"deterministic": True, "grad": True}, "deterministic"),
+    (TRAINING, {"kv_len": 1}, {"kv_len": 0}, "a size is 0"),
+    (TRAINING, {"batch": UNKNOWN}, {"batch": UNKNOWN, "unknown_heads": True}, "number of heads is not known"),
+    (INFERENCE, {"heads": 256, "dim": 16}, {"heads": 257, "dim": 16}, "257 heads are over 256"),
+    (TRAINING, {"heads": 256, "dim": 16}, {"heads": 257, "dim": 16}, "257 heads are over 256"),
+    (INFERENCE, {"heads": 64, "groups": 64}, {"heads": 65, "groups": 65}, "65 heads share a KV head, over 64"),
+    (INFERENCE, {"dim": 512}, {"dim": 513}, "over 512"),
+    (TRAINING, {"dim": 512}, {"dim": 513}, "over 512"),
+    (TRAINING, {"dim": 64}, {"dim": UNKNOWN}, "not known"),
+    (INFERENCE, {"batch": 65536}, {"batch": 65537}, "a batch of 65537"),
+    (TRAINING, {"batch": 2 << 20}, {"batch": (2 << 20) + 1}, "a batch of 2097153"),
+    (INFERENCE, {"kv_len": 20971520}, {"kv_len": 20971521}, "a length is over 20971520"),
+    (TRAINING, {"q_len": 1 << 20}, {"q_len": (1 << 20) + 1}, "a length is over 1048576"),
+    (INFERENCE, {"q_len": ROWS, **MASKED}, {"q_len": UNKNOWN, **MASKED}, "one query row or more is not known"),
+    (INFERENCE, {"q_len": UNKNOWN}, {"q_len": UNKNOWN, **MASKED}, "one query row or more is not known"),
+    (INFERENCE, {"q_len": 1, **MASKED}, {"q_len": ROWS, "program": "export", **MASKED}, "one query row or more"),
+    (INFERENCE, {"q_len": 1, "kv_len": 262144}, {"q_len": 1, "kv_len": 262145}, "262145 keys of one query row"),
+    (INFERENCE, {"q_len": 2, "kv_len": 262145}, {"q_len": 1, "kv_len": 262145}, "262145 keys of one query row"),
+    (TRAINING, {"grad": True, **MASKED}, {"grad": True, "learned": True, **MASKED}, "the mask needs a gradient"),
+    (INFERENCE, {"learned": True, **MASKED}, {"grad": True, "learned": True, **MASKED}, "gradient"),
+    (INFERENCE, {"scale": 0.0}, {"scale": 0.0, **MASKED}, "a scale of 0 beside a mask"),
+    (INFERENCE, {"numerics": "strict", **MASKED},
+     {"numerics": "strict", "never_empty": False, "empty_row_is_nan": True, **MASKED}, "strict"),
+    (INFERENCE, {"numerics": "strict", "never_empty": False, **MASKED},
+     {"numerics": "strict", "never_empty": False, "empty_row_is_nan": True, **MASKED}, "strict"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SIDES)))
+def test_both_sides_of_a_rule(number: int) -> None:
+    operator, taken, refused, why = SIDES[number]
+    assert told(operator, taken) is None
+    assert why in (told(operator, refused) or "")
+
+
+def test_every_rule_has_a_row() -> None:
+    def failing(operator: str, given: dict[str, Any]) -> set[int]:
+        found = case(operator, given)
+        return {n for n, rule in enumerate(RULES) if operator in rule.of and not rule.holds(found)}
+
+    assert set().union(*(failing(operator, refused) for operator, _, refused, _ in SIDES)) == set(range(len(RULES)))
+
+
+def test_positions_lie_before_heads_up_to_a_hidden_size_in_inference_alone() -> None:
+    for heads, dim, fits in ((255, 256, True), (256, 256, False), (252, 257, False)):
+        assert merged_fits(attention(heads=heads, dim=dim), INFERENCE) == fits
+        assert merged_fits(attention(heads=heads, dim=dim), TRAINING)
+    assert not merged_fits(attention(batch=UNKNOWN, unknown_heads=True), INFERENCE)
+
+
+@pytest.mark.parametrize(
+    "rows, program, many",
+    [
+        *((1, "compile", False), (2, "export", True), (UNKNOWN, "compile", False), (ROWS, "compile", True)),
+        *((ROWS, "export", False), (Poly.of(Symbol("s0", 3)), "export", True), (ROWS, "aoti", False)),
+    ],
+)
+def test_rows_that_are_surely_several(rows: Any, program: str, many: bool) -> None:
+    assert has_many_rows(attention(q_len=rows), Setting(A2, program)) == many
+
+
+@pytest.mark.parametrize(
+    "family, operator",
+    [("A2", TRAINING), ("A3", TRAINING), ("", TRAINING), ("950", TRAINING_V1), ("310P", ""), ("910", "")],
+)
+def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
+    assert dispatched(Call(BF16, 4, 8, 2, (64, 64, 64)), family) == operator
+    if family:
+        assert npu.family(family).stock == operator
+        assert operator in ("", *npu.family(family).operators)
