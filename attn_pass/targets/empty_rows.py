@@ -27,12 +27,20 @@ def cannot_be_told_apart(a: Attention) -> str | None:
     A fill that replaces a score cuts its gradient off, one that is added does not; where both may empty a row,
     the gradient differs from key to key.
     """
+    reason = replaced_and_added(a)
+    if reason is not None or a.bias is None:
+        return reason
+    if len(set(loads(a.bias))) > 1:
+        return "a row may be masked out entirely by several matrices that are added"
+    return None
+
+
+def replaced_and_added(a: Attention) -> str | None:
+    """Why it would not be known which scores of such rows pass their gradient on, or None."""
     if a.bias is None:
         return None
     if a.keep is not None or any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias)):
         return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
-    if len(set(loads(a.bias))) > 1:
-        return "a row may be masked out entirely by several matrices that are added"
     return None
 
 
