@@ -4,6 +4,9 @@ The fused CPU backward recomputes ``exp(score + mask - logsumexp)``. In a row of
 logarithm of the row's length is lost in the logsumexp, and every weight becomes 1 instead of ``1 / kv_len`` (seen in
 torch 2.13.0). What the program computes there is known, though: every score was absorbed by the fill, so the row is
 the mean of the values. Such rows are unmasked for the kernel and replaced in its result.
+
+Where the mask itself wants a gradient, the kernel has to give it, with weights of ``1 / kv_len``: such rows reach it
+with a query and a mask of 0 that pass their gradients on, and what is missing then is the gradient of the keys.
 """
 
 from __future__ import annotations
@@ -46,11 +49,15 @@ def replaced_and_added(a: Attention) -> str | None:
 
 @dataclass
 class EmptyRows:
-    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be."""
+    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be.
+
+    ``learned`` is whether that matrix wants a gradient.
+    """
 
     plan: Plan
     attention: Attention
     mask: Value
+    learned: bool = False
 
     def __post_init__(self) -> None:
         call = self.plan.call
@@ -64,17 +71,36 @@ class EmptyRows:
 
     def unmasked(self) -> Value:
         """The mask for the kernel, 0 in those rows."""
+        if self.learned:
+            return self._zero(self.mask)
         return self.plan.call(aten.masked_fill.Scalar, self.mask, self.rows, 0.0)
 
+    def queried(self, query: Value) -> Value:
+        """The (B, H, L, D) query for the kernel."""
+        return self._zero(query) if self.learned else query
+
+    def _zero(self, value: Value) -> Value:
+        """0 in those rows, whose gradient is passed on all the same."""
+        nothing = self._nothing(value)
+        return self.plan.call(aten.where.self, self.rows, nothing, value)
+
+    def _nothing(self, value: Value) -> Value:
+        """0 with the gradient of a value."""
+        return self.plan.call(aten.sub.Tensor, value, self.plan.call(aten.detach.default, value))
+
     def replaced(self, out: Value, query: Value, key: Value, value: Value, scale: float) -> Value:
-        """The kernel's (B, H, L, Dv) result with those rows replaced."""
+        """The kernel's (B, H, L, Dv) result with those rows replaced; ``query`` is the program's."""
         call = self.plan.call
         wide = torch.promote_types(fake_of(value).dtype, torch.float32)
         query, key, value = (call(aten.to.dtype, x, wide) for x in (query, key, value))
+        if self.learned:
+            nothing = self._nothing(self._scores_to_first_order(call(aten.detach.default, query), key, value, scale))
+            rows = call(aten.where.ScalarOther, self.rows, nothing, 0.0)
+            return call(aten.add.Tensor, out, call(aten.to.dtype, rows, fake_of(out).dtype))
         mean = self._mean(value)
         if self.attention.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
-            mean = call(aten.add.Tensor, mean, call(aten.sub.Tensor, linear, call(aten.detach.default, linear)))
+            mean = call(aten.add.Tensor, mean, self._nothing(linear))
         return self._put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:

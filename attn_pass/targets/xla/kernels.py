@@ -1,8 +1,9 @@
 """JAX's Pallas attention for TPUs as functions of JAX arrays: `flash`, and `splash` for windows and grouped heads.
 
-What the library's kernels ask for is met here, once: the scale is always passed, a bias is told so that it is added to
-the scaled scores although the kernel adds before it multiplies, and what is padded is masked. Functions are made once for a `Call` and kept, so that
-what caches by a function's identity, as ``torch_xla.core.xla_builder.call_jax`` does, finds them again.
+What the library's kernels ask for is met here, once: the scale is always passed, a bias is told so that it counts as if
+it were added to the scaled scores, although the kernel adds before it multiplies, and what is padded is masked.
+Functions are made once for a `Call` and kept, so that what caches by a function's identity, as
+``torch_xla.core.xla_builder.call_jax`` does, finds them again.
 
 The library is ``jax.experimental.pallas.ops.tpu.flash_attention`` and ``.splash_attention`` (read: jax 0.7.1 and
 0.10.2). Nothing of JAX is imported before a function is asked for.
@@ -67,6 +68,7 @@ def forward(call: Call) -> Callable[..., Any]:
     kept (B, S) boolean, the keys to keep, or None; the result is (B, H, L, D). A row that keeps no key is an average of
     values, and which is not said.
     """
+
     def attention(query: Any, key: Any, value: Any, bias: Any = None, kept: Any = None) -> Any:
         import jax
 
