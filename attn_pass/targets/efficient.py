@@ -34,7 +34,7 @@ class Efficient(Kernel):
             mask = plan.call(aten.expand.default, mask, shape)
         both = plan.call(
             aten._scaled_dot_product_efficient_attention.default,
-            query,
+            query if empty is None else empty.queried(query),
             key,
             value,
             mask,

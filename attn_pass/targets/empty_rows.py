@@ -4,6 +4,9 @@ The fused CPU backward recomputes ``exp(score + mask - logsumexp)``. In a row of
 logarithm of the row's length is lost in the logsumexp, and every weight becomes 1 instead of ``1 / kv_len`` (seen in
 torch 2.13.0). What the program computes there is known, though: every score was absorbed by the fill, so the row is
 the mean of the values. Such rows are unmasked for the kernel and replaced in its result.
+
+Where the mask itself wants a gradient, the kernel has to give it, with weights of ``1 / kv_len``: such rows reach it
+with a query and a mask of 0 that pass their gradients on, and what is missing then is the gradient of the keys.
 """
 
 from __future__ import annotations
@@ -27,22 +30,34 @@ def cannot_be_told_apart(a: Attention) -> str | None:
     A fill that replaces a score cuts its gradient off, one that is added does not; where both may empty a row,
     the gradient differs from key to key.
     """
-    if a.bias is None:
-        return None
-    if a.keep is not None or any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias)):
-        return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
+    reason = replaced_and_added(a)
+    if reason is not None or a.bias is None:
+        return reason
     if len(set(loads(a.bias))) > 1:
         return "a row may be masked out entirely by several matrices that are added"
     return None
 
 
+def replaced_and_added(a: Attention) -> str | None:
+    """Why it would not be known which scores of such rows pass their gradient on, or None."""
+    if a.bias is None:
+        return None
+    if a.keep is not None or any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias)):
+        return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
+    return None
+
+
 @dataclass
 class EmptyRows:
-    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be."""
+    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be.
+
+    ``learned`` is whether that matrix wants a gradient.
+    """
 
     plan: Plan
     attention: Attention
     mask: Value
+    learned: bool = False
 
     def __post_init__(self) -> None:
         call = self.plan.call
@@ -56,17 +71,36 @@ class EmptyRows:
 
     def unmasked(self) -> Value:
         """The mask for the kernel, 0 in those rows."""
+        if self.learned:
+            return self._zero(self.mask)
         return self.plan.call(aten.masked_fill.Scalar, self.mask, self.rows, 0.0)
 
+    def queried(self, query: Value) -> Value:
+        """The (B, H, L, D) query for the kernel."""
+        return self._zero(query) if self.learned else query
+
+    def _zero(self, value: Value) -> Value:
+        """0 in those rows, whose gradient is passed on all the same."""
+        nothing = self._nothing(value)
+        return self.plan.call(aten.where.self, self.rows, nothing, value)
+
+    def _nothing(self, value: Value) -> Value:
+        """0 with the gradient of a value."""
+        return self.plan.call(aten.sub.Tensor, value, self.plan.call(aten.detach.default, value))
+
     def replaced(self, out: Value, query: Value, key: Value, value: Value, scale: float) -> Value:
-        """The kernel's (B, H, L, Dv) result with those rows replaced."""
+        """The kernel's (B, H, L, Dv) result with those rows replaced; ``query`` is the program's."""
         call = self.plan.call
         wide = torch.promote_types(fake_of(value).dtype, torch.float32)
         query, key, value = (call(aten.to.dtype, x, wide) for x in (query, key, value))
+        if self.learned:
+            nothing = self._nothing(self._scores_to_first_order(call(aten.detach.default, query), key, value, scale))
+            rows = call(aten.where.ScalarOther, self.rows, nothing, 0.0)
+            return call(aten.add.Tensor, out, call(aten.to.dtype, rows, fake_of(out).dtype))
         mean = self._mean(value)
         if self.attention.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
-            mean = call(aten.add.Tensor, mean, call(aten.sub.Tensor, linear, call(aten.detach.default, linear)))
+            mean = call(aten.add.Tensor, mean, self._nothing(linear))
         return self._put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:

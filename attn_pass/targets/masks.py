@@ -107,6 +107,10 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
         wide = plan.call(aten.to.dtype, mask, torch.float32)
         low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
+        if a.bias is not None and wants_mask_gradient(a):  # what a fill is told as has the fill's gradient
+            nothing = plan.call(aten.sub.Tensor, wide, plan.call(aten.detach.default, wide))
+            lowest = plan.call(aten.add.Scalar, nothing, _LOWEST)
+            low = plan.call(aten.where.self, masked, lowest, wide)
         mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
     elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
         mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
@@ -125,7 +129,8 @@ def repaired(
     """
     empty = None
     if mask is not None and repairs_empty_rows(lower.attention, setting):
-        empty = EmptyRows(lower.plan, lower.attention, mask)
+        learned = lower.attention.bias is not None and wants_mask_gradient(lower.attention)
+        empty = EmptyRows(lower.plan, lower.attention, mask, learned)
         mask = empty.unmasked()
     if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
         given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype

@@ -134,7 +134,8 @@ class Sdpa:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
         mask, empty = repaired(lower, mask, setting, picked_by_torch(_call(a, setting), setting.allowed_backends))
-        out: Value = plan.call(target, query, key, value, mask, a.dropout, causal, **arguments)
+        asked = query if empty is None else empty.queried(query)
+        out: Value = plan.call(target, asked, key, value, mask, a.dropout, causal, **arguments)
         if by_distance is not None:
             out = plan.call(aten.flip.default, out, [2])
         if empty is not None:

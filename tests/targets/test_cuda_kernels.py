@@ -206,6 +206,38 @@ def test_gradients(name: str) -> None:
     assert report.sites[0].target == target
 
 
+def filled_row(fill: float, dtype: torch.dtype = FP32, *shape: int) -> Tensor:
+    """A bias with one row of a fill alone, and one that mixes it with numbers."""
+    bias = randn(*shape or (2, 1, 6, 9), dtype=dtype, seed=5)
+    bias[-1, 0, 2] = fill
+    bias[0, 0, 4, 3:] = fill
+    return bias
+
+
+LOWEST = torch.finfo(FP32).min
+LEARNED: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {
+    "the lowest number": (qkv(2, 4, 6, 9, 16), filled_row(LOWEST)),
+    "-1e30, a bias of each head": (qkv(2, 4, 6, 16, 16), filled_row(-1e30, FP32, 1, 4, 6, 16)),
+    "-1e9, packed groups": (qkv(2, 4, 6, 9, 16, kv_heads=2), filled_row(-1e9)),
+    "bfloat16": (qkv(2, 4, 6, 9, 16, dtype=BF16), filled_row(-1e30, BF16)),
+    "float16": (qkv(2, 4, 6, 9, 16, dtype=FP16), filled_row(torch.finfo(FP16).min, FP16)),
+}
+
+
+def grouped_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    groups = q.size(1) // k.size(1)
+    return biased(q, *(x.repeat_interleave(groups, 1) for x in (k, v)), bias)
+
+
+@pytest.mark.parametrize("target", ["efficient", "sdpa"])
+@pytest.mark.parametrize("name", list(LEARNED))
+def test_a_row_of_fills_in_a_learned_bias_has_its_gradient(name: str, target: str) -> None:
+    """The kernels' backward takes a weight of 1 there for 1 / kv_len, and the row is no constant of the bias."""
+    operands, bias = LEARNED[name]
+    leaves = [t.detach().clone().requires_grad_() for t in (*operands, bias)]
+    same(grouped_bias, *leaves, rewritten=1, grad=True, device="H200", targets=(target,))
+
+
 def test_torch_s_own_call_gets_its_mask_in_the_operands_dtype() -> None:
     masks: list[torch.dtype] = []
 

@@ -1,8 +1,9 @@
 """JAX's Pallas attention for TPUs as functions of JAX arrays: `flash`, and `splash` for windows and grouped heads.
 
-What the library's kernels ask for is met here, once: the scale is always passed, a bias is divided by it because the
-kernel adds before it multiplies, and what is padded is masked. Functions are made once for a `Call` and kept, so that
-what caches by a function's identity, as ``torch_xla.core.xla_builder.call_jax`` does, finds them again.
+What the library's kernels ask for is met here, once: the scale is always passed, a bias is told so that it counts as if
+it were added to the scaled scores, although the kernel adds before it multiplies, and what is padded is masked.
+Functions are made once for a `Call` and kept, so that what caches by a function's identity, as
+``torch_xla.core.xla_builder.call_jax`` does, finds them again.
 
 The library is ``jax.experimental.pallas.ops.tpu.flash_attention`` and ``.splash_attention`` (read: jax 0.7.1 and
 0.10.2). Nothing of JAX is imported before a function is asked for.
@@ -13,14 +14,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
-LOWEST = -1e30
-"""Stands for every lower bias. It absorbs any score, stays finite divided by any scale of `SMALLEST_SCALE` or more, and
-is above what the kernels mask with (-2.4e38), so that a masked key never weighs what a key with the lowest bias does:
-for a row of the lowest bias alone that is the mean of the values."""
+LOWEST = -(2.0**80)
+"""Stands for every lower number that is added. It absorbs any score, and is above `NEVER`, so that a row of the lowest
+number alone is the mean of the values, of those only that are not masked by -inf."""
+NEVER = -(2.0**100)
+"""Stands for -inf, which makes a row whose first block of keys is masked NaN. It stays finite divided by any scale of
+`SMALLEST_SCALE` or more, and is above what the kernels mask padded keys with (-2.4e38)."""
 SMALLEST_SCALE = 1e-7
+_MASKING = -0.99e9  # what is at or below it hides any score, and only the order of such numbers matters
+_HIDES = 2.0**10  # they are made so much lower where they are rounded, to hide scores all the same
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,12 @@ def forward(call: Call) -> Callable[..., Any]:
     kept (B, S) boolean, the keys to keep, or None; the result is (B, H, L, D). A row that keeps no key is an average of
     values, and which is not said.
     """
-    kernel = {"flash": _flash, "splash": _splash}[call.kind]
 
     def attention(query: Any, key: Any, value: Any, bias: Any = None, kept: Any = None) -> Any:
         import jax
 
         with _interpreted(call.interpret), jax.default_matmul_precision(call.precision):
-            return kernel(call, query, key, value, bias, kept)
+            return _KERNELS[call.kind](call, query, key, value, _added(call, query, bias), kept)
 
     attention.__name__ = f"attn_pass_{call.kind}"
     return attention
@@ -77,17 +83,21 @@ def forward(call: Call) -> Callable[..., Any]:
 def backward(call: Call) -> Callable[..., Any]:
     """``(grad, query, key, value, bias, kept) -> (of query, key, value[, bias])``; the forward is computed again.
 
-    None among the arguments, and what is boolean, has no gradient: the result has three or four parts.
+    None among the arguments, and what is boolean, has no gradient: the result has three or four parts. A bias of any
+    number has the gradient of its score, also where the number told to the kernel is another one.
     """
-    run = forward(call)
 
     def gradients(grad: Any, query: Any, key: Any, value: Any, bias: Any = None, kept: Any = None) -> Any:
         import jax
 
         with _interpreted(call.interpret), jax.default_matmul_precision(call.precision):
-            parts = (query, key, value) if bias is None else (query, key, value, bias)
-            _, pull = jax.vjp(lambda *parts: run(*parts, *([None] * (4 - len(parts))), kept), *parts)
-            return pull(grad)
+            if bias is None:
+                _, pull = jax.vjp(lambda *parts: _KERNELS[call.kind](call, *parts, None, kept), query, key, value)
+                return pull(grad)
+            added = _added(call, query, bias)
+            _, pull = jax.vjp(lambda *parts: _KERNELS[call.kind](call, *parts, kept), query, key, value, added)
+            *found, of_added = pull(grad)
+            return (*found, (of_added / _scale_inside(call, query, bias)).astype(bias.dtype))
 
     gradients.__name__ = f"attn_pass_{call.kind}_backward"
     return gradients
@@ -112,7 +122,37 @@ def packed(call: Call, back: bool, biased: bool, masked: bool) -> Callable[..., 
 # ---------------------------------------------------------------- flash
 
 
-def _flash(call: Call, query: Any, key: Any, value: Any, bias: Any, kept: Any) -> Any:
+def _scale_inside(call: Call, query: Any, bias: Any) -> float:
+    """The scale that the kernel multiplies by; 1 where the query is multiplied before.
+
+    The kernel computes ``scale * (query @ key + added)``. In float32 the query takes the scale, and a bias is added as
+    it is; in bfloat16 that would round the query.
+    """
+    return 1.0 if bias is not None and query.dtype.itemsize == 4 else call.scale
+
+
+def _added(call: Call, query: Any, bias: Any) -> Any:
+    """What the kernel adds before it multiplies by its scale, float32, for a bias that is added afterwards.
+
+    A kernel that is compiled may compute ``scale * x - maximum`` without rounding the product. For the largest of a row
+    the rest is not 0 then but a part of the maximum, exp of which is infinite in a row of very low numbers alone. So
+    such numbers are told as powers of two, whose products are exact; what they hide they hide all the same.
+    """
+    import jax
+    from jax import numpy as jnp
+
+    if bias is None:
+        return None
+    bias = bias.astype(jnp.float32)
+    scale = _scale_inside(call, query, bias)
+    if scale == 1.0:
+        return jnp.where(jnp.isneginf(bias), NEVER, jnp.maximum(bias, LOWEST))
+    low = jnp.where(jnp.isneginf(bias), NEVER, jnp.maximum(bias * _HIDES, LOWEST)) / scale
+    bits = jax.lax.bitcast_convert_type(low, jnp.int32) & jnp.int32(-(1 << 23))  # sign and exponent
+    return jnp.where(bias <= _MASKING, jax.lax.bitcast_convert_type(bits, jnp.float32), bias / scale)
+
+
+def _flash(call: Call, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
     from jax import numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as library
 
@@ -122,11 +162,11 @@ def _flash(call: Call, query: Any, key: Any, value: Any, bias: Any, kept: Any) -
     keys = key.shape[2]
     query, key, value, kept = _padded(call.blocks, query, key, value, kept)
     all_rows, all_keys = query.shape[2], key.shape[2]
-    if bias is not None:
-        # The kernel computes scale * (query @ key + ab).
-        bias = jnp.maximum(bias.astype(jnp.float32), LOWEST) / call.scale
-        bias = jnp.broadcast_to(bias, (batch, heads, rows, keys))
-        bias = jnp.pad(bias, ((0, 0), (0, 0), (0, all_rows - rows), (0, all_keys - keys)))
+    scale = _scale_inside(call, query, added)
+    if added is not None:
+        query = query if scale == call.scale else query * call.scale
+        added = jnp.broadcast_to(added, (batch, heads, rows, keys))
+        added = jnp.pad(added, ((0, 0), (0, 0), (0, all_rows - rows), (0, all_keys - keys)))
     segments = None if kept is None else library.SegmentIds(jnp.ones((batch, all_rows), jnp.int32), kept)
     # Without jit: what it caches says nothing of interpretation.
     function = getattr(library.flash_attention, "__wrapped__", library.flash_attention)
@@ -134,10 +174,10 @@ def _flash(call: Call, query: Any, key: Any, value: Any, bias: Any, kept: Any) -
         query,
         key,
         value,
-        bias,
+        added,
         segments,
         causal=call.upper == 0,
-        sm_scale=call.scale,
+        sm_scale=scale,
         block_sizes=_flash_blocks(library, call.blocks),
     )
     return out[:, :, :rows]
@@ -164,13 +204,13 @@ def _flash_blocks(library: Any, b: Blocks) -> Any:
 # ---------------------------------------------------------------- splash
 
 
-def _splash(call: Call, query: Any, key: Any, value: Any, bias: Any, kept: Any) -> Any:
+def _splash(call: Call, query: Any, key: Any, value: Any, added: Any, kept: Any) -> Any:
     import jax
     from jax import numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    if bias is not None:
+    if added is not None:
         raise ValueError("splash attention takes no bias")
     rows, heads = query.shape[2], query.shape[1]
     query, key, value, kept = _padded(call.blocks, query, key, value, kept, rows_too=True)
@@ -203,6 +243,9 @@ def _splash(call: Call, query: Any, key: Any, value: Any, bias: Any, kept: Any) 
 # ---------------------------------------------------------------- shared
 
 
+_KERNELS: dict[str, Callable[..., Any]] = {"flash": _flash, "splash": _splash}
+
+
 def _padded(
     blocks: Blocks, query: Any, key: Any, value: Any, kept: Any, *, rows_too: bool = False
 ) -> tuple[Any, Any, Any, Any]:
@@ -223,39 +266,52 @@ def _padded(
     return longer(query, more_rows), longer(key, more_keys), longer(value, more_keys), kept
 
 
+_LOCK = Lock()
+_INSIDE: ContextVar[bool] = ContextVar("attn_pass_interpreted", default=False)
+
+
 @contextmanager
 def _interpreted(wanted: bool) -> Iterator[None]:
     """Inside it the flash kernel is traced to plain XLA operations.
 
     The library's function has no argument for it, and ``force_tpu_interpret_mode`` needs tokens, which
-    ``call_jax`` does not pass on. So the library's module sees another ``pallas_call`` while it is traced.
+    ``call_jax`` does not pass on. So the library's module sees another ``pallas_call``, which interprets for whoever is
+    inside, in this thread alone: other threads may trace for a TPU meanwhile.
     """
     if not wanted:
         yield
         return
     from jax.experimental.pallas.ops.tpu import flash_attention as library
 
-    real = library.pl
-    if isinstance(real, _Interpreting):
-        yield
-        return
-    library.pl = _Interpreting(real)
+    with _LOCK:
+        if not _Interpreting.users:
+            library.pl = _Interpreting(library.pl)
+        _Interpreting.users += 1
+    token = _INSIDE.set(True)
     try:
         yield
     finally:
-        library.pl = real
+        _INSIDE.reset(token)
+        with _LOCK:
+            _Interpreting.users -= 1
+            if not _Interpreting.users:
+                library.pl = library.pl.real
 
 
 class _Interpreting:
-    """``jax.experimental.pallas`` whose ``pallas_call`` interprets."""
+    """``jax.experimental.pallas`` whose ``pallas_call`` interprets inside `_interpreted`."""
+
+    users = 0
 
     def __init__(self, real: Any) -> None:
-        self._real = real
+        self.real = real
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        return getattr(self.real, name)
 
     def pallas_call(self, kernel: Any, **arguments: Any) -> Any:
         """The call, interpreted; what is meant for the TPU's compiler is left out."""
+        if not _INSIDE.get():
+            return self.real.pallas_call(kernel, **arguments)
         arguments.pop("compiler_params", None)
-        return self._real.pallas_call(kernel, **{**arguments, "interpret": True})
+        return self.real.pallas_call(kernel, **{**arguments, "interpret": True})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_pass.targets.xla.kernels import LOWEST, Blocks, Call
+from attn_pass.targets.xla.kernels import LOWEST, NEVER, Blocks, Call
 
 _MASKED = -0.7 * torch.finfo(torch.float32).max  # what the kernels add to a masked score
 
@@ -38,7 +38,7 @@ def attention(
         query: (B, H, L, D), bfloat16 or float32.
         key: (B, Hkv, S, D); Hkv is H for "flash" and divides it for "splash".
         value: (B, Hkv, S, D).
-        bias: added to the scores, broadcastable to (B, H, L, S); lower numbers than -1e30 count as that. "flash" only.
+        bias: added to the scores, broadcastable to (B, H, L, S); numbers below -1.2e24 count as that. "flash" only.
         kept: (B, S), boolean: the keys that are kept.
         kind: the kernel, "flash" or "splash".
         scale: of the scores, greater than 0.
@@ -134,7 +134,8 @@ def _weights(call: Call, query: Tensor, key: Tensor, bias: Tensor | None, kept: 
     """(B, H, L, S)."""
     scores = call.scale * query.float() @ _spread(key, query).mT
     if bias is not None:
-        scores = scores + bias.float().clamp(min=LOWEST)
+        wide = bias.float()
+        scores = scores + wide.clamp(min=LOWEST).masked_fill(wide == float("-inf"), NEVER)
     rows, keys = (torch.arange(x.size(2), device=query.device) for x in (query, key))
     distance = keys - rows[:, None]
     masked = torch.zeros_like(distance, dtype=torch.bool)
@@ -159,6 +160,5 @@ def _plain_backward(
     joined = (x.unflatten(1, (key.size(1), -1)).sum(2) for x in (of_key, of_value))
     found = [g.to(query.dtype).contiguous() for g in (of_query, *joined)]
     if bias is not None:
-        of_bias = of_scores.sum_to_size(bias.shape).masked_fill(bias < LOWEST, 0.0)
-        found.append(of_bias.to(bias.dtype).contiguous())
+        found.append(of_scores.sum_to_size(bias.shape).to(bias.dtype).contiguous())
     return tuple(found)

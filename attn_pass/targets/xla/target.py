@@ -21,9 +21,9 @@ from attn_pass.hardware import cost_xla
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Axis
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.empty_rows import cannot_be_told_apart
+from attn_pass.targets.empty_rows import replaced_and_added
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, assumed, repaired, repairs_empty_rows
+from attn_pass.targets.masks import additive_mask, assumed
 from attn_pass.targets.problem import problem_of
 from attn_pass.targets.xla.kernels import Blocks
 from attn_pass.targets.xla.masks import Mask, mask_of
@@ -113,13 +113,12 @@ class _Pallas:
         sizes = self.sizes(a, mask)
         query, key, value = self._operands(lower, sizes.head_dim, a.heads if self.kind == "flash" else a.kv_heads)
         matrix = _matrix(lower, setting) if mask.matrix else None
-        given, empty = (matrix, None) if a.bias is None else repaired(lower, matrix, setting, None)
         out: Value = plan.call(
             torch.ops.attn_pass_xla.attention.default,
             query,
             key,
             value,
-            given,
+            matrix,
             None if mask.kept is None else _kept(lower, mask),
             self.kind,
             abs(a.scale),
@@ -127,9 +126,6 @@ class _Pallas:
             mask.upper,
             [n for _, n in offer.kernel_options],
         )
-        if empty is not None:
-            own = self._operands(lower, sizes.head_dim, a.kv_heads)
-            out = empty.replaced(out, *own, abs(a.scale))
         if sizes.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         if _may_be_empty(a, setting):
@@ -208,7 +204,7 @@ def _refusal_of_rows(a: Attention, mask: Mask, setting: Setting) -> str | None:
         return None
     if setting.numerics == "strict" and a.empty_row_is_nan:
         return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
-    return cannot_be_told_apart(a) if repairs_empty_rows(a, setting) else None
+    return replaced_and_added(a) if a.needs_grad else None
 
 
 def _may_be_empty(a: Attention, setting: Setting) -> bool:
@@ -238,7 +234,8 @@ def _matrix(lower: Lowering, setting: Setting) -> Value:
 def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value | None) -> Value:
     """The result with rows that keep no key as the program has them: 0 for NaN, or the mean of the values.
 
-    A row that an added matrix fills with a number is that mean already.
+    A row that an added matrix fills with a number is that mean already, and its scores have the gradient of one: a
+    number that is added hides a score and passes its gradient on, one that replaces it does not.
     """
     plan, a = lower.plan, lower.attention
     if a.bias is not None:
