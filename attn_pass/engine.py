@@ -170,17 +170,19 @@ class _Graph:
         regions = {region_of_body(c.node, self.regions.of(c.node)) for c in body.calls}
         if len(regions) != 1:
             return False
+        region = regions.pop()
         inner = _Graph(
             body.module,
             self.sizes,
-            regions.pop(),
+            region,
             self.options,
             self.report,
             self.program,
             self.draws,
             self.count * len(body.calls),
             is_body=True,
-            is_checkpoint=self.is_checkpoint or body.kind == "checkpoint",
+            # Called where gradients are off, a checkpoint marks nothing for recomputing.
+            is_checkpoint=self.is_checkpoint or (body.kind == "checkpoint" and region.grad_enabled is not False),
             runner=self.runner,
             measure=self.measure,
             compile_site=self.compile_site,
@@ -230,7 +232,10 @@ class _Graph:
         attention = described.attention
         if self.is_checkpoint and not attention.needs_grad:
             # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
-            record.reason = "a checkpointed region without gradients takes no fused call"
+            record.reason = (
+                "no input of its checkpoint needs a gradient, and torch refuses fused calls there while gradients are "
+                "on: call the model under torch.no_grad()"
+            )
             return False
         if self.context_parallel and (attention.has_mask or attention.not_affine):
             record.reason = (

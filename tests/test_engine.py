@@ -318,3 +318,29 @@ def test_a_checkpoint_without_gradients_is_left() -> None:
         out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
     assert [s.outcome for s in report.sites] == ["left"]
     torch.testing.assert_close(out, Checkpointed()(q, k, v))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_checkpoint_called_where_gradients_are_off_is_rewritten(mode: Any) -> None:
+    q, k, v = (torch.randn(2, 3, 8, 16) for _ in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report, mode():
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+    assert [s.outcome for s in report.sites] == ["rewritten"]
+    torch.testing.assert_close(out, Checkpointed()(q, k, v))
+
+
+def test_gradients_that_are_off_inside_a_checkpoint_only_do_not_count() -> None:
+    def quiet(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return attention(q, k, v)
+
+    def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(quiet, q, k, v, use_reentrant=False)
+
+    args = tuple(torch.randn(2, 3, 8, 16) for _ in range(3))
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused"))(*args)
+    assert [s.outcome for s in report.sites] == ["left"]
+    torch.testing.assert_close(out, fn(*args))

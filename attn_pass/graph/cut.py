@@ -20,6 +20,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute, called_bodies
 from attn_pass.graph.values import Sizes, fake_value
+from attn_pass.graph.writes import may_draw
 
 _MOST = 250  # nodes: a part that reads more is no part of its own
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -115,6 +116,7 @@ def cut(
     new: Value | None = None,
     also: Sequence[Node] = (),
     plain: bool = False,
+    repeatable: bool = False,
 ) -> Cut:
     """The part of the graph that computes ``result``, and ``new`` as planned in its place.
 
@@ -128,6 +130,7 @@ def cut(
         new: what was planned in the place of the result.
         also: other nodes whose values are wanted.
         plain: nothing in the part may write memory, call a graph or read a tensor of the program's own.
+        repeatable: nothing in it may draw random numbers, so that it gives the same whenever it is run.
 
     Raises:
         CannotExtract: the part reads too much of the program, or what has no value of its own here.
@@ -137,6 +140,8 @@ def cut(
     if plain:
         _check_plain([n for n in order if n not in sources], around)
     others, more = walk.order(_leaves_of(new)), walk.order(also)
+    if repeatable and (drawn := [n for n in (*order, *others, *more) if n not in sources and may_draw(n)]):
+        raise CannotExtract(f"it draws random numbers ({drawn[0].name})")
     leaves = list(dict.fromkeys(n for n in (*order, *others, *more) if _is_input(n, sources, around)))
     inputs = tuple(_input(n, number, known.get(n), needs_grad(n)) for n in leaves)
     regions = around.levels[0].regions

@@ -283,6 +283,33 @@ def draws_random_numbers(node: Node) -> bool:
     return traits_of(node.op, node.target).drops and drops_something(node)
 
 
+_DRAWN_IN_PLACE = frozenset(
+    {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"}
+)
+
+
+def may_draw(node: Node) -> bool:
+    """Whether a node gives other numbers each time it runs: a draw, or a dropout that is not known to drop nothing."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    target = node.target
+    schema = getattr(target, "_schema", None)
+    name = target if isinstance(target, str) else schema.name if schema else getattr(target, "__name__", "")
+    name = name.rpartition("::")[2]
+    if name in _RANDOM or (name.endswith("_") and name[:-1] in _DRAWN_IN_PLACE):
+        return True
+    if "dropout" not in name:
+        return False
+    p, training = (_argument(node, n, names) for n, names in ((1, ("p",)), (2, ("training", "train"))))
+    return p != 0 and training is not False
+
+
+def _argument(node: Node, position: int, names: tuple[str, ...]) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return next((node.kwargs[n] for n in names if n in node.kwargs), None)
+
+
 # ---------------------------------------------------------------- the writes of one call
 
 

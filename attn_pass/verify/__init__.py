@@ -152,6 +152,7 @@ def _cut(subject: Subject, chosen: Mapping[str, int]) -> Cut:
                 needs_grad=subject.needs_grad,
                 new=subject.new,
                 also=[d.nodes[n] for n in tensors],
+                repeatable=True,  # it is run as it was, as it is to be, and in float64
             )
         except CannotExtract as error:
             problem = error

@@ -218,6 +218,30 @@ def test_writes_inside_the_site_are_run_too() -> None:
     assert site.verified_error is not None and site.verified_error < 1e-5
 
 
+DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn": lambda q: torch.randn(9, 11).tril(),
+    "rand_like": lambda q: torch.rand_like(q[0, 0] @ q[0, 0].mT[:, :1].expand(8, 11)),
+    "in place": lambda q: torch.empty(9, 11).uniform_(),
+    "a coin": lambda q: torch.where(torch.bernoulli(torch.full((9, 11), 0.7)) > 0, 0.0, -1e9),
+    "dropout": lambda q: F.dropout(torch.ones(9, 11), 0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mask_that_is_drawn_is_drawn_once(name: str) -> None:
+    """Each way of running the site would draw a mask of its own, and all would differ."""
+    site = site_of(lambda q, k, v: (q @ k.mT * 0.3 + DRAWN[name](q)).softmax(-1) @ v, *qkv(2, 3, 9, 11, 8))
+    assert site.outcome == "rewritten"
+    assert site.verified_error is not None or "draws random numbers" in site.not_verified
+
+
+def test_dropout_that_drops_nothing_is_no_draw() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((F.dropout(q @ k.mT, 0.0, True) * 0.3).softmax(-1), 0.4, False) @ v
+
+    assert site_of(fn, *qkv(2, 3, 9, 11, 8)).verified_error is not None
+
+
 def test_what_was_written_to_an_operand_before_is_in_its_value() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own = q * 1.0
