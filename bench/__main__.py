@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from bench import constants, dynamic_query, lists, models, never_slower, page, pass_time, training
+from bench import constants, dynamic_query, lists, models, never_slower, page, pass_time, training, verify_time
 from bench.census.__main__ import compile_time_command
 from bench.gpu import __main__ as gpu
 from bench.seeds import __main__ as seeds
@@ -22,6 +22,7 @@ for name, function in {
     "training": training.main,
     "compile-time": compile_time_command,
     "pass-time": pass_time.main,
+    "verify-time": verify_time.main,
     "constants": constants.main,
     "page": page.main,
 }.items():

@@ -127,17 +127,13 @@ def _plain(name: str) -> str:
     return _SUFFIX.sub("", name.removeprefix("_").removeprefix("test_"))
 
 
-def _collect(
-    module: ModuleType, cls: type, name: str, named: bool, forms: list[Form], others: list[NotRun]
-) -> None:
+def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[Form], others: list[NotRun]) -> None:
     case = _bare(cls)
     static = bool(getattr(case, "use_static_shapes", True))
     found: list[Form] = []
 
     def keep(function: Callable[..., Any], inputs: Any, **facts: Any) -> None:
-        found.append(
-            Form(_plain(name), len(found) + 1, function, tuple(inputs), static=static, named=named, **facts)
-        )
+        found.append(Form(_plain(name), len(found) + 1, function, tuple(inputs), static=static, named=named, **facts))
 
     def check(function: Callable[..., Any], args1: Any = None, *positional: Any, **asked: Any) -> None:
         if positional:

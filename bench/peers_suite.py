@@ -288,7 +288,11 @@ def _told(rows: Sequence[Row], others: Sequence[Any]) -> list[Table]:
     refusals = [{"says": r.says, "because": r.because} for r in REFUSALS if r in met]
     tables = []
     if refusals:
-        tables.append(Table("Why a refusal is true", (Column("the pass says", "says"), Column("which is so", "because")), refusals))
+        tables.append(
+            Table(
+                "Why a refusal is true", (Column("the pass says", "says"), Column("which is so", "because")), refusals
+            )
+        )
     if others:
         lines = [{"test": o.test, "batch": "static" if o.static else "dynamic", "why": o.why} for o in others]
         columns = (Column("test", "test"), Column("batch", "batch"), Column("why", "why"))

@@ -30,8 +30,8 @@ from attn_pass.verify.inputs import Spec, random_tensor, specs
 from attn_pass.verify.running import Outcome, in_float64, outside_tracing, run
 from attn_pass.verify.shrink import shrunk
 
-MOST_SCORES = 1 << 23
-"""Scores of a site that is run as it is: about half a second forward and backward on two cores. More are made fewer."""
+MOST_SCORES = 1 << 22
+"""Scores of a site that is run as it is: about a second in all on two cores. More are made fewer."""
 _FEW_SCORES = 1 << 18  # so few that harsh inputs are run backward too, and other sizes are tried
 
 CompileSite = Callable[[GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -112,8 +112,10 @@ def _choices(subject: Subject) -> list[dict[str, int]]:
 
 
 def _scores(attention: Attention, sizes: Mapping[str, int]) -> int:
-    total = product([attention.batch_size, attention.query_heads, attention.q_len, attention.kv_len])
-    return Evaluation((), (), sizes).size(total)
+    """How many scores there are; or operands, four elements for a score, where there are more of these."""
+    a, number = attention, Evaluation((), (), sizes)
+    heads, rows, keys = (number.size(n) for n in (product([a.batch_size, a.query_heads]), a.q_len, a.kv_len))
+    return heads * max(rows * keys, (rows + keys) * number.size(a.head_dim) // 4)
 
 
 def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
