@@ -18,6 +18,7 @@ from attn_pass.report import Report
 KEY = "attn_pass"
 _SETTING = "aot_inductor.metadata"
 _FILE = "_metadata.json"
+_MOST_BYTES = 64 << 20  # of a metadata file: a package may come from anywhere
 
 
 def with_report(patches: Mapping[str, Any], report: Report) -> dict[str, Any]:
@@ -37,14 +38,18 @@ def package_report(path: str | os.PathLike[str]) -> Report:
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            found = [json.loads(archive.read(f)) for f in archive.namelist() if f.endswith(_FILE)]
+            files = [f for f in archive.infolist() if f.filename.endswith(_FILE) and f.file_size <= _MOST_BYTES]
+            found = [json.loads(archive.read(f)) for f in files]
     except FileNotFoundError:
         raise PackageError(f"there is no file {name!r}") from None
-    except (zipfile.BadZipFile, json.JSONDecodeError, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
         raise PackageError(f"{name!r} is no AOTInductor package: {error}") from error
-    stored = next((metadata[KEY] for metadata in found if KEY in metadata), None)
+    stored = next((metadata[KEY] for metadata in found if isinstance(metadata, dict) and KEY in metadata), None)
     if stored is None:
         raise PackageError(
             f"{name!r} holds no report of attn_pass: attn_pass.aot_compile did not write it, or an older version did"
         )
-    return Report.from_dict(json.loads(stored))
+    try:
+        return Report.from_dict(json.loads(stored))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise PackageError(f"the report in {name!r} is none that attn_pass wrote: {error}") from error

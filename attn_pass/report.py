@@ -347,7 +347,7 @@ def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     if site.kind == "near miss":
         outcome = f"near miss, {outcome}"
     module = _common_module([member.module for member in group])
-    return (
+    cells = (
         number,
         outcome,
         site.form,
@@ -356,6 +356,12 @@ def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
         site.mask,
         "\n".join(_why(site, verbose)),
     )
+    return tuple(map(_printable, cells))
+
+
+def _printable(text: str) -> str:
+    """Without control characters but line ends: a stored report may come from anywhere, and a terminal obeys them."""
+    return "".join(c for c in text if c == "\n" or c.isprintable())
 
 
 def _why(site: SiteReport, verbose: bool) -> Iterator[str]:

@@ -1,0 +1,67 @@
+"""Packages and reports from anywhere: nothing of them is unpickled or run, and what is malformed is told."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import attn_pass
+from attn_pass.cli import app
+from attn_pass.errors import PackageError
+from attn_pass.package import KEY
+
+SOURCES = sorted(Path(attn_pass.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("word", ["pickle.load", "import pickle", "weights_only=False", "eval(", "yaml.load"])
+def test_no_source_reads_what_could_run(word: str) -> None:
+    """`torch.load` is called with weights_only alone; no text from outside is evaluated."""
+    for source in SOURCES:
+        text = source.read_text().replace(".eval()", "")
+        assert word not in text.replace("retrieval(", ""), source
+        assert text.count("torch.load(") == text.count("weights_only=True"), source
+
+
+def package(path: Path, content: Any, name: str = "model/data/aotinductor/model_metadata.json") -> Path:
+    with zipfile.ZipFile(path / "model.pt2", "w") as archive:
+        archive.writestr(name, content if isinstance(content, (str, bytes)) else json.dumps(content))
+    return path / "model.pt2"
+
+
+MALFORMED: tuple[Any, ...] = (
+    b"\xff\xfe\x00",
+    "[1, 2",
+    [1, 2],
+    "null",
+    {KEY: 3},
+    {KEY: "no JSON"},
+    {KEY: "[]"},
+    {KEY: '{"sites": 3}'},
+    {KEY: '{"sites": [3]}'},
+    {KEY: '{"sites": [{"shapes": 3}]}'},
+    {KEY: '{"sites": [{}]}'},
+)
+
+
+@pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
+def test_a_malformed_package_is_one_sentence(content: Any, tmp_path: Path) -> None:
+    path = package(tmp_path, content)
+    with pytest.raises(PackageError):
+        attn_pass.package_report(path)
+    told = CliRunner().invoke(app, ["explain", str(path)])
+    assert told.exit_code == 2 and "Traceback" not in told.output
+
+
+def test_text_of_a_report_is_text(tmp_path: Path) -> None:
+    """Markup and control characters in a stored report change nothing on the terminal."""
+    hostile = "[bold red]x[/] \x1b[2J\x1b]0;title\x07 [link=file:///etc/passwd]y[/link]"
+    site = {"outcome": "left", "reason": hostile, "where": hostile, "module": hostile, "mask": hostile}
+    path = package(tmp_path, {KEY: json.dumps({"seconds": 0.0, "graphs": 1, "sites": [site]})})
+    shown = str(attn_pass.package_report(path))
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert "[bold red]x[/]" in shown.replace("\n", "")
