@@ -41,7 +41,7 @@ BAD = (NOT_FUSED, WRONG, RAISED, AGAIN)
 
 @dataclass(frozen=True)
 class Refusal:
-    """Forms that are rightly left: their tests (as file names match), words of the pass's reason, and why it is true."""
+    """Forms that are rightly left: their tests (as file names match), words of the pass's reason, and why that is."""
 
     tests: str
     says: str
