@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from bench import constants, dynamic_query, lists, models, never_slower, page, pass_time, training, verify_time
+from bench import (
+    constants,
+    dynamic_query,
+    lists,
+    models,
+    never_slower,
+    page,
+    pass_time,
+    peers_suite,
+    training,
+    verify_time,
+)
 from bench.census.__main__ import compile_time_command
 from bench.gpu import __main__ as gpu
 from bench.seeds import __main__ as seeds
@@ -17,6 +28,7 @@ for name, function in {
     "forms": lists.forms_command,
     "models": models.main,
     "peers": lists.peers_command,
+    "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
     "never-slower": never_slower.main,
     "training": training.main,

@@ -34,14 +34,15 @@ class Form:
     """One call of the peers' check, or of a function they compile themselves.
 
     Attributes:
-        test: its test, without "test_" and the device; "peers" tells whether a class of this device names it.
+        test: its test, without "test_" and the device.
         number: which of the test's calls it is, from 1.
         inputs: the arguments, without the one for dropout.
         takes_training: whether the function takes "training" after the inputs.
         draws: whether it draws random numbers in training.
         trains: whether the peers check it in training too.
+        gradients: the grad mode it is called in outside training; its inputs need no gradient there.
         static: whether the batch is a number; otherwise dimension 0 of the first three inputs is dynamic.
-        fused: whether the peers' own patterns must match.
+        fused: whether the peers' own patterns are to match.
         named: whether a test class of this device names the test.
     """
 
@@ -52,6 +53,7 @@ class Form:
     takes_training: bool
     draws: bool
     trains: bool
+    gradients: bool
     static: bool
     fused: bool
     named: bool
@@ -133,7 +135,8 @@ def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[
     found: list[Form] = []
 
     def keep(function: Callable[..., Any], inputs: Any, **facts: Any) -> None:
-        found.append(Form(_plain(name), len(found) + 1, function, tuple(inputs), static=static, named=named, **facts))
+        facts |= {"gradients": torch.is_grad_enabled(), "static": static, "named": named}
+        found.append(Form(_plain(name), len(found) + 1, function, tuple(inputs), **facts))
 
     def check(function: Callable[..., Any], args1: Any = None, *positional: Any, **asked: Any) -> None:
         if positional:

@@ -118,6 +118,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "predicted_us": {"leave": None, "sdpa": 1.5},
         "measured_us": {},
         "verified_error": None,
+        "not_verified": "",
         "module": "model.layers.0.self_attn",
         "node": "matmul_0",
     }
