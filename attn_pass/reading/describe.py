@@ -36,7 +36,7 @@ from attn_pass.model.repeatable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
-from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
+from attn_pass.reading.scores import WEAKEST_FILL, Modified, NotAffine, Scores, modified, normalise
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
@@ -404,6 +404,10 @@ class _Assembly:
         value = tensor_value(result)
         assert value is not None
         score = self._whole_score(self.score)
+        never_empty = named.rows_never_empty and _is_bounded(function)
+        if self.sink is not None and not never_empty and any(_masks(e) for e in walk(self.sink)):
+            # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
+            raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
         attention = Attention(
             batch=batch,
             heads=heads,
@@ -441,7 +445,7 @@ class _Assembly:
                 None if computed.condition is None else renumber(computed.condition),
             ),
             structure=named.structure,
-            rows_never_empty=named.rows_never_empty and _is_bounded(function),
+            rows_never_empty=never_empty,
             dropout=parts.dropout,
             empty_row_is_nan=parts.empty_row_is_nan,
             nan_guard=parts.nan_guard,
@@ -501,6 +505,10 @@ class _Assembly:
 def _needs_grad(node: Node) -> bool:
     value = tensor_value(node)
     return value is None or value.requires_grad
+
+
+def _masks(expression: Expr) -> bool:
+    return isinstance(expression, Const) and expression.value <= WEAKEST_FILL
 
 
 def _is_bounded(function: Expr) -> bool:

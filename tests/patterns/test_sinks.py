@@ -132,3 +132,16 @@ def test_exported(decompose: bool) -> None:
     report = attn_pass.rewrite(program, choose="fused")
     assert [s.outcome for s in report.sites] == ["rewritten"]
     torch.testing.assert_close(program.module()(*inputs), Module()(*inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [-1, 0])
+def test_a_key_without_a_value_that_is_masked_in_an_empty_row(offset: int) -> None:
+    """The last key's weight is thrown away; in a row that keeps no key it takes as much of it as any other."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.ones(4, 4, dtype=torch.bool).tril(offset)
+        weights = (q @ k.mT).masked_fill(~keep, torch.finfo(torch.float32).min).softmax(-1)
+        return weights[..., :-1] @ v[..., 1:, :]
+
+    with torch.no_grad():
+        same(fn, *(randn(1, 2, 4, 8, seed=s) for s in range(3)))
