@@ -49,7 +49,7 @@ def run(
 ) -> Outcome:
     """Runs a program on inputs laid out in copies of their memory; with a cotangent, backward too."""
     flats = [m.detach().requires_grad_(i.requires_grad and cotangent is not None) for i, m in zip(given, memory)]
-    with region.restore() if region is not None else nullcontext():
+    with torch.enable_grad(), region.restore() if region is not None else nullcontext():
         inputs = [laid_out(flat, i) for flat, i in zip(flats, given)]
         out = program(*inputs)
     result: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
