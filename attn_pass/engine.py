@@ -154,8 +154,10 @@ class _Graph:
             changed |= self._rewrite_body(body)
         sites = sorted(self._sites(), key=lambda s: self.effects.position[s.node])
         for site in sites:
-            if site.described is not None and site.described.attention.dropout and site.form != softmax.FORM:
-                self.draws.add(site.node, self._made_of(site.described))
+            if site.described is None or not site.described.attention.dropout or site.form == softmax.FORM:
+                continue
+            if (made_of := self._made_of(site.described)) is not None:
+                self.draws.add(site.node, made_of)
         touched = False
         for site in sites:
             touched |= self._decide(site)
@@ -290,7 +292,7 @@ class _Graph:
             record.fixed = described.fixed
             if verified is not None:
                 record.verified_error, record.not_verified = verified.error, verified.reason
-            if attention.dropout:
+            if made_of is not None and attention.dropout:
                 self.draws.add(self.replaced[site.node], made_of, site.node)
             return True
         return False
@@ -400,21 +402,25 @@ class _Graph:
             setting,
         )
 
-    def _made_of(self, described: Described) -> Ancestry:
-        """What a site's operands and its mask are made of."""
+    def _made_of(self, described: Described) -> Ancestry | None:
+        """What a site's operands and its mask are made of, where a target asks: on NPUs, for dropout and gradients."""
+        a = described.attention
+        device = device_for(a.sources[a.query.source].device, self.options.device)
+        if device.type != "npu" or not (a.dropout or self.program == "export"):
+            return None
         nodes = (self.replaced.get(n, n) for n in described.nodes)
         effects = {self.gm.graph: self.effects, **{level.graph: level.effects for level in self.levels}}
         return ancestry(nodes, self.draws.root, self.bound, effects)
 
-    def _may_need_grad(self, site: Site, made_of: Ancestry) -> bool:
+    def _may_need_grad(self, site: Site, made_of: Ancestry | None) -> bool:
         """Whether gradients may be wanted of a program whose values do not tell: where something it is made of does."""
-        if self.program != "export" or site.region.grad_enabled is False:
+        if made_of is None or self.program != "export" or site.region.grad_enabled is False:
             return False
         inputs = self.draws.root.find_nodes(op="placeholder")
         anything = any(v.requires_grad for n in inputs if (v := tensor_value(n)) is not None)
         return made_of.needs_grad or (anything and not made_of.is_whole)
 
-    def _setting(self, site: Site, attention: Attention, made_of: Ancestry) -> Setting:
+    def _setting(self, site: Site, attention: Attention, made_of: Ancestry | None) -> Setting:
         source = attention.sources[attention.query.source]
         device = device_for(source.device, self.options.device)
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -435,7 +441,7 @@ class _Graph:
             deterministic=deterministic,
             may_need_grad=self._may_need_grad(site, made_of),
             is_recomputed=self.is_checkpoint or recomputes_everything(),
-            draws_alike=bool(attention.dropout) and self.draws.has_like(site.node, made_of),
+            draws_alike=made_of is not None and bool(attention.dropout) and self.draws.has_like(site.node, made_of),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
         )

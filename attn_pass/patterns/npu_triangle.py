@@ -40,8 +40,8 @@ def check_triangle(reader: Reader, mask: Node, at: int) -> tuple[str | None, boo
     if not isinstance(load, Load) or (isinstance(element, Apply) and element.dtype != torch.bool):
         return _UNREAD, False
     node = reader.source_nodes[load.source]
-    whole = tuple(i for i, size in zip(load.index, reader.shape(node)) if size != 1)
-    if node.op not in ("placeholder", "get_attr") or whole != (axis_index(_ROW), axis_index(_KEY)):
+    whole = [(i, size) for i, size in zip(load.index, reader.shape(node)) if size != 1]
+    if node.op not in ("placeholder", "get_attr") or whole != [(axis_index(_ROW), SIDE), (axis_index(_KEY), SIDE)]:
         return _UNREAD, False
     if reader.effects.mutations(node):
         return _UNREAD, False

@@ -105,8 +105,8 @@ def in_two(fn: Callable[..., Tensor], other: Callable[..., Tensor] | None = None
     return lambda q, k, v: fn(q, k, v) - (other or fn)(q, k, v)
 
 
-def written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    first, second = torch.zeros_like(k), torch.zeros_like(k)
+def written(q: Tensor, k: Tensor, v: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Two tensors that are made the same."""
     first.copy_(k)
     second.copy_(k)
     return dropped(q, first, v) - dropped(q, second, v)
@@ -126,7 +126,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], list[str]]] = 
                      [TAKEN, TAKEN]),
     "of the same": (in_two(dropped), LEAVES, [TAKEN, ALIKE]),
     "computed twice": (lambda q, k, v: dropped(q.sin(), k, v) - dropped(q.sin(), k, v), LEAVES, [TAKEN, ALIKE]),
-    "through memory": (written, LEAVES, [TAKEN, ALIKE]),
+    "through memory": (written, (*LEAVES, torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 8, 16)), [TAKEN, ALIKE]),
+    "torch's own, one after the other": (lambda q, k, v: called(called(q, k, v), k, v), LEAVES, [TAKEN, TAKEN]),
     "of a shape": (of_a_shape, LEAVES, [TAKEN, ALIKE]),
     "one without": (in_two(dropped, lambda q, k, v: (q @ k.mT).softmax(-1) @ v), LEAVES, [TAKEN, TAKEN]),
     "torch's own twice": (in_two(called), LEAVES, [ALIKE, ALIKE]),

@@ -13,8 +13,10 @@ from attn_pass.hardware import catalog, npu
 from attn_pass.hardware.npu import INFERENCE, TRAINING, TRAINING_V1
 from attn_pass.model.attention import Attention, Keep, Source
 from attn_pass.model.expression import Const, Load
-from attn_pass.model.index import Poly, Symbol
+from attn_pass.model.index import Axis, Poly, Symbol, axis_index
+from attn_pass.model.mask import Band, Structure
 from attn_pass.targets.base import Setting
+from attn_pass.targets.npu_masks import mask_plan
 from attn_pass.targets.npu_rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -138,3 +140,25 @@ def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
     if family:
         assert npu.family(family).stock == operator
         assert operator in ("", *npu.family(family).operators)
+
+
+@pytest.mark.parametrize(
+    "rows, never_empty, operator, plan",
+    [
+        (6, True, TRAINING, ("compressed", 0, False)),
+        (6, False, TRAINING, ("compressed", 2, False)),
+        (6, False, INFERENCE, ("compressed", 2, False)),
+        (1, True, TRAINING, ("compressed", 0, False)),
+        (1, True, INFERENCE, ("boolean", 0, False)),
+        (1, False, TRAINING, ("boolean", 0, True)),  # no zeros are asked for at one row, by torch_npu neither
+        (1, False, INFERENCE, ("boolean", 0, True)),
+    ],
+)
+def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan: tuple[str, int, bool]) -> None:
+    """The kind of mask, ``inner_precise``, and whether rows without a key are replaced."""
+    causal = Structure(axis_index(Axis("j", 9)), axis_index(Axis("i", rows)), (Band(None, 0),))
+    made = attention(q_len=rows, kv_len=9, never_empty=never_empty, structure=causal, keep=KEEP)
+    found = mask_plan(made, Setting(A2, "compile"), operator)
+    assert (found.kind, found.inner_precise, found.repaired) == plan
+    folded = replace(made, structure=replace(causal, row=axis_index(Axis("b", 2))))
+    assert mask_plan(folded, Setting(A2, "compile"), operator).kind == "boolean"
