@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +17,16 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.export import _rewritten
-from attn_pass.hardware import catalog
-from attn_pass.hardware.device import device_for
+from attn_pass.hardware import catalog, cost_xla
+from attn_pass.hardware.device import Device, device_for
 from attn_pass.options import Options
 from attn_pass.report import SiteReport
-from attn_pass.targets.xla.kernels import Blocks
-from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
+from attn_pass.targets.base import Offer
+from attn_pass.targets.problem import problem_of
+from attn_pass.targets.xla import PallasFlash, PallasSplash, target
+from attn_pass.targets.xla.kernels import SMALLEST_SCALE, Blocks
+from attn_pass.targets.xla.masks import Mask
+from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem, width
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TPUS = ("v5e", "v5p", "v6e", "TPU7x")
@@ -61,6 +69,20 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (30 * torch.tanh(q @ k.mT / 30)).softmax(-1) @ v
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    return (q @ k.mT * scale + bias).softmax(-1) @ v
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.125
+    column = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def biased_and_filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125 + bias).masked_fill(~keep, -1e30).softmax(-1) @ v
 
 
 def decided(
@@ -120,7 +142,30 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
     "float64": (by_hand, LONG, {"dtype": torch.float64}, "bfloat16 and float32, not float64", "not float64"),
     "dropout": (dropped, LONG, {}, "draw no dropout", "draw no dropout"),
     "a length not known": (by_hand, LONG, {"growing": True}, "not known when the graph is compiled", "not known"),
-    "soft caps": (capped, LONG, {}, "", ""),
+    "soft caps": (capped, LONG, {}, "a soft cap", "a soft cap"),
+    "a size of 0": (by_hand, (0, 2, 2, 64, 64, 64), {}, "a size is 0", "a size is 0"),
+    "a sink": (with_sink, LONG, {"extra": (torch.empty(16, dtype=BF16, device="meta"),)}, "no sink", "no sink"),
+    "a scale too small for a mask": (
+        functools.partial(scaled, scale=1e-8),
+        LONG,
+        {"extra": (torch.empty(2048, 2048, dtype=BF16, device="meta"),)},
+        "no room for a mask",
+        "no room for a mask",
+    ),
+    "rows added for training would see no key": (
+        functools.partial(window, before=20),
+        (1, 2, 2, 130, 128, 64),
+        {"grad": True},
+        "any other band",
+        "no multiple of 128",
+    ),
+    "a bias that is filled, in training": (
+        biased_and_filled,
+        LONG,
+        {"grad": True, "extra": (torch.empty(2048, 2048, dtype=BF16, device="meta"), MASK)},
+        "scores that are replaced and by a matrix that is added",
+        "adds no matrix",
+    ),
     "a window": (window, LONG, {}, "any other band is splash", ""),
     "more rows than keys": (to_the_last_key, (1, 2, 2, 64, 32, 64), {}, "any other band is splash", "outside the band"),
     "any matrix": (masked, LONG, {"extra": (MASK,)}, "", "adds no matrix"),
@@ -132,11 +177,99 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
 def test_what_is_refused_is_told_why(name: str) -> None:
     program, shape, options, flash, splash = REFUSED[name]
     site = decided(program, "v6e", shape, **options)
-    for target, reason in (("pallas_flash", flash), ("pallas_splash", splash)):
+    for name, reason in (("pallas_flash", flash), ("pallas_splash", splash)):
         if reason:
-            assert reason in site.refusals[target]
+            assert reason in site.refusals[name]
     if flash and splash:
         assert site.outcome == "left" and flash in site.reason
+
+
+def test_rows_added_in_training_alone_would_see_no_key() -> None:
+    near = functools.partial(window, before=20)
+    assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 128, 64)).refusals
+    assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 130, 64), grad=True).refusals
+    smallest = functools.partial(scaled, scale=SMALLEST_SCALE)
+    bias = torch.empty(2048, 2048, dtype=BF16, device="meta")
+    assert "pallas_flash" not in decided(smallest, "v6e", LONG, extra=(bias,)).refusals
+
+
+def considered(program: Callable[..., Tensor], *extra: Tensor, shape: tuple[int, ...] = LONG) -> tuple[Any, Any]:
+    """The attention and the setting that a target is asked about."""
+    with mock.patch.object(PallasFlash, "consider", autospec=True, side_effect=PallasFlash.consider) as asked:
+        decided(program, "v6e", shape, extra=extra)
+    _, attention, _, setting = asked.call_args.args
+    return attention, setting
+
+
+def here(device: Device) -> Device:
+    return dataclasses.replace(device, is_here=True)
+
+
+REFUSED_HERE: dict[str, tuple[bool, Callable[[Any, Any], tuple[Any, Any]], set[str], str]] = {
+    "nothing": (True, lambda a, s: (a, s), set(), ""),
+    "autocast to another dtype": (True, lambda a, s: (a, replace(s, autocast=FP16)), set(), "autocast to float16"),
+    "autocast to its own": (True, lambda a, s: (a, replace(s, autocast=BF16)), set(), ""),
+    "a context that allows torch's kernels": (
+        False,
+        lambda a, s: (a, replace(s, allowed_backends=("FLASH_ATTENTION",))),
+        set(),
+        "sdpa_kernel allows torch's own",
+    ),
+    "a scale of 0 under a mask": (True, lambda a, s: (replace(a, scale=0.0), s), set(), "a scale of 0"),
+    "a scale of 0": (False, lambda a, s: (replace(a, scale=0.0), s), set(), ""),
+    "scores that are no product": (False, lambda a, s: (replace(a, not_affine="a cap"), s), set(), "a cap"),
+    "no jax": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"jax"}, "need jax, not installed"),
+    "no flax": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"flax"}, "need flax, not installed"),
+    "neither": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"jax", "flax"}, "need jax and flax"),
+    "neither, elsewhere": (False, lambda a, s: (a, s), {"jax", "flax"}, ""),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED_HERE))
+def test_what_a_setting_or_a_description_forbids(name: str) -> None:
+    has_bias, changed, absent, reason = REFUSED_HERE[name]
+    bias = (torch.empty(2048, 2048, dtype=BF16, device="meta"),)
+    attention, setting = considered(added, *bias) if has_bias else considered(by_hand)
+    attention, setting = changed(attention, setting)
+    with mock.patch.object(target, "find_spec", lambda name: None if name in absent else object()):
+        found = PallasFlash().consider(attention, "as written", setting)
+    assert reason in found.reason if reason else isinstance(found, Offer), found
+
+
+def test_what_an_offer_is_costed_for() -> None:
+    """A matrix, copies, steps and a window all count."""
+    device = device_for(torch.device("cpu"), "v6e")
+    cost = lambda kind, *given, **o: decided(*given, **o).predicted_us[f"pallas_{kind}"]
+    plain = cost("flash", by_hand, "v6e", LONG)
+    bias = torch.empty(4, 16, 2048, 2048, dtype=FP32, device="meta")
+    assert cost("flash", masked, "v6e", LONG, extra=(bias.to(BF16),)) > 1.2 * plain
+    shared = cost("flash", by_hand, "v6e", (4, 16, 4, 2048, 2048, 128), value_dim=96)
+    assert shared != cost("flash", by_hand, "v6e", (4, 16, 4, 2048, 2048, 128))
+    wide, narrow = (
+        cost("splash", functools.partial(window, before=n), "v6e", (1, 8, 8, 16384, 16384, 128)) for n in (8000, 500)
+    )
+    assert narrow < 0.6 * wide
+    problem = problem_of(considered(by_hand)[0], int)
+    assert cost_xla.pallas(device, problem, 1000) - cost_xla.pallas(device, problem, 0) > 100
+
+
+MASKS: tuple[Mask, ...] = tuple(
+    Mask(low, up) for low in (None, -9, -3, 0, 2, 6) for up in (None, -2, 0, 3, 9) if low is not None or up is not None
+)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("keys", [1, 4, 7])
+def test_a_band_leaves_a_row_empty_where_it_does(rows: int, keys: int) -> None:
+    for band in MASKS:
+        low, up = (-99 if band.lower is None else band.lower), (99 if band.upper is None else band.upper)
+        kept = [any(low <= j - i <= up for j in range(keys)) for i in range(rows)]
+        assert band.leaves_no_row_empty(rows, keys) == all(kept), (band, kept)
+
+
+def test_head_dims_over_128_are_multiples_of_it() -> None:
+    wanted = {(64, 64): 64, (100, 40): 100, (16, 128): 128, (129, 16): 256, (16, 256): 256, (257, 64): 384}
+    assert {dims: width(*dims) for dims in wanted} == wanted
 
 
 def test_strict_numerics_leave_rows_that_may_be_empty() -> None:
@@ -206,6 +339,36 @@ def test_tiles_of_the_reported_shape() -> None:
         assert vmem(rows, keys, size) / (1 << 20) == pytest.approx(mib, rel=0.1)
 
 
+def test_what_a_generation_has_of_memory_and_what_a_matrix_takes_of_it() -> None:
+    """By the compiler's defaults: what was seen to be refused is not asked for."""
+    assert {name: g.vmem_bytes >> 20 for name, g in GENERATIONS.items()} == {
+        "TPU v5e": 16,
+        "TPU v5p": 16,
+        "TPU v6e": 32,
+        "TPU7x": 32,
+    }
+    # 2048 x 1024 fit on a v6e without a matrix, and in 64 MiB with one of float32, which is fetched ahead.
+    assert blocks_for(FLASH, "TPU v6e", Sizes(16384, 16384, 256, 4, biased=False)) is not None
+    for size in (Sizes(16384, 16384, 128, 2, biased=True), Sizes(16384, 16384, 256, 4, biased=True)):
+        found = blocks_for(FLASH, "TPU v6e", size)
+        assert found is not None and found.rows * found.keys < 2048 * 1024
+        assert vmem(found.rows, found.keys, size) <= 32 << 20
+
+
+def test_tiles_are_told_of_the_matrix_and_the_window() -> None:
+    """What is offered has the tiles for it."""
+    shape = (1, 2, 2, 16384, 16384, 128)
+    attention, setting = considered(window, shape=shape)
+    offer = PallasSplash().consider(attention, "as written", setting)
+    assert isinstance(offer, Offer) and dict(offer.kernel_options) == {"block_q": 512, "block_k": 512}
+    bias = torch.empty(16384, 16384, dtype=BF16, device="meta")
+    attention, setting = considered(added, bias, shape=shape)
+    biased = PallasFlash().consider(attention, "as written", setting)
+    attention, setting = considered(by_hand, shape=shape)
+    free = PallasFlash().consider(attention, "as written", setting)
+    assert isinstance(biased, Offer) and isinstance(free, Offer) and biased.kernel_options != free.kernel_options
+
+
 def test_a_wider_operand_has_smaller_tiles() -> None:
     narrow = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 128, 2))
     wide = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 512, 4, biased=True))
@@ -225,6 +388,17 @@ def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def between_two_bands(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The tighter bound counts, whichever comes first."""
+    distance = torch.arange(k.size(-2)) - torch.arange(q.size(-2))[:, None]
+    keep = (distance <= 0) & (distance >= -9) & (distance <= 3) & (distance >= -4)
+    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+
+def kept_by_numbers(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill((keep == 0)[:, None, None], NEG_INF).softmax(-1) @ v
 
 
 SOME = randn(2, 1, 6, 9, seed=3) > 0
@@ -256,6 +430,13 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "expanded": ("flash", by_hand, tuple(x.expand(3, 2, *x.shape[2:]) for x in qkv(1, 1, 6, 9, 16))),
     "permuted": ("flash", by_hand, tuple(randn(2, 3, 16, n, seed=n).mT for n in (5, 7, 7))),
     "one key": ("flash", by_hand, qkv(2, 3, 5, 1, 16)),
+    "bands within bands": ("splash", between_two_bands, qkv(1, 2, 12, 12, 16)),
+    "keys kept by numbers": ("flash", kept_by_numbers, (*qkv(2, 2, 6, 9, 16), torch.arange(18).view(2, 9) % 3)),
+    "a row of -inf and of the lowest number": (
+        "flash",
+        added,
+        (*qkv(2, 4, 6, 9, 16), torch.where(torch.arange(9) < 4, torch.finfo(FP32).min, NEG_INF).expand(6, 9)),
+    ),
     "values of another width": ("splash", by_hand, qkv(2, 4, 6, 9, 16, value_dim=10, kv_heads=2)),
 }
 
