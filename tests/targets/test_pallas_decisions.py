@@ -2,117 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
+from pallas_programs import (
+    BF16,
+    FP16,
+    FP32,
+    LONG,
+    TPUS,
+    added,
+    biased_and_filled,
+    by_hand,
+    capped,
+    causal,
+    decided,
+    dropped,
+    grouped_causal,
+    masked,
+    scaled,
+    to_the_last_key,
+    window,
+    with_sink,
+)
 from torch import Tensor
 
 import attn_pass
 from attn_pass.export import _rewritten
-from attn_pass.hardware import catalog, cost_xla
-from attn_pass.hardware.device import Device, device_for
+from attn_pass.hardware import catalog
+from attn_pass.hardware.device import device_for
 from attn_pass.options import Options
-from attn_pass.report import SiteReport
-from attn_pass.targets.base import Offer
-from attn_pass.targets.problem import problem_of
-from attn_pass.targets.xla import PallasFlash, PallasSplash, target
 from attn_pass.targets.xla.kernels import SMALLEST_SCALE, Blocks
-from attn_pass.targets.xla.masks import Mask
-from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem, width
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TPUS = ("v5e", "v5p", "v6e", "TPU7x")
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.size(1) // k.size(1)
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return (q @ k.mT * 0.125).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def window(q: Tensor, k: Tensor, v: Tensor, before: int = 512) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = (j <= i) & (j >= i - before)
-    return (q @ k.mT * 0.125).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
-def to_the_last_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = j <= i + (k.size(-2) - q.size(-2))
-    return (q @ k.mT * 0.125).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
-def grouped_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.dropout((q @ k.mT * 0.125).softmax(-1), 0.25) @ v
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (30 * torch.tanh(q @ k.mT / 30)).softmax(-1) @ v
-
-
-def scaled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    return (q @ k.mT * scale + bias).softmax(-1) @ v
-
-
-def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-    scores = q @ k.mT * 0.125
-    column = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
-
-
-def biased_and_filled(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, keep: Tensor) -> Tensor:
-    return (q @ k.mT * 0.125 + bias).masked_fill(~keep, -1e30).softmax(-1) @ v
-
-
-def decided(
-    program: Callable[..., Tensor],
-    device: str,
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = BF16,
-    grad: bool = False,
-    extra: tuple[Tensor, ...] = (),
-    growing: bool = False,
-    value_dim: int | None = None,
-    **options: Any,
-) -> SiteReport:
-    """The report of the one site; ``shape`` is B, H, Hkv, L, S, D."""
-    batch, heads, kv_heads, q_len, kv_len, dim = shape
-    with torch.device("meta"):
-        q = torch.empty(batch, heads, q_len, dim, dtype=dtype, requires_grad=grad)
-        k = torch.empty(batch, kv_heads, kv_len, dim, dtype=dtype, requires_grad=grad)
-        v = torch.empty(batch, kv_heads, kv_len, value_dim or dim, dtype=dtype, requires_grad=grad)
-    if growing:
-        for tensor in (k, v):
-            torch._dynamo.mark_dynamic(tensor, 2)
-    with torch.set_grad_enabled(grad):
-        report = attn_pass.explain(program, q, k, v, *extra, attn_pass_options={"device": device, **options})
-    (site,) = report.sites
-    return site
-
-
-LONG = (4, 16, 16, 2048, 2048, 128)
+from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
 
 
 @pytest.mark.parametrize("device", TPUS)
@@ -191,85 +116,6 @@ def test_rows_added_in_training_alone_would_see_no_key() -> None:
     smallest = functools.partial(scaled, scale=SMALLEST_SCALE)
     bias = torch.empty(2048, 2048, dtype=BF16, device="meta")
     assert "pallas_flash" not in decided(smallest, "v6e", LONG, extra=(bias,)).refusals
-
-
-def considered(program: Callable[..., Tensor], *extra: Tensor, shape: tuple[int, ...] = LONG) -> tuple[Any, Any]:
-    """The attention and the setting that a target is asked about."""
-    with mock.patch.object(PallasFlash, "consider", autospec=True, side_effect=PallasFlash.consider) as asked:
-        decided(program, "v6e", shape, extra=extra)
-    _, attention, _, setting = asked.call_args.args
-    return attention, setting
-
-
-def here(device: Device) -> Device:
-    return dataclasses.replace(device, is_here=True)
-
-
-REFUSED_HERE: dict[str, tuple[bool, Callable[[Any, Any], tuple[Any, Any]], set[str], str]] = {
-    "nothing": (True, lambda a, s: (a, s), set(), ""),
-    "autocast to another dtype": (True, lambda a, s: (a, replace(s, autocast=FP16)), set(), "autocast to float16"),
-    "autocast to its own": (True, lambda a, s: (a, replace(s, autocast=BF16)), set(), ""),
-    "a context that allows torch's kernels": (
-        False,
-        lambda a, s: (a, replace(s, allowed_backends=("FLASH_ATTENTION",))),
-        set(),
-        "sdpa_kernel allows torch's own",
-    ),
-    "a scale of 0 under a mask": (True, lambda a, s: (replace(a, scale=0.0), s), set(), "a scale of 0"),
-    "a scale of 0": (False, lambda a, s: (replace(a, scale=0.0), s), set(), ""),
-    "scores that are no product": (False, lambda a, s: (replace(a, not_affine="a cap"), s), set(), "a cap"),
-    "no jax": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"jax"}, "need jax, not installed"),
-    "no flax": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"flax"}, "need flax, not installed"),
-    "neither": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"jax", "flax"}, "need jax and flax"),
-    "neither, elsewhere": (False, lambda a, s: (a, s), {"jax", "flax"}, ""),
-}
-
-
-@pytest.mark.parametrize("name", list(REFUSED_HERE))
-def test_what_a_setting_or_a_description_forbids(name: str) -> None:
-    has_bias, changed, absent, reason = REFUSED_HERE[name]
-    bias = (torch.empty(2048, 2048, dtype=BF16, device="meta"),)
-    attention, setting = considered(added, *bias) if has_bias else considered(by_hand)
-    attention, setting = changed(attention, setting)
-    with mock.patch.object(target, "find_spec", lambda name: None if name in absent else object()):
-        found = PallasFlash().consider(attention, "as written", setting)
-    assert reason in found.reason if reason else isinstance(found, Offer), found
-
-
-def test_what_an_offer_is_costed_for() -> None:
-    """A matrix, copies, steps and a window all count."""
-    device = device_for(torch.device("cpu"), "v6e")
-    cost = lambda kind, *given, **o: decided(*given, **o).predicted_us[f"pallas_{kind}"]
-    plain = cost("flash", by_hand, "v6e", LONG)
-    bias = torch.empty(4, 16, 2048, 2048, dtype=FP32, device="meta")
-    assert cost("flash", masked, "v6e", LONG, extra=(bias.to(BF16),)) > 1.2 * plain
-    shared = cost("flash", by_hand, "v6e", (4, 16, 4, 2048, 2048, 128), value_dim=96)
-    assert shared != cost("flash", by_hand, "v6e", (4, 16, 4, 2048, 2048, 128))
-    wide, narrow = (
-        cost("splash", functools.partial(window, before=n), "v6e", (1, 8, 8, 16384, 16384, 128)) for n in (8000, 500)
-    )
-    assert narrow < 0.6 * wide
-    problem = problem_of(considered(by_hand)[0], int)
-    assert cost_xla.pallas(device, problem, 1000) - cost_xla.pallas(device, problem, 0) > 100
-
-
-MASKS: tuple[Mask, ...] = tuple(
-    Mask(low, up) for low in (None, -9, -3, 0, 2, 6) for up in (None, -2, 0, 3, 9) if low is not None or up is not None
-)
-
-
-@pytest.mark.parametrize("rows", [1, 4, 7])
-@pytest.mark.parametrize("keys", [1, 4, 7])
-def test_a_band_leaves_a_row_empty_where_it_does(rows: int, keys: int) -> None:
-    for band in MASKS:
-        low, up = (-99 if band.lower is None else band.lower), (99 if band.upper is None else band.upper)
-        kept = [any(low <= j - i <= up for j in range(keys)) for i in range(rows)]
-        assert band.leaves_no_row_empty(rows, keys) == all(kept), (band, kept)
-
-
-def test_head_dims_over_128_are_multiples_of_it() -> None:
-    wanted = {(64, 64): 64, (100, 40): 100, (16, 128): 128, (129, 16): 256, (16, 256): 256, (257, 64): 384}
-    assert {dims: width(*dims) for dims in wanted} == wanted
 
 
 def test_strict_numerics_leave_rows_that_may_be_empty() -> None:
@@ -355,20 +201,6 @@ def test_what_a_generation_has_of_memory_and_what_a_matrix_takes_of_it() -> None
         assert vmem(found.rows, found.keys, size) <= 32 << 20
 
 
-def test_tiles_are_told_of_the_matrix_and_the_window() -> None:
-    """What is offered has the tiles for it."""
-    shape = (1, 2, 2, 16384, 16384, 128)
-    attention, setting = considered(window, shape=shape)
-    offer = PallasSplash().consider(attention, "as written", setting)
-    assert isinstance(offer, Offer) and dict(offer.kernel_options) == {"block_q": 512, "block_k": 512}
-    bias = torch.empty(16384, 16384, dtype=BF16, device="meta")
-    attention, setting = considered(added, bias, shape=shape)
-    biased = PallasFlash().consider(attention, "as written", setting)
-    attention, setting = considered(by_hand, shape=shape)
-    free = PallasFlash().consider(attention, "as written", setting)
-    assert isinstance(biased, Offer) and isinstance(free, Offer) and biased.kernel_options != free.kernel_options
-
-
 def test_a_wider_operand_has_smaller_tiles() -> None:
     narrow = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 128, 2))
     wide = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 512, 4, biased=True))
@@ -384,10 +216,6 @@ def ring(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
-def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
 
 
 def between_two_bands(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
