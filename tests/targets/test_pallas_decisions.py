@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
+from pallas_programs import (
+    BF16,
+    FP16,
+    FP32,
+    LONG,
+    TPUS,
+    added,
+    biased_and_filled,
+    by_hand,
+    capped,
+    causal,
+    decided,
+    dropped,
+    grouped_causal,
+    masked,
+    scaled,
+    to_the_last_key,
+    window,
+    with_sink,
+)
 from torch import Tensor
 
 import attn_pass
@@ -16,81 +36,8 @@ from attn_pass.export import _rewritten
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.options import Options
-from attn_pass.report import SiteReport
-from attn_pass.targets.xla.kernels import Blocks
+from attn_pass.targets.xla.kernels import SMALLEST_SCALE, Blocks
 from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
-
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-TPUS = ("v5e", "v5p", "v6e", "TPU7x")
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups = q.size(1) // k.size(1)
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return (q @ k.mT * 0.125).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def window(q: Tensor, k: Tensor, v: Tensor, before: int = 512) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = (j <= i) & (j >= i - before)
-    return (q @ k.mT * 0.125).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
-def to_the_last_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
-    keep = j <= i + (k.size(-2) - q.size(-2))
-    return (q @ k.mT * 0.125).masked_fill(~keep, NEG_INF).softmax(-1) @ v
-
-
-def grouped_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.dropout((q @ k.mT * 0.125).softmax(-1), 0.25) @ v
-
-
-def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (30 * torch.tanh(q @ k.mT / 30)).softmax(-1) @ v
-
-
-def decided(
-    program: Callable[..., Tensor],
-    device: str,
-    shape: tuple[int, ...],
-    *,
-    dtype: torch.dtype = BF16,
-    grad: bool = False,
-    extra: tuple[Tensor, ...] = (),
-    growing: bool = False,
-    value_dim: int | None = None,
-    **options: Any,
-) -> SiteReport:
-    """The report of the one site; ``shape`` is B, H, Hkv, L, S, D."""
-    batch, heads, kv_heads, q_len, kv_len, dim = shape
-    with torch.device("meta"):
-        q = torch.empty(batch, heads, q_len, dim, dtype=dtype, requires_grad=grad)
-        k = torch.empty(batch, kv_heads, kv_len, dim, dtype=dtype, requires_grad=grad)
-        v = torch.empty(batch, kv_heads, kv_len, value_dim or dim, dtype=dtype, requires_grad=grad)
-    if growing:
-        for tensor in (k, v):
-            torch._dynamo.mark_dynamic(tensor, 2)
-    with torch.set_grad_enabled(grad):
-        report = attn_pass.explain(program, q, k, v, *extra, attn_pass_options={"device": device, **options})
-    (site,) = report.sites
-    return site
-
-
-LONG = (4, 16, 16, 2048, 2048, 128)
 
 
 @pytest.mark.parametrize("device", TPUS)
@@ -120,7 +67,30 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
     "float64": (by_hand, LONG, {"dtype": torch.float64}, "bfloat16 and float32, not float64", "not float64"),
     "dropout": (dropped, LONG, {}, "draw no dropout", "draw no dropout"),
     "a length not known": (by_hand, LONG, {"growing": True}, "not known when the graph is compiled", "not known"),
-    "soft caps": (capped, LONG, {}, "", ""),
+    "soft caps": (capped, LONG, {}, "a soft cap", "a soft cap"),
+    "a size of 0": (by_hand, (0, 2, 2, 64, 64, 64), {}, "a size is 0", "a size is 0"),
+    "a sink": (with_sink, LONG, {"extra": (torch.empty(16, dtype=BF16, device="meta"),)}, "no sink", "no sink"),
+    "a scale too small for a mask": (
+        functools.partial(scaled, scale=1e-8),
+        LONG,
+        {"extra": (torch.empty(2048, 2048, dtype=BF16, device="meta"),)},
+        "no room for a mask",
+        "no room for a mask",
+    ),
+    "rows added for training would see no key": (
+        functools.partial(window, before=20),
+        (1, 2, 2, 130, 128, 64),
+        {"grad": True},
+        "any other band",
+        "no multiple of 128",
+    ),
+    "a bias that is filled, in training": (
+        biased_and_filled,
+        LONG,
+        {"grad": True, "extra": (torch.empty(2048, 2048, dtype=BF16, device="meta"), MASK)},
+        "scores that are replaced and by a matrix that is added",
+        "adds no matrix",
+    ),
     "a window": (window, LONG, {}, "any other band is splash", ""),
     "more rows than keys": (to_the_last_key, (1, 2, 2, 64, 32, 64), {}, "any other band is splash", "outside the band"),
     "any matrix": (masked, LONG, {"extra": (MASK,)}, "", "adds no matrix"),
@@ -132,11 +102,20 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
 def test_what_is_refused_is_told_why(name: str) -> None:
     program, shape, options, flash, splash = REFUSED[name]
     site = decided(program, "v6e", shape, **options)
-    for target, reason in (("pallas_flash", flash), ("pallas_splash", splash)):
+    for name, reason in (("pallas_flash", flash), ("pallas_splash", splash)):
         if reason:
-            assert reason in site.refusals[target]
+            assert reason in site.refusals[name]
     if flash and splash:
         assert site.outcome == "left" and flash in site.reason
+
+
+def test_rows_added_in_training_alone_would_see_no_key() -> None:
+    near = functools.partial(window, before=20)
+    assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 128, 64)).refusals
+    assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 130, 64), grad=True).refusals
+    smallest = functools.partial(scaled, scale=SMALLEST_SCALE)
+    bias = torch.empty(2048, 2048, dtype=BF16, device="meta")
+    assert "pallas_flash" not in decided(smallest, "v6e", LONG, extra=(bias,)).refusals
 
 
 def test_strict_numerics_leave_rows_that_may_be_empty() -> None:
@@ -206,6 +185,22 @@ def test_tiles_of_the_reported_shape() -> None:
         assert vmem(rows, keys, size) / (1 << 20) == pytest.approx(mib, rel=0.1)
 
 
+def test_what_a_generation_has_of_memory_and_what_a_matrix_takes_of_it() -> None:
+    """By the compiler's defaults: what was seen to be refused is not asked for."""
+    assert {name: g.vmem_bytes >> 20 for name, g in GENERATIONS.items()} == {
+        "TPU v5e": 16,
+        "TPU v5p": 16,
+        "TPU v6e": 32,
+        "TPU7x": 32,
+    }
+    # 2048 x 1024 fit on a v6e without a matrix, and in 64 MiB with one of float32, which is fetched ahead.
+    assert blocks_for(FLASH, "TPU v6e", Sizes(16384, 16384, 256, 4, biased=False)) is not None
+    for size in (Sizes(16384, 16384, 128, 2, biased=True), Sizes(16384, 16384, 256, 4, biased=True)):
+        found = blocks_for(FLASH, "TPU v6e", size)
+        assert found is not None and found.rows * found.keys < 2048 * 1024
+        assert vmem(found.rows, found.keys, size) <= 32 << 20
+
+
 def test_a_wider_operand_has_smaller_tiles() -> None:
     narrow = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 128, 2))
     wide = blocks_for(FLASH, "TPU v5e", Sizes(4096, 4096, 512, 4, biased=True))
@@ -223,8 +218,15 @@ def infinite(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
 
 
-def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+def between_two_bands(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The tighter bound counts, whichever comes first."""
+    distance = torch.arange(k.size(-2)) - torch.arange(q.size(-2))[:, None]
+    keep = (distance <= 0) & (distance >= -9) & (distance <= 3) & (distance >= -4)
+    return (q @ k.mT * 0.3).masked_fill(~keep, NEG_INF).softmax(-1) @ v
+
+
+def kept_by_numbers(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill((keep == 0)[:, None, None], NEG_INF).softmax(-1) @ v
 
 
 SOME = randn(2, 1, 6, 9, seed=3) > 0
@@ -256,6 +258,13 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "expanded": ("flash", by_hand, tuple(x.expand(3, 2, *x.shape[2:]) for x in qkv(1, 1, 6, 9, 16))),
     "permuted": ("flash", by_hand, tuple(randn(2, 3, 16, n, seed=n).mT for n in (5, 7, 7))),
     "one key": ("flash", by_hand, qkv(2, 3, 5, 1, 16)),
+    "bands within bands": ("splash", between_two_bands, qkv(1, 2, 12, 12, 16)),
+    "keys kept by numbers": ("flash", kept_by_numbers, (*qkv(2, 2, 6, 9, 16), torch.arange(18).view(2, 9) % 3)),
+    "a row of -inf and of the lowest number": (
+        "flash",
+        added,
+        (*qkv(2, 4, 6, 9, 16), torch.where(torch.arange(9) < 4, torch.finfo(FP32).min, NEG_INF).expand(6, 9)),
+    ),
     "values of another width": ("splash", by_hand, qkv(2, 4, 6, 9, 16, value_dim=10, kv_heads=2)),
 }
 

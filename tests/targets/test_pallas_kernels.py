@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
+import types
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,9 @@ from against_eager import NEG_INF, qkv, randn, same
 
 jax = pytest.importorskip("jax")
 
-from interpreted_pallas import interpreted  # noqa: E402
+from interpreted_pallas import interpreted, to_jax, to_torch  # noqa: E402
 
-from attn_pass.targets.xla import kernels, operators  # noqa: E402
+from attn_pass.targets.xla import kernels, operators, torch_xla  # noqa: E402
 from attn_pass.targets.xla.kernels import Blocks, Call  # noqa: E402
 
 Tensor = torch.Tensor
@@ -166,6 +169,82 @@ def test_what_runs_elsewhere_is_what_the_kernel_computes(name: str) -> None:
     wanted = operators.elsewhere(call, True, (grad, *tensors), bias, kept)
     for a, b in zip(ours, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+SPELLED = Call("flash", 0.5, Blocks(128, 128))
+OTHERS = {
+    "kind": "splash",
+    "scale": 0.25,
+    "blocks": Blocks(128, 256),
+    "lower": -3,
+    "upper": 0,
+    "precision": "highest",
+    "interpret": True,
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Call)])
+def test_a_kernel_of_another_kind_is_another_function(field: str) -> None:
+    other = dataclasses.replace(SPELLED, **{field: OTHERS[field]})
+    assert other != SPELLED
+    for back in (False, True):
+        assert kernels.packed(other, back, False, False) is not kernels.packed(SPELLED, back, False, False)
+
+
+@pytest.mark.parametrize("kind", ["flash", "splash"])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize(("precision", "seen"), [("default", "DEFAULT"), ("highest", "HIGHEST")])
+def test_products_have_the_precision_that_is_asked_for(kind: str, back: bool, precision: str, seen: str) -> None:
+    q = jax.ShapeDtypeStruct((1, 1, 128, 128), "float32")
+    call = Call(kind, 0.5, Blocks(128, 128, 128, 128), precision=precision)
+    text = str(jax.make_jaxpr(kernels.packed(call, back, False, False))(*[q] * (3 + back)))
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) >= 2 and ("HIGHEST" in text) == (seen == "HIGHEST")
+
+
+@pytest.mark.parametrize("asked", ["default", "high", "highest"])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_torch_xla_s_own_precision_is_the_kernels(asked: str, dtype: torch.dtype) -> None:
+    backends = types.SimpleNamespace(get_mat_mul_precision=lambda: asked)
+    with mock.patch.object(torch_xla, "importlib", mock.Mock(import_module=lambda name: backends)):
+        found = torch_xla._precision(dtype)
+    assert found == ("highest" if dtype == torch.float32 and asked != "default" else "default")
+
+
+def test_splash_scales_the_query_in_float32() -> None:
+    """A scale of bfloat16 would be another one."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+
+    scale, q = 1.004, qkv(1, 2, 128, 128, 16, dtype=BF16)[0]
+    with mock.patch.object(library, "make_splash_mha", lambda *a, **k: lambda query, key, value: query):
+        query = to_jax(q)
+        found = kernels.forward(Call("splash", scale, Blocks(128, 128)))(query, query, query)
+    assert torch.equal(to_torch(found, BF16), (q.float() * scale).to(BF16))
+    assert not torch.equal(to_torch(found, BF16), q * torch.tensor(scale, dtype=BF16))
+
+
+def test_one_thread_interprets_while_another_does_not() -> None:
+    from jax.experimental import pallas
+    from jax.experimental.pallas.ops.tpu import flash_attention as library
+
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with kernels._interpreted(True):
+            inside.set()
+            done.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    inside.wait(60)
+    q = jax.ShapeDtypeStruct((1, 2, 256, 64), jax.numpy.bfloat16)
+    function = kernels.packed(Call("flash", 0.625, Blocks(128, 128)), False, False, False)
+    with kernels._interpreted(True):
+        pass
+    text = jax.export.export(jax.jit(function), platforms=["tpu"])(q, q, q).mlir_module()
+    done.set()
+    holder.join()
+    assert text.count("tpu_custom_call") == 1 and library.pl is pallas
 
 
 def test_functions_are_made_once() -> None:

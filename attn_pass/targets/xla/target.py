@@ -192,10 +192,7 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
         return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
     if setting.allowed_backends is not None:
         return "sdpa_kernel allows torch's own kernels only"
-    reason = refusal(a)
-    if reason is None and a.scale == 0:
-        return "a scale of 0 would be divided by" if a.has_mask else None
-    return reason
+    return refusal(a)
 
 
 def _refusal_of_rows(a: Attention, mask: Mask, setting: Setting) -> str | None:
