@@ -71,11 +71,22 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         added,
         (*NARROW, lowered(-1e9, BF16) * (1 + torch.arange(130) % 2).to(BF16)),
     ),
-    "the lowest number and -inf added, bfloat16": (added, (*NARROW, MIXED.clamp(torch.finfo(BF16).min).to(BF16))),
+    "the lowest number and -inf added, bfloat16": (
+        added,
+        (*NARROW, MIXED.clamp(torch.finfo(BF16).min).masked_fill(MIXED == NEG_INF, NEG_INF).to(BF16)),
+    ),
     "the lowest number given to a call": (called, (*WIDE, lowered(MIN))),
     "learned, and the lowest number added": (both_added, (*WIDE, LEARNED, lowered(MIN))),
 }
-INFERENCE = {**CASES, "a bias, then filled": (added_and_filled, (*WIDE, LEARNED, KEEP))}
+SHORT = qkv(2, 4, 6, 9, 16)
+SOME = randn(2, 1, 6, 9, seed=3) > 0
+SOME[1, 0, 2] = False
+INFERENCE = {
+    **CASES,
+    "a bias, then filled": (added_and_filled, (*WIDE, LEARNED, KEEP)),
+    "-1e30 added, short": (added, (*SHORT, torch.zeros(2, 1, 6, 9).masked_fill(~SOME, -1e30))),
+    "a bias, then filled, short": (added_and_filled, (*SHORT, randn(1, 4, 6, 9, seed=5), SOME)),
+}
 
 
 @pytest.mark.parametrize("name", list(INFERENCE))
