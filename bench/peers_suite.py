@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import datetime
 import fnmatch
+import hashlib
 import unittest.mock
 import warnings
 from collections import Counter
@@ -282,7 +283,7 @@ def main(
             rows.append(check(form, training))
             tell(f"{rows[-1]['form']}, {rows[-1]['settings']}: {rows[-1]['verdict']} {rows[-1]['reason']}")
     table = Table("Forms", COLUMNS, merged(rows), list(NOTES))
-    made = Document(TITLE, _run(device, rows, forms), [table, *_told(rows, others)])
+    made = Document(TITLE, _run(file, device, rows, forms), [table, *_told(rows, others)])
     show(console, made)
     if json_file is not None:
         console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
@@ -290,9 +291,12 @@ def main(
         raise typer.Exit(1)
 
 
-def _run(device: str, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, Any]:
+def _run(file: Path, device: str, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, Any]:
     counts = Counter(row["verdict"] for row in rows)
+    content = file.read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     return {
+        "file": f"{file.name}, {len(content)} bytes, Git blob {blob[:12]}",
         "device": device_name(device),
         "date": datetime.date.today().isoformat(),
         "forms": len({title(form) for form in forms}),
