@@ -38,7 +38,7 @@ from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport, module_path, source_line
 from attn_pass.targets import all_targets
-from attn_pass.targets.base import EMPTY_ROWS, Setting
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Setting
 from attn_pass.targets.kernels import as_written
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
@@ -287,7 +287,7 @@ class _Graph:
             record.reason = take.reason + by_rule
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
-            record.poor_cases = tuple(n for n in offer.variant.split(" + ") if n in CASES)
+            record.poor_cases = _cases_of(offer)
             record.assumptions = (*offer.assumptions, *described.assumptions)
             record.fixed = described.fixed
             if verified is not None:
@@ -337,8 +337,8 @@ class _Graph:
             Around((Level(self.gm.graph, self.effects, time_of_result, self.regions), *self.levels), self.bound),
             self.sizes,
             site.region,
-            {**self.reader.constants, **{node: tensor for node, (_, tensor) in self.reader.known.items()}},
-            functools.partial(self._has_gradient, site.described),
+            {**self.reader.constants, **self._known_tensors()},
+            _wants_gradient if site.described.attention.needs_grad else lambda _: False,
             value,
             take.target.name,
             record.where,
@@ -348,9 +348,8 @@ class _Graph:
         )
         return verify(subject)
 
-    def _has_gradient(self, described: Described, node: Node) -> bool:
-        needs_grad = bool(getattr(tensor_value(node), "requires_grad", False))
-        return described.attention.needs_grad and needs_grad
+    def _known_tensors(self) -> dict[Node, torch.Tensor]:
+        return {node: tensor for node, (_, tensor) in self.reader.known.items()}
 
     def _verify_smaller(self, site: Site, take: Take, gm: GraphModule) -> float:
         """Rewrites a smaller form of a site the same way, and verifies that."""
@@ -358,7 +357,7 @@ class _Graph:
             self.options,
             choose="first",
             targets=(take.offer.target,),
-            poor_cases=tuple(n for n in take.offer.variant.split(" + ") if n in CASES),
+            poor_cases=_cases_of(take.offer),
             rules=(),
             tune=False,
             on_error="raise",
@@ -397,8 +396,8 @@ class _Graph:
             site.described.nodes,
             self.sizes,
             self.effects,
-            {node: tensor for node, (_, tensor) in self.reader.known.items()},
-            lambda node: self.program == "compile" and bool(getattr(tensor_value(node), "requires_grad", False)),
+            self._known_tensors(),
+            lambda node: self.program == "compile" and _wants_gradient(node),
             setting,
         )
 
@@ -504,6 +503,15 @@ class _Graph:
             AttnPassWarning,
             stacklevel=2,
         )
+
+
+def _cases_of(offer: Offer) -> tuple[str, ...]:
+    """The poor cases whose variant an offer is for."""
+    return tuple(n for n in offer.variant.split(" + ") if n in CASES)
+
+
+def _wants_gradient(node: Node) -> bool:
+    return bool(getattr(tensor_value(node), "requires_grad", False))
 
 
 def _at(node: Node | None, result: Node) -> str:
