@@ -88,6 +88,7 @@ class Toy:
         program: str,
         runner: str = "other",
         measure: object = None,
+        compile_site: object = None,
     ) -> bool:
         self.programs.append(program)
         self.options.append(options)
