@@ -21,7 +21,7 @@ from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_argume
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
@@ -342,7 +342,7 @@ class _Graph:
             value,
             take.target.name,
             record.where,
-            "example_value" if "example_value" in site.node.meta else "val",
+            value_key(site.node),
             functools.partial(self._verify_smaller, site, take),
             self.compile_site,
         )

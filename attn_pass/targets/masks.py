@@ -10,7 +10,7 @@ from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 from attn_pass.targets.empty_rows import MASKING, EmptyRows, cannot_be_told_apart
-from attn_pass.targets.lower import Lowering
+from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
@@ -108,8 +108,7 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         wide = plan.call(aten.to.dtype, mask, torch.float32)
         low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
         if a.bias is not None and wants_mask_gradient(a):  # what a fill is told as has the fill's gradient
-            nothing = plan.call(aten.sub.Tensor, wide, plan.call(aten.detach.default, wide))
-            lowest = plan.call(aten.add.Scalar, nothing, _LOWEST)
+            lowest = plan.call(aten.add.Scalar, zero_with_gradient(plan, wide), _LOWEST)
             low = plan.call(aten.where.self, masked, lowest, wide)
         mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
     elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):

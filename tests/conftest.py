@@ -1,0 +1,25 @@
+"""Fixtures that tests of several folders ask for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def quiet_torch() -> Iterator[None]:
+    """No caches (tests of caches turn them on), little parallelism, nothing compiled before, a seed."""
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(force_disable_caches=True, compile_threads=1):
+        yield
+    torch._dynamo.reset()
+    torch.set_num_threads(threads)
