@@ -1,11 +1,16 @@
-"""Fixtures that tests of several folders ask for by name."""
+"""Fixtures that tests of several folders ask for by name, and what pytest is told about torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
+# the code of each graph at each stage, which takes as long as many tests do.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture

@@ -273,7 +273,8 @@ class Plan:
                 planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
                 if planned.key is not None:
                     self.size_nodes.made[planned.key] = planned
-                planned.node.meta = {**provenance, key: planned.fake}
+                observed = planned.node.meta  # what an observer of the graph noted
+                planned.node.meta = {**provenance, key: planned.fake, **observed}
         node = new.node if isinstance(new, Planned) else new
         assert node is not None
         name = old.name
