@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass import poor_cases, targets
+from attn_pass import patterns, poor_cases, targets
 from attn_pass.model import mask
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.reading import vocabulary
@@ -41,6 +43,7 @@ def _operators(found: Any) -> list[str]:
     return [str(t) if hasattr(t, "_overloadname") else f"F.{t.__name__}" for t in found]
 
 
+# What a finder looks for, by its file.
 FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
     (softmax.FORM, softmax, ["a softmax between two products", "exp and sum"]),
     (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
@@ -50,8 +53,17 @@ FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
 )
 
 
+def _finders() -> Iterator[ModuleType]:
+    """Every file of the room that finds sites."""
+    for found in pkgutil.iter_modules(patterns.__path__):
+        module = importlib.import_module(f"{patterns.__name__}.{found.name}")
+        if hasattr(module, "FORM"):
+            yield module
+
+
 def forms() -> Iterator[str]:
     """Rows of the table of forms."""
+    assert {module for _, module, _ in FORMS} == set(_finders()), "a finder of attn_pass/patterns has no row here"
     yield "| form | what is found | in the graph it is |"
     yield "|---|---|---|"
     for name, module, anchors in FORMS:
@@ -140,7 +152,8 @@ def masks() -> Iterator[str]:
     for case in MASKS:
         site = _described(case)
         written = f"keep `{case.keep}`" if case.keep else f"add `{case.bias}`"
-        yield f"| {_cell(written)} | `{site.mask}` | {site.target or 'left'} |"
+        form = f" ({', '.join(site.poor_cases)})" if site.poor_cases else ""
+        yield f"| {_cell(written)} | `{site.mask}` | {site.target or 'left'}{form} |"
 
 
 def words() -> Iterator[str]:
@@ -169,4 +182,5 @@ def kernels() -> Iterator[str]:
     yield "| target | what it is |"
     yield "|---|---|"
     for target in targets.built_in():
-        yield f"| [`{target.name}`](rewrites.md#{_anchor(target.name)}) | {first_line(inspect.getmodule(type(target)))} |"
+        said = first_line(inspect.getmodule(type(target)))
+        yield f"| [`{target.name}`](rewrites.md#{_anchor(target.name)}) | {said} |"

@@ -29,7 +29,7 @@ def on_files(files: Any, config: Any) -> Any:
     for page in list(files.documentation_pages()):
         text = readme.content_string if page is readme else Path(page.abs_src_path).read_text()
         linked |= {target for _, target in _outside(text, _place(page.src_uri))}
-    for target in sorted(linked):
+    for target in sorted(linked - {README}):
         files.append(File.generated(config, _page_of(target), content=shown(target), inclusion=_hidden()))
     return files
 

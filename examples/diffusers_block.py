@@ -1,4 +1,4 @@
-"""A transformer block of Stable Diffusion 1.5, with diffusers' plain attention processor: explained, compiled, compared.
+"""A transformer of Stable Diffusion 1.5, with diffusers' plain attention processor: explained, compiled, compared.
 
     python examples/diffusers_block.py           # 64 x 64 latents, 77 text tokens: about a minute on two cores
     python examples/diffusers_block.py --small   # a tiny one, without code generation: seconds

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ REASONS = (
     *("takes minutes", "runs the tests", "a part of a program", "C++"),
 )
 TARGET = "docs/howto/target.md"
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the wrapper's C++, which has nothing to do with attention
 COMPILED_FOR_REAL = ("docs/start.md",)  # elsewhere Inductor's part is left out: what is rewritten is the same
 
 
@@ -40,9 +42,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("build")
 
 
-@pytest.mark.parametrize("page", ["rewrites.md", "cuda.md", "catalogue.md"])
+BUILT = ("../README.md", "catalogue.md", "comparison.md", "cuda.md", "rewrites.md")
+
+
+@pytest.mark.parametrize("page", BUILT)
 def test_a_page_is_built_from_the_code(page: str, build: Any) -> None:
-    assert set(build.PARTS) == {"rewrites.md", "cuda.md", "catalogue.md"}
+    assert set(build.PARTS) == set(BUILT)
     assert build.built(page) == (DOCS / page).read_text(), "run `make docs`"
 
 
@@ -59,21 +64,27 @@ def test_every_block_of_a_page_runs(
     monkeypatch.syspath_prepend(str(tmp_path))
     if page not in COMPILED_FOR_REAL:
         monkeypatch.setattr(dynamo, "_inductor", _without_code_generation)
-    known, grad = set(sys.modules), torch.is_grad_enabled()
+    found, grad = blocks(page), torch.is_grad_enabled()
     torch._dynamo.reset()
     try:
-        run_page(blocks(page), tmp_path)
+        with torch._inductor.config.patch(QUICK):
+            run_page(found, tmp_path)
     finally:
         torch.set_grad_enabled(grad)
         torch._dynamo.reset()
-        for name in set(sys.modules) - known:
-            if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
-                del sys.modules[name]
+        for name in ("page", *(Path(block.file).stem for block in found if block.file)):
+            sys.modules.pop(name, None)
+
+
+def test_a_file_has_one_name_over_all_pages() -> None:
+    """Dynamo keeps the modules it has met by name, for as long as the process lives."""
+    files = [block.file for page in pages() for block in blocks(page) if block.file.endswith(".py")]
+    assert len(files) == len(set(files))
 
 
 def run_page(found: Sequence[Block], folder: Path) -> None:
     """Runs what can be run, in order and in one namespace; what cannot has a reason that is listed."""
-    names: dict[str, Any] = {"__name__": "page"}
+    module = sys.modules["page"] = ModuleType("page")  # what a page defines is found by its name, as Dynamo's guards do
     for block in found:
         assert block.language in LANGUAGES, f"{block.where}: a block has one of the languages {LANGUAGES}"
         if block.language == "bash":
@@ -86,7 +97,7 @@ def run_page(found: Sequence[Block], folder: Path) -> None:
         elif block.language == "python":
             # With the page's own name and lines, so that a traceback and a report lead there.
             source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, str(ROOT / block.page), "exec"), names)  # noqa: S102
+            exec(compile(source, str(ROOT / block.page), "exec"), vars(module))
         elif block.language == "bash":
             for command in block.commands():
                 _run_command(command, block)
@@ -132,7 +143,7 @@ def test_what_is_not_run_is_said() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("```python\nassert 1 == 2\n```", ""),
+        ("```python\nassert 1 == 2, 'not so'\n```", "not so"),
         ("```\nx\n```", "languages"),
         ("```bash\nmake nothing-of-the-kind\n```", "no goal"),
         ("<!-- not run: needs a GPU -->\n```bash\npython examples/nothing.py\n```", "there is no"),
@@ -188,7 +199,12 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"q_len": 131, "kv_len": 257, "value_dim": 8}, {"heads": 6, "kv_heads": 2, "q_len": 1}, {"batch": 1, "dim": 1}],
+    [
+        {},
+        {"q_len": 131, "kv_len": 257, "value_dim": 8},
+        {"heads": 6, "kv_heads": 2, "q_len": 1},
+        {"batch": 1, "dim": 1},
+    ],
 )
 def test_the_target_of_the_page_computes_attention(installed: Path, sizes: dict[str, int], causal: bool) -> None:
     with torch.no_grad():

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+
 from bench.whole_models import TORCHVISION
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
