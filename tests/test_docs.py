@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -155,6 +156,40 @@ def test_what_is_not_run_is_said() -> None:
 def test_a_block_that_is_wrong_is_seen(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=message):
         run_page(list(_blocks("page.md", text)), tmp_path)
+
+
+# ---- the reasons that docs/howto/left.md quotes ----
+
+_SPOKEN = 8  # letters that a piece of a sentence needs to be told from others
+_HOLE = "\0"
+
+
+def test_the_reasons_of_the_page_are_the_package_s_own_words() -> None:
+    page = (DOCS / "howto" / "left.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    quotes = [quote for cell in cells for quote in re.findall(r"`([^`]+)`", cell)]
+    assert len(quotes) > 40
+    templates = list(_templates())
+    spoken = "\n".join(templates)
+    with_holes = [t for t in templates if _HOLE in t and len(t.replace(_HOLE, "").strip()) >= 2 * _SPOKEN]
+    patterns = [re.compile(".+".join(map(re.escape, t.strip(f"{_HOLE} :,().").split(_HOLE)))) for t in with_holes]
+    for quote in quotes:
+        pieces = [piece.strip(" :,().") for piece in quote.split("...")]
+        said = [piece for piece in pieces if len(piece) >= _SPOKEN]
+        assert said, quote
+        for piece in said:
+            found = piece in spoken or any(pattern.search(piece) for pattern in patterns)
+            assert found, f"nothing in attn_pass says {piece!r}"
+
+
+def _templates() -> Iterator[str]:
+    """Every string in the package's code, with a hole where a value is put in."""
+    for path in (ROOT / "attn_pass").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(v.value) if isinstance(v, ast.Constant) else _HOLE for v in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 # ---- the target that docs/howto/target.md writes, installed like anybody's ----
