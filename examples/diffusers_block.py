@@ -42,7 +42,7 @@ def main(small: bool = False) -> float:
             stock = torch.compile(model)
             ways["torch.compile"] = lambda: stock(*inputs, return_dict=False)
         ways["attn_pass"] = lambda: fast(*inputs, return_dict=False)
-        return compare(ways, rounds=2 if small else 15)
+        return compare(ways, rounds=2 if small else 5)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main(small: bool = False) -> float:
             stock = torch.compile(model)
             ways["torch.compile"] = lambda: stock(tokens).logits
         ways["attn_pass"] = lambda: fast(tokens).logits
-        return compare(ways, rounds=2 if small else 15)
+        return compare(ways, rounds=2 if small else 5)
 
 
 if __name__ == "__main__":

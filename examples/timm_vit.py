@@ -34,7 +34,7 @@ def main(small: bool = False) -> float:
             stock = torch.compile(model)
             ways["torch.compile"] = lambda: stock(images)
         ways["attn_pass"] = lambda: fast(images)
-        return compare(ways, rounds=2 if small else 15)
+        return compare(ways, rounds=2 if small else 5)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training a small GPT whose attention is written by hand: losses and weights of eager and of the pass, compared.
 
-    python examples/training.py           # 20 steps, 1024 tokens: about a minute on two cores
+    python examples/training.py           # five steps of 512 tokens: about a minute on two cores
     python examples/training.py --small   # three steps of a tiny one, without code generation: seconds
 
 Gradients go through the kernel that was chosen; what it saves is mostly memory, since no score matrix is kept for the
@@ -66,7 +66,7 @@ def trained(model: nn.Module, backend: Any, data: Tensor) -> list[Tensor]:
 
 def main(small: bool = False) -> float:
     """Returns the error of the pass's losses and weights against eager's."""
-    tokens, length, steps = (100, 33, 3) if small else (1000, 1025, 20)
+    tokens, length, steps = (100, 33, 3) if small else (1000, 513, 5)
     torch.manual_seed(0)
     model = Gpt(tokens, *((32, 2, 2) if small else (256, 8, 4))).train()
     data = torch.randint(tokens, (steps, 2, length))
