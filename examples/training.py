@@ -68,7 +68,7 @@ def main(small: bool = False) -> float:
     """Returns the error of the pass's losses and weights against eager's."""
     tokens, length, steps = (100, 33, 3) if small else (1000, 513, 5)
     torch.manual_seed(0)
-    model = Gpt(tokens, *((32, 2, 2) if small else (256, 8, 4))).train()
+    model = Gpt(tokens, *((32, 2, 1) if small else (256, 8, 4))).train()
     data = torch.randint(tokens, (steps, 2, length))
 
     print(attn_pass.explain(model, data[0][:, :-1]))
