@@ -30,7 +30,7 @@ DOCS = ROOT / "docs"
 # Why a block may stay unrun.
 REASONS = (
     *("installs packages", "needs a GPU", "needs an NPU", "needs a TPU", "needs torch_xla", "needs several processes"),
-    *("takes minutes", "runs the tests", "a part of a program", "C++"),
+    *("takes minutes", "runs the tests", "a part of a program", "a script of yours", "C++"),
 )
 TARGET = "docs/howto/target.md"
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the wrapper's C++, which has nothing to do with attention
