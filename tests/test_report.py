@@ -119,6 +119,9 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "measured_us": {},
         "verified_error": None,
         "not_verified": "",
+        "formula": {},
+        "rates": {},
+        "roofline": {},
         "module": "model.layers.0.self_attn",
         "node": "matmul_0",
     }
