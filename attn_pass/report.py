@@ -115,12 +115,15 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> SiteReport:
-        """The record that `to_dict` was taken of; fields of another version are left out."""
+        """The record that `to_dict` was taken of; fields of another version, and numbers JSON had none for, are left out."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
         for name in ("poor_cases", "assumptions", "fixed"):
             values[name] = tuple(values.get(name, ()))
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
+        for name in ("predicted_us", "measured_us"):
+            values[name] = _numbers(values.get(name, {}))
+        values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
         return cls(**values)
 
 
@@ -483,6 +486,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _numbers(stored: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in stored.items() if isinstance(value, int | float)}
 
 
 def _finite(value: Any) -> Any:

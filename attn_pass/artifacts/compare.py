@@ -95,9 +95,9 @@ class Comparison:
         """Cells of the table: sites, where, what, before, after; layers with the same change are one row."""
         groups: dict[Hashable, list[Change]] = defaultdict(list)
         for change in self.changes:
-            module = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
-            groups[(change.site.where, module, change.what, _told(change, 0), _told(change, 1))].append(change)
-        found = []
+            layers = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
+            groups[(change.site.where, layers, change.what, _told(change, 0), _told(change, 1))].append(change)
+        found: list[tuple[str, ...]] = []
         for group in groups.values():
             first = group[0]
             module = common_module([change.site.module for change in group])

@@ -186,7 +186,13 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"short": short, "us": _microseconds, "count": _count, "size": _size, "plain": printable}
+    environment.filters |= {
+        "short": short,
+        "us": _microseconds,
+        "quantity": _quantity,
+        "size": _size,
+        "plain": printable,
+    }
     script, style = (_own(name) for name in ("script.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals |= {
@@ -211,11 +217,11 @@ def _microseconds(value: float) -> str:
     return f"{value:.3g} µs" if value < 1000 else f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
 
 
-def _count(value: float) -> str:
+def _quantity(value: float) -> str:
     """ "81.9 M", to be followed by a unit."""
     return re.sub(r"(?<=\d)(?=[kMGTP]$)|(?<=\d)$", " ", short(abs(value)))
 
 
 def _size(value: float) -> str:
     """Bytes, "12.6 MB"."""
-    return f"{_count(value)}B"
+    return f"{_quantity(value)}B"

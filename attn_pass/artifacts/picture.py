@@ -19,7 +19,7 @@ class Picture:
     Attributes:
         cells: one string a row of cells, of `ALL`, `SOME`, `NONE` and `UNKNOWN`.
         rows, keys: query length and key length; the cells share them out evenly.
-        remark: what the picture leaves out ("batch 0, head 0"), "" for nothing.
+        remark: what the picture leaves out ("sampled"), "" for nothing.
     """
 
     cells: tuple[str, ...]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Expr, Load, children
 from attn_pass.model.index import Axis
+from attn_pass.model.mask import Structure
 from attn_pass.model.text import index_source, source
 
 _LONGEST = 600  # characters of one formula: a report is stored in packages
@@ -44,8 +46,14 @@ def condition_of(a: Attention) -> Expr | None:
     if a.keep is None:
         return None
     if a.bias_fills is None and a.structure.is_exact and a.structure.parts:
-        return a.structure.condition()
+        return _condition(a.structure)
     return a.keep.condition if a.computed is None or a.computed.condition is None else a.computed.condition
+
+
+@lru_cache(maxsize=256)
+def _condition(structure: Structure) -> Expr:
+    """Its condition; layers share one, and the proofs in it are what a formula costs."""
+    return structure.condition()
 
 
 def axis_names(a: Attention) -> dict[Axis, str]:

@@ -87,8 +87,7 @@ def _kind(kept: torch.Tensor, known: torch.Tensor) -> str:
 
 def _remark(a: Attention, condition: Expr, sampled: bool) -> str:
     used = expression_axes(condition)
-    told = [word for word, group in (("batch", a.batch), ("head", a.heads)) if any(x in used for x in group)]
-    words = [f"{' and '.join(told)} 0 of several"] if told else []
+    words = ["of the first batch entry and head"] if any(x in used for x in (*a.batch, *a.heads)) else []
     return ", ".join([*words, *(["sampled"] if sampled else [])])
 
 

@@ -28,7 +28,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
 
     FLOPs are those of the two products, masked part included; symbolic sizes are at their hint. Between products and
     softmax the scores are written and read twice (`attn_pass.hardware.cost.unfused`); shared keys and values are copied
-    out where there is more than one query row.
+    out where there is more than one query row, by the program or by the product, which is counted once.
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
     if setting.kernel_as_written is not None:
@@ -39,7 +39,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
     shared = problem.expanded_kv_bytes - (problem.operand_bytes - problem.query_bytes)
     copies = 2 * problem.expanded_kv_bytes if shared > 0 else 0
     mask = problem.mask_elements * problem.mask_bytes
-    moved = problem.operand_bytes + 4 * scores + copies + mask + 2 * problem.copied_bytes
+    moved = problem.operand_bytes + 4 * scores + max(copies, 2 * problem.copied_bytes) + mask
     return _point(problem, moved, microseconds)
 
 
