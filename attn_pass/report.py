@@ -115,7 +115,7 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> SiteReport:
-        """The record that `to_dict` was taken of; fields of another version, and numbers JSON had none for, are left out."""
+        """The record that `to_dict` was taken of, without fields of another version and what JSON had no number for."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
         for name in ("poor_cases", "assumptions", "fixed"):

@@ -8,12 +8,22 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+# The browser reads from file 3 and writes to file 4.
+_START = """
+import fcntl, os, sys
+files = [fcntl.fcntl(int(f), fcntl.F_DUPFD, 10) for f in sys.argv[1:3]]
+for number, file in zip((3, 4), files):
+    os.dup2(file, number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -38,10 +48,9 @@ class Browser:
         self._from, to_write = os.pipe()
         flags = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run --hide-scrollbars"
         self._process = subprocess.Popen(
-            # The browser reads from file 3 and writes to file 4.
             [
-                *("sh", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', path, *flags.split()),
-                *(f"--user-data-dir={self._profile.name}", "about:blank"),
+                *(sys.executable, "-c", _START, str(to_read), str(to_write)),
+                *(path, *flags.split(), f"--user-data-dir={self._profile.name}", "about:blank"),
             ],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
