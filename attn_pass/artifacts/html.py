@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from attn_pass.artifacts.picture import WORDS, Picture
 from attn_pass.artifacts.plot import plots, short
 from attn_pass.artifacts.sides import Run, side_by_side
-from attn_pass.artifacts.times import time_taken, times_of
+from attn_pass.artifacts.times import form_taken, times_of
 from attn_pass.report import Report, SiteReport, common_module, printable, shape_lines
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Entry:
         sites: the records; the first stands for all.
         module: one path for all.
         us, us_after: of one call, as it was and as it is; None where that is not known.
+        taken: the label of what was taken, "" where nothing was.
         how: "measured" or "predicted", whichever the two are.
         times: (label, microseconds, share of the slowest) of every form, fastest first.
         picture: of the mask, where there is one.
@@ -47,6 +48,7 @@ class Entry:
     shapes: tuple[str, ...]
     us: float | None
     us_after: float | None
+    taken: str
     how: str
     times: tuple[tuple[str, float, float], ...]
     picture: Picture | None = None
@@ -136,7 +138,8 @@ def entries_of(report: Report, collection: Collection | None) -> list[Entry]:
                 common_module([member.module for member in group]),
                 tuple(shape_lines(site)),
                 times.get("leave"),
-                time_taken(site),
+                times.get(form_taken(site)),
+                form_taken(site),
                 "measured" if site.measured_us else "predicted",
                 tuple((label, time, time / slowest) for label, time in times.items()),
                 picture,

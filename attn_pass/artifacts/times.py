@@ -14,9 +14,13 @@ def times_of(site: SiteReport) -> dict[str, float]:
     return dict(sorted(finite.items(), key=lambda item: item[1]))
 
 
-def time_taken(site: SiteReport) -> float | None:
-    """Microseconds of what was taken: the best form its target offered. None for a site that is left."""
+def form_taken(site: SiteReport) -> str:
+    """The label of what was taken: the best form its target offered. "" for a site that is left, or without times."""
     if site.target is None:
-        return None
-    forms = (t for label, t in times_of(site).items() if label == site.target or label.startswith(f"{site.target} ("))
-    return next(forms, None)
+        return ""
+    return next((name for name in times_of(site) if name == site.target or name.startswith(f"{site.target} (")), "")
+
+
+def time_taken(site: SiteReport) -> float | None:
+    """Microseconds of what was taken; None for a site that is left, or without times."""
+    return times_of(site).get(form_taken(site))
