@@ -4,6 +4,7 @@
 `attn_pass.explain(model, *inputs)` says what would be done, and why; `attn_pass.inspect(folder)` shows what was done.
 """
 
+from attn_pass.annotate import leave
 from attn_pass.artifacts.inspect import inspect
 from attn_pass.capture import explain
 from attn_pass.dynamo import backend, wrap
@@ -20,7 +21,8 @@ from attn_pass.export import aot_compile, rewrite
 from attn_pass.hook import enabled, install, uninstall
 from attn_pass.options import Options
 from attn_pass.package import package_report
-from attn_pass.report import Report, SiteReport, record, reports
+from attn_pass.recording import record, reports
+from attn_pass.report import Report, SiteReport
 
 __version__ = "0.1.0"
 
@@ -41,6 +43,7 @@ __all__ = [
     "explain",
     "inspect",
     "install",
+    "leave",
     "package_report",
     "record",
     "reports",

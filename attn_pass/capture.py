@@ -17,7 +17,8 @@ from attn_pass.dynamo import Snapshot, decide, known_buffers, told
 from attn_pass.errors import AttnPassError, CaptureError
 from attn_pass.export import exported, known_values
 from attn_pass.options import Options, make_options
-from attn_pass.report import Report, publish
+from attn_pass.recording import publish
+from attn_pass.report import Report
 
 
 def explain(

@@ -16,12 +16,14 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from attn_pass import channels
 from attn_pass.artifacts import collect
 from attn_pass.compat import require_inductor
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import Options, Runner, make_options, split_options
-from attn_pass.report import Report, publish
+from attn_pass.recording import publish
+from attn_pass.report import Report
 
 Backend = Callable[..., Callable[..., Any]]
 CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]
@@ -179,6 +181,7 @@ def decide(
     """
     from attn_pass import engine
 
+    channels.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
     original = Snapshot(gm)
     gm.meta |= known or {}
@@ -207,6 +210,8 @@ def decide(
             gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     gm.meta[DECIDED] = True
+    if changed:
+        channels.trace_graph("after", gm)
     return Decision(report, changed, original)
 
 

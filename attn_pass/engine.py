@@ -7,7 +7,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.artifacts import collect
 from attn_pass.artifacts.picture import Picture
+from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.ancestry import Ancestry, ancestry
@@ -24,14 +25,14 @@ from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_argume
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
-from attn_pass.options import LEAVE, Options, Runner, unknown_name
+from attn_pass.options import ANNOTATION, LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
@@ -94,15 +95,9 @@ def rewrite_graph(
 
 
 def _check_names(options: Options) -> None:
-    targets = [t.name for t in all_targets()]
-    for kind, given, known in (
-        ("target", options.targets, targets),
-        ("target in a rule", [name for _, names in options.rules for name in names], [*targets, LEAVE]),
-        ("poor case", options.poor_cases, list(CASES)),
-    ):
-        for name in given or ():
-            if name not in known:
-                raise unknown_name(kind, name, known)
+    _check_known("target", options.targets or (), [t.name for t in all_targets()])
+    _check_targets("target in a rule", [name for _, names in options.rules for name in names])
+    _check_known("poor case", options.poor_cases or (), list(CASES))
     if options.device is not None and not catalog.is_known(options.device):
         try:
             torch.device(options.device)
@@ -111,6 +106,16 @@ def _check_names(options: Options) -> None:
                 f"device={options.device!r} is neither a device torch knows nor one of "
                 f"{', '.join(catalog.NAMES)}: {_first_line(error)}"
             ) from None
+
+
+def _check_targets(what: str, given: Sequence[str]) -> None:
+    _check_known(what, given, [*(t.name for t in all_targets()), LEAVE])
+
+
+def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise unknown_name(what, name, known)
 
 
 class _HoldsForSome(RewriteError):
@@ -165,8 +170,10 @@ class _Graph:
             if (made_of := self._made_of(site.described)) is not None:
                 self.draws.add(site.node, made_of)
         touched = False
-        for site in sites:
-            touched |= self._decide(site)
+        # In Inductor's hook a root graph is observed already.
+        with observed(self.gm) if self.is_body or self.runner != "hook" else nullcontext():
+            for site in sites:
+                touched |= self._decide(site)
         if touched:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -231,6 +238,8 @@ class _Graph:
         try:
             with collect.site(self.gm.graph, record, functools.partial(self._picture, site)):
                 return self._replace(site, record)
+        except OptionError:
+            raise
         except Exception as error:
             record.mark_left(f"internal error: {type(error).__name__}: {_first_line(error)}")
             self._complain(record, "a site is left as it was", error)
@@ -259,7 +268,7 @@ class _Graph:
             return sum(_bytes(n, self.sizes, hint) for n in described.copies)
 
         written = replace(site.written, copied_bytes=copied(self.sizes.hint))
-        rule, measure = self._rule(record), None
+        rule, measure = self._rule(site, record), None
         if self.measure is not None and rule is None:
             measure = functools.partial(self.measure, self._place(site, setting))
         choice = choose(
@@ -278,8 +287,11 @@ class _Graph:
         with self._details(record):
             record.rates = roofline.rates(setting.device, attention)
             record.roofline[LEAVE] = roofline.as_left(attention, written, setting, choice.predicted_us[LEAVE])
-        by_rule = "" if rule is None else f" (the rule for {rule[0]!r})"
+        by_rule = "" if rule is None else f" ({rule[0]})"
         record.reason = choice.reason + by_rule
+        if choice.takes and self.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
+            record.reason = "torch's compiler bisector left it out"
+            return False
         for take in choice.takes:
             try:
                 verified = self._emit(site, record, take, setting)
@@ -355,7 +367,7 @@ class _Graph:
             value,
             take.target.name,
             record.where,
-            "example_value" if "example_value" in site.node.meta else "val",
+            value_key(site.node),
             functools.partial(self._verify_smaller, site, take),
             self.compile_site,
         )
@@ -396,11 +408,18 @@ class _Graph:
             raise CannotExtract("with a shorter length it is rewritten to something else")
         return found
 
-    def _rule(self, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
-        """The user's rule for the site, by its module path or its source line."""
+    def _rule(self, site: Site, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
+        """The user's rule for the site and whose it is: by an annotation, else by its module path or source line."""
+        for node in (site.node, *site.internal):
+            asked = node.meta.get("custom", {}).get(ANNOTATION)
+            if asked is not None:
+                names = (asked,) if isinstance(asked, str) else tuple(asked)
+                _check_targets("target in an annotation", names)
+                return "the program's annotation", names
         line = record.where.split(" in ")[0]
         names = (record.module, line)
-        return next((r for r in self.options.rules if any(fnmatchcase(n, r[0]) for n in names)), None)
+        rules = (r for r in self.options.rules if any(fnmatchcase(n, r[0]) for n in names))
+        return next(((f"the rule for {pattern!r}", targets) for pattern, targets in rules), None)
 
     def _place(self, site: Site, setting: Setting) -> Place:
         assert site.described is not None

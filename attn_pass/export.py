@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from attn_pass.compat import require_inductor
@@ -33,7 +34,8 @@ from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteErr
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.package import with_report
-from attn_pass.report import Report, publish
+from attn_pass.recording import publish
+from attn_pass.report import Report
 
 
 def aot_compile(
@@ -183,7 +185,7 @@ def exported(
         raise CaptureError("no example inputs were given; call aot_compile(model, args) with a tuple of them")
     inputs = tuple(args) if isinstance(args, list | tuple) else () if args is None else (args,)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), preserve_node_meta():  # which keeps a program's annotations
             return torch.export.export(model, inputs, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
     except Exception as error:
         given = f"inputs {_shapes(inputs, kwargs)}"

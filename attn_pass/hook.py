@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule
 from attn_pass.compat import has_pre_grad_timing, require_inductor
 from attn_pass.dynamo import DECIDED, decide
 from attn_pass.options import Options, make_options
-from attn_pass.report import publish
+from attn_pass.recording import publish
 
 PRE_GRAD_SLOT, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
 

@@ -17,6 +17,8 @@ OnError = Literal["warn", "raise"]
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 LEAVE = "leave"
 """In a rule, beside the names of targets: the site stays as it is."""
+ANNOTATION = "attn_pass"
+"""The key of `torch.fx.traceback.annotate` under which a program says what its attention is to become, as in a rule."""
 Runner = Literal["inductor", "hook", "other"]
 """Who runs a rewritten graph: Inductor, with our configuration and the original to fall back on; Inductor, of whose
 own passes we are one; anything else (another backend, torch.export.save, the graph as it is)."""

@@ -9,10 +9,7 @@ import re
 import shutil
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,8 +22,7 @@ if TYPE_CHECKING:
 Outcome = Literal["rewritten", "decomposed", "left"]
 Kind = Literal["attention", "near miss"]
 
-_LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
-_HISTORY_SIZE = 256
+LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
 _TABLE_WIDTH = 160
 
 _BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
@@ -158,14 +154,14 @@ class Report:
 
     def append(self, site: SiteReport) -> None:
         """Add one site; safe from any thread."""
-        with _LOCK:
+        with LOCK:
             self.sites.append(site)
 
     def extend(self, other: Report) -> None:
         """Add the sites (the same records, not copies), seconds and graphs of another report."""
         if other is self:
             return
-        with _LOCK:
+        with LOCK:
             known = {id(site) for site in self.sites}
             self.sites.extend(site for site in other.sites if id(site) not in known)
             self.seconds += other.seconds
@@ -178,7 +174,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """{"graphs", "seconds", "rewritten", "left" (counts), "fixed_constants", "sites" (dicts)}, ready for JSON."""
-        with _LOCK:
+        with LOCK:
             return {
                 "graphs": self.graphs,
                 "seconds": self.seconds,
@@ -261,49 +257,6 @@ class Report:
         from attn_pass.artifacts.compare import compared
 
         return compared(self, after)
-
-
-# ---- recording: who sees what was decided ----
-
-_ACTIVE: ContextVar[tuple[Report, ...]] = ContextVar("attn_pass_active_reports", default=())
-_HISTORY: deque[Report] = deque(maxlen=_HISTORY_SIZE)
-
-
-@contextmanager
-def record() -> Iterator[Report]:
-    """A Report that fills with every site decided inside, in this thread, by whatever entry; may be nested."""
-    report = Report()
-    token = _ACTIVE.set((*_ACTIVE.get(), report))
-    try:
-        yield report
-    finally:
-        _ACTIVE.reset(token)
-
-
-def publish(report: Report, *, compiled: bool = True) -> None:
-    """Hand a decided graph's report to every active recording, and to `reports` if it is being compiled.
-
-    Recordings get the same SiteReport objects, so a later `mark_left` is seen by everyone. Call it once a graph,
-    when the report has all its sites.
-    """
-    for recording in _ACTIVE.get():
-        recording.extend(report)
-    if compiled:
-        with _LOCK:
-            if not any(known is report for known in _HISTORY):
-                _HISTORY.append(report)
-
-
-def reports() -> list[Report]:
-    """The reports of the graphs compiled in this process so far, oldest first; the newest 256 are kept."""
-    with _LOCK:
-        return list(_HISTORY)
-
-
-def clear_reports() -> None:
-    """Forget the reports of what was compiled so far."""
-    with _LOCK:
-        _HISTORY.clear()
 
 
 # ---- where a node was written ----

@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from attn_pass import dynamo
 from attn_pass.errors import RewriteError
+from attn_pass.graph.cut import Input
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import only
@@ -97,16 +98,15 @@ def _inputs(job: Mapping[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]
 
 
 def _random(spec: Mapping[str, Any]) -> torch.Tensor:
-    dtype, device = getattr(torch, spec["dtype"]), spec["device"]
-    shape, stride = spec["shape"], spec["stride"]
-    size = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+    given = Input(**spec)
+    dtype, device = getattr(torch, given.dtype), given.device
     if dtype == torch.bool:
-        flat = torch.rand(size, device=device) < 0.9
+        flat = torch.rand(given.memory, device=device) < 0.9
     elif dtype.is_floating_point or dtype.is_complex:
-        flat = torch.randn(size, dtype=torch.float32, device=device).to(dtype)
+        flat = torch.randn(given.memory, dtype=torch.float32, device=device).to(dtype)
     else:
-        flat = torch.zeros(size, dtype=dtype, device=device)  # the one value that is an index of every table
-    return flat.as_strided(shape, stride).requires_grad_(spec["requires_grad"])
+        flat = torch.zeros(given.memory, dtype=dtype, device=device)  # the one value that is an index of every table
+    return given.in_memory(flat).requires_grad_(given.requires_grad)
 
 
 def _program(text: str) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,18 +21,7 @@ from torch.fx import symbolic_trace
 import attn_pass
 from attn_pass.dynamo import Snapshot
 
-
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    """No caches (tests of caches turn them on), little parallelism, nothing compiled before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch._dynamo.reset()
-    counters.clear()
-    with config.patch(force_disable_caches=True, compile_threads=1):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet_torch")
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

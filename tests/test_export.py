@@ -5,28 +5,18 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toy_engine as toy
-from torch._inductor import config
 from torch.export import Dim, ExportedProgram
 
 import attn_pass
 from attn_pass.export import _rename_outputs
 
-
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch._dynamo.reset()
-    with config.patch(force_disable_caches=True, compile_threads=1):
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet_torch")
 
 
 class Model(torch.nn.Module):

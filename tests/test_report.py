@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from attn_pass import report as report_module
-from attn_pass.report import Report, SiteReport, clear_reports, module_path, publish, record, reports, source_line
+from attn_pass.recording import clear_reports, publish, record, reports
+from attn_pass.report import Report, SiteReport, module_path, source_line
 
 
 @pytest.fixture(autouse=True)

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import toy_engine as toy
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
 from attn_pass.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
 
-
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    with config.patch(force_disable_caches=True, compile_threads=1):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet_torch")
 
 
 def over_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

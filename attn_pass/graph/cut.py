@@ -45,6 +45,17 @@ class Input:
     value: torch.Tensor | None = None
     offset: int = 0  # elements in front of it in its memory, those alone that change how it is aligned
 
+    @property
+    def memory(self) -> int:
+        """Elements of the memory it lies in, up to its last."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride))
+
+    def in_memory(self, flat: torch.Tensor) -> torch.Tensor:
+        """The input, as a view of its memory."""
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
 
 @dataclass(frozen=True)
 class Level:

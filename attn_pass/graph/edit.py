@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
-from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, Poly, Quotient, Remainder
 from attn_pass.model.views import Expand, Pad, Permute, Reshape, Slice, Step
 
@@ -263,7 +263,7 @@ class Plan:
         """
         old = self.result
         graph = self.gm.graph
-        key = "example_value" if "example_value" in old.meta else "val"
+        key = value_key(old)
         provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
         with graph.inserting_before(old):
             for planned in _needed(self.calls, new):
@@ -273,7 +273,8 @@ class Plan:
                 planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
                 if planned.key is not None:
                     self.size_nodes.made[planned.key] = planned
-                planned.node.meta = {**provenance, key: planned.fake}
+                observed = planned.node.meta  # what an observer of the graph noted
+                planned.node.meta = {**provenance, key: planned.fake, **observed}
         node = new.node if isinstance(new, Planned) else new
         assert node is not None
         name = old.name

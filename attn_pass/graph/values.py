@@ -38,6 +38,11 @@ def tensor_value(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def value_key(node: Node) -> str:
+    """The name under which a node of this dialect keeps its fake value."""
+    return "example_value" if "example_value" in node.meta else "val"
+
+
 class Sizes:
     """Turns Python and symbolic integers into indices; one instance a root graph, since symbols belong to one."""
 

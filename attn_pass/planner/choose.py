@@ -162,13 +162,16 @@ def choose(
     return choice
 
 
+_OVERFLOWS = 1e30  # twice a mask's fill may be infinite in float32
+
+
 def _may_be_infinite(score: Expr) -> bool:
     """Whether a score that is kept may come out as anything but a number or -inf, because of a number it is made of."""
     if isinstance(score, Apply) and score.op in ("where", "cast"):
         return any(_may_be_infinite(e) for e in (score.args[1:] if score.op == "where" else score.args))
     if isinstance(score, Const):
         return score.value == math.inf
-    return any(isinstance(e, Const) and abs(e.value) == math.inf for e in walk(score))
+    return any(isinstance(e, Const) and abs(e.value) >= _OVERFLOWS for e in walk(score))
 
 
 def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:

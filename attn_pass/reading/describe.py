@@ -36,10 +36,12 @@ from attn_pass.model.repeatable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
-from attn_pass.reading.scores import WEAKEST_FILL, Modified, NotAffine, Scores, modified, normalise
+from attn_pass.reading.scores import WEAKEST_FILL, Modified, NotAffine, Scores, is_bounded, modified, normalise
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
+# A fused backward takes exp(score - logsumexp), and beside 1e38 the logarithm of how many keys there are is lost.
+_TURNED = "what was added to the scores, perhaps a mask, is multiplied by a negative number, in training"
 NO_GRAD_DTYPES = (torch.bool, torch.int64, torch.int32)
 
 
@@ -245,6 +247,8 @@ class _Assembly:
     def _normalised(self) -> Scores:
         try:
             scores = normalise(self.score, self.parts.keys, self.parts.score_dtype)
+            if scores.turned and _needs_grad(self.parts.result):
+                raise NotAffine(_TURNED)
         except NotAffine as error:
             return self._modified_scores(str(error))
         self.modified = None
@@ -404,7 +408,7 @@ class _Assembly:
         value = tensor_value(result)
         assert value is not None
         score = self._whole_score(self.score)
-        never_empty = named.rows_never_empty and _is_bounded(function)
+        never_empty = named.rows_never_empty and is_bounded(function)
         if self.sink is not None and not never_empty and any(_masks(e) for e in walk(self.sink)):
             # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
             raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
@@ -509,14 +513,6 @@ def _needs_grad(node: Node) -> bool:
 
 def _masks(expression: Expr) -> bool:
     return isinstance(expression, Const) and expression.value <= WEAKEST_FILL
-
-
-def _is_bounded(function: Expr) -> bool:
-    """Whether a function of the product masks nothing: its elements are -inf for no finite product."""
-    return not any(
-        (isinstance(e, Const) and abs(e.value) == float("inf")) or (isinstance(e, Load) and e.index != ())
-        for e in walk(function)
-    )
 
 
 def _moved(load: Load, position: dict[int, int]) -> Load:

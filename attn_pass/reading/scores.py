@@ -31,6 +31,7 @@ from attn_pass.model.index import Axis, terms_of
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -999292928 in bfloat16
+_FILL = 1e9  # from here on a number may stand for a mask, whatever its sign
 _SMALL = 1e6  # a number that neither absorbs a score nor turns a masking fill into a weak one
 
 
@@ -43,6 +44,7 @@ class Scores:
     """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere.
 
     ``shift`` is added to all of it: the softmax does not see it, a choice between two forms of the scores does.
+    ``turned``: what was added, of a size that is not known, was multiplied by a negative number with the scores.
     """
 
     scale: float = 1.0
@@ -50,6 +52,7 @@ class Scores:
     bias: Expr | None = None
     keep: Keep | None = None
     shift: float = 0.0
+    turned: bool = False
 
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
@@ -129,9 +132,28 @@ def modified(expression: Expr, keys: Axis, dtype: torch.dtype, reason: str) -> M
         raise NotAffine(reason)
     function = _modified(expression, keys, dtype)
     try:
-        return Modified(function, normalise(_replaced(expression, function, Dot()), keys, dtype), reason)
+        around = normalise(_replaced(expression, function, Dot()), keys, dtype)
     except NotAffine:
         return Modified(expression, Scores(), reason)
+    if around.bias is not None and _replaces(expression) and not is_bounded(function):
+        # A fill replaces what was masked inside; as a part of what is added it would be added to it.
+        return Modified(expression, Scores(), reason)
+    return Modified(function, around, reason)
+
+
+def is_bounded(function: Expr) -> bool:
+    """Whether a function of the product masks nothing: its elements are no fills for any product."""
+    return not any(
+        (isinstance(e, Const) and abs(e.value) >= _FILL) or (isinstance(e, Load) and e.index != ())
+        for e in walk(function)
+    )
+
+
+def _replaces(expression: Expr) -> bool:
+    """Whether scores are replaced on the way from the product to here."""
+    if not isinstance(expression, Apply) or not contains_dot(expression):
+        return False
+    return expression.op == "where" or any(_replaces(e) for e in expression.args)
 
 
 def _modified(expression: Expr, keys: Axis, dtype: torch.dtype) -> Expr:
@@ -234,7 +256,9 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
         if scores.bias is not None and not 0 < number <= 1 and _fills(scores.bias):
             raise NotAffine(f"masked scores are multiplied by {number:g}")
         bias = None if scores.bias is None else apply("mul", _wide(scores.bias, dtype), Const(number))
-        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep, shift=scores.shift * number)
+        turned = scores.turned or (number < 0 and scores.bias is not None and not is_small(scores.bias, dtype))
+        shift = scores.shift * number
+        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep, shift=shift, turned=turned)
     if keys in expression_axes(factor):
         raise NotAffine("the scores are multiplied by something that differs from key to key")
     if keep is not None:

@@ -19,6 +19,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, loads, walk
 from attn_pass.model.index import product
+from attn_pass.targets.lower import zero_with_gradient
 
 MASKING = -0.99e9  # -1e9 is -999292928 in bfloat16
 _ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
@@ -81,12 +82,7 @@ class EmptyRows:
 
     def _zero(self, value: Value) -> Value:
         """0 in those rows, whose gradient is passed on all the same."""
-        nothing = self._nothing(value)
-        return self.plan.call(aten.where.self, self.rows, nothing, value)
-
-    def _nothing(self, value: Value) -> Value:
-        """0 with the gradient of a value."""
-        return self.plan.call(aten.sub.Tensor, value, self.plan.call(aten.detach.default, value))
+        return self.plan.call(aten.where.self, self.rows, zero_with_gradient(self.plan, value), value)
 
     def replaced(self, out: Value, query: Value, key: Value, value: Value, scale: float) -> Value:
         """The kernel's (B, H, L, Dv) result with those rows replaced; ``query`` is the program's."""
@@ -94,13 +90,14 @@ class EmptyRows:
         wide = torch.promote_types(fake_of(value).dtype, torch.float32)
         query, key, value = (call(aten.to.dtype, x, wide) for x in (query, key, value))
         if self.learned:
-            nothing = self._nothing(self._scores_to_first_order(call(aten.detach.default, query), key, value, scale))
+            linear = self._scores_to_first_order(call(aten.detach.default, query), key, value, scale)
+            nothing = zero_with_gradient(self.plan, linear)
             rows = call(aten.where.ScalarOther, self.rows, nothing, 0.0)
             return call(aten.add.Tensor, out, call(aten.to.dtype, rows, fake_of(out).dtype))
         mean = self._mean(value)
         if self.attention.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
-            mean = call(aten.add.Tensor, mean, self._nothing(linear))
+            mean = call(aten.add.Tensor, mean, zero_with_gradient(self.plan, linear))
         return self._put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:

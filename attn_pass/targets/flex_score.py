@@ -19,7 +19,7 @@ from attn_pass.model.index import Axis, product
 from attn_pass.model.mask import Band, Keys, Opaque, Part, Structure, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.flex_blocks import are_known
-from attn_pass.targets.masks import LOWEST_CUDA
+from attn_pass.targets.masks import LOWEST_CUDA, OVERFLOWS_HALF
 
 _LOWEST = torch.finfo(torch.float32).min
 _HALF = torch.finfo(torch.float16).min / 2
@@ -101,10 +101,16 @@ def _bias(a: Attention) -> Expr | None:
     if a.bias is None:
         return None
     bias = apply("cast", _cheapest(a, "bias"), dtype=torch.float32)
-    # A masking fill absorbs any score in float16, not in the float32 the kernel adds it in.
-    lowest = _HALF if a.score_dtype == torch.float16 else LOWEST_CUDA
-    low = apply("and", apply("le", bias, Const(lowest)), apply("gt", bias, Const(float("-inf"))))
+    if a.score_dtype == torch.float16:
+        return _as_in_half(bias, LOWEST_CUDA)
+    low = apply("and", apply("le", bias, Const(LOWEST_CUDA)), apply("gt", bias, Const(float("-inf"))))
     return apply("where", low, Const(LOWEST_CUDA), bias)
+
+
+def _as_in_half(bias: Expr, lowest: float) -> Expr:
+    """A float32 bias of float16 scores: a masking fill absorbs any score there, not in the float32 of the kernel."""
+    low = apply("where", apply("le", bias, Const(_HALF)), Const(lowest), bias)
+    return apply("where", apply("le", bias, Const(OVERFLOWS_HALF)), Const(float("-inf")), low)
 
 
 # ---------------------------------------------------------------- the CPU's
@@ -135,9 +141,7 @@ def score_of(a: Attention) -> Expr:
     if a.bias is not None:
         bias = a.bias
         if a.score_dtype == torch.float16:
-            # A masking fill absorbs any score in float16, not in the float32 the kernel adds it in.
-            low = apply("and", apply("le", bias, Const(_HALF)), apply("gt", bias, Const(float("-inf"))))
-            bias = apply("where", low, Const(_LOWEST), apply("cast", bias, dtype=torch.float32))
+            bias = _as_in_half(apply("cast", bias, dtype=torch.float32), _LOWEST)
         score = apply("add", score, bias)
     if a.keep is not None:
         score = apply("where", a.keep.condition, score, Const(float(a.keep.fill)))

@@ -218,6 +218,11 @@ class Lowering:
         return value
 
 
+def zero_with_gradient(plan: Plan, value: Value) -> Value:
+    """0 wherever a value is finite, with the value's gradient."""
+    return plan.call(aten.sub.Tensor, value, plan.call(aten.detach.default, value))
+
+
 def _type_of(value: object) -> torch.dtype:
     """The dtype of a tensor that holds a number."""
     if isinstance(value, bool):

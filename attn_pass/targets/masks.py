@@ -10,9 +10,11 @@ from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads
 from attn_pass.targets.base import EMPTY_ROWS, Setting
 from attn_pass.targets.empty_rows import MASKING, EmptyRows, cannot_be_told_apart
-from attn_pass.targets.lower import Lowering
+from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
+_ABSORBING = -1e17  # absorbs scores of up to a billion in float32
+OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers are that were added to a score
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
 
@@ -47,8 +49,9 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
     strict = setting.numerics == "strict" and not a.rows_never_empty
     if strict and _mask_parts(a) and a.empty_row_is_nan:
         return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
-    if repairs_empty_rows(a, setting) and (reason := cannot_be_told_apart(a)) is not None:
-        return reason
+    if repairs_empty_rows(a, setting) and _needs_exact_rows(a, setting):
+        if (reason := cannot_be_told_apart(a)) is not None:
+            return reason
     if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
         return "autocast to float16 would change an additive mask"
     if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.bias, a):
@@ -104,12 +107,11 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
     elif a.score_dtype == torch.float16 and not setting.fused_as_written:
         masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
-        infinite = plan.call(aten.eq.Scalar, mask, float("-inf"))
+        infinite = plan.call(aten.le.Scalar, mask, OVERFLOWS_HALF)
         wide = plan.call(aten.to.dtype, mask, torch.float32)
         low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
         if a.bias is not None and wants_mask_gradient(a):  # what a fill is told as has the fill's gradient
-            nothing = plan.call(aten.sub.Tensor, wide, plan.call(aten.detach.default, wide))
-            lowest = plan.call(aten.add.Scalar, nothing, _LOWEST)
+            lowest = plan.call(aten.add.Scalar, zero_with_gradient(plan, wide), _LOWEST)
             low = plan.call(aten.where.self, masked, lowest, wide)
         mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
     elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
@@ -154,11 +156,21 @@ def _narrowed(lower: Lowering, mask: Value) -> Value:
 def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
     """Whether rows without a key are computed beside the kernel: see `EmptyRows`. A fused call keeps those it has.
 
-    In training, and on CUDA in float16, which has no number that absorbs a score.
+    In training, on CUDA in float16, which has no number that absorbs a score, and where a fill that does not absorb
+    one keeps its own value.
     """
     possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
+    return possible and (_needs_exact_rows(a, setting) or _leaks(a)) and mask_kind(a, setting) == "additive"
+
+
+def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
     narrow = setting.device.type == "cuda" and a.compute_dtype == torch.float16 and may_hold_finite_fill(a)
-    return possible and (a.needs_grad or narrow) and mask_kind(a, setting) == "additive"
+    return a.needs_grad or narrow
+
+
+def _leaks(a: Attention) -> bool:
+    """Whether a fill is added beside a bias that leaves something of scores of a few tens: -1e9 in float32."""
+    return a.bias is not None and a.keep is not None and _ABSORBING < a.keep.fill < 0
 
 
 def may_hold_finite_fill(a: Attention) -> bool:

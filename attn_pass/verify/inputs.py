@@ -11,6 +11,7 @@ import torch
 from attn_pass.graph.cut import Input
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Const, Expr, Load, walk
+from attn_pass.model.reference import Evaluation
 
 Kind = Literal["number", "mask", "flag", "positive", "index"]
 """A number; a matrix that is added, perhaps one of fills; 0 or 1; a number to divide by; an integer below a limit."""
@@ -91,20 +92,20 @@ def _rank(spec: Spec) -> int:
 
 
 def _number(size: object, sizes: Mapping[str, int]) -> int:
-    from attn_pass.model.reference import Evaluation
-
     return Evaluation((), (), sizes).size(size)  # type: ignore[arg-type]
 
 
 def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
-    """The memory of an input: a flat tensor, of which `laid_out` makes the input itself.
+    """The memory of an input: a flat tensor, of which `Input.in_memory` is the input itself.
 
     ``harsh``: masks are fills and flags fall either way, so that rows without a key may come about.
     """
     dtype = getattr(torch, given.dtype)
-    length = _length(given)
+    length = given.memory
     if given.value is not None:
-        return _flat(given.value, given, length)
+        flat = torch.zeros(length, dtype=given.value.dtype)
+        given.in_memory(flat).copy_(given.value.detach())
+        return flat
     if dtype == torch.bool:
         return torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
     if not dtype.is_floating_point and not dtype.is_complex:
@@ -123,20 +124,3 @@ def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh
         lowest = torch.finfo(torch.float32 if dtype.is_complex else dtype).min
         numbers = torch.zeros_like(numbers).masked_fill(~kept, lowest)
     return numbers.to(dtype)
-
-
-def laid_out(flat: torch.Tensor, given: Input) -> torch.Tensor:
-    """The input in its memory; a copy of it, so that a program may write there."""
-    return flat.clone().as_strided(given.shape, given.stride, given.offset)
-
-
-def _length(given: Input) -> int:
-    if 0 in given.shape:
-        return given.offset
-    return given.offset + 1 + sum((n - 1) * s for n, s in zip(given.shape, given.stride))
-
-
-def _flat(value: torch.Tensor, given: Input, length: int) -> torch.Tensor:
-    flat = torch.zeros(length, dtype=value.dtype)
-    flat.as_strided(given.shape, given.stride, given.offset).copy_(value.detach())
-    return flat

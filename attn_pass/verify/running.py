@@ -15,7 +15,6 @@ from torch.fx.node import map_aggregate
 from attn_pass.compat import own_metrics
 from attn_pass.graph.cut import Input
 from attn_pass.graph.regions import Region
-from attn_pass.verify.inputs import laid_out
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _WIDENED = ("float", "half", "bfloat16")
@@ -50,7 +49,7 @@ def run(
     """Runs a program on inputs laid out in copies of their memory; with a cotangent, backward too."""
     flats = [m.detach().requires_grad_(i.requires_grad and cotangent is not None) for i, m in zip(given, memory)]
     with torch.enable_grad(), region.restore() if region is not None else nullcontext():
-        inputs = [laid_out(flat, i) for flat, i in zip(flats, given)]
+        inputs = [i.in_memory(flat.clone()) for flat, i in zip(flats, given)]  # a program may write there
         out = program(*inputs)
     result: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
     return Outcome(result.detach(), _gradients(result, flats, cotangent))

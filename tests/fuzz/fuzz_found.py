@@ -13,7 +13,7 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first four were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first nine were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
     (
         "in a row without a key the higher of two numbers filled in counts alone, -inf between them or not",
@@ -81,6 +81,81 @@ FOUND: tuple[tuple[str, Case], ...] = (
                 times=Step(row="transposed"),
                 seed=1,
             )
+        ),
+    ),
+    (
+        "-1e9 beside a bias leaves something of scores above 32, in a row without a key",
+        Case(
+            Program(
+                lead=(4, 4, 4),
+                kv_len=4,
+                key=(Step(row="div", x=0.125),),
+                product=Step(row="baddbmm of a bias", ones=(False, False, False, False, True)),
+                score=(Step(row="other: mask == 1", fill=-1e9),),
+            )
+        ),
+    ),
+    (
+        "a fill replaces the -inf of a mask inside another function of the scores, and is not added to it",
+        Case(
+            Program(
+                lead=(),
+                kv_len=4,
+                score=(
+                    Step(row="mask: masked_fill", mask=Mask("input")),
+                    Step(row="other: weak fill", x=0.0, mask=Mask()),
+                    Step(row="mask: masked_fill", fill=_LOWEST, mask=Mask("chunk")),
+                    Step(row="mask: masked_fill", mask=Mask()),
+                ),
+            ),
+            dialect="export",
+        ),
+    ),
+    (
+        "a mask times -0.5 is 1e38, beside which a fused backward loses how many keys there are",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                score=(
+                    _MAXIMUM,
+                    Step(row="mask: add where", fill=_LOWEST, mask=Mask()),
+                    Step(row="scale: mul", x=-0.5),
+                ),
+            ),
+            grad=True,
+        ),
+    ),
+    (
+        "a fill times -2 is infinite, whose rows are NaN that a guard sets to zero",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                product=Step(row="query not transposed"),
+                score=(
+                    Step(row="mask: masked_fill", fill=_LOWEST, mask=Mask()),
+                    Step(row="bias: bias plus alpha scores", x=-2.0),
+                ),
+                softmax=Step(row="nan_to_num"),
+            )
+        ),
+    ),
+    (
+        "two of float16's lowest numbers that are added are -inf, and one alone counts",
+        Case(
+            Program(
+                lead=(),
+                kv_len=4,
+                dtype=torch.float16,
+                key=(Step(row="flipped"),),
+                score=(
+                    Step(row="scale: mul", x=0.3),
+                    Step(row="mask: one minus", mask=Mask()),
+                    Step(row="mask: one minus", mask=Mask("causal, moved")),
+                ),
+            ),
+            dialect="export",
         ),
     ),
     (

@@ -7,7 +7,7 @@ compiled; tests/test_shield.py compiles two more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from against_eager import same
 from miscompiled import PROGRAMS, TRAINED, Program
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
-from torch._inductor import config
 
 import attn_pass
 
@@ -26,16 +25,7 @@ LEAVE: dict[str, Any] = {"rules": {"*": "leave"}}
 FUSED: dict[str, Any] = {"choose": "fused"}
 
 
-@pytest.fixture(autouse=True)
-def quiet_torch() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    torch._dynamo.reset()
-    counters.clear()
-    with config.patch(force_disable_caches=True, compile_threads=1):
-        yield
-    torch._dynamo.reset()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quiet_torch")
 
 
 def given(program: Program, dtype: torch.dtype, grad: bool = False) -> list[Any]:

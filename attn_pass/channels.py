@@ -1,0 +1,96 @@
+"""The channels torch's own parts are watched through: logging, structured traces, provenance, the compiler's bisector.
+
+``TORCH_LOGS="attn_pass"`` prints a line a site, ``"+attn_pass"`` the refusals and predictions as well: torch takes any
+module's name for the name of its logger. ``TORCH_TRACE=folder`` keeps the report and the graphs, which tlparse shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch._logging import trace_structured
+from torch.fx import GraphModule
+
+from attn_pass.report import Report, SiteReport, printable
+
+NAME = "attn_pass"
+"""Of the logger and of the pass in provenance; artifacts are attn_pass_report, attn_pass_before and attn_pass_after."""
+
+_LOG = logging.getLogger(NAME)
+
+
+def tell(report: Report) -> None:
+    """A graph's report, to the log and to the structured trace, where somebody listens."""
+    _trace("report", "json", report.to_json)
+    if not _LOG.isEnabledFor(logging.INFO) or not report.sites:
+        return
+    _LOG.info("%s", report.summary())
+    for site in tuple(report.sites):
+        _LOG.info("%s", _line(site))
+        for line in _details(site) if _LOG.isEnabledFor(logging.DEBUG) else ():
+            _LOG.debug("%s", line)
+
+
+def trace_graph(when: Literal["before", "after"], gm: GraphModule) -> None:
+    """A graph as readable code, to the structured trace where one is kept."""
+    _trace(when, "string", lambda: gm.print_readable(print_output=False))
+
+
+@contextmanager
+def observed(gm: GraphModule) -> Iterator[None]:
+    """Inside, what happens to a graph is known to Inductor's provenance tracking as the work of this pass.
+
+    Tracking is turned on in Inductor's configuration, so nobody asks for it where Inductor was not imported.
+    """
+    if "torch._inductor.config" not in sys.modules:
+        yield
+        return
+    from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+
+    with GraphTransformObserver(gm, NAME):
+        yield
+
+
+def is_bisected_away(what: Callable[[], str]) -> bool:
+    """Whether torch's compiler bisector wants a rewrite left out; told ``what`` it is when it has found the culprit.
+
+    It takes custom backends away, so it sees the rewrites of `attn_pass.install` and `enabled` alone.
+    """
+    module = sys.modules.get("torch._inductor.compiler_bisector")
+    if module is None:
+        return False
+    return bool(module.CompilerBisector.disable_subsystem("inductor", "pre_grad_passes", what))
+
+
+def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Adds an artifact to the structured trace; a failure to make it is told and is no failure of the compile."""
+
+    def made() -> str:
+        try:
+            return payload()
+        except Exception as error:
+            _LOG.warning("the artifact %s_%s could not be made: %s: %s", NAME, name, type(error).__name__, error)
+            return "null"
+
+    trace_structured(
+        "artifact", lambda: {"name": f"{NAME}_{name}", "encoding": encoding}, payload_fn=made, expect_trace_id=False
+    )
+
+
+def _line(site: SiteReport) -> str:
+    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
+    kind = "near miss, " if site.kind == "near miss" else ""
+    module = f" ({site.module})" if site.module else ""
+    return printable(f"{site.where}{module}: {kind}{outcome}: {site.reason}").replace("\n", " ")
+
+
+def _details(site: SiteReport) -> Iterator[str]:
+    for target, why in site.refusals.items():
+        yield printable(f"{site.where}: {target}: {why}")
+    for name, times in (("predicted", site.predicted_us), ("measured", site.measured_us)):
+        if times:
+            yield printable(f"{site.where}: {name} us: {', '.join(f'{k} {v:.4g}' for k, v in times.items())}")

@@ -1,0 +1,54 @@
+"""Who sees what was decided: recordings of a block of code, the history of this process, and torch's own channels."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from attn_pass import channels
+from attn_pass.report import LOCK, Report
+
+_HISTORY_SIZE = 256
+
+_ACTIVE: ContextVar[tuple[Report, ...]] = ContextVar("attn_pass_active_reports", default=())
+_HISTORY: deque[Report] = deque(maxlen=_HISTORY_SIZE)
+
+
+@contextmanager
+def record() -> Iterator[Report]:
+    """A Report that fills with every site decided inside, in this thread, by whatever entry; may be nested."""
+    report = Report()
+    token = _ACTIVE.set((*_ACTIVE.get(), report))
+    try:
+        yield report
+    finally:
+        _ACTIVE.reset(token)
+
+
+def publish(report: Report, *, compiled: bool = True) -> None:
+    """Hand a decided graph's report to every active recording, to torch's channels, and to `reports` if it is compiled.
+
+    Recordings get the same SiteReport objects, so a later `mark_left` is seen by everyone. Call it once a graph,
+    when the report has all its sites.
+    """
+    for recording in _ACTIVE.get():
+        recording.extend(report)
+    if compiled:
+        with LOCK:
+            if not any(known is report for known in _HISTORY):
+                _HISTORY.append(report)
+    channels.tell(report)
+
+
+def reports() -> list[Report]:
+    """The reports of the graphs compiled in this process so far, oldest first; the newest 256 are kept."""
+    with LOCK:
+        return list(_HISTORY)
+
+
+def clear_reports() -> None:
+    """Forget the reports of what was compiled so far."""
+    with LOCK:
+        _HISTORY.clear()
