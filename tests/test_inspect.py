@@ -159,10 +159,14 @@ def test_what_collecting_takes_is_not_the_passes_time(monkeypatch: pytest.Monkey
     assert seen.graphs[0].seconds > 2.0 and seen.report.seconds < 1.0
 
 
-def test_only_the_programs_own_sites_are_kept_when_verifying_shrinks_them() -> None:
-    with collect.collect() as seen:
-        run(attn_pass.wrap("aot_eager", choose="fused", verify="graph"))
-    assert [c.record for c in seen.graphs[0].sites] == seen.report.sites
+def test_only_the_programs_own_sites_are_kept() -> None:
+    own, aside = (attn_pass.SiteReport(outcome="left", reason=r) for r in ("the program's", "a smaller one, to verify"))
+    gm = torch.fx.symbolic_trace(program)
+    with collect.collect() as seen, collect.root_graph(gm, attn_pass.Report([own]), "compile"):
+        for record in (own, aside):
+            with collect.site(gm.graph, record, lambda: None):
+                pass
+    assert [c.record for c in seen.graphs[0].sites] == [own] and seen.change_of(aside) is None
 
 
 # ---------------------------------------------------------------- depyf and graphviz, where they are
