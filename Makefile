@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.attn_pass_ready
 NPU := .venv-npu
+SITE := .venv-docs
 # Where a collection of cases from the field lies, if there is one.
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz lint types docs cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz lint types docs site cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -22,7 +23,8 @@ help:
 	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
-	@echo "make docs      write docs/rewrites.md from the docstrings of poor cases and targets"
+	@echo "make docs      write the parts of docs/ that come from the code"
+	@echo "make site      build the documentation as a site in build/site, with mkdocs in $(SITE)"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
 	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
 	@echo "make bench-peers  install ONNX Runtime and OpenVINO, and measure them beside the pass"
@@ -47,9 +49,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m bench.demo $(ARGS)
 
-# Two workers: a compile is a compiler process of its own, and more of them than cores only wait.
+# Two workers of a thread each: a compile is a compiler process of its own, and OpenMP's threads wait by working, so that
+# more of them than cores take a third of the time for nothing.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Skips without a Chromium (Debian: apt-get install chromium; or CHROMIUM=path).
 test-browser: $(STAMP)
@@ -112,6 +115,16 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/build.py
+
+# An environment of its own, of pure Python: what builds the pages imports nothing of the package, and needs no torch.
+$(SITE)/.ready: constraints-docs.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install -c constraints-docs.txt mkdocs-material
+	touch $@
+
+site: $(SITE)/.ready
+	$(SITE)/bin/mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 cases: $(STAMP)
 	@if [ -f "$(CASES)" ]; then $(BIN)/python "$(CASES)" $(ARGS); \

@@ -309,6 +309,8 @@ def _innermost_module(node_meta: Mapping[str, Any]) -> tuple[str, str]:
         return "", ""
     path = re.sub(r"^L\[[^\]]*\]|^L__\w*self_*", "", str(entry[0]))
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]|\[['\"]?([^'\"\]]+)['\"]?\]", lambda m: f".{m[1] or m[2]}", path)
+    # Modules that look up attributes by hand (diffusers' ModelMixin.__getattr__) are read through their dictionary.
+    path = re.sub(r"(^|\.)__dict__\._modules\.", r"\1", path)
     module_class = entry[1]
     name = module_class.__name__ if isinstance(module_class, type) else str(module_class).rsplit(".", 1)[-1]
     return path.strip("."), name

@@ -1,6 +1,7 @@
 """Writes the parts of the documentation that come from the code: `python docs/build.py`.
 
-Of `rewrites.md` what is said of poor cases and targets, from their docstrings; of `cuda.md` the tables.
+Of `rewrites.md` what is said of poor cases and targets, from their docstrings; of `cuda.md` and `catalogue.md` the
+tables; of the README and `comparison.md` the numbers, from the committed runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import catalogued
 import decisions
+import measured
 
 from attn_pass import poor_cases, targets
 
@@ -47,7 +50,17 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "from attn_pass/poor_cases": lambda: docstrings("poor_cases"),
         "from attn_pass/targets": lambda: docstrings("targets"),
     },
+    "../README.md": {"numbers": lambda: table(measured.numbers)},
+    "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
+    "catalogue.md": {
+        "forms": lambda: table(catalogued.forms),
+        "words": lambda: table(catalogued.words),
+        "masks": lambda: table(catalogued.masks),
+        "cases": lambda: table(catalogued.cases),
+        "targets": lambda: table(catalogued.kernels),
+        "spellings": lambda: table(catalogued.spellings),
+    },
 }
 
 

@@ -284,7 +284,7 @@ def test_inputs_are_rotated_and_variants_take_turns(gpu: Place) -> None:
     times = compare(gpu, variants, [(n,) for n in range(3)], rounds=20, seconds=1.0)
     assert {n for name, n in seen if name == "a"} == {0, 1, 2}
     assert times.found["a"].how == "graph" and times.found["a"].rounds == 20
-    assert times.found["a"].median_us == pytest.approx(2000 / 40, rel=0.5)  # forty calls a graph
+    assert 1900 / 40 < times.found["a"].median_us < 2000 / 4  # forty calls a graph, on a machine however busy
     assert _Graph.replays >= 2 * 20
 
 

@@ -330,6 +330,14 @@ def test_where_of_a_module_of_torch_alone_is_that_module() -> None:
         ({"nn_module_stack": {"1": ("L['self'].layers.0", Inner)}}, "in Inner (layers.0)"),
         ({"nn_module_stack": {"a": ("", "m.Outer"), "b": ("layers.0.attn", "m.Attn")}}, "in Attn (layers.0.attn)"),
         ({"nn_module_stack": {"1": ("L['fn']._modules['layers']._modules['0']", "Attn")}}, "in Attn (layers.0)"),
+        (
+            {
+                "nn_module_stack": {
+                    "1": ("L['self'].__dict__['_modules']['layers']._modules['0'].__dict__['_modules']['a']", "A")
+                }
+            },
+            "in A (layers.0.a)",
+        ),
     ],
 )
 def test_where_from_what_the_node_knows(meta: dict[str, Any], where: str) -> None:

@@ -1,0 +1,186 @@
+"""The tables of `docs/catalogue.md`: forms, spellings, masks, poor cases and targets, as the code has them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attn_pass
+from attn_pass import patterns, poor_cases, targets
+from attn_pass.model import mask
+from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
+from attn_pass.reading import vocabulary
+
+
+def first_line(module: Any) -> str:
+    """The first line of what a file says of itself, as Markdown in a cell."""
+    text = ast.get_docstring(ast.parse(inspect.getsource(module))) or ""
+    return _cell(text.split("\n\n")[0].split(". ")[0].rstrip("."))
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"``([^`]+)``", r"`\1`", " ".join(text.split())).replace("|", "\\|")
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# ---- forms ----
+
+
+def _operators(found: Any) -> list[str]:
+    return [str(t) if hasattr(t, "_overloadname") else f"F.{t.__name__}" for t in found]
+
+
+# What a finder looks for, by its file.
+FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
+    (softmax.FORM, softmax, ["a softmax between two products", "exp and sum"]),
+    (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
+    (composite.FORM, composite, ["F.multi_head_attention_forward"]),
+    (flash_attn_calls.FORM, flash_attn_calls, [flash_attn_calls._FORWARD]),
+    (npu_calls.FORM, npu_calls, [f"npu::{name}" for name in (*npu_calls._FUSION, npu_calls._INFERENCE)]),
+)
+
+
+def _finders() -> Iterator[ModuleType]:
+    """Every file of the room that finds sites."""
+    for found in pkgutil.iter_modules(patterns.__path__):
+        module = importlib.import_module(f"{patterns.__name__}.{found.name}")
+        if hasattr(module, "FORM"):
+            yield module
+
+
+def forms() -> Iterator[str]:
+    """Rows of the table of forms."""
+    assert {module for _, module, _ in FORMS} == set(_finders()), "a finder of attn_pass/patterns has no row here"
+    yield "| form | what is found | in the graph it is |"
+    yield "|---|---|---|"
+    for name, module, anchors in FORMS:
+        yield f"| `{name}` | {first_line(module)} | {_quoted(anchors)} |"
+
+
+def spellings() -> Iterator[str]:
+    """Rows of the table of spellings: one for each operation."""
+    yield "| operation | functions | methods | aten |"
+    yield "|---|---|---|---|"
+    found: dict[str, list[str]] = {}
+    for operation, _, spelled in vocabulary._TABLE:
+        found.setdefault(operation, []).extend(spelled.split())
+    for operation, names in found.items():
+        names = list(dict.fromkeys(names))
+        aten = [n.removeprefix("aten.").removesuffix(".default") for n in names if n.startswith(("aten.", "prims."))]
+        methods = [n for n in names if n.startswith(".")]
+        functions = [n for n in names if not n.startswith((".", "aten.", "prims."))]
+        yield f"| {operation} | {_quoted(functions)} | {_quoted(methods)} | {_quoted(aten)} |"
+
+
+# ---- masks ----
+
+LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask as a program may write it: ``keep`` or ``bias`` over the row ``i`` and the key ``j``, as Python."""
+
+    keep: str = ""
+    bias: str = ""
+
+
+MASKS = (
+    Mask("j >= 0"),
+    Mask("j <= i"),
+    Mask("~torch.ones(L, L, dtype=torch.bool).triu(1)"),
+    Mask("j <= i + 3"),
+    Mask("(j <= i) & (j > i - 4)"),
+    Mask("(j - i).abs() <= 4"),
+    Mask("j // 8 == i // 8"),
+    Mask("j < 5"),
+    Mask("(j <= i) | (j < 5)"),
+    Mask("padding[:, None, None, :]"),
+    Mask("(j <= i) & padding[:, None, None, :]"),
+    Mask("ids[:, None, :, None] == ids[:, None, None, :]"),
+    Mask("allowed"),
+    Mask(bias="torch.full((L, L), float('-inf')).triu(1)"),
+    Mask(bias="slopes[:, None, None] * (j - i)"),
+    Mask(bias="matrix"),
+)
+
+
+def _described(case: Mask) -> attn_pass.SiteReport:
+    """The report of the attention by hand that has this mask."""
+    known = {
+        "padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]]),
+        "ids": torch.arange(LENGTH).div(10, rounding_mode="floor").expand(2, -1).contiguous(),
+        "allowed": torch.eye(LENGTH, dtype=torch.bool),
+        "matrix": torch.zeros(LENGTH, LENGTH),
+        "slopes": torch.tensor([0.5, 0.25]),
+    }
+    names = {name: tensor for name, tensor in known.items() if name in case.keep + case.bias}
+    masked = f"scores.masked_fill(~({case.keep}), float('-inf'))" if case.keep else f"scores + ({case.bias})"
+    lines = (
+        f"def program({', '.join(('q', 'k', 'v', *names))}):",
+        "    L = q.size(-2)",
+        "    i, j = torch.arange(L)[:, None], torch.arange(L)",
+        "    scores = q @ k.mT * 0.125",
+        f"    return ({masked}).softmax(-1) @ v",
+    )
+    made: dict[str, Any] = {"torch": torch}
+    exec("\n".join(lines), made)
+    inputs: list[Tensor] = [torch.zeros(2, 2, LENGTH, 64) for _ in range(3)]
+    with torch.no_grad():
+        options = {"choose": "fused"}
+        (site,) = attn_pass.explain(made["program"], *inputs, *names.values(), attn_pass_options=options).sites
+    return site
+
+
+def masks() -> Iterator[str]:
+    """Rows of the table of masks: how each is written, and what the report calls it."""
+    yield "| written as | the report says | on the CPU it becomes |"
+    yield "|---|---|---|"
+    for case in MASKS:
+        site = _described(case)
+        written = f"keep `{case.keep}`" if case.keep else f"add `{case.bias}`"
+        form = f" ({', '.join(site.poor_cases)})" if site.poor_cases else ""
+        yield f"| {_cell(written)} | `{site.mask}` | {site.target or 'left'}{form} |"
+
+
+def words() -> Iterator[str]:
+    """What a mask is made of: the parts, each with what it says of itself."""
+    for part in (mask.Band, mask.Keys, mask.Chunk, mask.Either, mask.Opaque):
+        yield f"- *{part.__name__}*: {_cell(inspect.getdoc(part) or '')}"
+
+
+# ---- poor cases and targets ----
+
+
+def _anchor(name: str) -> str:
+    return re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
+
+
+def cases() -> Iterator[str]:
+    """Rows of the table of poor cases."""
+    yield "| poor case | what it is |"
+    yield "|---|---|"
+    for name, case in poor_cases.CASES.items():
+        yield f"| [`{name}`](rewrites.md#{_anchor(name)}) | {first_line(inspect.getmodule(case))} |"
+
+
+def kernels() -> Iterator[str]:
+    """Rows of the table of targets."""
+    yield "| target | what it is |"
+    yield "|---|---|"
+    for target in targets.built_in():
+        said = first_line(inspect.getmodule(type(target)))
+        yield f"| [`{target.name}`](rewrites.md#{_anchor(target.name)}) | {said} |"

@@ -1,0 +1,86 @@
+"""The numbers of the README, from the committed runs in `docs/results`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: a program of a run, compiled stock and with the pass (`kind` is "compile" or "AOTInductor")."""
+
+    name: str
+    run: str
+    program: str
+    kind: str = "compile"
+
+
+ROWS = (
+    Measured(
+        "one query a row, keys and values shared by 1000 rows (pytorch#151287), AOTInductor",
+        "seeds-cpu",
+        "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), float32",
+        "AOTInductor",
+    ),
+    Measured("causal attention by hand", "variants-cpu", "causal"),
+    Measured("a sliding window of 256 by hand", "variants-cpu", "sliding window 256"),
+    Measured("a soft cap, causal, by hand", "variants-cpu", "soft cap, causal"),
+    Measured("no mask, by hand", "variants-cpu", "full"),
+    Measured("GPT-2 small, 1 x 1024 tokens", "models-cpu", "GPT-2 small, 1 x 1024"),
+    Measured("Llama, 4 layers, 1 x 2048 tokens", "models-cpu", "Llama, 4 layers, 32/8 heads, 1 x 2048"),
+    Measured("BERT base, 8 x 512 tokens, padded", "models-cpu", "BERT base, 8 x 512, padded"),
+    Measured("ViT-B/16, 8 images", "models-cpu", "ViT-B/16, 8 x 197"),
+)
+COMMANDS = {"seeds-cpu": "python -m bench seeds", "variants-cpu": "python -m bench variants",
+            "models-cpu": "python -m bench models"}  # fmt: skip
+
+
+def numbers() -> Iterator[str]:
+    """Rows of the README's table."""
+    yield "| | stock ms | attn_pass ms | times | command |"
+    yield "|---|---|---|---|---|"
+    for row in ROWS:
+        stock, passed = times(row)
+        link = f"[`{COMMANDS[row.run]}`](docs/results/{row.run}.md)"
+        yield f"| {row.name} | {stock:,.1f} | {passed:,.1f} | {stock / passed:.2f} | {link} |"
+
+
+def times(row: Measured) -> tuple[float, float]:
+    """Median milliseconds of a call: stock's and the pass's."""
+    document = json.loads((RESULTS / f"{row.run}.json").read_text())
+    if "tables" not in document:
+        (found,) = [r for r in document["rows"] if r["name"] == row.program]
+        return found["median_ms"]["stock"], found["median_ms"]["pass"]
+    rows: list[dict[str, Any]] = [r for t in document["tables"] for r in t["rows"] if r.get("program") == row.program]
+    ways = {r["way"]: r["median_us"] / 1e3 for r in rows if r["status"] == "ok"}
+    return ways[f"{row.kind}, stock"], ways[f"{row.kind}, attn_pass"]
+
+
+PEERS = (
+    ("eager", "eager"),
+    ("stock Inductor", "compile, stock"),
+    ("attn_pass", "compile, attn_pass"),
+    ("ONNX Runtime", "ONNX Runtime"),
+    ("ONNX Runtime, attention fusion", "ONNX Runtime, attention fusion"),
+    ("OpenVINO", "OpenVINO"),
+)
+
+
+def peers() -> Iterator[str]:
+    """Rows of the table of whole models beside other systems: one for each model."""
+    document = json.loads((RESULTS / "peers-cpu.json").read_text())
+    found: dict[str, dict[str, float]] = {}
+    for row in document["tables"][0]["rows"]:
+        if row["status"] == "ok":
+            found.setdefault(row["program"], {})[row["way"]] = row["median_us"] / 1e3
+    yield f"| model | {' | '.join(title for title, _ in PEERS)} |"
+    yield "|---|" + "---|" * len(PEERS)
+    for program, ways in found.items():
+        cells = [f"{ways[way]:.0f}" if way in ways else "failed" for _, way in PEERS]
+        yield f"| {program} | {' | '.join(cells)} |"
