@@ -10,11 +10,12 @@ SITE := .venv-docs
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-npu test-tpu-aot test-xla test-version fuzz lint types docs site cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz lint types docs site cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
+	@echo "make test-browser  open the HTML report in a headless Chromium, where there is one"
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
@@ -53,12 +54,16 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
+# Skips without a Chromium (Debian: apt-get install chromium; or CHROMIUM=path).
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest tests_on/browser $(ARGS)
+
 # An environment of its own: torch_npu asks for one version of torch, and makes plain `import torch` load it. Without
 # what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_npu/stub_libraries.py).
 $(NPU)/.ready: constraints-npu.txt
 	test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
 	$(NPU)/bin/python -m pip install -c constraints-npu.txt torch
-	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer jinja2
 	$(NPU)/bin/python -m pip install -c constraints-npu.txt --no-deps torch-npu
 	touch $@
 
@@ -68,7 +73,7 @@ test-npu: $(NPU)/.ready
 .venv-tpu/.attn_pass_ready: constraints.txt constraints-tpu.txt
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/python -m pip install -c constraints.txt torch
-	.venv-tpu/bin/python -m pip install -c constraints.txt -c constraints-tpu.txt jax libtpu pytest rich typer
+	.venv-tpu/bin/python -m pip install -c constraints.txt -c constraints-tpu.txt jax libtpu pytest rich typer jinja2
 	touch $@
 
 test-tpu-aot: .venv-tpu/.attn_pass_ready
@@ -76,7 +81,7 @@ test-tpu-aot: .venv-tpu/.attn_pass_ready
 
 .venv-xla/.attn_pass_ready: constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/python -m pip install -c constraints-xla.txt torch 'torch_xla[pallas]' flax pytest rich typer numpy
+	.venv-xla/bin/python -m pip install -c constraints-xla.txt torch 'torch_xla[pallas]' flax pytest rich typer jinja2 numpy
 	touch $@
 
 test-xla: .venv-xla/.attn_pass_ready
@@ -94,7 +99,7 @@ CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases te
 test-version:
 	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install torch==$(TORCH)
-	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer pytest pytest-xdist hypothesis
+	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer jinja2 pytest pytest-xdist hypothesis
 	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
 
 fuzz: $(STAMP)

@@ -1,10 +1,11 @@
 """Rewrites the attention of PyTorch models, however it is written, into the best kernel, before Inductor compiles.
 
 `torch.compile(model, backend=attn_pass.backend)` and `attn_pass.aot_compile(model, args)` rewrite and compile;
-`attn_pass.explain(model, *inputs)` says what would be done, and why.
+`attn_pass.explain(model, *inputs)` says what would be done, and why; `attn_pass.inspect(folder)` shows what was done.
 """
 
 from attn_pass.annotate import leave
+from attn_pass.artifacts.inspect import inspect
 from attn_pass.capture import explain
 from attn_pass.dynamo import backend, wrap
 from attn_pass.errors import (
@@ -40,6 +41,7 @@ __all__ = [
     "backend",
     "enabled",
     "explain",
+    "inspect",
     "install",
     "leave",
     "package_report",

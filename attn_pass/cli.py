@@ -1,4 +1,4 @@
-"""The command line: ``attn-pass explain`` of a model or a package, ``attn-pass doctor``, ``attn-pass version``."""
+"""The command line: ``attn-pass explain`` a model or package, ``compare`` two reports, ``doctor``, ``version``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -19,7 +19,8 @@ import typer
 from attn_pass.errors import AttnPassError
 
 if TYPE_CHECKING:
-    from attn_pass.report import SiteReport
+    from attn_pass.artifacts.collect import Collection
+    from attn_pass.report import Report, SiteReport
 
 _FAILED, _BAD_INPUT = 1, 2
 
@@ -29,6 +30,13 @@ class FailOn(str, enum.Enum):
 
     left = "left"
     near_miss = "near-miss"
+
+
+class FailOnChange(str, enum.Enum):
+    """What makes `compare` fail."""
+
+    changed = "changed"
+    worse = "worse"
 
 
 app = typer.Typer(
@@ -50,6 +58,12 @@ def explain(
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="OUT", help="Write a page to this file as well: sites, masks, the code before and after."
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="What every target said against a site, also where it is rewritten.")
     ] = False,
@@ -78,6 +92,11 @@ def explain(
 
     Compiles nothing.
     """
+    from attn_pass.artifacts.collect import Collection, collect
+
+    collection = Collection()
+    if html is not None and not html.resolve().parent.is_dir():
+        _fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
     try:
         if target.endswith(".pt2"):
             report = importlib.import_module("attn_pass").package_report(target)
@@ -88,12 +107,35 @@ def explain(
             make_options(**options)  # told before a model is built
             model, args, kwargs = _built(target)
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
-            with _mode(model, training):
+            with _mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
     except AttnPassError as error:
         _fail(str(error))
+    if html is not None:
+        _write_page(html, report, collection)
     typer.echo(report.to_json() if as_json else report.table(verbose=verbose))
     if fail_on is not None and any(_fails(site, fail_on) for site in report.sites):
+        raise typer.Exit(_FAILED)
+
+
+@app.command()
+def compare(
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="A report as JSON, or a package.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="The same of another version, device or options.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON instead of a table.")] = False,
+    fail_on: Annotated[
+        FailOnChange | None,
+        typer.Option(
+            help="Exit with 1 if a site appeared, went, or has another outcome or target; or only if an attention is "
+            "left now that was not before."
+        ),
+    ] = None,
+) -> None:
+    """Print which sites differ between two reports of a model (attn-pass explain --json, Report.to_json, a .pt2)."""
+    comparison = _stored(before).compare(_stored(after))
+    typer.echo(comparison.to_json() if as_json else str(comparison))
+    failing = {None: (), FailOnChange.changed: comparison.changed, FailOnChange.worse: comparison.worse}[fail_on]
+    if failing:
         raise typer.Exit(_FAILED)
 
 
@@ -137,6 +179,32 @@ def version(
 def main() -> None:
     """Run the command line; exits with 2, after one sentence on stderr, when the input is no use."""
     app()
+
+
+def _stored(path: str) -> Report:
+    """The report in a JSON file or a package."""
+    from attn_pass.package import package_report
+    from attn_pass.report import Report
+
+    try:
+        if path.endswith(".pt2"):
+            return package_report(path)
+        return Report.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except AttnPassError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{path} cannot be read: {error.strerror or error}")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        _fail(f"{path} is no report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
+
+
+def _write_page(path: Path, report: Report, collection: Collection) -> None:
+    from attn_pass.artifacts.html import page
+
+    try:
+        path.write_text(page(report, collection), encoding="utf-8")
+    except OSError as error:
+        _fail(f"--html {path} cannot be written: {error.strerror or error}")
 
 
 def _built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

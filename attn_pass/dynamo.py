@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from attn_pass import channels
+from attn_pass.artifacts import collect
 from attn_pass.compat import require_inductor
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.values import KNOWN_TENSORS
@@ -180,20 +181,22 @@ def decide(
     """
     from attn_pass import engine
 
-    began, report = time.perf_counter(), Report()
     channels.trace_graph("before", gm)
+    began, report, aside = time.perf_counter(), Report(), 0.0
     original = Snapshot(gm)
     gm.meta |= known or {}
     try:
-        changed = engine.rewrite_graph(
-            gm,
-            options=options,
-            report=report,
-            program=program,
-            runner=runner,
-            measure=measure,
-            compile_site=functools.partial(_compiled_site, options),
-        )
+        with collect.root_graph(gm, report, program) as collected:
+            changed = engine.rewrite_graph(
+                gm,
+                options=options,
+                report=report,
+                program=program,
+                runner=runner,
+                measure=measure,
+                compile_site=functools.partial(_compiled_site, options),
+            )
+        aside = collected.seconds
     except OptionError:
         raise
     except Exception as error:
@@ -205,7 +208,7 @@ def decide(
     finally:
         for name in known or {}:
             gm.meta.pop(name, None)
-    report.seconds, report.graphs = time.perf_counter() - began, 1
+    report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     gm.meta[DECIDED] = True
     if changed:
         channels.trace_graph("after", gm)

@@ -7,13 +7,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import GraphModule, Node
 
+from attn_pass.artifacts import collect
+from attn_pass.artifacts.picture import Picture
 from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
@@ -27,11 +29,14 @@ from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
+from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
+from attn_pass.model.picture import picture_of
 from attn_pass.options import ANNOTATION, LEAVE, Options, Runner, unknown_name
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
+from attn_pass.planner import roofline
 from attn_pass.planner.choose import Measured, Take, choose
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
@@ -223,14 +228,16 @@ class _Graph:
         record = self._record(site)
         self.report.append(record)
         if site.composite is not None:
-            return self._apply_composite(site, record)
+            with collect.site(self.gm.graph, record, lambda: None):
+                return self._apply_composite(site, record)
         if site.described is None or site.refusal:
             record.reason = site.refusal + _at(site.refused_at, site.node)
             if site.error is not None:
                 self._complain(record, "a site could not be read and is left as it was", site.error)
             return False
         try:
-            return self._replace(site, record)
+            with collect.site(self.gm.graph, record, functools.partial(self._picture, site)):
+                return self._replace(site, record)
         except OptionError:
             raise
         except Exception as error:
@@ -277,6 +284,9 @@ class _Graph:
         record.refusals = choice.refusals
         record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
+        with self._details(record):
+            record.rates = roofline.rates(setting.device, attention)
+            record.roofline[LEAVE] = roofline.as_left(attention, written, setting, choice.predicted_us[LEAVE])
         by_rule = "" if rule is None else f" ({rule[0]})"
         record.reason = choice.reason + by_rule
         if choice.takes and self.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
@@ -303,6 +313,8 @@ class _Graph:
             record.poor_cases = _cases_of(offer)
             record.assumptions = (*offer.assumptions, *described.assumptions)
             record.fixed = described.fixed
+            with self._details(record):
+                record.roofline[offer.target] = roofline.as_taken(offer, setting)
             if verified is not None:
                 record.verified_error, record.not_verified = verified.error, verified.reason
             if made_of is not None and attention.dropout:
@@ -505,12 +517,28 @@ class _Graph:
         if site.described is not None:
             a = site.described.attention
             record.mask = a.mask_text
+            with self._details(record):
+                record.formula = formula_of(a)
             record.shapes = {
                 "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
                 "key": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.head_dim)),
                 "value": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.value_head_dim)),
             }
         return record
+
+    @contextmanager
+    def _details(self, record: SiteReport) -> Iterator[None]:
+        """Around what the report could do without: a failure there leaves no site."""
+        try:
+            yield
+        except Exception as error:
+            self._complain(record, "the report of a site lacks something", error)
+
+    def _picture(self, site: Site) -> Picture | None:
+        assert site.described is not None
+        known = {**self.reader.constants, **self._known_tensors()}
+        values = [known.get(node) for node in site.described.nodes]
+        return picture_of(site.described.attention, values, self.sizes.hint)
 
     def _complain(self, record: SiteReport | None, what: str, error: Exception) -> None:
         if self.options.on_error == "raise":

@@ -12,9 +12,12 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from attn_pass.artifacts.compare import Comparison
 
 Outcome = Literal["rewritten", "decomposed", "left"]
 Kind = Literal["attention", "near miss"]
@@ -50,6 +53,12 @@ class SiteReport:
         measured_us: measured time of each form that was, "leave" included; empty where none was (`Options.tune`).
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         not_verified: why a site could not be verified where that was asked for; "" otherwise.
+        formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent where
+            every key is kept), "else" (the score of a key that is not), "result", and the tensors they read by name.
+        rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" a second
+            of its memory. Empty where nothing was decided.
+        roofline: "leave" and the target that was taken to "flops", "bytes" moved and "us" as predicted; the first two
+            are absent for forms that are several kernels, symbolic sizes are at their hint.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
         node: name of the graph node the site ends in.
     """
@@ -74,6 +83,9 @@ class SiteReport:
     measured_us: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
     not_verified: str = ""
+    formula: dict[str, str] = field(default_factory=dict)
+    rates: dict[str, float | str] = field(default_factory=dict)
+    roofline: dict[str, dict[str, float]] = field(default_factory=dict)
     module: str = ""
     node: str = ""
 
@@ -84,6 +96,14 @@ class SiteReport:
         self.outcome, self.target, self.reason = "left", None, reason
         self.poor_cases, self.assumptions, self.fixed = (), (), ()
         self.verified_error, self.not_verified, self.score_mod = None, "", ""
+        self.roofline = {name: point for name, point in self.roofline.items() if name == "leave"}
+
+    @property
+    def bytes_saved(self) -> float:
+        """Bytes of memory traffic that what was taken saves in one call, as predicted; 0 where that is not known."""
+        taken = self.roofline.get(self.target or "", {})
+        before = self.roofline.get("leave", {})
+        return before["bytes"] - taken["bytes"] if "bytes" in before and "bytes" in taken else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""
@@ -91,12 +111,15 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> SiteReport:
-        """The record that `to_dict` was taken of; fields of another version are left out."""
+        """The record that `to_dict` was taken of, without fields of another version and what JSON had no number for."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
         for name in ("poor_cases", "assumptions", "fixed"):
             values[name] = tuple(values.get(name, ()))
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
+        for name in ("predicted_us", "measured_us"):
+            values[name] = _numbers(values.get(name, {}))
+        values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
         return cls(**values)
 
 
@@ -186,6 +209,13 @@ class Report:
             what = near if misses == len(sites) else f"{what} and {near}"
         return f"attn_pass: {what}: {told} ({took})"
 
+    def groups(self) -> list[list[SiteReport]]:
+        """The sites, with those that differ in nothing but the layer they are in put together."""
+        groups: dict[str, list[SiteReport]] = {}
+        for site in tuple(self.sites):
+            groups.setdefault(_row_key(site), []).append(site)
+        return list(groups.values())
+
     def table(self, width: int | None = None, *, verbose: bool = False) -> str:
         """The table as plain text; equal rows are one row with how many they are.
 
@@ -193,34 +223,40 @@ class Report:
             width: in characters; None takes the terminal's, or 160 when the output is no terminal.
             verbose: what every target said against a site also where the site is rewritten.
         """
-        groups: dict[str, list[SiteReport]] = {}
-        for site in tuple(self.sites):
-            groups.setdefault(_row_key(site), []).append(site)
+        groups = self.groups()
         if not groups:
             return self.summary()
-        # Here, so that compiling needs no rich: only showing does.
-        from rich.box import Box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=Box(_BOX, ascii=True), pad_edge=False, padding=(0, 1, 0, 0), header_style="")
-        for title, ratio in _COLUMNS:
-            table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
-        for group in groups.values():
-            table.add_row(*(Text(cell, overflow="fold") for cell in _row(group, verbose)))
-        out = StringIO()
-        console = Console(
-            file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False
-        )
-        console.print(table)
-        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines = plain_table(_COLUMNS, [_row(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
             lines.append(f"fixed, as their values are compiled in: {', '.join(fixed)}")
-        return "\n".join([self.summary(), *(line for line in lines if line)])
+        return "\n".join([self.summary(), *lines])
 
     def __str__(self) -> str:
         return self.table()
+
+    def to_html(self) -> str:
+        """The report as one page that loads nothing: summary, sites to filter and expand, formulas, a roofline."""
+        from attn_pass.artifacts.html import page
+
+        return page(self)
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `to_html` to a file. `attn_pass.inspect` writes one that has the graphs as well."""
+        text = self.to_html()
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the summary and a small table."""
+        from attn_pass.artifacts.html import fragment
+
+        return fragment(self)
+
+    def compare(self, after: Report) -> Comparison:
+        """What is different in another report of the same model: of a later version, other options, another device."""
+        from attn_pass.artifacts.compare import compared
+
+        return compared(self, after)
 
 
 # ---- where a node was written ----
@@ -293,6 +329,34 @@ _COLUMNS = (
 )
 
 
+def plain_table(
+    columns: Sequence[tuple[str, int | None]], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """A table as lines of plain text.
+
+    Args:
+        columns: titles, and what share of the width each gets; None for what it needs.
+        rows: of cells, which may have several lines.
+        width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+    """
+    # Here, so that compiling needs no rich: only showing does.
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=Box(_BOX, ascii=True), pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for title, ratio in columns:
+        table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
+    for row in rows:
+        table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
+    out = StringIO()
+    console = Console(file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return [line for line in lines if line]
+
+
 def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     site = group[0]
     number = f"x{len(group)}" if len(group) > 1 else "1"
@@ -301,17 +365,16 @@ def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
     if site.kind == "near miss":
         outcome = f"near miss, {outcome}"
-    module = _common_module([member.module for member in group])
-    cells = (
+    module = common_module([member.module for member in group])
+    return (
         number,
         outcome,
         site.form,
         "\n".join(filter(None, (site.where, module))),
-        "\n".join(filter(None, (*_shapes(site), f"{site.dtype} {site.device}".strip()))),
+        "\n".join(filter(None, (*shape_lines(site), f"{site.dtype} {site.device}".strip()))),
         site.mask,
         "\n".join(_why(site, verbose)),
     )
-    return tuple(map(printable, cells))
 
 
 def printable(text: str) -> str:
@@ -350,13 +413,13 @@ def _pattern(module: str) -> list[str]:
     return ["*" if part.isdigit() else part for part in module.split(".")]
 
 
-def _common_module(modules: Sequence[str]) -> str:
-    """One path for all: "model.layers.*.self_attn" where only layer numbers differ."""
+def common_module(modules: Sequence[str]) -> str:
+    """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*parts, strict=True))
 
 
-def _shapes(site: SiteReport) -> list[str]:
+def shape_lines(site: SiteReport) -> list[str]:
     """One line for each shape, with the operands that have it: "query (1, 8, 1, 64)", "key, value (1, 8, 77, 64)"."""
     names: dict[str, list[str]] = {}
     for name, shape in site.shapes.items():
@@ -378,6 +441,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _numbers(stored: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in stored.items() if isinstance(value, int | float)}
 
 
 def _finite(value: Any) -> Any:

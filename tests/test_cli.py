@@ -222,3 +222,93 @@ def test_version() -> None:
 def test_no_command_shows_the_commands() -> None:
     result = run()
     assert result.exit_code == 2 and "explain" in result.output and "version" in result.output
+
+
+# ---------------------------------------------------------------- the page
+
+
+def test_explain_writes_a_page_with_the_graphs(model_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.html"
+    result = run("explain", f"{model_file}:build", "--choose", "fused", "--html", str(out))
+    assert result.exit_code == 0 and "1 rewritten" in result.stdout, result.output
+    text = out.read_text()
+    assert 'class="card code"' in text and "scaled_dot_product_attention" in text and "cli_example.py" in text
+
+
+def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Report([SiteReport(outcome="left", reason="<b>a reason</b>", module="m")], graphs=1)
+    monkeypatch.setattr(attn_pass, "package_report", lambda path: stored)
+    out = tmp_path / "out.html"
+    assert run("explain", "model.pt2", "--html", str(out)).exit_code == 0
+    assert "&lt;b&gt;a reason" in out.read_text() and 'class="card code"' not in out.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_said_before_a_model_is_built(model_file: Path, tmp_path: Path) -> None:
+    result = run("explain", f"{model_file}:broken", "--html", str(tmp_path / "nowhere" / "out.html"))
+    assert result.exit_code == 2 and "there is no folder" in result.stderr and "no weights" not in result.stderr
+    result = run("explain", f"{model_file}:build", "--html", str(tmp_path))
+    assert result.exit_code == 2 and "cannot be written" in result.stderr
+
+
+# ---------------------------------------------------------------- compare
+
+
+def report_file(folder: Path, name: str, *sites: SiteReport) -> str:
+    path = folder / name
+    path.write_text(Report(list(sites), graphs=1).to_json())
+    return str(path)
+
+
+def compared(tmp_path: Path, before: SiteReport, after: SiteReport, *args: str) -> Any:
+    return run("compare", report_file(tmp_path, "a.json", before), report_file(tmp_path, "b.json", after), *args)
+
+
+FUSED = SiteReport(outcome="rewritten", target="sdpa", reason="cheaper", where="m.py:1 in f")
+LEFT = SiteReport(outcome="left", reason="weights are returned", where="m.py:1 in f")
+OTHER = SiteReport(outcome="rewritten", target="flex", reason="cheaper", where="m.py:1 in f")
+REASON = SiteReport(outcome="rewritten", target="sdpa", reason="by a rule", where="m.py:1 in f")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed", "worse"),
+    [(FUSED, FUSED, 0, 0), (FUSED, REASON, 0, 0), (FUSED, OTHER, 1, 0), (FUSED, LEFT, 1, 1), (LEFT, FUSED, 1, 0)],
+)
+def test_compare_fails_on_what_is_asked(
+    before: SiteReport, after: SiteReport, changed: int, worse: int, tmp_path: Path
+) -> None:
+    assert compared(tmp_path, before, after).exit_code == 0
+    assert compared(tmp_path, before, after, "--fail-on", "changed").exit_code == changed
+    assert compared(tmp_path, before, after, "--fail-on", "worse").exit_code == worse
+
+
+def test_compare_prints_a_table_or_json(tmp_path: Path) -> None:
+    told = compared(tmp_path, FUSED, LEFT).stdout
+    assert "1 different, 0 the same; 1 left that was not before" in told and "weights are returned" in told
+    assert json.loads(compared(tmp_path, FUSED, LEFT, "--json").stdout)["changes"][0]["after"]["outcome"] == "left"
+
+
+def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_pass import package
+
+    monkeypatch.setattr(package, "package_report", lambda path: Report([LEFT]))
+    result = run("compare", "model.pt2", report_file(tmp_path, "a.json", FUSED), "--json")
+    assert json.loads(result.stdout)["changes"][0]["before"]["reason"] == "weights are returned"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no report"),
+        ("[]", "is no report"),
+        ('{"sites": [{"outcome": "left"}]}', "is no report"),
+        ('{"sites": 3, "seconds": 1, "graphs": 1}', "is no report"),
+    ],
+)
+def test_compare_says_what_is_no_report(content: str | None, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    result = run("compare", str(path), report_file(tmp_path, "a.json", FUSED))
+    assert result.exit_code == 2 and sentence in result.stderr and "x.json" in result.stderr
+    assert run("compare", str(tmp_path / "no.pt2"), str(path)).exit_code == 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_pass import report as report_module
+from attn_pass import recording
 from attn_pass.recording import clear_reports, publish, record, reports
 from attn_pass.report import Report, SiteReport, module_path, source_line
 
@@ -120,6 +120,9 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "measured_us": {},
         "verified_error": None,
         "not_verified": "",
+        "formula": {},
+        "rates": {},
+        "roofline": {},
         "module": "model.layers.0.self_attn",
         "node": "matmul_0",
     }
@@ -230,9 +233,9 @@ def test_the_history_is_bounded_and_holds_each_report_once() -> None:
     publish(first)
     publish(first)
     assert reports() == [first]
-    for _ in range(report_module._HISTORY_SIZE):
+    for _ in range(recording._HISTORY_SIZE):
         publish(Report())
-    assert len(reports()) == report_module._HISTORY_SIZE and first not in reports()
+    assert len(reports()) == recording._HISTORY_SIZE and first not in reports()
 
 
 def test_a_recording_fills_when_torch_compiles_lazily_inside_it() -> None:

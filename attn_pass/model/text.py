@@ -1,4 +1,4 @@
-"""Expressions as Python source, for people: the score function a report shows."""
+"""Expressions as Python source, for people: the score function and the formulas a report shows."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ _INFIX = {**INFIX, "floordiv": "//", "remainder": "%"}
 
 def score_mod_source(expression: Expr, names: Mapping[Axis, str]) -> str:
     """A `score_mod` as FlexAttention takes it; ``names`` says what each axis is of b, h, q_idx and kv_idx."""
-    return f"def score_mod(score, b, h, q_idx, kv_idx):\n    return {_source(expression, names, False)}"
+    return f"def score_mod(score, b, h, q_idx, kv_idx):\n    return {source(expression, names, 'score')}"
 
 
-def _source(expression: Expr, names: Mapping[Axis, str], inner: bool = True) -> str:
+def source(expression: Expr, names: Mapping[Axis, str], dot: str, *, inner: bool = False) -> str:
+    """An expression; ``dot`` is what its dot product is called, and ``inner`` puts sums in brackets."""
     if isinstance(expression, Dot):
-        return "score"
+        return dot
     if isinstance(expression, Const):
         value = expression.value
         return f'float("{value}")' if value in (float("inf"), float("-inf")) else repr(value)
     if isinstance(expression, IndexValue):
-        return _index(expression.index, names, inner)
+        return index_source(expression.index, names, inner)
     if isinstance(expression, Load):
-        places = ", ".join(_index(i, names, False) for i in expression.index)
+        places = ", ".join(index_source(i, names, False) for i in expression.index)
         return f"t{expression.source}[{places}]" if places else f"t{expression.source}"
     assert isinstance(expression, Apply)
     args = expression.args
     if expression.op == "cast":
-        return f"{_source(args[0], names)}.to({expression.dtype})"
+        return f"{source(args[0], names, dot, inner=True)}.to({expression.dtype})"
     if expression.op == "not":
-        return f"~{_source(args[0], names)}"
+        return f"~{source(args[0], names, dot, inner=True)}"
     if expression.op == "lookup":
         table = args[0]
         assert isinstance(table, Load)
-        rest = [_index(i, names, False) for i in table.index[1:]]
-        return f"t{table.source}[{', '.join([_source(args[1], names, False), *rest])}]"
+        rest = [index_source(i, names, False) for i in table.index[1:]]
+        return f"t{table.source}[{', '.join([source(args[1], names, dot), *rest])}]"
     if expression.op in _INFIX:
-        left, right = (_source(a, names) for a in args)
+        left, right = (source(a, names, dot, inner=True) for a in args)
         text = f"{left} {_INFIX[expression.op]} {right}"
         return f"({text})" if inner else text
-    return f"{expression.op}({', '.join(_source(a, names, False) for a in args)})"
+    return f"{expression.op}({', '.join(source(a, names, dot) for a in args)})"
 
 
-def _index(index: Index, names: Mapping[Axis, str], inner: bool) -> str:
+def index_source(index: Index, names: Mapping[Axis, str], inner: bool) -> str:
+    """An index; ``inner`` puts sums in brackets."""
     if isinstance(index, int):
         return str(index)
     text = ""
@@ -62,6 +64,6 @@ def _atom(atom: object, names: Mapping[Axis, str]) -> str:
         return names.get(atom, atom.key)
     if isinstance(atom, (Quotient, Remainder)):
         sign = "//" if isinstance(atom, Quotient) else "%"
-        return f"({_index(atom.value, names, True)} {sign} {_index(atom.divisor, names, True)})"
+        return f"({index_source(atom.value, names, True)} {sign} {index_source(atom.divisor, names, True)})"
     assert isinstance(atom, Symbol)
     return atom.key

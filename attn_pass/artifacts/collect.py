@@ -1,0 +1,231 @@
+"""Collecting: for each root graph decided inside, its code before and after, and what every site did to it.
+
+Nobody pays for it who does not collect: the switch is a context variable, and without one set every function here
+returns at once. What fails in here is told once as a warning and concerns nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._guards import CompileContext
+from torch.fx import Graph, GraphModule
+
+from attn_pass.artifacts.picture import Picture
+from attn_pass.errors import AttnPassWarning
+from attn_pass.report import Report, SiteReport
+
+_PROGRAMS = {"compile": "torch.compile", "export": "torch.export", "aoti": "AOTInductor"}
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
+
+
+@dataclass(frozen=True, eq=False)
+class SiteChange:
+    """What deciding one site did to its graph.
+
+    Attributes:
+        record: the site's report.
+        removed, added: names of the nodes that went and came; the last of either has the site's own name.
+        picture: of the mask; None where there is nothing to show.
+    """
+
+    record: SiteReport
+    removed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    picture: Picture | None = None
+
+
+@dataclass(eq=False)
+class GraphRecord:
+    """One root graph.
+
+    Attributes:
+        program: "compile", "export" or "aoti".
+        compile_id: Dynamo's, "0/0"; "" where it is no graph of Dynamo's.
+        report: its sites.
+        before, after: readable code, source lines as comments; "" where it could not be printed.
+        sites: a change for every site, in the order they were decided.
+        drawing: the graph afterwards as torch.fx's drawer describes it to graphviz; "" where nobody asked.
+        not_drawn: why there is none; "" otherwise.
+        seconds: what collecting took, which is no part of what the pass takes.
+    """
+
+    program: str
+    report: Report
+    before: str = ""
+    after: str = ""
+    sites: list[SiteChange] = field(default_factory=list)
+    drawing: str = ""
+    not_drawn: str = ""
+    compile_id: str = ""
+    seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        """Where the graph comes from: "torch.compile 0/0"."""
+        return f"{_PROGRAMS.get(self.program, self.program)} {self.compile_id}".strip()
+
+    @property
+    def was_undone(self) -> bool:
+        """Whether the original was compiled after all, and what had been changed was not used."""
+        return self.before != self.after and not self.report.rewritten
+
+
+@dataclass(eq=False)
+class Collection:
+    """The graphs decided while it was active, in order.
+
+    Attributes:
+        graphs: one record a root graph.
+        draw: whether graphs are to be drawn.
+    """
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+    draw: bool = False
+
+    @property
+    def report(self) -> Report:
+        """All sites, as one report."""
+        whole = Report()
+        for graph in self.graphs:
+            whole.extend(graph.report)
+        return whole
+
+    def change_of(self, record: SiteReport) -> SiteChange | None:
+        """What was collected of a site."""
+        return next((c for g in self.graphs for c in g.sites if c.record is record), None)
+
+
+_ACTIVE: ContextVar[tuple[Collection, ...]] = ContextVar("attn_pass_collections", default=())
+_CURRENT: ContextVar[GraphRecord | None] = ContextVar("attn_pass_collected_graph", default=None)
+
+
+@contextmanager
+def collect(*, draw: bool = False) -> Iterator[Collection]:
+    """A Collection that fills with every root graph decided inside, in this thread, by whatever entry; may be nested.
+
+    Args:
+        draw: describe each graph to graphviz as well, which takes seconds for large ones.
+    """
+    collection = Collection(draw=draw)
+    token = _ACTIVE.set((*_ACTIVE.get(), collection))
+    try:
+        yield collection
+    finally:
+        _ACTIVE.reset(token)
+
+
+def is_collecting() -> bool:
+    """Whether anybody collects."""
+    return bool(_ACTIVE.get())
+
+
+@contextmanager
+def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphRecord]:
+    """Around the rewriting of a root graph; what it gives is empty where nobody collects."""
+    active = _ACTIVE.get()
+    graph = GraphRecord(program, report)
+    if not active:
+        yield graph
+        return
+    began = time.perf_counter()
+    graph.before = printed(gm)
+    graph.compile_id = str(CompileContext.current_compile_id() or "") if program == "compile" else ""
+    token = _CURRENT.set(graph)
+    graph.seconds += time.perf_counter() - began
+    try:
+        yield graph
+    finally:
+        began = time.perf_counter()
+        _CURRENT.reset(token)
+        graph.after = printed(gm)
+        own = {id(record) for record in report.sites}
+        graph.sites = [c for c in graph.sites if id(c.record) in own]  # verifying rewrites smaller sites on the side
+        if any(collection.draw for collection in active):
+            graph.drawing, graph.not_drawn = drawing_of(gm)
+        for collection in active:
+            collection.graphs.append(graph)
+        graph.seconds += time.perf_counter() - began
+
+
+@contextmanager
+def site(graph: Graph, record: SiteReport, picture: Callable[[], Picture | None]) -> Iterator[None]:
+    """Around the rewriting of one site of the graph, or of a body of it."""
+    current = _CURRENT.get()
+    if current is None:
+        yield
+        return
+    before = {node: node.name for node in graph.nodes}
+    try:
+        yield
+    finally:
+        began = time.perf_counter()
+        after = {node: node.name for node in graph.nodes}
+        current.sites.append(
+            SiteChange(
+                record,
+                tuple(name for node, name in before.items() if node not in after),
+                tuple(name for node, name in after.items() if node not in before),
+                _tried("drawing a mask", picture),
+            )
+        )
+        current.seconds += time.perf_counter() - began
+
+
+def drawing_of(gm: GraphModule) -> tuple[str, str]:
+    """The graph in graphviz's language, by torch.fx's drawer; or "" and why not."""
+    try:
+        import pydot  # noqa: F401  what the drawer builds on
+    except ImportError:
+        return "", "torch.fx's drawer needs pydot: pip install 'attn-pass[inspect]'"
+    number = len(gm.graph.nodes)
+    if number > MOST_DRAWN:
+        return "", f"it has {number} nodes, and a drawing of more than {MOST_DRAWN} is of no use to anybody"
+    from torch.fx.passes.graph_drawer import FxGraphDrawer
+
+    try:
+        return str(FxGraphDrawer(gm, "graph").get_dot_graph().to_string()), ""
+    except Exception as error:
+        return "", f"torch.fx's drawer failed on it: {type(error).__name__}: {error}"
+
+
+MOST_DRAWN = 600
+
+
+def printed(gm: GraphModule) -> str:
+    """The graph as code with source lines for comments, bodies included; "" with a warning where that fails."""
+
+    def readable() -> str:
+        parameters = inspect.signature(gm.print_readable).parameters
+        more: dict[str, Any] = (
+            {"expanded_def": True} if "expanded_def" in parameters else {}
+        )  # one argument a line, since torch 2.9
+        return _ADDRESS.sub("", gm.print_readable(print_output=False, **more))
+
+    return _tried("printing a graph", readable) or ""
+
+
+def _tried(what: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:
+        told(what, error)
+        return None
+
+
+def told(what: str, error: Exception) -> None:
+    """Warn of something that was to be shown and could not be made."""
+    lines = str(error).splitlines() or [""]
+    warnings.warn(
+        f"attn_pass: {what} failed ({type(error).__name__}: {lines[0][:200]}); what is compiled is not concerned",
+        AttnPassWarning,
+        stacklevel=3,
+    )

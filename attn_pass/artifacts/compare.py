@@ -1,0 +1,220 @@
+"""Two reports of the same model beside each other: which sites changed, appeared or went."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from attn_pass.artifacts.times import time_taken, times_of
+from attn_pass.report import Report, SiteReport, common_module, plain_table
+
+Aspect = Literal["outcome", "target", "reason", "time"]
+_NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
+_NOISE = 0.01  # times that differ by less are the same
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """One site of either report, or of both.
+
+    Attributes:
+        before, after: the records; None where a report has no such site.
+        aspects: what is different, of a site that both have: "outcome", "target", "reason" (numbers apart), "time".
+    """
+
+    before: SiteReport | None
+    after: SiteReport | None
+    aspects: tuple[Aspect, ...] = ()
+
+    @property
+    def site(self) -> SiteReport:
+        """The record there is, the later one where there are two."""
+        found = self.after or self.before
+        assert found is not None
+        return found
+
+    @property
+    def what(self) -> str:
+        """In words: "appeared", "gone", or what is different."""
+        return "appeared" if self.before is None else "gone" if self.after is None else ", ".join(self.aspects)
+
+    @property
+    def is_of_kernels(self) -> bool:
+        """Whether other kernels run now: more than a reason or a time is different."""
+        return self.before is None or self.after is None or bool({"outcome", "target"} & set(self.aspects))
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether an attention is left now that was rewritten before, or that was not there."""
+        if self.after is None or self.after.outcome != "left":
+            return False
+        return self.after.kind == "attention" if self.before is None else self.before.outcome != "left"
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What is different between two reports. ``str(comparison)`` is a table.
+
+    Attributes:
+        before, after: the reports.
+        changes: of the sites that differ, in the order of the later report; those that went come last.
+        same: how many sites do not differ.
+    """
+
+    before: Report
+    after: Report
+    changes: tuple[Change, ...]
+    same: int
+
+    @property
+    def changed(self) -> tuple[Change, ...]:
+        """The changes after which other kernels run."""
+        return tuple(c for c in self.changes if c.is_of_kernels)
+
+    @property
+    def worse(self) -> tuple[Change, ...]:
+        """The changes by which an attention is left that was not before."""
+        return tuple(c for c in self.changes if c.is_worse)
+
+    def summary(self) -> str:
+        """One line: how many sites differ, and in what."""
+        if not self.changes:
+            return f"attn_pass: nothing differs ({_sites(self.same)})"
+        counts: dict[str, int] = defaultdict(int)
+        for change in self.changes:
+            counts["appeared" if change.before is None else "gone" if change.after is None else "different"] += 1
+        told = ", ".join(f"{number} {what}" for what, number in counts.items())
+        worse = f"; {len(self.worse)} left that was not before" if self.worse else ""
+        return f"attn_pass: {told}, {self.same} the same{worse}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells of the table: sites, where, what, before, after; layers with the same change are one row."""
+        groups: dict[Hashable, list[Change]] = defaultdict(list)
+        for change in self.changes:
+            layers = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
+            groups[(change.site.where, layers, change.what, _told(change, 0), _told(change, 1))].append(change)
+        found: list[tuple[str, ...]] = []
+        for group in groups.values():
+            first = group[0]
+            module = common_module([change.site.module for change in group])
+            number = f"x{len(group)}" if len(group) > 1 else "1"
+            place = "\n".join(filter(None, (first.site.where, module)))
+            found.append((number, place, first.what, _told(first, 0), _told(first, 1)))
+        return found
+
+    def table(self, width: int | None = None) -> str:
+        """The table as plain text; ``width`` is in characters, None takes the terminal's."""
+        if not self.changes:
+            return self.summary()
+        return "\n".join([self.summary(), *plain_table(_COLUMNS, self.rows(), width)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"same", "changed", "worse" (counts), "changes": what, and both records}, ready for JSON."""
+        return {
+            "same": self.same,
+            "changed": len(self.changed),
+            "worse": len(self.worse),
+            "changes": [
+                {
+                    "what": change.what,
+                    "before": None if change.before is None else change.before.to_dict(),
+                    "after": None if change.after is None else change.after.to_dict(),
+                }
+                for change in self.changes
+            ],
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The dict of `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from attn_pass.artifacts.html import comparison_fragment
+
+        return comparison_fragment(self)
+
+
+_COLUMNS = (("sites", None), ("where", 8), ("what", 3), ("before", 12), ("after", 12))
+
+
+def compared(before: Report, after: Report) -> Comparison:
+    """The comparison: sites are matched by module path, source line and order, then by module path and function."""
+    earlier, later = list(before.sites), list(after.sites)
+    partner: dict[int, SiteReport] = {}
+    for key in (_exact, _by_function):
+        free = defaultdict(list)
+        for site in earlier:
+            if id(site) not in {id(s) for s in partner.values()}:
+                free[key(site)].append(site)
+        for site in later:
+            if id(site) not in partner and free[key(site)]:
+                partner[id(site)] = free[key(site)].pop(0)
+    changes, same = [], 0
+    for site in later:
+        found = partner.get(id(site))
+        change = Change(found, site, () if found is None else _aspects(found, site))
+        if found is None or change.aspects:
+            changes.append(change)
+        else:
+            same += 1
+    matched = {id(site) for site in partner.values()}
+    changes += [Change(site, None) for site in earlier if id(site) not in matched]
+    return Comparison(before, after, tuple(changes), same)
+
+
+def _exact(site: SiteReport) -> Hashable:
+    return site.module, site.where
+
+
+def _by_function(site: SiteReport) -> Hashable:
+    """Without the line's number: the file was edited above it."""
+    return site.module, re.sub(r":\d+", "", site.where)
+
+
+def _aspects(before: SiteReport, after: SiteReport) -> tuple[Aspect, ...]:
+    tests: Sequence[tuple[Aspect, Callable[[SiteReport], object]]] = (
+        ("outcome", lambda s: (s.outcome, s.kind)),
+        ("target", lambda s: (s.target, s.poor_cases)),
+        ("reason", lambda s: _NUMBER.sub("#", s.reason)),
+    )
+    found: list[Aspect] = [name for name, of in tests if of(before) != of(after)]
+    pairs = [(time_taken(before), time_taken(after)), (times_of(before).get("leave"), times_of(after).get("leave"))]
+    if any(_differ(a, b) for a, b in pairs):
+        found.append("time")
+    return tuple(found)
+
+
+def _differ(before: float | None, after: float | None) -> bool:
+    if before is None or after is None:
+        return False  # of another outcome, which is told as such
+    return abs(before - after) > _NOISE * max(abs(before), abs(after))
+
+
+def _told(change: Change, side: int) -> str:
+    """What one side was: its outcome, time, and where it matters the reason."""
+    site = (change.before, change.after)[side]
+    if site is None:
+        return ""
+    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
+    if site.kind == "near miss":
+        outcome = f"near miss, {outcome}"
+    if site.poor_cases:
+        outcome += f" ({', '.join(site.poor_cases)})"
+    leaving, taken = times_of(site).get("leave"), time_taken(site)
+    how = "measured" if site.measured_us else "predicted"
+    times = "" if leaving is None else f"{leaving:.4g} us {how} as it is"
+    times += "" if taken is None else f", {taken:.4g} us as taken"
+    reason = "" if times and site.reason.startswith(f"{leaving or 0:.0f} us") else site.reason
+    return "\n".join(filter(None, (outcome, times, reason)))
+
+
+def _sites(number: int) -> str:
+    return f"{number} site{'' if number == 1 else 's'}"

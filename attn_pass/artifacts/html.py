@@ -1,0 +1,230 @@
+"""Reports as HTML: one page that loads nothing, and a fragment for notebooks. All text is escaped by jinja2."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attn_pass.artifacts.picture import WORDS, Picture
+from attn_pass.artifacts.plot import plots, short
+from attn_pass.artifacts.sides import Run, side_by_side
+from attn_pass.artifacts.times import form_taken, times_of
+from attn_pass.report import Report, SiteReport, common_module, printable, shape_lines
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from attn_pass.artifacts.collect import Collection, GraphRecord
+    from attn_pass.artifacts.compare import Comparison
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_MOST_LINES = 6000  # of code on one page; what is longer shows its changes only
+_FRAGMENT_ROWS = 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Sites that differ in their layer alone, as the page shows them.
+
+    Attributes:
+        number: what it is called on the page, from 1.
+        sites: the records; the first stands for all.
+        module: one path for all.
+        us, us_after: of one call, as it was and as it is; None where that is not known.
+        taken: the label of what was taken, "" where nothing was.
+        how: "measured" or "predicted", whichever the two are.
+        times: (label, microseconds, share of the slowest) of every form, fastest first.
+        picture: of the mask, where there is one.
+    """
+
+    number: int
+    sites: tuple[SiteReport, ...]
+    module: str
+    shapes: tuple[str, ...]
+    us: float | None
+    us_after: float | None
+    taken: str
+    how: str
+    times: tuple[tuple[str, float, float], ...]
+    picture: Picture | None = None
+
+    @property
+    def site(self) -> SiteReport:
+        """The first of them."""
+        return self.sites[0]
+
+    @property
+    def calls(self) -> int:
+        """How often one run of the program computes it."""
+        return sum(max(1, site.count) for site in self.sites)
+
+    @property
+    def outcome(self) -> str:
+        """The outcome, or "near miss"."""
+        return "near miss" if self.site.kind == "near miss" else self.site.outcome
+
+    @property
+    def searched(self) -> str:
+        """What the text filter looks at."""
+        site = self.site
+        words = [site.where, site.form, site.mask, site.reason, site.target or "", site.dtype, site.device]
+        return " ".join([*words, *self.shapes, *(s.module for s in self.sites), *site.poor_cases]).lower()
+
+
+@dataclass(frozen=True)
+class GraphView:
+    """A graph as the page shows it."""
+
+    number: int
+    program: str
+    summary: str
+    runs: tuple[Run, ...]
+    changed: bool
+    undone: bool
+    shortened: bool
+
+
+def page(report: Report, collection: Collection | None = None) -> str:
+    """The whole page; with a collection also the code before and after, and pictures of the masks."""
+    entries = entries_of(report, collection)
+    graphs = [] if collection is None else [_graph(n, g, entries) for n, g in enumerate(collection.graphs, 1)]
+    shown = [(entry.number, entry.site) for entry in entries]
+    return _render(
+        "report.html",
+        report=report,
+        entries=entries,
+        outcomes=_counts(report),
+        targets=sorted({e.site.target for e in entries if e.site.target}),
+        totals=_totals(entries),
+        plots=plots(shown),
+        graphs=graphs,
+    )
+
+
+def fragment(report: Report) -> str:
+    """The summary and a small table, for a notebook's cell."""
+    entries = entries_of(report, None)
+    return _render("fragment.html", report=report, entries=entries[:_FRAGMENT_ROWS], more=entries[_FRAGMENT_ROWS:])
+
+
+def comparison_fragment(comparison: Comparison) -> str:
+    """A comparison's table, for a notebook's cell."""
+    return _render("comparison.html", comparison=comparison)
+
+
+def index_page(title: str, summary: str, sections: Any, remarks: Any) -> str:
+    """The page that links the files of `attn_pass.inspect`."""
+    return _render("index.html", title=title, summary=summary, sections=sections, remarks=remarks)
+
+
+def entries_of(report: Report, collection: Collection | None) -> list[Entry]:
+    """The entries of a page, numbered."""
+    found = []
+    for number, group in enumerate(report.groups(), 1):
+        site = group[0]
+        changes = [collection.change_of(s) for s in group] if collection is not None else []
+        picture = next((c.picture for c in changes if c is not None and c.picture is not None), None)
+        times = times_of(site)
+        slowest = max(times.values(), default=1.0) or 1.0
+        found.append(
+            Entry(
+                number,
+                tuple(group),
+                common_module([member.module for member in group]),
+                tuple(shape_lines(site)),
+                times.get("leave"),
+                times.get(form_taken(site)),
+                form_taken(site),
+                "measured" if site.measured_us else "predicted",
+                tuple((label, time, time / slowest) for label, time in times.items()),
+                picture,
+            )
+        )
+    return found
+
+
+def _counts(report: Report) -> list[tuple[str, int]]:
+    sites = tuple(report.sites)
+    kinds = ["near miss" if s.kind == "near miss" else s.outcome for s in sites]
+    return [(kind, kinds.count(kind)) for kind in ("rewritten", "decomposed", "left", "near miss") if kind in kinds]
+
+
+def _totals(entries: list[Entry]) -> dict[str, float]:
+    """Over all calls: microseconds as stock and now where both are known, and bytes saved."""
+    timed = [e for e in entries if e.us is not None and e.site.kind != "near miss"]
+    before = sum(e.calls * (e.us or 0.0) for e in timed)
+    after = sum(e.calls * (e.us if e.us_after is None else e.us_after) for e in timed if e.us is not None)
+    return {"before": before, "after": after, "bytes": sum(e.calls * e.site.bytes_saved for e in entries)}
+
+
+def _graph(number: int, graph: GraphRecord, entries: list[Entry]) -> GraphView:
+    numbers = {id(site): entry.number for entry in entries for site in entry.sites}
+    removed = {name: numbers.get(id(c.record), 0) for c in graph.sites for name in c.removed}
+    added = {name: numbers.get(id(c.record), 0) for c in graph.sites for name in c.added}
+    runs = side_by_side(graph.before, graph.after, removed, added)
+    shortened = sum(len(run.rows) for run in runs) > _MOST_LINES
+    if shortened:
+        runs = tuple(run for run in runs if not run.folded)
+    changed = any(run.changed for run in runs)
+    return GraphView(number, graph.title, graph.report.summary(), runs, changed, graph.was_undone, shortened)
+
+
+# ---- rendering ----
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    import jinja2  # here, so that compiling needs no jinja2: only showing does
+    from markupsafe import Markup
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "short": short,
+        "us": _microseconds,
+        "quantity": _quantity,
+        "size": _size,
+        "plain": printable,
+    }
+    script, style = (_own(name) for name in ("script.js", "style.css"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals |= {
+        "mask_words": WORDS,
+        "script": Markup(script),
+        "script_hash": f"sha256-{digest}",  # a browser runs no other script, whatever a report may hold
+        "style": Markup(style),
+    }
+    return environment
+
+
+def _own(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _render(template: str, **values: Any) -> str:
+    return str(_environment().get_template(template).render(**values))
+
+
+def _microseconds(value: float) -> str:
+    """ "830 µs", "1.38 ms"."""
+    return f"{value:.3g} µs" if value < 1000 else f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
+
+
+def _quantity(value: float) -> str:
+    """ "81.9 M", to be followed by a unit."""
+    return re.sub(r"(?<=\d)(?=[kMGTP]$)|(?<=\d)$", " ", short(abs(value)))
+
+
+def _size(value: float) -> str:
+    """Bytes, "12.6 MB"."""
+    return f"{_quantity(value)}B"

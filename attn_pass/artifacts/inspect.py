@@ -1,0 +1,168 @@
+"""`inspect`: a folder with everything there is to see of what is compiled inside."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attn_pass.artifacts.collect import Collection, GraphRecord, collect, told
+from attn_pass.artifacts.html import index_page, page
+from attn_pass.artifacts.outputs import Output, Outputs, decompiled, watching
+
+_DRAWING_SECONDS = 60
+_NONE_DECIDED = (
+    "No graph was decided inside. A function that was compiled before is not compiled again: call "
+    "torch.compiler.reset() first, and run the model inside, as torch.compile compiles at the first call."
+)
+
+
+@contextmanager
+def inspect(
+    directory: str | os.PathLike[str], *, draw: bool = True, output_code: bool = True, bytecode: bool = True
+) -> Iterator[Collection]:
+    """Write to a folder what attn_pass and torch make of whatever is compiled, rewritten or explained inside.
+
+    Inside, torch.compile compiles with attn_pass where the code asks for it (`attn_pass.backend`, `wrap`, `enabled`,
+    `install`); this only watches, in this thread. What is written: ``index.html``, which links the rest and says what
+    there is not and why; ``report.html``, ``.txt`` and ``.json``; and for each graph ``before.py``, ``after.py``,
+    ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's ``output_code.py``, and Dynamo's bytecode.
+    A failure to write is a warning. What is compiled does not depend on it.
+
+    Args:
+        directory: made if it is not there; files of the same names are written over.
+        draw: draw the graphs, with torch.fx's drawer, where pydot and graphviz are installed.
+        output_code: keep Inductor's generated code.
+        bytecode: keep what Dynamo put in the place of each function, decompiled where depyf is installed.
+
+    Yields:
+        What is collected: ``graphs``, and ``report`` over all of them.
+    """
+    with watching(code=output_code, bytecode=bytecode) as outputs, collect(draw=draw) as collection:
+        try:
+            yield collection
+        finally:
+            try:
+                _Folder(Path(directory)).write(collection, outputs, draw=draw)
+            except Exception as error:
+                told(f"writing to {os.fspath(directory)!r}", error)
+
+
+@dataclass
+class Section:
+    """A part of the index: files with what each is, and what there is not."""
+
+    title: str
+    files: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+class _Folder:
+    """The folder while it is written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def write(self, collection: Collection, outputs: Outputs, *, draw: bool) -> None:
+        report = collection.report
+        main = Section("Report")
+        self._file(
+            main, "report.html", lambda: page(report, collection), "sites, masks, roofline, code before and after"
+        )
+        self._file(main, "report.txt", lambda: f"{report.table(160, verbose=True)}\n", "the table")
+        self._file(main, "report.json", report.to_json, "for attn-pass compare, and for programs")
+        sections, functions, why_none = [main], *decompiled(outputs)
+        rest_code, rest_functions = list(outputs.code), list(functions)
+        for number, graph in enumerate(collection.graphs, 1):
+            alone = len(collection.graphs) == 1
+            code = _of_graph(graph, rest_code, alone)
+            own_functions = _of_graph(graph, rest_functions, alone)
+            sections.append(self._graph(number, graph, code, own_functions, draw=draw))
+        rest = Section("Compiled meanwhile, of no graph above")
+        self._outputs(rest, "other", rest_code, "Inductor's code")
+        self._outputs(rest, "other", rest_functions, "a function as Dynamo runs it")
+        remarks = [*([] if collection.graphs else [_NONE_DECIDED]), *outputs.remarks, *filter(None, [why_none])]
+        if rest.files:
+            sections.append(rest)
+        title = "What attn_pass and torch made of it"
+        self._file(Section(""), "index.html", lambda: index_page(title, report.summary(), sections, remarks), "")
+
+    def _graph(
+        self, number: int, graph: GraphRecord, code: list[Output], functions: list[Output], *, draw: bool
+    ) -> Section:
+        section, name = Section(f"Graph {number}, {graph.title}"), f"graph_{number}"
+        self._file(section, f"{name}/before.py", lambda: graph.before, "the graph as it came")
+        self._file(section, f"{name}/after.py", lambda: graph.after, "and as it was handed on")
+        self._file(section, f"{name}/changes.diff", lambda: _diff(graph), "between the two")
+        if graph.was_undone:
+            section.missing.append("The compiler did not take after.py: what runs is before.py.")
+        if functions_of_scores := _score_functions(graph):
+            self._file(
+                section, f"{name}/score_functions.py", lambda: functions_of_scores, "what FlexAttention was given"
+            )
+        if graph.drawing:
+            self._drawing(section, f"{name}/graph.svg", graph.drawing)
+        elif draw:
+            section.missing.append(f"The graph was not drawn: {graph.not_drawn}.")
+        self._outputs(section, name, code, "Inductor's code")
+        self._outputs(section, f"{name}/bytecode", functions, "a function as Dynamo runs it")
+        return section
+
+    def _outputs(self, section: Section, folder: str, outputs: list[Output], what: str) -> None:
+        seen: dict[str, int] = {}
+        for output in outputs:
+            stem, dot, suffix = re.sub(r"[^\w.-]", "_", output.name).rpartition(".")
+            seen[output.name] = number = seen.get(output.name, 0) + 1
+            name = f"{stem}{f'_{number}' if number > 1 else ''}{dot}{suffix}"
+            self._file(section, f"{folder}/{name}", lambda text=output.text: text, what)  # type: ignore[misc]
+
+    def _drawing(self, section: Section, name: str, drawing: str) -> None:
+        if shutil.which("dot") is None:
+            section.missing.append("The graph was not drawn: graphviz is not installed (its program dot is not found).")
+            return
+        try:
+            drawn = subprocess.run(
+                ["dot", "-Tsvg"], input=drawing.encode(), capture_output=True, timeout=_DRAWING_SECONDS, check=True
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            section.missing.append(f"The graph was not drawn: {str(error).splitlines()[0][:200]}.")
+            return
+        self._file(section, name, lambda: drawn.stdout.decode(), "the graph as it was handed on, drawn")
+
+    def _file(self, section: Section, name: str, make: Callable[[], str], what: str) -> None:
+        """Write one file; a failure is told once and concerns no other."""
+        try:
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(make(), encoding="utf-8")
+        except Exception as error:
+            told(f"writing {name}", error)
+            section.missing.append(f"{name} could not be written: {type(error).__name__}: {error}")
+        else:
+            section.files.append((name, what))
+
+
+def _of_graph(graph: GraphRecord, outputs: list[Output], alone: bool) -> list[Output]:
+    """Takes those of the graph's compile out of the list; of a single graph also what no compile is known of."""
+    own = [o for o in outputs if (o.compile_id == graph.compile_id if o.compile_id else alone)]
+    outputs[:] = [o for o in outputs if o not in own]
+    return own
+
+
+def _diff(graph: GraphRecord) -> str:
+    lines = difflib.unified_diff(
+        graph.before.splitlines(), graph.after.splitlines(), "before.py", "after.py", lineterm=""
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _score_functions(graph: GraphRecord) -> str:
+    sites = [site for site in graph.report.sites if site.score_mod]
+    return "\n\n".join(f"# {site.where} {site.module}\n{site.score_mod}\n" for site in sites)

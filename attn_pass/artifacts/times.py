@@ -1,0 +1,26 @@
+"""The times of a site's forms as its report has them: measured where they were, else predicted."""
+
+from __future__ import annotations
+
+import math
+
+from attn_pass.report import SiteReport
+
+
+def times_of(site: SiteReport) -> dict[str, float]:
+    """Label to microseconds, fastest first, "leave" included; what is no number is left out."""
+    times = site.measured_us or site.predicted_us
+    finite = {k: float(v) for k, v in times.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return dict(sorted(finite.items(), key=lambda item: item[1]))
+
+
+def form_taken(site: SiteReport) -> str:
+    """The label of what was taken: the best form its target offered. "" for a site that is left, or without times."""
+    if site.target is None:
+        return ""
+    return next((name for name in times_of(site) if name == site.target or name.startswith(f"{site.target} (")), "")
+
+
+def time_taken(site: SiteReport) -> float | None:
+    """Microseconds of what was taken; None for a site that is left, or without times."""
+    return times_of(site).get(form_taken(site))

@@ -1,0 +1,59 @@
+"""A site on its device's roofline: FLOPs, bytes moved and predicted time, as stock runs it and as chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_pass.hardware.cost import Problem
+from attn_pass.hardware.device import Device
+from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.targets.base import Offer, Setting
+from attn_pass.targets.problem import problem_of
+
+# Targets that are no one fused kernel: the cost model does not count what they move.
+_NOT_ONE_KERNEL = ("decomposed", "local", "recompute", "values")
+
+
+def rates(device: Device, attention: Attention) -> dict[str, float | str]:
+    """The device's name, and its peaks for the attention's dtype: "gflops" of a matrix product, "gbytes" a second."""
+    return {
+        "device": device.name,
+        "gflops": device.matmul(attention.compute_dtype),
+        "gbytes": device.memory_gbytes,
+    }
+
+
+def as_left(attention: Attention, written: AsWritten, setting: Setting, microseconds: float) -> dict[str, float]:
+    """ "flops", "bytes" and "us" of the site as stock runs it: its fused kernel, or products around a softmax.
+
+    FLOPs are those of the two products, masked part included; symbolic sizes are at their hint. Between products and
+    softmax the scores are written and read twice (`attn_pass.hardware.cost.unfused`); shared keys and values are copied
+    out where there is more than one query row, by the program or by the product, which is counted once.
+    """
+    problem = problem_of(attention, setting.hint, written.copied_bytes)
+    if setting.kernel_as_written is not None:
+        return _point(problem, _fused_bytes(replace(problem, mask_elements=written.mask_elements)), microseconds)
+    scores = problem.dtype.itemsize * problem.scores
+    if problem.q_len == 1:
+        return _point(problem, problem.operand_bytes + 3 * scores, microseconds)
+    shared = problem.expanded_kv_bytes - (problem.operand_bytes - problem.query_bytes)
+    copies = 2 * problem.expanded_kv_bytes if shared > 0 else 0
+    mask = problem.mask_elements * problem.mask_bytes
+    moved = problem.operand_bytes + 4 * scores + max(copies, 2 * problem.copied_bytes) + mask
+    return _point(problem, moved, microseconds)
+
+
+def as_taken(offer: Offer, setting: Setting) -> dict[str, float]:
+    """The same of an offer; without "flops" and "bytes" where it is no one kernel, as the cost model has none then."""
+    if offer.target in _NOT_ONE_KERNEL:
+        return {"us": round(offer.microseconds, 1)}
+    problem = problem_of(offer.attention, setting.hint)
+    return _point(problem, _fused_bytes(problem), offer.microseconds)
+
+
+def _fused_bytes(problem: Problem) -> int:
+    return problem.operand_bytes + problem.mask_elements * problem.mask_bytes + 2 * problem.copied_bytes
+
+
+def _point(problem: Problem, moved: int, microseconds: float) -> dict[str, float]:
+    return {"flops": problem.flops, "bytes": moved, "us": round(microseconds, 1)}
