@@ -118,6 +118,12 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
             raise unknown_name(what, name, known)
 
 
+_OF_A_SHARD = "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
+_WITHIN_A_SHARD = (
+    "context parallelism is active: it is attention within a shard, and a call in its place would be ring attention"
+)
+
+
 class _HoldsForSome(RewriteError):
     """What was planned rests on a fact about symbolic sizes: a reason to leave the site, and no fault."""
 
@@ -256,10 +262,9 @@ class _Graph:
                 "on: call the model under torch.no_grad()"
             )
             return False
-        if self.context_parallel and (attention.has_mask or attention.not_affine):
-            record.reason = (
-                "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
-            )
+        if self.context_parallel:
+            masked = attention.has_mask or attention.not_affine
+            record.reason = _OF_A_SHARD if masked else _WITHIN_A_SHARD
             return False
         made_of = self._made_of(described)
         setting = self._setting(site, attention, made_of)
