@@ -291,7 +291,8 @@ class _Graph:
         record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
         with self._details(record):
             record.rates = roofline.rates(setting.device, attention)
-            record.roofline[LEAVE] = roofline.as_left(attention, written, setting, choice.predicted_us[LEAVE])
+            if (as_it_is := choice.predicted_us.get(LEAVE)) is not None:
+                record.roofline[LEAVE] = roofline.as_left(attention, written, setting, as_it_is)
         by_rule = "" if rule is None else f" ({rule[0]})"
         record.reason = choice.reason + by_rule
         if choice.takes and self.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):

@@ -57,6 +57,7 @@ _REBINDING = frozenset(
     {
         *("set_", "resize_", "resize_as_", "as_strided_", "sparse_resize_", "sparse_resize_and_clear_"),
         *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_storage_bytes_"),
+        "shallow_copy_data_",  # what Dynamo makes of ``x.data = y`` since torch 2.15
     }
 )
 """Operations that change the geometry or the storage of their target."""

@@ -38,7 +38,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "aten.swapaxes.default aten.swapdims.default",
     ),
     ("movedim", "input, source, destination", "torch.movedim torch.moveaxis .movedim .moveaxis aten.movedim.int"),
-    ("t", "input", "torch.t .t aten.t.default aten.numpy_T.default"),
+    ("t", "input", "torch.t .t aten.t.default aten.numpy_T.default aten.matrix_H.default"),
     ("mT", "input", "torch.adjoint .adjoint aten.mT.default aten.mH.default aten.adjoint.default"),
     (
         "expand",
@@ -303,6 +303,10 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         return functions[target], False
     if target in _IN_PLACE_OPERATORS:
         return functions[_IN_PLACE_OPERATORS[target]], True
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        # Dynamo's for attributes since torch 2.15, ``x.mT``: overloads of one argument are for other ways to call them.
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return _row_of(kind, overloads[0]) if all(len(o._schema.arguments) == 1 for o in overloads) else None
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target._schema.name.split("::")[1], target._overloadname
         if packet.endswith("_"):

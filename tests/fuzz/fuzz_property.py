@@ -23,7 +23,7 @@ UNIT = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.
 _ILL = 30  # units: an element that eager gets that wrong is no measure for the others ..
 _ILL_TIMES = 16  # .. and is noise, of which another order of sums makes other noise
 _ROUNDED = 4  # runs in float64 with inputs that are off by a rounding, where a result seems wrong
-_TIMES_ROUNDED = 4  # what a result may be off by, of what those are
+_TIMES_ROUNDED = 8  # what a result may be off by, of what those are
 
 
 class Wrong(AssertionError):

@@ -427,3 +427,14 @@ def test_a_mask_is_read_behind_the_move_to_another_device() -> None:
     ((meaning,), missed) = meanings(Captured(captured.gm, captured.values, "compile"))
     assert not missed
     assert {s.device.type for s in meaning.attention.sources} == {"meta"}
+
+
+@pytest.mark.parametrize("packet", ["mT", "mH", "adjoint"])
+def test_a_packet_that_takes_a_tensor_alone_is_its_overload(packet: str) -> None:
+    """Dynamo writes attributes of tensors so since torch 2.15."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q @ getattr(torch.ops.aten, packet)(k.repeat_interleave(3, 1)), v.repeat_interleave(3, 1))
+
+    (meaning,) = check(program, [Q, K[:, :1], V[:, :1]], "dynamo")
+    assert meaning.attention.groups == 3
