@@ -107,7 +107,8 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
     elif a.score_dtype == torch.float16 and not setting.fused_as_written:
         masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
-        infinite = plan.call(aten.le.Scalar, mask, OVERFLOWS_HALF)
+        # What is not added is lower than float16 goes, and no sum of its numbers.
+        infinite = plan.call(aten.le.Scalar, mask, OVERFLOWS_HALF if added is not None else float("-inf"))
         wide = plan.call(aten.to.dtype, mask, torch.float32)
         low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
         if a.bias is not None and wants_mask_gradient(a):  # what a fill is told as has the fill's gradient
