@@ -8,7 +8,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, cast
@@ -21,7 +21,7 @@ from attn_pass.artifacts import collect
 from attn_pass.compat import require_inductor
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.values import KNOWN_TENSORS
-from attn_pass.options import Options, Runner, make_options, split_options
+from attn_pass.options import OPTION_NAMES, Options, Runner, make_options, split_options
 from attn_pass.recording import publish
 from attn_pass.report import Report
 
@@ -82,11 +82,12 @@ class Wrapped:
     Two of them are equal when they wrap the same backend with the same options, so that Dynamo need not compile again.
     """
 
-    def __init__(self, inner: str | Backend, options: Options) -> None:
+    def __init__(self, inner: str | Backend, options: Options, given: Iterable[str] = OPTION_NAMES) -> None:
         from torch._dynamo.backends.registry import lookup_backend
 
         self.inner: Backend = backend if inner == "inductor" else cast(Backend, lookup_backend(cast(Any, inner)))
         self.options = options
+        self.given = frozenset(given)  # names of options the user gave, which a mode does not change
         name = inner if isinstance(inner, str) else _callable_name(inner)
         self.__name__ = f"attn_pass_{name}"
 
@@ -94,7 +95,8 @@ class Wrapped:
         """Rewrite the graph, then compile it with the wrapped backend; kwargs are that backend's."""
 
         if self.inner is backend:
-            merged = {**asdict(self.options), **(kwargs.pop("options", None) or {})}
+            ours = {name: value for name, value in asdict(self.options).items() if name != "tune" or name in self.given}
+            merged = {**ours, **(kwargs.pop("options", None) or {})}
             return backend(gm, example_inputs, options=merged, **kwargs)
 
         def compile_inner(graph: GraphModule, inputs: Sequence[Any], report: Report | None) -> Callable[..., Any]:
@@ -108,10 +110,13 @@ class Wrapped:
             self.inner.reset()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Wrapped) and (self.inner, self.options) == (other.inner, other.options)
+        return isinstance(other, Wrapped) and self._facts() == other._facts()
 
     def __hash__(self) -> int:
         return hash((self.__name__, self.options))
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.inner, self.options, "tune" in self.given
 
     def __repr__(self) -> str:
         return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"
@@ -135,7 +140,7 @@ def wrap(backend: str | Backend, **options: Any) -> Wrapped:
             f"wrap takes a Dynamo backend by name ('aot_eager', 'openxla', ...) or a callable (graph, inputs) -> "
             f"callable, got {backend!r} ({type(backend).__name__}); torch._dynamo.list_backends() names the known ones"
         )
-    return Wrapped(backend, make_options(**options))
+    return Wrapped(backend, make_options(**options), options)
 
 
 def _callable_name(function: Any) -> str:
@@ -177,7 +182,7 @@ def decide(
 
     Raises:
         OptionError: an option names something that does not exist.
-        Exception: what went wrong, if options.on_error is "raise".
+        Exception: what went wrong, if options.on_error is "raise". The graph is as it was then, too.
     """
     from attn_pass import engine
 
@@ -197,12 +202,12 @@ def decide(
                 compile_site=functools.partial(_compiled_site, options),
             )
         aside = collected.seconds
-    except OptionError:
-        raise
     except Exception as error:
-        if options.on_error == "raise":
+        told = isinstance(error, OptionError) or options.on_error == "raise"
+        if report.rewritten or not told:  # the nodes of a graph that is as it was stay themselves
+            original.restore()
+        if told:
             raise
-        original.restore()
         changed = False
         leave_all(report, f"attn_pass failed on this graph ({first_line(error)})")
     finally:

@@ -21,7 +21,7 @@ from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
-from attn_pass.graph.edit import Plan, SizeNodes, Value, fake_of, replace_arguments
+from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
@@ -32,7 +32,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
-from attn_pass.options import ANNOTATION, LEAVE, Options, Runner, unknown_name
+from attn_pass.options import ANNOTATION, LEAVE, Options, Runner, annotated_targets, unknown_name
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
@@ -125,7 +125,7 @@ _WITHIN_A_SHARD = (
 
 
 class _HoldsForSome(RewriteError):
-    """What was planned rests on a fact about symbolic sizes: a reason to leave the site, and no fault."""
+    """What was planned rests on a fact about symbolic sizes or strides: a reason to leave the site, and no fault."""
 
 
 @dataclass
@@ -233,17 +233,14 @@ class _Graph:
     def _decide(self, site: Site) -> bool:
         record = self._record(site)
         self.report.append(record)
-        if site.composite is not None:
-            with collect.site(self.gm.graph, record, lambda: None):
-                return self._apply_composite(site, record)
-        if site.described is None or site.refusal:
+        if site.composite is None and (site.described is None or site.refusal):
             record.reason = site.refusal + _at(site.refused_at, site.node)
             if site.error is not None:
                 self._complain(record, "a site could not be read and is left as it was", site.error)
             return False
         try:
             with collect.site(self.gm.graph, record, functools.partial(self._picture, site)):
-                return self._replace(site, record)
+                return self._replace(site, record) if site.composite is None else self._apply_composite(site, record)
         except OptionError:
             raise
         except Exception as error:
@@ -336,7 +333,10 @@ class _Graph:
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
             before = plan.guards()
-            value = take.target.emit(plan, nodes, take.offer, setting)
+            try:
+                value = take.target.emit(plan, nodes, take.offer, setting)
+            except LayoutError as error:
+                raise _HoldsForSome(str(error)) from None
         if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
             raise _HoldsForSome(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
@@ -417,9 +417,10 @@ class _Graph:
     def _rule(self, site: Site, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
         """The user's rule for the site and whose it is: by an annotation, else by its module path or source line."""
         for node in (site.node, *site.internal):
-            asked = node.meta.get("custom", {}).get(ANNOTATION)
+            annotations = node.meta.get("custom")
+            asked = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
             if asked is not None:
-                names = (asked,) if isinstance(asked, str) else tuple(asked)
+                names = annotated_targets(asked)
                 _check_targets("target in an annotation", names)
                 return "the program's annotation", names
         line = record.where.split(" in ")[0]
@@ -488,8 +489,13 @@ class _Graph:
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
-        if self.options.targets is not None and composite.target not in self.options.targets:
-            record.reason = record.reason or f"the target {composite.target} is not allowed"
+        rule = self._rule(site, record)
+        allowed = self.options.targets if rule is None else _before_leave(rule[1])
+        if allowed is not None and composite.target not in allowed:
+            asked = (
+                "left as asked for" if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
+            )
+            record.reason = record.reason or (asked if rule is None else f"{asked} ({rule[0]})")
         elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
         elif composite.masked and self.options.numerics == "strict":
@@ -541,7 +547,8 @@ class _Graph:
             self._complain(record, "the report of a site lacks something", error)
 
     def _picture(self, site: Site) -> Picture | None:
-        assert site.described is not None
+        if site.described is None:
+            return None  # an opaque call
         known = {**self.reader.constants, **self._known_tensors()}
         values = [known.get(node) for node in site.described.nodes]
         return picture_of(site.described.attention, values, self.sizes.hint)
@@ -557,6 +564,11 @@ class _Graph:
             AttnPassWarning,
             stacklevel=2,
         )
+
+
+def _before_leave(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets that a rule tries before it leaves the site."""
+    return names[: names.index(LEAVE)] if LEAVE in names else names
 
 
 def _cases_of(offer: Offer) -> tuple[str, ...]:

@@ -144,6 +144,19 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     return make_options(**ours), inductor, mode
 
 
+def annotated_targets(value: object) -> tuple[str, ...]:
+    """The names that a program's annotation gives, as those of a rule.
+
+    Raises:
+        OptionError: it is neither a name nor a list or tuple of names.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
+    accepted = f"the name of a target, a list or tuple of such names, or {LEAVE!r}"
+    raise OptionError(f"the annotation {ANNOTATION!r} got {_shown(value)}; accepted: {accepted}")
+
+
 def unknown_name(what: str, given: str, accepted: Iterable[str]) -> OptionError:
     """The error for a name that is not among the accepted ones: names the nearest and lists all of them."""
     names = list(accepted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from attn_pass.report import Report
 KEY = "attn_pass"
 _SETTING = "aot_inductor.metadata"
 _FILE = "_metadata.json"
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError, OSError)
 _MOST_BYTES = 64 << 20  # of a metadata file: a package may come from anywhere
 
 
@@ -38,18 +40,18 @@ def package_report(path: str | os.PathLike[str]) -> Report:
     name = os.fspath(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            files = [f for f in archive.infolist() if f.filename.endswith(_FILE) and f.file_size <= _MOST_BYTES]
-            found = [json.loads(archive.read(f)) for f in files]
+            files = (f for f in archive.infolist() if f.filename.endswith(_FILE) and f.file_size <= _MOST_BYTES)
+            found = (json.loads(archive.read(f)) for f in files)
+            stored = next((metadata[KEY] for metadata in found if isinstance(metadata, dict) and KEY in metadata), None)
     except FileNotFoundError:
         raise PackageError(f"there is no file {name!r}") from None
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
+    except _UNREADABLE as error:
         raise PackageError(f"{name!r} is no AOTInductor package: {error}") from error
-    stored = next((metadata[KEY] for metadata in found if isinstance(metadata, dict) and KEY in metadata), None)
     if stored is None:
         raise PackageError(
             f"{name!r} holds no report of attn_pass: attn_pass.aot_compile did not write it, or an older version did"
         )
     try:
         return Report.from_dict(json.loads(stored))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise PackageError(f"the report in {name!r} is none that attn_pass wrote: {error}") from error

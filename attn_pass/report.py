@@ -12,7 +12,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -119,8 +120,9 @@ class SiteReport:
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
         for name in ("predicted_us", "measured_us"):
             values[name] = _numbers(values.get(name, {}))
+        values["rates"] = {name: rate for name, rate in values.get("rates", {}).items() if rate is not None}
         values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
-        return cls(**values)
+        return _fitting(cls(**values))
 
 
 @dataclass(eq=False)
@@ -186,9 +188,13 @@ class Report:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Report:
-        """The report that `to_dict` was taken of."""
+        """The report that `to_dict` was taken of.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it was not.
+        """
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
-        return cls(sites=sites, seconds=stored["seconds"], graphs=stored["graphs"])
+        return _fitting(cls(sites=sites, seconds=stored["seconds"], graphs=stored["graphs"]))
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -441,6 +447,30 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+_Record = TypeVar("_Record", SiteReport, Report)
+
+
+def _fitting(record: _Record) -> _Record:
+    """The record, which may come from anywhere, if all it holds is of its fields' types."""
+    for name, hint in get_type_hints(type(record)).items():
+        if not _fits(getattr(record, name), hint):
+            raise TypeError(f"its {name} is no {getattr(hint, '__name__', hint)}")
+    return record
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return isinstance(value, str)  # a later version may know more words
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+    if kind in (tuple, list):
+        return isinstance(value, kind) and all(_fits(item, parts[0]) for item in value)
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _numbers(stored: Mapping[str, Any]) -> dict[str, float]:

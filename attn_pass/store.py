@@ -29,7 +29,7 @@ def load(key: str) -> Any | None:
     """The record, or None if there is none that can be read."""
     try:
         return json.loads((folder() / f"{key}.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last where nobody says what the home folder is
         return None
 
 
@@ -38,8 +38,12 @@ def save(key: str, record: Any) -> None:
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder(), suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump(record, file, indent=1)
-        os.replace(name, folder() / f"{key}.json")
-    except OSError:
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(record, file, indent=1)
+            os.replace(name, folder() / f"{key}.json")
+        except BaseException:
+            os.unlink(name)
+            raise
+    except (OSError, RuntimeError):
         return

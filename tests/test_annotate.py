@@ -124,3 +124,54 @@ def test_packages_keep_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = torch._inductor.aoti_load_package(path)(*inputs)
     for ours, eager in zip(found, annotated(*inputs)):
         torch.testing.assert_close(ours, eager)
+
+
+ODD: tuple[Any, ...] = (3, True, 2.5, {}, {"sdpa": 1}, b"sdpa", ("sdpa", 3), "", "sdp", "LEAVE")
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_an_annotation_that_names_no_target_is_told_in_words(value: Any) -> None:
+    def odd(q: Tensor) -> Tensor:
+        with annotate({"attn_pass": value}):
+            return plain(q, q, q)
+
+    with pytest.raises(attn_pass.errors.OptionError, match=r"annotation.*accepted"):
+        attn_pass.explain(odd, torch.randn(1, 2, 9, 8))
+
+
+@pytest.mark.parametrize("custom", [None, "x", [("attn_pass", "leave")]])
+def test_metadata_that_is_no_annotation_is_ignored(custom: Any) -> None:
+    gm = torch.fx.symbolic_trace(lambda q: (q @ q.mT).softmax(-1) @ q)
+    for node in gm.graph.nodes:
+        node.meta["custom"] = custom
+    report = attn_pass.rewrite(gm, (torch.randn(1, 2, 9, 8),), choose="fused", on_error="raise")
+    assert became(report) == ["sdpa"]
+
+
+class Opaque(torch.nn.Module):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.attention, self.value = torch.nn.MultiheadAttention(16, 2, batch_first=True), value
+
+    def forward(self, x: Tensor) -> Tensor:
+        with annotate({"attn_pass": self.value} if self.value else {}):
+            return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("value", "rules", "outcome"),
+    [
+        (None, {}, "sdpa"),
+        ("leave", {}, "left"),
+        (("flex", "leave", "sdpa"), {}, "left"),
+        (("flex", "sdpa", "leave"), {}, "sdpa"),
+        ("flex", {}, "left"),
+        (None, {"*": "leave"}, "left"),
+        ("sdpa", {"*": "leave"}, "sdpa"),
+    ],
+)
+def test_an_opaque_call_is_asked_too(value: Any, rules: dict[str, str], outcome: str) -> None:
+    with torch.no_grad():
+        report = attn_pass.explain(Opaque(value).eval(), torch.randn(2, 5, 16), attn_pass_options={"rules": rules})
+    assert became(report) == [outcome]
+    assert outcome == "sdpa" or "the program's annotation" in report.sites[0].reason or "the rule for" in str(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import pickle
 import subprocess
 import sys
 import threading
@@ -448,3 +449,25 @@ def test_snapshot_keeps_what_dynamo_put_on_nodes_and_shares_parameters(monkeypat
     copied = Snapshot(traced).module()
     assert copied.linear is linear and copied.table is traced.table
     assert torch.equal(copied(x), traced(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "tunes"),
+    [
+        ({}, "max-autotune-no-cudagraphs", True),
+        ({"choose": "fused"}, "max-autotune", True),
+        ({"tune": False}, "max-autotune", False),
+        ({"tune": True}, None, True),
+        ({}, None, False),
+    ],
+)
+def test_a_mode_tunes_through_wrap_as_it_does_without(
+    given: dict[str, Any], mode: str | None, tunes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_pass import dynamo
+
+    seen: list[attn_pass.Options] = []
+    monkeypatch.setattr(dynamo, "compile_rewritten", lambda gm, inputs, options, *_: seen.append(options))
+    attn_pass.wrap("inductor", **given)(symbolic_trace(model), [above_six()], **({"mode": mode} if mode else {}))
+    assert [options.tune for options in seen] == [tunes]
+    assert pickle.loads(pickle.dumps(attn_pass.wrap("inductor", **given))) == attn_pass.wrap("inductor", **given)

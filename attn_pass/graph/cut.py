@@ -359,7 +359,7 @@ def _leaves_of(value: Value | None) -> list[Node]:
 # ---------------------------------------------------------------- inputs
 
 
-_ALIGNED = 64  # elements: further offsets change no alignment that a kernel asks for
+ALIGNED = 64  # elements: further offsets change no alignment that a kernel asks for
 
 
 def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad: bool) -> Input:
@@ -375,7 +375,7 @@ def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad
         str(held.device),
         requires_grad,
         value,
-        offset % _ALIGNED,
+        offset % ALIGNED,
     )
 
 

@@ -38,6 +38,10 @@ _PROVENANCE = (
 )
 
 
+class LayoutError(Exception):
+    """A result cannot be given the memory layout of the one it replaces."""
+
+
 @dataclass(eq=False)
 class Planned:
     """A call that will be inserted, with its fake value."""
@@ -319,7 +323,7 @@ class Plan:
         return returned or bool(self.effects.mutations(self.result))
 
     def in_layout_of_result(self, value: Value) -> Value:
-        """A copy of the value in the memory order of the value it replaces. Raises `ValueError` if that is no order."""
+        """A copy of the value in the memory order of the value it replaces. Raises `LayoutError` if it is none."""
         old = tensor_value(self.result)
         assert old is not None
         strides = [self.sizes.hint(self.sizes.index(s)) for s in old.stride()]
@@ -328,7 +332,7 @@ class Plan:
         copied = self.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
         back = self.call(aten.permute.default, copied, [order.index(d) for d in range(old.dim())])
         if not self.keeps_layout(back):
-            raise ValueError(f"the strides {tuple(old.stride())} of {self.result.name} cannot be kept")
+            raise LayoutError(f"the strides {tuple(old.stride())} of {self.result.name} cannot be kept")
         return back
 
     def _strides(self, tensor: torch.Tensor) -> tuple[Index, ...]:

@@ -66,7 +66,7 @@ def traffic(device: Device, size: float) -> float:
 def fused(device: Device, problem: Problem) -> float:
     """The fused kernel: operands once, no score matrix. It works on one (batch, head, row block) a thread."""
     work = 0.6 if problem.causal and problem.q_len > 1 else 1.0
-    tasks = problem.batch * problem.heads * max(1, -(-problem.q_len // _row_block(problem.q_len)))
+    tasks = max(1, problem.batch * problem.heads * -(-problem.q_len // _row_block(problem.q_len)))
     balance = min(1.0, tasks / device.cores)
     rate = device.fused(problem.dtype) * balance * _row_efficiency(problem.q_len)
     memory = traffic(device, problem.operand_bytes)

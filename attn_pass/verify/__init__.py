@@ -26,12 +26,14 @@ from attn_pass.model.index import Poly, Symbol, atoms, product
 from attn_pass.model.reference import Evaluation, reference
 from attn_pass.reading.describe import Described
 from attn_pass.verify import compare, reproduce
-from attn_pass.verify.inputs import Spec, random_tensor, specs
+from attn_pass.verify.inputs import Spec, closer, random_tensor, specs
 from attn_pass.verify.running import Outcome, in_float64, outside_tracing, run
 from attn_pass.verify.shrink import shrunk
 
 MOST_SCORES = 1 << 22
 """Scores of a site that is run as it is: about a second in all on two cores. More are made fewer."""
+MOST_MEMORY = 1 << 25
+"""Elements of memory of all inputs of a site that is run; of what is only read in part they are many more than used."""
 _FEW_SCORES = 1 << 18  # so few that harsh inputs are run backward too, and other sizes are tried
 
 CompileSite = Callable[[GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -120,6 +122,7 @@ def _scores(attention: Attention, sizes: Mapping[str, int]) -> int:
 
 def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
     part = _cut(subject, chosen)
+    part = replace(part, inputs=tuple(map(closer, part.inputs)))
     attention = subject.described.attention
     count = _scores(attention, chosen)
     if count > MOST_SCORES:
@@ -127,12 +130,16 @@ def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
         lengths = sizes.size(attention.q_len), sizes.size(attention.kv_len)
         factor = count / MOST_SCORES
         return subject.smaller(shrunk(part, lengths, 2 * factor, subject.region, subject.key))
+    if (memory := sum(i.memory for i in part.inputs)) > MOST_MEMORY:
+        raise CannotExtract(f"it reads a part of inputs of {memory} elements, too many to make")
     kinds = _kinds(subject, part, chosen)
-    worst = 0.0
+    found = []
     for harsh in (False, True):
         backward = not harsh or count <= _FEW_SCORES
-        worst = max(worst, _Trial(subject, part, chosen, kinds, harsh=harsh, backward=backward).difference())
-    return worst
+        found.append(_Trial(subject, part, chosen, kinds, harsh=harsh, backward=backward).difference())
+    if found[0] is None:
+        raise CannotExtract("on random inputs it gives no number that is finite")
+    return max(f for f in found if f is not None)
 
 
 def _cut(subject: Subject, chosen: Mapping[str, int]) -> Cut:
@@ -202,8 +209,12 @@ class _Trial:
         noise = torch.randn(part.shape, generator=generator, dtype=torch.float64)
         self.cotangent = noise if gradients else None
 
-    def difference(self) -> float:
-        """The largest difference of the rewritten result; raises `Mismatch` where it is wrong."""
+    def difference(self) -> float | None:
+        """The largest difference of the rewritten result, None if there is nothing to compare.
+
+        Raises:
+            Mismatch: it is wrong.
+        """
         original = self._run(self.part.original)
         meant = self._meant(original)
         assert self.part.rewritten is not None
@@ -213,7 +224,7 @@ class _Trial:
             self._tell(f"it fails where the original does not ({error})")
         if wrong := compare.wrong_result(found, original, meant):
             self._tell(wrong)
-        return compare.difference(found, original)
+        return compare.difference(found, original) if compare.says_something(original) else None
 
     def _run(self, program: Callable[..., Any]) -> Outcome:
         try:

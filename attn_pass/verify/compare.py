@@ -35,6 +35,11 @@ def wrong_result(found: Outcome, as_written: Outcome, truth: Outcome) -> str:
     return _apart(found, truth, as_written, own, _UNITS[found.result.dtype])
 
 
+def says_something(as_written: Outcome) -> bool:
+    """Whether a program gave a number that another can be held to, or had none to give."""
+    return not as_written.result.numel() or bool(torch.isfinite(as_written.result).any())
+
+
 def difference(found: Outcome, as_written: Outcome) -> float:
     """The largest absolute difference of the results, where the original's is a number."""
     return _errors(found, as_written, as_written)["the result"][0]

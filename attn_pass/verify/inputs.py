@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from attn_pass.graph.cut import Input
+from attn_pass.graph.cut import ALIGNED, Input
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Const, Expr, Load, walk
 from attn_pass.model.reference import Evaluation
@@ -19,6 +20,7 @@ Kind = Literal["number", "mask", "flag", "positive", "index"]
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _FILL = 1e4  # a factor so large makes a fill of a flag
 _KEPT = 0.85  # of a mask
+_MUCH = 1 << 20  # elements of memory
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def _visit(
         below = [Spec("flag", 2)] * len(below)
     elif expression.op == "div":
         below[1] = Spec("positive")
+    elif expression.op == "log":
+        below = [Spec("positive")]
     elif expression.op not in ("add", "sub", "cast", "maximum", "minimum"):
         below = [spec if spec.kind in ("flag", "index") else Spec("number", spec.limit)] * len(below)
     for argument, own in zip(expression.args, below):
@@ -93,6 +97,24 @@ def _rank(spec: Spec) -> int:
 
 def _number(size: object, sizes: Mapping[str, int]) -> int:
     return Evaluation((), (), sizes).size(size)  # type: ignore[arg-type]
+
+
+def closer(given: Input) -> Input:
+    """The input with less memory between its elements where that is much, as in a view of a long cache of keys.
+
+    What follows without a gap still does, what overlaps stays, and each stride is aligned as it was.
+    """
+    if given.memory <= max(_MUCH, 2 * math.prod(given.shape)):
+        return given
+    stride, end, new_end = list(given.stride), 1, 1
+    apart = (d for d, n in enumerate(given.shape) if n > 1 and given.stride[d])
+    for dim in sorted(apart, key=lambda d: given.stride[d]):
+        old = given.stride[dim]
+        if old < end:
+            return given
+        stride[dim] = new_end if old == end else new_end + ((old - new_end) % ALIGNED or ALIGNED)
+        end, new_end = old * given.shape[dim], stride[dim] * given.shape[dim]
+    return replace(given, stride=tuple(stride))
 
 
 def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:

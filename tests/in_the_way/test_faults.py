@@ -236,3 +236,86 @@ def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path / "file" / "below"))
     store.save("key", {})
     assert store.load("key") is None
+
+
+def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATTN_PASS_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    store.save("key", {})
+    assert store.load("key") is None
+
+
+def test_a_record_that_cannot_be_put_in_place_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
+    (tmp_path / "key.json" / "below").mkdir(parents=True)
+    store.save("key", {})
+    assert [p.name for p in tmp_path.iterdir()] == ["key.json"]
+
+
+# ---------------------------------------------------------------- an error leaves the program whole
+
+
+class _Twice(torch.nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        first = (q @ q.mT).softmax(-1) @ q
+        with torch.fx.traceback.annotate({"attn_pass": "nonsense"}):
+            return (first @ first.mT).softmax(-1) @ first
+
+
+def test_an_option_error_at_a_later_site_leaves_the_program_as_it_was() -> None:
+    program = torch.export.export(_Twice(), (torch.randn(1, 2, 9, 8),), strict=True)
+    before = program.graph_module.code
+    with pytest.raises(attn_pass.errors.OptionError, match="nonsense"):
+        attn_pass.rewrite(program, choose="fused")
+    program.graph_module.recompile()
+    assert program.graph_module.code == before
+
+
+def test_a_failure_that_is_raised_leaves_the_program_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_pass import engine
+
+    program = torch.export.export(_Twice(), (torch.randn(1, 2, 9, 8),), strict=False)
+    before, choose, calls = program.graph_module.code, engine.choose, []
+
+    def fails_later(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("put in on purpose")
+        return choose(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "choose", fails_later)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        attn_pass.rewrite(program, choose="fused", on_error="raise")
+    program.graph_module.recompile()
+    assert program.graph_module.code == before
+
+
+# ---------------------------------------------------------------- what is odd is no fault
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 9, 8), (2, 0, 9, 8), (2, 3, 0, 8), (2, 3, 9, 0)])
+def test_empty_calls_are_left_in_peace(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    with attn_pass.record() as report:
+        found = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend=backend)(x, x, x)
+    assert found.shape == shape and [s.outcome for s in report.sites] == ["left"]
+
+
+def test_strides_that_cannot_be_kept_are_a_reason() -> None:
+    def rows(x: Tensor) -> Tensor:
+        assert x.shape[1] % 8 == 0
+        y = x.view(x.shape[0], x.shape[1] // 8, 8, x.shape[2])
+        return (y @ y.mT).softmax(-1) @ y
+
+    x = torch.randn(2, 64, 8)
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    with attn_pass.record() as report:
+        torch.testing.assert_close(torch.compile(rows, backend=backend, dynamic=True)(x), rows(x))
+    assert "internal error" not in report.sites[0].reason

@@ -65,3 +65,43 @@ def test_text_of_a_report_is_text(tmp_path: Path) -> None:
     shown = str(attn_pass.package_report(path))
     assert "\x1b" not in shown and "\x07" not in shown
     assert "[bold red]x[/]" in shown.replace("\n", "")
+
+
+FIELDS: tuple[tuple[str, Any], ...] = (
+    *((name, 3) for name in ("outcome", "reason", "where", "module", "mask", "target", "score_mod", "not_verified")),
+    *(("count", "many"), ("shapes", {"query": [{}]}), ("refusals", ["x"]), ("refusals", {"x": 3}), ("rates", 3)),
+    *(("formula", 3), ("fixed", [[1]]), ("poor_cases", [1]), ("assumptions", [None]), ("verified_error", "x")),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), FIELDS, ids=str)
+def test_a_report_of_other_types_is_told_before_it_is_shown(name: str, value: Any, tmp_path: Path) -> None:
+    site = {"outcome": "left", "reason": "", name: value}
+    path = package(tmp_path, {KEY: json.dumps({"seconds": 0.0, "graphs": 1, "sites": [site]})})
+    with pytest.raises(PackageError, match="none that attn_pass wrote"):
+        attn_pass.package_report(path)
+
+
+@pytest.mark.parametrize(
+    "told", [{"seconds": "x", "graphs": 1, "sites": []}, {"seconds": 0, "graphs": [], "sites": []}]
+)
+def test_totals_of_other_types_are_told(told: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="none that attn_pass wrote"):
+        attn_pass.package_report(package(tmp_path, {KEY: json.dumps(told)}))
+
+
+def test_a_report_that_is_nested_without_end_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PackageError):
+        attn_pass.package_report(package(tmp_path, {KEY: "[" * 100_000}))
+
+
+def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
+    path, name = tmp_path / "model.pt2", "model_metadata.json"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, json.dumps({KEY: "x" * 1000}))
+    content = bytearray(path.read_bytes())
+    begin = content.find(name.encode()) + len(name)
+    content[begin : begin + 2] = b"\xff\xff"
+    path.write_bytes(content)
+    with pytest.raises(PackageError, match="no AOTInductor package"):
+        attn_pass.package_report(path)

@@ -18,8 +18,10 @@ from torch._dynamo.exc import BackendCompilerFailed
 import attn_pass
 from attn_pass import verify
 from attn_pass.errors import AttnPassWarning
+from attn_pass.graph.cut import Input
 from attn_pass.reading import describe
 from attn_pass.targets.sdpa import Sdpa
+from attn_pass.verify import inputs
 
 Tensor = torch.Tensor
 
@@ -344,6 +346,77 @@ def test_a_mask_that_is_an_earlier_attention() -> None:
 def test_a_gradient_that_cancels() -> None:
     """With one key every weight is 1, and what reaches query and key is rounding alone."""
     assert site_of(plain, *qkv(2, 3, 4, 1, 8, grad=True), choose="first", targets=("sdpa",)).verified_error is not None
+
+
+def test_a_view_of_a_long_cache_takes_no_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    in_memory = verify.random_tensor
+
+    def counted(given: Any, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(given.memory)
+        return in_memory(given, *args, **kwargs)
+
+    monkeypatch.setattr(verify, "random_tensor", counted)
+    cache = torch.empty(2, 4, 1 << 16, 16)[:, :, 5:25]
+    site = site_of(plain, randn(2, 4, 1, 16), cache, cache)
+    assert site.verified_error is not None and max(made) < 10_000
+
+
+def test_a_part_of_a_long_cache_is_told() -> None:
+    def step(q: Tensor, cache: Tensor) -> Tensor:
+        return plain(q, cache[:, :, :20], cache[:, :, 1:21])
+
+    site = site_of(step, randn(1, 4, 1, 16), torch.empty(1, 4, 1 << 20, 16))
+    assert site.outcome == "rewritten" and "too many to make" in site.not_verified
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "closer"),
+    [
+        ((2, 4, 20, 16), (1 << 24, 1 << 22, 16, 1), (384 * 4, 384, 16, 1)),
+        ((2, 20, 4, 16), (1 << 25, 16, 1 << 22, 1), (384 * 4 + 64, 16, 384, 1)),
+        ((2, 4, 20, 16), (0, 1 << 22, 16, 1), (0, 384, 16, 1)),
+        ((3, 4), (1 << 23, (1 << 20) + 1), (320, 65)),
+        ((2, 3, 4), (1 << 22, 1, 2), (1 << 22, 1, 2)),
+    ],
+)
+def test_gaps_between_elements_are_made_smaller(
+    shape: tuple[int, ...], stride: tuple[int, ...], closer: tuple[int, ...]
+) -> None:
+    """What was dense still is, what overlaps stays, and the alignment of each stride is what it was."""
+    made = inputs.closer(Input(shape, stride, "float32", "cpu"))
+    assert all((a - b) % 64 == 0 for a, b in zip(made.stride, stride)) and made.stride == closer
+
+
+def test_sizes_that_do_not_fit_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    def grouped(q: Tensor, k: Tensor) -> Tensor:
+        n = q.shape[1] // k.shape[1]
+        k = k[:, :, None].expand(-1, -1, n, -1, -1).reshape(k.shape[0], -1, k.shape[2], k.shape[3])
+        return plain(q, k, k)
+
+    assert site_of(grouped, randn(2, 8, 20, 8), randn(2, 2, 20, 8), dynamic=True).verified_error is not None
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def logarithms(q: Tensor, weights: Tensor) -> Tensor:
+    return (q @ q.mT + weights.log()).softmax(-1) @ q
+
+
+def test_a_logarithm_gets_what_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with a NaN shows nothing, and with negative numbers every row had one."""
+    given = randn(2, 3, 17, 8), randn(2, 1, 1, 17).abs() + 0.1
+    assert (site_of(logarithms, *given).verified_error or 0) > 0
+    scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.05))
+    with pytest.raises(BackendCompilerFailed, match=r"as sdpa, the result is .* away"):
+        site_of(logarithms, *given)
+
+
+def test_nothing_to_compare_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(q: Tensor, x: Tensor) -> Tensor:
+        return (q @ q.mT + (x.abs() * -1 - 1).log()).softmax(-1) @ q
+
+    site = site_of(odd, randn(2, 3, 17, 8), randn(2, 1, 1, 17))
+    assert site.verified_error is None and "finite" in site.not_verified
 
 
 def test_drawn_numbers_are_told() -> None:
