@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def package_report(path: str | os.PathLike[str]) -> Report:
             found = [json.loads(archive.read(f)) for f in files]
     except FileNotFoundError:
         raise PackageError(f"there is no file {name!r}") from None
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
         raise PackageError(f"{name!r} is no AOTInductor package: {error}") from error
     stored = next((metadata[KEY] for metadata in found if isinstance(metadata, dict) and KEY in metadata), None)
     if stored is None:
@@ -51,5 +52,5 @@ def package_report(path: str | os.PathLike[str]) -> Report:
         )
     try:
         return Report.from_dict(json.loads(stored))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise PackageError(f"the report in {name!r} is none that attn_pass wrote: {error}") from error

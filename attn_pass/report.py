@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from attn_pass.stored import check_fields
+
 if TYPE_CHECKING:
     from attn_pass.artifacts.compare import Comparison
 
@@ -54,7 +56,8 @@ class SiteReport:
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         not_verified: why a site could not be verified where that was asked for; "" otherwise.
         formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent where
-            every key is kept), "else" (the score of a key that is not), "result", and the tensors they read by name.
+            every key is kept, or the bias masks), "else" (the score of a key that is not), "result", and the tensors
+            they read by name.
         rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" a second
             of its memory. Empty where nothing was decided.
         roofline: "leave" and the target that was taken to "flops", "bytes" moved and "us" as predicted; the first two
@@ -120,6 +123,8 @@ class SiteReport:
         for name in ("predicted_us", "measured_us"):
             values[name] = _numbers(values.get(name, {}))
         values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
+        values["rates"] = {name: rate for name, rate in values.get("rates", {}).items() if rate is not None}
+        check_fields(cls, values)
         return cls(**values)
 
 
@@ -186,9 +191,11 @@ class Report:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Report:
-        """The report that `to_dict` was taken of."""
+        """The report that `to_dict` was taken of; else TypeError, ValueError, KeyError or AttributeError."""
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
-        return cls(sites=sites, seconds=stored["seconds"], graphs=stored["graphs"])
+        counts = {name: stored[name] for name in ("seconds", "graphs")}
+        check_fields(cls, counts)
+        return cls(sites=sites, **counts)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -262,7 +269,8 @@ class Report:
 # ---- where a node was written ----
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+# No code of the user's: torch's, and attn_pass's own, which calls what `explain` is given.
+_NOT_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 # A program exported elsewhere carries the paths of that machine.
 _TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]|^<eval_with_key>")
 
@@ -277,7 +285,7 @@ def source_line(node_meta: Mapping[str, Any]) -> str:
         node_meta: ``node.meta``, with "stack_trace" and "nn_module_stack" as Dynamo and torch.export leave them.
     """
     frames = [match.groupdict() for match in _FRAME.finditer(str(node_meta.get("stack_trace") or ""))]
-    users = [f for f in frames if not f["file"].startswith(_TORCH_ROOT) and not _TORCH_ELSEWHERE.search(f["file"])]
+    users = [f for f in frames if not f["file"].startswith(_NOT_USERS) and not _TORCH_ELSEWHERE.search(f["file"])]
     if users:
         return _told(users[-1])
     path, module_class = _innermost_module(node_meta)
