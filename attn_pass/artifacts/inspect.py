@@ -31,9 +31,10 @@ def inspect(
     """Write to a folder what attn_pass and torch make of whatever is compiled, rewritten or explained inside.
 
     Inside, torch.compile compiles with attn_pass where the code asks for it (`attn_pass.backend`, `wrap`, `enabled`,
-    `install`); this only watches, in this thread. What is written: ``index.html``, which links the rest and says what
-    there is not and why; ``report.html``, ``.txt`` and ``.json``; and for each graph ``before.py``, ``after.py``,
-    ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's ``output_code.py``, and Dynamo's bytecode.
+    `install`); this only watches: graphs in this thread, Inductor's code and bytecode in all of them. What is written:
+    ``index.html``, which links the rest and says what there is not and why; ``report.html``, ``.txt`` and ``.json``;
+    and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's
+    ``output_code.py``, and Dynamo's bytecode.
     A failure to write is a warning. What is compiled does not depend on it.
 
     Args:
