@@ -99,6 +99,12 @@ def explain(
         _fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
     try:
         if target.endswith(".pt2"):
+            given = {"--choose": choose, "--device": device, "--training/--inference": training}
+            given |= {"--dynamic": dynamic or None, "--aot": aot or None}
+            if ignored := [name for name, value in given.items() if value is not None]:
+                _fail(
+                    f"{target} is compiled already, and nothing is decided for it again: leave out {', '.join(ignored)}"
+                )
             report = importlib.import_module("attn_pass").package_report(target)
         else:
             from attn_pass.options import make_options
@@ -189,12 +195,12 @@ def _stored(path: str) -> Report:
     try:
         if path.endswith(".pt2"):
             return package_report(path)
-        return Report.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        return Report.from_dict(json.loads(Path(path).read_bytes()))
     except AttnPassError as error:
         _fail(str(error))
     except OSError as error:
         _fail(f"{path} cannot be read: {error.strerror or error}")
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         _fail(f"{path} is no report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
 
 
@@ -217,7 +223,7 @@ def _built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         _fail(f"{where} has no function {name!r}: define one that returns (model, args) or (model, args, kwargs)")
     try:
         made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _fail(f"{target} raised {type(error).__name__}: {error}")
     return _unpacked(target, made)
 
@@ -236,6 +242,9 @@ def _unpacked(target: str, made: Any) -> tuple[Any, tuple[Any, ...], dict[str, A
     kwargs = made[2] if len(made) == 3 and made[2] is not None else {}
     if not isinstance(kwargs, Mapping):
         _fail(f"{target} returned {_kind(kwargs)} as kwargs; return a dict of the model's keyword inputs")
+    for name in kwargs:
+        if not isinstance(name, str) or name.startswith("attn_pass_"):
+            _fail(f"{target} returned kwargs with the key {name!r}; return a dict of the model's keyword inputs")
     return made[0], tuple(args), dict(kwargs)
 
 
@@ -259,7 +268,7 @@ def _loaded(where: str) -> ModuleType:
             return importlib.import_module(where)
         sys.modules.setdefault(path.stem, module)  # dataclasses and pickling look the module up by name
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _fail(f"{where} cannot be imported: {type(error).__name__}: {error}")
     return module
 

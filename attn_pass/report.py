@@ -12,10 +12,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from attn_pass.stored import check_fields
 
 if TYPE_CHECKING:
     from attn_pass.artifacts.compare import Comparison
@@ -55,7 +56,8 @@ class SiteReport:
         verified_error: greatest absolute difference from the original when verified; None when not verified.
         not_verified: why a site could not be verified where that was asked for; "" otherwise.
         formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent where
-            every key is kept), "else" (the score of a key that is not), "result", and the tensors they read by name.
+            every key is kept, or the bias masks), "else" (the score of a key that is not), "result", and the tensors
+            they read by name.
         rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" a second
             of its memory. Empty where nothing was decided.
         roofline: "leave" and the target that was taken to "flops", "bytes" moved and "us" as predicted; the first two
@@ -120,9 +122,10 @@ class SiteReport:
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
         for name in ("predicted_us", "measured_us"):
             values[name] = _numbers(values.get(name, {}))
-        values["rates"] = {name: rate for name, rate in values.get("rates", {}).items() if rate is not None}
         values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
-        return _fitting(cls(**values))
+        values["rates"] = {name: rate for name, rate in values.get("rates", {}).items() if rate is not None}
+        check_fields(cls, values)
+        return cls(**values)
 
 
 @dataclass(eq=False)
@@ -188,13 +191,11 @@ class Report:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Report:
-        """The report that `to_dict` was taken of.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: it was not.
-        """
+        """The report that `to_dict` was taken of; else TypeError, ValueError, KeyError or AttributeError."""
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
-        return _fitting(cls(sites=sites, seconds=stored["seconds"], graphs=stored["graphs"]))
+        counts = {name: stored[name] for name in ("seconds", "graphs")}
+        check_fields(cls, counts)
+        return cls(sites=sites, **counts)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -268,7 +269,8 @@ class Report:
 # ---- where a node was written ----
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+# No code of the user's: torch's, and attn_pass's own, which calls what `explain` is given.
+_NOT_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 # A program exported elsewhere carries the paths of that machine.
 _TORCH_ELSEWHERE = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]|^<eval_with_key>")
 
@@ -283,7 +285,7 @@ def source_line(node_meta: Mapping[str, Any]) -> str:
         node_meta: ``node.meta``, with "stack_trace" and "nn_module_stack" as Dynamo and torch.export leave them.
     """
     frames = [match.groupdict() for match in _FRAME.finditer(str(node_meta.get("stack_trace") or ""))]
-    users = [f for f in frames if not f["file"].startswith(_TORCH_ROOT) and not _TORCH_ELSEWHERE.search(f["file"])]
+    users = [f for f in frames if not f["file"].startswith(_NOT_USERS) and not _TORCH_ELSEWHERE.search(f["file"])]
     if users:
         return _told(users[-1])
     path, module_class = _innermost_module(node_meta)
@@ -447,30 +449,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-_Record = TypeVar("_Record", SiteReport, Report)
-
-
-def _fitting(record: _Record) -> _Record:
-    """The record, which may come from anywhere, if all it holds is of its fields' types."""
-    for name, hint in get_type_hints(type(record)).items():
-        if not _fits(getattr(record, name), hint):
-            raise TypeError(f"its {name} is no {getattr(hint, '__name__', hint)}")
-    return record
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind is Literal:
-        return isinstance(value, str)  # a later version may know more words
-    if kind is UnionType:
-        return any(_fits(value, part) for part in parts)
-    if kind is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
-    if kind in (tuple, list):
-        return isinstance(value, kind) and all(_fits(item, parts[0]) for item in value)
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _numbers(stored: Mapping[str, Any]) -> dict[str, float]:

@@ -45,6 +45,15 @@ def unpacked():
 def listed():
     return Attention(), (), [1]
 
+def numbered():
+    return Attention(), (), {1: 2}
+
+def reserved():
+    return Attention(), (), {"attn_pass_options": {}}
+
+def leaves():
+    raise SystemExit(0)
+
 number = 3
 """
 
@@ -167,6 +176,9 @@ def test_the_real_thing_with_any_size(model_file: Path, more: tuple[str, ...]) -
         ("{file}:single", "returned Attention; return (model, args) or (model, args, kwargs)"),
         ("{file}:unpacked", "returned int as args; return a tuple"),
         ("{file}:listed", "returned list of 1 as kwargs; return a dict"),
+        ("{file}:numbered", "returned kwargs with the key 1; return a dict"),
+        ("{file}:reserved", "returned kwargs with the key 'attn_pass_options'; return a dict"),
+        ("{file}:leaves", "raised SystemExit: 0"),
         ("/nowhere/model.py:build", "there is no file /nowhere/model.py"),
         ("no_such_module_at_all:build", "cannot be imported: ModuleNotFoundError"),
     ],
@@ -243,6 +255,13 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
     assert "&lt;b&gt;a reason" in out.read_text() and 'class="card code"' not in out.read_text()
 
 
+@pytest.mark.parametrize("option", [["--device", "H200"], ["--choose", "x"], ["--training"], ["--dynamic"], ["--aot"]])
+def test_what_a_package_cannot_be_asked_is_said(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attn_pass, "package_report", lambda path: Report())
+    result = run("explain", "model.pt2", *option)
+    assert result.exit_code == 2 and f"leave out {option[0]}" in result.stderr and result.stdout == ""
+
+
 def test_a_page_that_cannot_be_written_is_said_before_a_model_is_built(model_file: Path, tmp_path: Path) -> None:
     result = run("explain", f"{model_file}:broken", "--html", str(tmp_path / "nowhere" / "out.html"))
     assert result.exit_code == 2 and "there is no folder" in result.stderr and "no weights" not in result.stderr
@@ -287,6 +306,13 @@ def test_compare_prints_a_table_or_json(tmp_path: Path) -> None:
     assert json.loads(compared(tmp_path, FUSED, LEFT, "--json").stdout)["changes"][0]["after"]["outcome"] == "left"
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])  # what a shell's redirection may write
+def test_compare_reads_json_in_any_encoding_of_json(encoding: str, tmp_path: Path) -> None:
+    path = Path(report_file(tmp_path, "a.json", FUSED))
+    path.write_text(path.read_text(), encoding=encoding)
+    assert run("compare", str(path), report_file(tmp_path, "b.json", FUSED)).exit_code == 0
+
+
 def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_pass import package
 
@@ -303,6 +329,11 @@ def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("[]", "is no report"),
         ('{"sites": [{"outcome": "left"}]}', "is no report"),
         ('{"sites": 3, "seconds": 1, "graphs": 1}', "is no report"),
+        (
+            '{"sites": [{"outcome": "left", "reason": "r", "module": null}], "seconds": 1, "graphs": 1}',
+            "'module' is None",
+        ),
+        ("[" * 100_000, "is no report"),
     ],
 )
 def test_compare_says_what_is_no_report(content: str | None, sentence: str, tmp_path: Path) -> None:

@@ -129,3 +129,15 @@ def test_a_notebook_gets_a_table() -> None:
 def test_empty_reports_compare() -> None:
     assert Report().compare(Report()).changes == ()
     assert told([], [site()]) == ["appeared"] and told([site()], []) == ["gone"]
+
+
+def test_where_a_call_went_the_others_on_its_line_stay_paired() -> None:
+    def at(length: int, **fields: Any) -> SiteReport:
+        shapes: dict[str, tuple[int | str, ...]] = {"query": (1, 8, length, 64)}
+        return SiteReport(where="u.py:3 in attention", shapes=shapes, **fields)
+
+    long = at(4096, outcome="rewritten", target="sdpa", reason="cheaper")
+    short = at(1, outcome="left", reason="already the cheapest form")
+    gone = Report([long, short]).compare(Report([short]))
+    assert [change.what for change in gone.changes] == ["gone"] and gone.same == 1 and not gone.worse
+    assert [change.what for change in Report([short]).compare(Report([long, short])).changes] == ["appeared"]

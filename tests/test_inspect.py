@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -196,6 +197,30 @@ def test_bytecode_is_decompiled_beside_its_graph(tmp_path: Path, monkeypatch: py
     text = (tmp_path / "graph_1" / "bytecode" / "program.py").read_text()
     assert "def program()" in text and "test_inspect.py" in text
     assert "graph_1/bytecode/program.py" in links(tmp_path)
+
+
+def test_functions_whose_names_are_alike_get_a_file_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "depyf", Depyf)
+    names = ["f", "f", "f_2", "<lambda>", "_lambda_", "F"]
+    with attn_pass.inspect(tmp_path):
+        for number, name in enumerate(names):
+            made = FunctionType(program.__code__.replace(co_name=name, co_firstlineno=number + 1), globals())
+            torch.compiler.reset()
+            torch.compile(made, backend="eager")(*qkv(1, 1, 4, 4, 4))
+    found = {link for link in links(tmp_path) if link.startswith("other/")}
+    assert len({link.lower() for link in found}) == len(names), found
+
+
+def test_the_folder_is_the_one_that_was_named_when_the_block_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with attn_pass.inspect("out"):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert (tmp_path / "out" / "index.html").is_file() and not list((tmp_path / "elsewhere").iterdir())
+    with pytest.raises(TypeError), attn_pass.inspect(3):  # type: ignore[arg-type]
+        raise AssertionError("the block must not begin")
 
 
 def test_a_drawing_goes_through_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

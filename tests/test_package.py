@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import attn_pass
 from attn_pass.cli import app
 from attn_pass.package import KEY, with_report
-from attn_pass.report import Report
+from attn_pass.report import Report, SiteReport
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -63,6 +64,31 @@ def test_the_command_line_prints_it(tmp_path: Path) -> None:
     assert run.exit_code == 0 and "causal" in run.stdout
     as_json = CliRunner().invoke(app, ["explain", str(path), "--json"])
     assert json.loads(as_json.stdout)["sites"][0]["mask"] == "causal"
+
+
+@pytest.mark.parametrize("wrong", [{"a": [1]}, [[1]], True, 10**400, "\ud800"])
+def test_a_field_that_holds_something_else_is_refused_or_can_be_shown(wrong: object) -> None:
+    made = report().to_json()
+    for field in fields(SiteReport):
+        stored = json.loads(made)
+        stored["sites"][0][field.name] = wrong
+        try:
+            read = Report.from_dict(stored)
+        except (TypeError, ValueError, KeyError, AttributeError):
+            continue
+        assert read.table(verbose=True) and read.to_html().encode() and read.to_json().encode(), field.name
+        assert read.compare(read).summary()
+
+
+def test_a_damaged_package_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a_metadata.json", json.dumps({KEY: report().to_json()}))
+    content = bytearray(path.read_bytes())
+    content[50] ^= 0xFF  # in the compressed part
+    path.write_bytes(content)
+    with pytest.raises(attn_pass.PackageError, match="is no AOTInductor package"):
+        attn_pass.package_report(path)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no package", "a package of somebody else"])

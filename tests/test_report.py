@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import attn_pass
 from attn_pass import recording
 from attn_pass.recording import clear_reports, publish, record, reports
 from attn_pass.report import Report, SiteReport, module_path, source_line
@@ -304,6 +305,8 @@ def test_where_is_the_users_line_above_torchs_own() -> None:
 
 def test_where_of_a_module_of_torch_alone_is_that_module() -> None:
     x = torch.randn(2, 4, 4)
+    (site,) = attn_pass.explain(torch.nn.MultiheadAttention(4, 2, batch_first=True), x, x, x).sites
+    assert site.where == "in MultiheadAttention"  # and not the line of attn_pass that calls it
     meta = exported_softmax(torch.nn.MultiheadAttention(4, 2, batch_first=True), x, x, x)
     assert source_line(meta) == "in MultiheadAttention" and module_path(meta) == ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -146,10 +146,20 @@ _COLUMNS = (("sites", None), ("where", 8), ("what", 3), ("before", 12), ("after"
 
 
 def compared(before: Report, after: Report) -> Comparison:
-    """The comparison: sites are matched by module path, source line and order, then by module path and function."""
+    """The comparison: sites are matched by module path, source line and order, then by module path and function.
+
+    Where a line has more sites in one report than in the other, those of equal form, shapes and mask are matched first.
+    """
     earlier, later = list(before.sites), list(after.sites)
     partner: dict[int, SiteReport] = {}
-    for key in (_exact, _by_function):
+    places = [Counter(_exact(site) for site in sites) for sites in (earlier, later)]
+
+    def alike(site: SiteReport) -> Hashable:
+        place = _exact(site)
+        even = places[0][place] == places[1][place]
+        return place if even else (*place, site.form, site.mask, site.dtype, tuple(site.shapes.items()))
+
+    for key in (alike, _exact, _by_function):
         free = defaultdict(list)
         for site in earlier:
             if id(site) not in {id(s) for s in partner.values()}:
@@ -170,7 +180,7 @@ def compared(before: Report, after: Report) -> Comparison:
     return Comparison(before, after, tuple(changes), same)
 
 
-def _exact(site: SiteReport) -> Hashable:
+def _exact(site: SiteReport) -> tuple[str, str]:
     return site.module, site.where
 
 

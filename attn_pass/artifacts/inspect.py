@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from attn_pass.artifacts.collect import Collection, GraphRecord, collect, told
@@ -30,9 +31,10 @@ def inspect(
     """Write to a folder what attn_pass and torch make of whatever is compiled, rewritten or explained inside.
 
     Inside, torch.compile compiles with attn_pass where the code asks for it (`attn_pass.backend`, `wrap`, `enabled`,
-    `install`); this only watches, in this thread. What is written: ``index.html``, which links the rest and says what
-    there is not and why; ``report.html``, ``.txt`` and ``.json``; and for each graph ``before.py``, ``after.py``,
-    ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's ``output_code.py``, and Dynamo's bytecode.
+    `install`); this only watches: graphs in this thread, Inductor's code and bytecode in all of them. What is written:
+    ``index.html``, which links the rest and says what there is not and why; ``report.html``, ``.txt`` and ``.json``;
+    and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's
+    ``output_code.py``, and Dynamo's bytecode.
     A failure to write is a warning. What is compiled does not depend on it.
 
     Args:
@@ -44,14 +46,15 @@ def inspect(
     Yields:
         What is collected: ``graphs``, and ``report`` over all of them.
     """
+    root = Path(os.fsdecode(directory)).absolute()  # now: what runs inside may change the working directory
     with watching(code=output_code, bytecode=bytecode) as outputs, collect(draw=draw) as collection:
         try:
             yield collection
         finally:
             try:
-                _Folder(Path(directory)).write(collection, outputs, draw=draw)
+                _Folder(root).write(collection, outputs, draw=draw)
             except Exception as error:
-                told(f"writing to {os.fspath(directory)!r}", error)
+                told(f"writing to {os.fsdecode(directory)!r}", error)
 
 
 @dataclass
@@ -116,11 +119,12 @@ class _Folder:
         return section
 
     def _outputs(self, section: Section, folder: str, outputs: list[Output], what: str) -> None:
-        seen: dict[str, int] = {}
+        taken: set[str] = set()
         for output in outputs:
             stem, dot, suffix = re.sub(r"[^\w.-]", "_", output.name).rpartition(".")
-            seen[output.name] = number = seen.get(output.name, 0) + 1
-            name = f"{stem}{f'_{number}' if number > 1 else ''}{dot}{suffix}"
+            numbered = (f"{stem}{f'_{n}' if n > 1 else ''}{dot}{suffix}" for n in count(1))
+            name = next(name for name in numbered if name.lower() not in taken)  # some file systems know no case
+            taken.add(name.lower())
             self._file(section, f"{folder}/{name}", lambda text=output.text: text, what)  # type: ignore[misc]
 
     def _drawing(self, section: Section, name: str, drawing: str) -> None:

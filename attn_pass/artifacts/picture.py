@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 ALL, SOME, NONE, UNKNOWN = "#+.?"
-"""Of a cell's (row, key) pairs: all kept, some, none, or it depends on the program's data."""
+"""Of a cell's (row, key) pairs: all kept, some, none, or the program has to run to know."""
 
-WORDS = {ALL: "kept", SOME: "kept in part", NONE: "masked", UNKNOWN: "depends on data"}
+WORDS = {ALL: "kept", SOME: "kept in part", NONE: "masked", UNKNOWN: "not known beforehand"}
 
 
 @dataclass(frozen=True)

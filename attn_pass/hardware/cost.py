@@ -47,6 +47,11 @@ class Problem:
         return self.query_bytes + self.dtype.itemsize * keys
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes one fused kernel moves: its operands, a mask that lies in memory, and copies, written and read."""
+        return self.operand_bytes + self.mask_elements * self.mask_bytes + 2 * self.copied_bytes
+
+    @property
     def query_bytes(self) -> int:
         """Bytes of query and result."""
         return self.dtype.itemsize * self.batch * self.heads * self.q_len * (self.head_dim + self.value_dim)

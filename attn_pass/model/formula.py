@@ -18,7 +18,8 @@ _MOST_TERMS = 300  # of an expression that is written out; what occurs twice cou
 def formula_of(a: Attention) -> dict[str, str]:
     """The parts of the formula by name, each as Python-like source over the names of `axis_names`.
 
-    "score": what the softmax is taken of where a key is kept; "keep": the condition, absent where every key is kept;
+    "score": what the softmax is taken of where a key is kept; "keep": the condition, absent where every key is kept,
+    or where the mask is a matrix that is added;
     "else": the score where it is not; "result": what becomes of the weights; and each tensor that score and condition
     read, "t3", with its shape, dtype and kind.
     """

@@ -10,9 +10,6 @@ from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.problem import problem_of
 
-# Targets that are no one fused kernel: the cost model does not count what they move.
-_NOT_ONE_KERNEL = ("decomposed", "local", "recompute", "values")
-
 
 def rates(device: Device, attention: Attention) -> dict[str, float | str]:
     """The device's name, and its peaks for the attention's dtype: "gflops" of a matrix product, "gbytes" a second."""
@@ -32,7 +29,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
     if setting.kernel_as_written is not None:
-        return _point(problem, _fused_bytes(replace(problem, mask_elements=written.mask_elements)), microseconds)
+        return _point(problem, replace(problem, mask_elements=written.mask_elements).moved_bytes, microseconds)
     scores = problem.dtype.itemsize * problem.scores
     if problem.q_len == 1:
         return _point(problem, problem.operand_bytes + 3 * scores, microseconds)
@@ -45,14 +42,9 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
 
 def as_taken(offer: Offer, setting: Setting) -> dict[str, float]:
     """The same of an offer; without "flops" and "bytes" where it is no one kernel, as the cost model has none then."""
-    if offer.target in _NOT_ONE_KERNEL:
+    if offer.moved is None:
         return {"us": round(offer.microseconds, 1)}
-    problem = problem_of(offer.attention, setting.hint)
-    return _point(problem, _fused_bytes(problem), offer.microseconds)
-
-
-def _fused_bytes(problem: Problem) -> int:
-    return problem.operand_bytes + problem.mask_elements * problem.mask_bytes + 2 * problem.copied_bytes
+    return _point(problem_of(offer.attention, setting.hint), offer.moved, offer.microseconds)
 
 
 def _point(problem: Problem, moved: int, microseconds: float) -> dict[str, float]:

@@ -53,7 +53,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Offer:
-    """A target takes the attention at a predicted cost in microseconds, under these assumptions."""
+    """A target takes the attention at a predicted cost in microseconds, under these assumptions.
+
+    ``moved``: bytes its kernel reads and writes, a mask only where it is given one; None where it is several kernels.
+    """
 
     target: str
     variant: str
@@ -63,6 +66,7 @@ class Offer:
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""  # the score function that would be emitted, as Python
     kernel_options: tuple[tuple[str, int], ...] = ()  # block sizes and the like that the kernel is given
+    moved: int | None = None
 
 
 @dataclass(frozen=True)

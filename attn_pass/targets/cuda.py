@@ -57,7 +57,15 @@ class Kernel:
             copied_bytes=moved_query_bytes(attention, hint) + widened,
         )
         predicted = cost_of(self.name, attention, problem, setting)
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumed(attention, setting))
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=assumed(attention, setting),
+            moved=problem.moved_bytes,
+        )
 
     def mask(self, a: Attention, setting: Setting) -> str:
         """The mask's kind, as `Call` has it: a causal mask of unequal lengths is a band where that can be said."""

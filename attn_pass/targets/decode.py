@@ -60,6 +60,7 @@ class Decode:
             cost_cuda.split_keys(setting.device, problem),
             fused=True,
             assumptions=(EMPTY_ROWS,) if attention.has_mask and empty else (),
+            moved=problem.moved_bytes,
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:

@@ -64,8 +64,10 @@ class FlashAttn:
                 assumptions = (_NONEMPTY,)
             elif attention.empty_row_is_nan:
                 assumptions = (EMPTY_ROWS,)
-        predicted = cost_of(self.name, attention, _problem(attention, given, setting), setting)
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions)
+        problem = _problem(attention, given, setting)
+        predicted = cost_of(self.name, attention, problem, setting)
+        moved = problem.moved_bytes
+        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, moved=moved)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the call."""

@@ -27,6 +27,7 @@ from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost, cost_cuda
+from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.model.index import product
@@ -76,8 +77,17 @@ class Flex:
         elif attention.empty_row_is_nan and not attention.rows_never_empty:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))
-        predicted = _cost(attention, function, setting)
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, score_mod=source)
+        problem = _problem(attention, function, setting)
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            _cost(attention, function, problem, setting),
+            fused=True,
+            assumptions=assumptions,
+            score_mod=source,
+            moved=problem.moved_bytes,
+        )
 
     def alternatives(self, offer: Offer, setting: Setting) -> Iterable[Offer]:
         """The same with other tiles than Inductor's own choice, for the tuner."""
@@ -165,18 +175,19 @@ def _options(a: Attention, offer: Offer) -> dict[str, object]:
     return options
 
 
-def _cost(a: Attention, function: Function, setting: Setting) -> float:
-    """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
+def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
     problem = problem_of(a, setting.hint)
-    on_cuda = setting.device.type == "cuda"
-    if on_cuda:
-        problem = replace(problem, mask_elements=_captured_bytes(a, function, setting), mask_bytes=1)
-    elif not loads(function.score):
-        problem = replace(problem, mask_elements=0)
+    if setting.device.type == "cuda":
+        return replace(problem, mask_elements=_captured_bytes(a, function, setting), mask_bytes=1)
+    return problem if loads(function.score) else replace(problem, mask_elements=0)
+
+
+def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:
+    """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
     if setting.runner == "other":
         return 2 * cost.unfused(setting.device, problem)
     visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[setting.device.type])
-    if on_cuda:
+    if setting.device.type == "cuda":
         return cost_cuda.flex(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
     return cost.flex(setting.device, problem, visited)
 

@@ -75,7 +75,15 @@ class _Operator:
         )
         if _overload(found) is None:
             return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=_assumed(attention, setting))
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=_assumed(attention, setting),
+            moved=problem.moved_bytes,
+        )
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the call."""

@@ -83,7 +83,15 @@ class Sdpa:
         kernel = picked_by_torch(call, setting.allowed_backends)
         assert kernel is not None
         predicted = cost_of(kernel, attention, problem, setting)
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumed(attention, setting))
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=assumed(attention, setting),
+            moved=problem.moved_bytes,
+        )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if a.sink is not None and (a.needs_grad or setting.device.type != "cpu"):

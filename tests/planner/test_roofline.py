@@ -55,3 +55,27 @@ def test_a_site_that_is_left_after_all_keeps_what_stock_does() -> None:
     site = explained(eager, (B, H, L, D), (B, KV, S, D), (B, KV, S, D), choose="fused")
     site.mark_left("the compiler could not lower it")
     assert set(site.roofline) == {"leave"} and site.bytes_saved == 0
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+    return (q @ k.mT * 0.1).masked_fill(j > i, float("-inf")).softmax(-1) @ v
+
+
+def additive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.1 + mask).softmax(-1) @ v
+
+
+def test_a_mask_that_the_kernel_is_not_given_is_not_moved() -> None:
+    operands = 4 * 4 * B * H * S * D
+    site = explained(causal, *[(B, H, S, D)] * 3, choose="fused", targets=("sdpa",))
+    assert site.mask == "causal" and site.roofline["sdpa"]["bytes"] == operands
+    site = explained(additive, *[(B, H, S, D)] * 3, (S, S), choose="fused", targets=("sdpa",))
+    assert site.roofline["sdpa"]["bytes"] == operands + 4 * S * S
+
+
+def test_a_window_that_a_gpu_kernel_is_told_is_not_moved_either() -> None:
+    half = [torch.randn(B, H, S, D).half()] * 3
+    options = {"choose": "fused", "targets": ("flash",), "device": "H200"}
+    (site,) = attn_pass.explain(causal, *half, attn_pass_options=options).sites
+    assert site.target == "flash" and site.roofline["flash"]["bytes"] == 2 * 4 * B * H * S * D

@@ -72,6 +72,7 @@ class _Pallas:
             fused=True,
             assumptions=assumed(attention, setting),
             kernel_options=_told(blocks),
+            moved=problem.moved_bytes,
         )
 
     def sizes(self, a: Attention, mask: Mask) -> Sizes:
