@@ -216,12 +216,18 @@ class Reader:
         mutation = self.effects.last_mutation(node, at)
         if mutation is None:
             return node, self.call(node)
-        if mutation.whole and self.effects.same_geometry(mutation.target, node):
-            return mutation.node, self.call(mutation.node)
         call = self.call(node)
-        if call is not None and call.op in VIEWS and self.is_alias(node, call):
-            return node, call
-        return node, None
+        is_step = call is not None and call.op in (*VIEWS, "detach") and self.is_alias(node, call)
+        if is_step and mutation.position < self.order[node]:
+            return node, call  # what was written lies behind it, and so may a gradient that it stops
+        stops = self._has_gradient(mutation.node) and not self._has_gradient(node)
+        if mutation.whole and not stops and self.effects.same_geometry(mutation.target, node):
+            return mutation.node, self.call(mutation.node)
+        return node, call if is_step and call is not None and call.op != "detach" else None
+
+    def _has_gradient(self, node: Node) -> bool:
+        value = tensor_value(node)
+        return value is not None and value.requires_grad
 
     def is_alias(self, node: Node, call: Call) -> bool:
         source = call.args.get("input")

@@ -13,7 +13,7 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first nine were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first ten were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
     (
         "in a row without a key the higher of two numbers filled in counts alone, -inf between them or not",
@@ -156,6 +156,17 @@ FOUND: tuple[tuple[str, Case], ...] = (
                 ),
             ),
             dialect="export",
+        ),
+    ),
+    (
+        "detach() of scores that were written in place stops their gradient",
+        Case(
+            Program(
+                lead=(4,),
+                kv_len=4,
+                score=(Step(row="mask: masked_fill_", mask=Mask()), Step(row="other: detached")),
+            ),
+            grad=True,
         ),
     ),
     (

@@ -107,3 +107,22 @@ def test_what_is_written_after_the_softmax_is_not_part_of_it() -> None:
         return weights @ v + scores[..., 5:].sum()
 
     same(run, *inputs(), rewritten=0, choose="fused", reference=False)
+
+
+def test_what_lies_before_a_detach_gets_no_gradient_through_what_is_written() -> None:
+    keep = torch.ones(7, 7, dtype=torch.bool).tril()
+
+    def written_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT).clone().masked_fill_(~keep, NEG_INF)
+        return (scores.detach().view(scores.shape) * 0.3).softmax(-1) @ v
+
+    def written_after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT).clone()
+        seen = scores.detach()
+        scores.masked_fill_(~keep, NEG_INF)
+        return seen.softmax(-1) @ v
+
+    for program in (written_before, written_after):
+        inputs = [randn(2, 3, 7, 8, grad=True, seed=n) for n in range(3)]
+        same(program, *inputs, grad=True, rewritten=0)
+        same(written_before, *(x.detach() for x in inputs), rewritten=1)
