@@ -108,5 +108,6 @@ def test_a_formula_that_fails_leaves_no_site(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(engine, "formula_of", fails)
     with pytest.warns(attn_pass.AttnPassWarning, match="put in on purpose"):
-        report = attn_pass.explain(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv())
+        options = {"choose": "fused"}
+        report = attn_pass.explain(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv(), attn_pass_options=options)
     assert report.sites[0].outcome == "rewritten" and report.sites[0].formula == {}
