@@ -20,41 +20,46 @@ import torch
 import attn_pass
 from torch._dynamo.utils import counters
 
-entry, options = sys.argv[1], json.loads(sys.argv[2])
-
 def attend(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
 
+def run(entry, options):
+    torch._dynamo.reset()
+    counters.clear()
+    with attn_pass.record() as report:
+        if entry == "backend":
+            compiled = torch.compile(attend, backend=attn_pass.backend, options={"choose": "fused", **options})
+            found = compiled(*inputs)
+        else:
+            with attn_pass.enabled(choose="fused", **options):
+                found = torch.compile(attend)(*inputs)
+        found.sum().backward()
+    torch.testing.assert_close(found, attend(*inputs))
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
+        "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+        "bypasses": inductor["fxgraph_cache_bypass"] + autograd["autograd_cache_bypass"],
+        "report": report.to_json(),
+    }
+
 torch.manual_seed(0)
 inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
-with attn_pass.record() as report:
-    if entry == "backend":
-        compiled = torch.compile(attend, backend=attn_pass.backend, options={"choose": "fused", **options})
-        found = compiled(*inputs)
-    else:
-        with attn_pass.enabled(choose="fused", **options):
-            found = torch.compile(attend)(*inputs)
-    found.sum().backward()
-torch.testing.assert_close(found, attend(*inputs))
-inductor, autograd = counters["inductor"], counters["aot_autograd"]
-print(json.dumps({
-    "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
-    "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
-    "bypasses": inductor["fxgraph_cache_bypass"] + autograd["autograd_cache_bypass"],
-    "report": report.to_json(),
-}))
+print(json.dumps([run(entry, options) for entry, options in json.loads(sys.argv[1])]))
 """
+ENTRIES = ("backend", "enabled")
 
 
-def in_process(folder: Path, entry: str, source: Path | None = None, **options: Any) -> dict[str, Any]:
+def in_process(folder: Path, *runs: tuple[str, dict[str, Any]], source: Path | None = None) -> list[dict[str, Any]]:
+    """What a new process with the folder's cache tells of entries with options, one after the other."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*([str(source)] if source else []), *filter(None, sys.path)])
-    command = [sys.executable, str(script), entry, json.dumps(options)]
+    command = [sys.executable, str(script), json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -64,29 +69,26 @@ def sites(found: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ["backend", "enabled"])
-def test_another_process_hits_and_tells_the_same(entry: str, tmp_path: Path) -> None:
-    first = in_process(tmp_path, entry)
-    assert first["misses"] and not first["bypasses"]
-    assert [s[:2] for s in sites(first)] == [("rewritten", "sdpa")]
-    again = in_process(tmp_path, entry)
-    assert again["hits"] and not again["misses"] and not again["bypasses"]
-    assert sites(again) == sites(first)
-    # Other options make another graph: nothing of the first is taken for it.
-    other = in_process(tmp_path, entry, targets=[])
-    assert other["misses"] and sites(other)[0][0] == "left"
-    assert sites(in_process(tmp_path, entry)) == sites(first)
+def test_another_process_hits_and_tells_the_same(tmp_path: Path) -> None:
+    """With the same pass; one with other sources, or with other options, gets nothing of the first."""
+    plain = [(entry, {}) for entry in ENTRIES]
+    firsts = in_process(tmp_path, *plain)
+    for first in firsts:
+        assert first["misses"] and not first["bypasses"]
+        assert [s[:2] for s in sites(first)] == [("rewritten", "sdpa")]
 
-
-@pytest.mark.slow
-def test_another_pass_gets_nothing_of_the_first(tmp_path: Path) -> None:
-    """Inductor's caches are asked for the graph as it was rewritten, so a pass that rewrites otherwise misses."""
+    # Inductor's caches are asked for the graph as it was rewritten, so a pass that rewrites otherwise misses.
     copied = tmp_path / "changed"
     shutil.copytree(Path(attn_pass.__file__).parent, copied / "attn_pass")
     with (copied / "attn_pass" / "targets" / "sdpa.py").open("a") as file:
         file.write("\nSdpa.consider = lambda self, *_: Refusal('sdpa', 'changed')\n")
-    first = in_process(tmp_path, "enabled")
-    changed = in_process(tmp_path, "enabled", source=copied)
-    assert changed["misses"] and sites(changed)[0][1] != "sdpa" == sites(first)[0][1]
-    again = in_process(tmp_path, "enabled")
-    assert again["hits"] and sites(again) == sites(first)
+    (changed,) = in_process(tmp_path, ("enabled", {}), source=copied)
+    assert changed["misses"] and sites(changed)[0][1] != "sdpa"
+
+    *others, backend, enabled = in_process(tmp_path, *((entry, {"targets": []}) for entry in ENTRIES), *plain)
+    for again, first in zip((backend, enabled), firsts):
+        assert again["hits"] and not again["misses"] and not again["bypasses"]
+        assert sites(again) == sites(first)
+    for other in others:
+        assert sites(other)[0][0] == "left"
+    assert others[0]["misses"]
