@@ -123,7 +123,7 @@ $(SITE)/.ready: constraints-docs.txt
 	touch $@
 
 site: $(SITE)/.ready
-	$(SITE)/bin/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet $(ARGS)
 	@echo "build/site/index.html"
 
 cases: $(STAMP)
