@@ -98,20 +98,21 @@ def explain(
     if html is not None and not html.resolve().parent.is_dir():
         _fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
     try:
+        of_capture = {"--training/--inference": training, "--dynamic": dynamic or None, "--aot": aot or None}
         if target.endswith(".pt2"):
-            given = {"--choose": choose, "--device": device, "--training/--inference": training}
-            given |= {"--dynamic": dynamic or None, "--aot": aot or None}
-            if ignored := [name for name, value in given.items() if value is not None]:
-                _fail(
-                    f"{target} is compiled already, and nothing is decided for it again: leave out {', '.join(ignored)}"
-                )
+            of_choice = {"--choose": choose, "--device": device}
+            _refuse({**of_choice, **of_capture}, f"{target} is compiled already, and nothing is decided for it again")
             report = importlib.import_module("attn_pass").package_report(target)
         else:
+            from torch.export import ExportedProgram
+
             from attn_pass.options import make_options
 
             options = {name: value for name, value in (("choose", choose), ("device", device)) if value is not None}
             make_options(**options)  # told before a model is built
             model, args, kwargs = _built(target)
+            if isinstance(model, ExportedProgram):
+                _refuse(of_capture, f"{target} gives a program that is exported already")
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
             with _mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
@@ -246,6 +247,12 @@ def _unpacked(target: str, made: Any) -> tuple[Any, tuple[Any, ...], dict[str, A
         if not isinstance(name, str) or name.startswith("attn_pass_"):
             _fail(f"{target} returned kwargs with the key {name!r}; return a dict of the model's keyword inputs")
     return made[0], tuple(args), dict(kwargs)
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    """Ends with a sentence if any of these options was given."""
+    if ignored := [name for name, value in given.items() if value is not None]:
+        _fail(f"{why}: leave out {', '.join(ignored)}")
 
 
 def _loaded(where: str) -> ModuleType:

@@ -33,6 +33,10 @@ def positional():
     x = torch.randn(1, 2, 8, 4)
     return Attention(), [x, x, x]
 
+def exported():
+    model, args, kwargs = build()
+    return torch.export.export(model, args, kwargs), ()
+
 def broken():
     raise OSError("no weights here")
 
@@ -253,6 +257,13 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "out.html"
     assert run("explain", "model.pt2", "--html", str(out)).exit_code == 0
     assert "&lt;b&gt;a reason" in out.read_text() and 'class="card code"' not in out.read_text()
+
+
+@pytest.mark.parametrize("option", ["--training", "--dynamic", "--aot"])
+def test_what_an_exported_program_cannot_be_asked_is_said(option: str, model_file: Path) -> None:
+    assert run("explain", f"{model_file}:exported").exit_code == 0
+    result = run("explain", f"{model_file}:exported", option)
+    assert result.exit_code == 2 and "leave out --" in result.stderr and "exported already" in result.stderr
 
 
 @pytest.mark.parametrize("option", [["--device", "H200"], ["--choose", "x"], ["--training"], ["--dynamic"], ["--aot"]])
