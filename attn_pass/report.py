@@ -406,7 +406,10 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
     if site.not_verified:
         yield f"not verified: {site.not_verified}"
     if verbose or site.outcome == "left":
-        yield from (f"{target}: {why}" for target, why in site.refusals.items() if why != site.reason)
+        same: dict[str, list[str]] = {}
+        for target, why in site.refusals.items():
+            same.setdefault(why, []).append(target)
+        yield from (f"{', '.join(targets)}: {why}" for why, targets in same.items() if why != site.reason)
 
 
 def _row_key(site: SiteReport) -> str:

@@ -345,3 +345,9 @@ def test_where_of_a_module_of_torch_alone_is_that_module() -> None:
 )
 def test_where_from_what_the_node_knows(meta: dict[str, Any], where: str) -> None:
     assert source_line(meta) == where
+
+
+def test_targets_that_say_the_same_share_a_line() -> None:
+    refusals = {"sdpa": "no rule", "flex": "too old", "local": "no rule"}
+    told = Report([SiteReport(outcome="left", reason="none takes it", refusals=refusals)], graphs=1).table(300)
+    assert "sdpa, local: no rule" in told and "flex: too old" in told
