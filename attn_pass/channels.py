@@ -82,10 +82,8 @@ def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
 
 
 def _line(site: SiteReport) -> str:
-    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
-    kind = "near miss, " if site.kind == "near miss" else ""
     module = f" ({site.module})" if site.module else ""
-    return printable(f"{site.where}{module}: {kind}{outcome}: {site.reason}").replace("\n", " ")
+    return printable(f"{site.where}{module}: {site.became}: {site.reason}").replace("\n", " ")
 
 
 def _details(site: SiteReport) -> Iterator[str]:

@@ -37,7 +37,7 @@ from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, so
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
 from attn_pass.planner import roofline
-from attn_pass.planner.choose import Measured, Take, choose
+from attn_pass.planner.choose import AS_ASKED, Measured, Take, choose
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
@@ -492,9 +492,7 @@ class _Graph:
         rule = self._rule(site, record)
         allowed = self.options.targets if rule is None else _before_leave(rule[1])
         if allowed is not None and composite.target not in allowed:
-            asked = (
-                "left as asked for" if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
-            )
+            asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
             record.reason = record.reason or (asked if rule is None else f"{asked} ({rule[0]})")
         elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"

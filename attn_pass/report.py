@@ -102,6 +102,12 @@ class SiteReport:
         self.roofline = {name: point for name, point in self.roofline.items() if name == "leave"}
 
     @property
+    def became(self) -> str:
+        """What became of it, in words: "rewritten to sdpa", "near miss, left"."""
+        outcome = f"{self.outcome} to {self.target}" if self.target else self.outcome
+        return f"near miss, {outcome}" if self.kind == "near miss" else outcome
+
+    @property
     def bytes_saved(self) -> float:
         """Bytes of memory traffic that what was taken saves in one call, as predicted; 0 where that is not known."""
         taken = self.roofline.get(self.target or "", {})
@@ -370,13 +376,10 @@ def _row(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     number = f"x{len(group)}" if len(group) > 1 else "1"
     if site.count > 1:
         number += f" ({site.count} calls)"
-    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
-    if site.kind == "near miss":
-        outcome = f"near miss, {outcome}"
     module = common_module([member.module for member in group])
     return (
         number,
-        outcome,
+        site.became,
         site.form,
         "\n".join(filter(None, (site.where, module))),
         "\n".join(filter(None, (*shape_lines(site), f"{site.dtype} {site.device}".strip()))),

@@ -158,7 +158,10 @@ def test_the_real_thing_for_a_device_that_is_not_here(model_file: Path) -> None:
     assert site["mask"] == "none" and site["refusals"]
     shown = run("explain", f"{model_file}:build", "--inference", "--choose", "fused", "--verbose").stdout
     assert "rewritten to sdpa" in shown and "flash, efficient: there is no such kernel" in shown
-    assert "there is no such kernel" not in run("explain", f"{model_file}:build", "--inference", "--choose", "fused").stdout
+    assert (
+        "there is no such kernel"
+        not in run("explain", f"{model_file}:build", "--inference", "--choose", "fused").stdout
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--aot",)])

@@ -160,9 +160,9 @@ def compared(before: Report, after: Report) -> Comparison:
         return place if even else (*place, site.form, site.mask, site.dtype, tuple(site.shapes.items()))
 
     for key in (alike, _exact, _by_function):
-        free = defaultdict(list)
+        free, taken = defaultdict(list), {id(site) for site in partner.values()}
         for site in earlier:
-            if id(site) not in {id(s) for s in partner.values()}:
+            if id(site) not in taken:
                 free[key(site)].append(site)
         for site in later:
             if id(site) not in partner and free[key(site)]:
@@ -213,9 +213,7 @@ def _told(change: Change, side: int) -> str:
     site = (change.before, change.after)[side]
     if site is None:
         return ""
-    outcome = f"{site.outcome} to {site.target}" if site.target else site.outcome
-    if site.kind == "near miss":
-        outcome = f"near miss, {outcome}"
+    outcome = site.became
     if site.poor_cases:
         outcome += f" ({', '.join(site.poor_cases)})"
     leaving, taken = times_of(site).get("leave"), time_taken(site)
