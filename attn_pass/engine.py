@@ -25,7 +25,7 @@ from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, r
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key, wants_gradient
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
@@ -369,7 +369,7 @@ class _Graph:
             self.sizes,
             site.region,
             {**self.reader.constants, **self._known_tensors()},
-            _wants_gradient if site.described.attention.needs_grad else lambda _: False,
+            wants_gradient if site.described.attention.needs_grad else lambda _: False,
             value,
             take.target.name,
             record.where,
@@ -436,7 +436,7 @@ class _Graph:
             self.sizes,
             self.effects,
             self._known_tensors(),
-            lambda node: self.program == "compile" and _wants_gradient(node),
+            lambda node: self.program == "compile" and wants_gradient(node),
             setting,
         )
 
@@ -455,7 +455,7 @@ class _Graph:
         if made_of is None or self.program != "export" or site.region.grad_enabled is False:
             return False
         inputs = self.draws.root.find_nodes(op="placeholder")
-        anything = any(v.requires_grad for n in inputs if (v := tensor_value(n)) is not None)
+        anything = any(map(wants_gradient, inputs))
         return made_of.needs_grad or (anything and not made_of.is_whole)
 
     def _setting(self, site: Site, attention: Attention, made_of: Ancestry | None) -> Setting:
@@ -572,10 +572,6 @@ def _before_leave(names: tuple[str, ...]) -> tuple[str, ...]:
 def _cases_of(offer: Offer) -> tuple[str, ...]:
     """The poor cases whose variant an offer is for."""
     return tuple(n for n in offer.variant.split(" + ") if n in CASES)
-
-
-def _wants_gradient(node: Node) -> bool:
-    return bool(getattr(tensor_value(node), "requires_grad", False))
 
 
 def _at(node: Node | None, result: Node) -> str:

@@ -38,6 +38,12 @@ def tensor_value(node: object) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def wants_gradient(node: Node) -> bool:
+    """Whether a node's fake tensor says that a gradient flows into it."""
+    value = tensor_value(node)
+    return value is not None and value.requires_grad
+
+
 def value_key(node: Node) -> str:
     """The name under which a node of this dialect keeps its fake value."""
     return "example_value" if "example_value" in node.meta else "val"

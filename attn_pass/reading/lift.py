@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
-from attn_pass.graph.values import Sizes, fake_value, memory_order, tensor_value
+from attn_pass.graph.values import Sizes, fake_value, memory_order, tensor_value, wants_gradient
 from attn_pass.model.attention import Source, SourceKind
 from attn_pass.model.expression import (
     OPERATIONS,
@@ -220,14 +220,10 @@ class Reader:
         is_step = call is not None and call.op in (*VIEWS, "detach") and self.is_alias(node, call)
         if is_step and mutation.position < self.order[node]:
             return node, call  # what was written lies behind it, and so may a gradient that it stops
-        stops = self._has_gradient(mutation.node) and not self._has_gradient(node)
+        stops = wants_gradient(mutation.node) and not wants_gradient(node)
         if mutation.whole and not stops and self.effects.same_geometry(mutation.target, node):
             return mutation.node, self.call(mutation.node)
         return node, call if is_step and call is not None and call.op != "detach" else None
-
-    def _has_gradient(self, node: Node) -> bool:
-        value = tensor_value(node)
-        return value is not None and value.requires_grad
 
     def is_alias(self, node: Node, call: Call) -> bool:
         source = call.args.get("input")
@@ -260,8 +256,7 @@ class Reader:
 
     def _matters(self, node: Node) -> bool:
         """Whether the region a node runs in can change what it computes, or whether what it reads has a gradient."""
-        values = [tensor_value(n) for n in (node, *node.all_input_nodes)]
-        return self.regions.of(node).functorch != () or any(v is not None and v.requires_grad for v in values)
+        return self.regions.of(node).functorch != () or any(map(wants_gradient, (node, *node.all_input_nodes)))
 
     def may_need_grad(self, value: torch.Tensor) -> bool:
         """Whether a gradient may flow into a tensor: what detach() would stop."""
