@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import GraphModule, Node
@@ -18,7 +17,7 @@ from attn_pass.artifacts import collect
 from attn_pass.artifacts.picture import Picture
 from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
-from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
@@ -26,13 +25,12 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key, wants_gradient
-from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
-from attn_pass.options import ANNOTATION, LEAVE, Options, Runner, annotated_targets, unknown_name
+from attn_pass.options import LEAVE, Options, Runner
 from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
@@ -43,8 +41,9 @@ from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader
-from attn_pass.report import Report, SiteReport, module_path, source_line
-from attn_pass.targets import all_targets
+from attn_pass.report import Report, SiteReport
+from attn_pass.rules import before_leave, check_names, rule_for
+from attn_pass.site_record import place_of, record_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Setting
 from attn_pass.targets.kernels import as_written
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
@@ -69,7 +68,7 @@ def rewrite_graph(
     ``compile_site`` compiles a rewritten site for ``verify="kernel"``. One `SiteReport` a site is appended to
     ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it was.
     """
-    _check_names(options)
+    check_names(options)
     started = time.perf_counter()
     outer = Region.ambient() if program == "compile" else Region()
     if measure is None and options.tune:
@@ -92,30 +91,6 @@ def rewrite_graph(
     report.seconds += time.perf_counter() - started
     report.graphs += 1
     return changed
-
-
-def _check_names(options: Options) -> None:
-    _check_known("target", options.targets or (), [t.name for t in all_targets()])
-    _check_targets("target in a rule", [name for _, names in options.rules for name in names])
-    _check_known("poor case", options.poor_cases or (), list(CASES))
-    if options.device is not None and not catalog.is_known(options.device):
-        try:
-            torch.device(options.device)
-        except RuntimeError as error:
-            raise OptionError(
-                f"device={options.device!r} is neither a device torch knows nor one of "
-                f"{', '.join(catalog.NAMES)}: {_first_line(error)}"
-            ) from None
-
-
-def _check_targets(what: str, given: Sequence[str]) -> None:
-    _check_known(what, given, [*(t.name for t in all_targets()), LEAVE])
-
-
-def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
-        if name not in known:
-            raise unknown_name(what, name, known)
 
 
 _OF_A_SHARD = "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
@@ -231,10 +206,13 @@ class _Graph:
     # ------------------------------------------------------------ one site
 
     def _decide(self, site: Site) -> bool:
-        record = self._record(site)
+        record = record_of(site, self.count)
         self.report.append(record)
+        if site.described is not None:
+            with self._details(record):
+                record.formula = formula_of(site.described.attention)
         if site.composite is None and (site.described is None or site.refusal):
-            record.reason = site.refusal + _at(site.refused_at, site.node)
+            record.reason = site.refusal + place_of(site.refused_at, site.node)
             if site.error is not None:
                 self._complain(record, "a site could not be read and is left as it was", site.error)
             return False
@@ -244,7 +222,7 @@ class _Graph:
         except OptionError:
             raise
         except Exception as error:
-            record.mark_left(f"internal error: {type(error).__name__}: {_first_line(error)}")
+            record.mark_left(f"internal error: {type(error).__name__}: {first_line(error)}")
             self._complain(record, "a site is left as it was", error)
             return False
 
@@ -270,7 +248,7 @@ class _Graph:
             return sum(_bytes(n, self.sizes, hint) for n in described.copies)
 
         written = replace(site.written, copied_bytes=copied(self.sizes.hint))
-        rule, measure = self._rule(site, record), None
+        rule, measure = rule_for(site, record, self.options), None
         if self.measure is not None and rule is None:
             measure = functools.partial(self.measure, self._place(site, setting))
         choice = choose(
@@ -303,11 +281,11 @@ class _Graph:
                 self._complain(record, "a site is left as it was", error)
                 return False
             except RewriteError as error:
-                record.refusals[take.target.name] = _first_line(error)
+                record.refusals[take.target.name] = first_line(error)
                 if take is choice.takes[-1]:
                     if not isinstance(error, _HoldsForSome):
                         raise
-                    record.reason = _first_line(error)
+                    record.reason = first_line(error)
                 continue
             offer = take.offer
             record.reason = take.reason + by_rule
@@ -414,20 +392,6 @@ class _Graph:
             raise CannotExtract("with a shorter length it is rewritten to something else")
         return found
 
-    def _rule(self, site: Site, record: SiteReport) -> tuple[str, tuple[str, ...]] | None:
-        """The user's rule for the site and whose it is: by an annotation, else by its module path or source line."""
-        for node in (site.node, *site.internal):
-            annotations = node.meta.get("custom")
-            asked = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
-            if asked is not None:
-                names = annotated_targets(asked)
-                _check_targets("target in an annotation", names)
-                return "the program's annotation", names
-        line = record.where.split(" in ")[0]
-        names = (record.module, line)
-        rules = (r for r in self.options.rules if any(fnmatchcase(n, r[0]) for n in names))
-        return next(((f"the rule for {pattern!r}", targets) for pattern, targets in rules), None)
-
     def _place(self, site: Site, setting: Setting) -> Place:
         assert site.described is not None
         return Place(
@@ -489,8 +453,8 @@ class _Graph:
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
-        rule = self._rule(site, record)
-        allowed = self.options.targets if rule is None else _before_leave(rule[1])
+        rule = rule_for(site, record, self.options)
+        allowed = self.options.targets if rule is None else before_leave(rule[1])
         if allowed is not None and composite.target not in allowed:
             asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
             record.reason = record.reason or (asked if rule is None else f"{asked} ({rule[0]})")
@@ -507,34 +471,6 @@ class _Graph:
         return True
 
     # ------------------------------------------------------------ telling
-
-    def _record(self, site: Site) -> SiteReport:
-        value = tensor_value(site.node)
-        if value is None and site.node.args:
-            value = tensor_value(site.node.args[0])  # a composite call gives a tuple
-        record = SiteReport(
-            outcome="left",
-            reason="",
-            kind=site.kind,
-            form=site.form,
-            where=source_line(site.node.meta),
-            count=self.count,
-            module=module_path(site.node.meta),
-            node=site.node.name,
-            dtype="" if value is None else str(value.dtype).removeprefix("torch."),
-            device="" if value is None else str(value.device.type),
-        )
-        if site.described is not None:
-            a = site.described.attention
-            record.mask = a.mask_text
-            with self._details(record):
-                record.formula = formula_of(a)
-            record.shapes = {
-                "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
-                "key": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.head_dim)),
-                "value": _words((a.batch_size, product(x.size for x in a.kv_heads), a.kv_len, a.value_head_dim)),
-            }
-        return record
 
     @contextmanager
     def _details(self, record: SiteReport) -> Iterator[None]:
@@ -557,36 +493,16 @@ class _Graph:
         where = record.where if record is not None else "this graph"
         last = traceback.extract_tb(error.__traceback__)[-1]
         warnings.warn(
-            f"attn_pass: {where}: {what} ({type(error).__name__}: {_first_line(error)}, at "
+            f"attn_pass: {where}: {what} ({type(error).__name__}: {first_line(error)}, at "
             f"{last.filename.rpartition('/')[2]}:{last.lineno})",
             AttnPassWarning,
             stacklevel=2,
         )
 
 
-def _before_leave(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The targets that a rule tries before it leaves the site."""
-    return names[: names.index(LEAVE)] if LEAVE in names else names
-
-
 def _cases_of(offer: Offer) -> tuple[str, ...]:
     """The poor cases whose variant an offer is for."""
     return tuple(n for n in offer.variant.split(" + ") if n in CASES)
-
-
-def _at(node: Node | None, result: Node) -> str:
-    if node is None or node is result or node.op == "output":
-        return ""
-    where = source_line(node.meta)
-    return f" ({where})" if not where.startswith("unknown") else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
-    return tuple(s if isinstance(s, int) else str(s) for s in sizes)
 
 
 def _bytes(node: Node, sizes: Sizes, hint: Callable[[Index], int]) -> int:

@@ -29,3 +29,8 @@ class RewriteError(AttnPassError, RuntimeError):
 
 class AttnPassWarning(UserWarning):
     """A site or a graph was left as it was because something in attn_pass failed (``on_error="warn"``)."""
+
+
+def first_line(error: Exception) -> str:
+    """What a table has room for of a message."""
+    return (str(error).splitlines() or [""])[0][:200]

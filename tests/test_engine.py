@@ -15,7 +15,7 @@ from torch.fx import Node
 from toy_engine import UNLOWERABLE, refused_by_inductor
 
 import attn_pass
-from attn_pass import engine
+from attn_pass import rules
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.patterns import softmax
@@ -113,7 +113,7 @@ class Unlowerable(Sdpa):
 def test_what_inductor_cannot_lower_compiles_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = (Unlowerable(),)
     monkeypatch.setattr(choose_module, "all_targets", lambda: targets)
-    monkeypatch.setattr(engine, "all_targets", lambda: targets)
+    monkeypatch.setattr(rules, "all_targets", lambda: targets)
     args = inputs()
     torch._dynamo.reset()
     with (

@@ -20,7 +20,7 @@ from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule
 
 from attn_pass.artifacts.picture import Picture
-from attn_pass.errors import AttnPassWarning
+from attn_pass.errors import AttnPassWarning, first_line
 from attn_pass.report import Report, SiteReport
 
 _PROGRAMS = {"compile": "torch.compile", "export": "torch.export", "aoti": "AOTInductor"}
@@ -223,9 +223,8 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
 
 def told(what: str, error: Exception) -> None:
     """Warn of something that was to be shown and could not be made."""
-    lines = str(error).splitlines() or [""]
     warnings.warn(
-        f"attn_pass: {what} failed ({type(error).__name__}: {lines[0][:200]}); what is compiled is not concerned",
+        f"attn_pass: {what} failed ({type(error).__name__}: {first_line(error)}); what is compiled is not concerned",
         AttnPassWarning,
         stacklevel=3,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
+from attn_pass.errors import first_line
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
 from attn_pass.graph.writes import draws_random_numbers
@@ -55,7 +56,7 @@ def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str 
 
 def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
     """The site left because reading it failed: a defect, told as one, that concerns no other site."""
-    reason = f"internal error: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    reason = f"internal error: {type(error).__name__}: {first_line(error)}"
     return Site(node, form, region, refusal=reason, error=error)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from attn_pass.errors import RewriteError
+from attn_pass.errors import RewriteError, first_line
 from attn_pass.graph.cut import SYMBOLIC, Around, CannotExtract, Cut, cut, numbers
 from attn_pass.graph.edit import Value
 from attn_pass.graph.regions import Region
@@ -230,7 +230,7 @@ class _Trial:
         try:
             return run(program, self.part.inputs, self.memory, self.subject.region, self._cotangent())
         except Exception as error:
-            raise CannotExtract(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+            raise CannotExtract(f"{type(error).__name__}: {first_line(error)}") from error
 
     def _meant(self, original: Outcome) -> Outcome:
         """What the description says, after it was seen to be what the program computes."""

@@ -57,9 +57,9 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "lengths": ("attn_pass.engine", "lengths", True),
     "the device": ("attn_pass.engine", "device_for", True),
     "planning": ("attn_pass.engine", "Plan", True),
-    "source lines": ("attn_pass.engine", "source_line", False),
-    "module paths": ("attn_pass.engine", "module_path", False),
-    "the record": ("attn_pass.engine", "SiteReport", False),
+    "source lines": ("attn_pass.site_record", "source_line", False),
+    "module paths": ("attn_pass.site_record", "module_path", False),
+    "the record": ("attn_pass.site_record", "SiteReport", False),
     "bodies": ("attn_pass.engine", "bodies", False),
 }
 

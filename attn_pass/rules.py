@@ -1,0 +1,64 @@
+"""What a user's options name, checked, and the rule they hold for one site."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from attn_pass.errors import OptionError, first_line
+from attn_pass.hardware import catalog
+from attn_pass.options import ANNOTATION, LEAVE, Options, annotated_targets, unknown_name
+from attn_pass.patterns.base import Site
+from attn_pass.poor_cases import CASES
+from attn_pass.report import SiteReport
+from attn_pass.targets import all_targets
+
+
+def check_names(options: Options) -> None:
+    """Raises `OptionError` for a target, a poor case or a device that nobody knows."""
+    _check_known("target", options.targets or (), [t.name for t in all_targets()])
+    _check_targets("target in a rule", [name for _, names in options.rules for name in names])
+    _check_known("poor case", options.poor_cases or (), list(CASES))
+    if options.device is not None and not catalog.is_known(options.device):
+        try:
+            torch.device(options.device)
+        except RuntimeError as error:
+            raise OptionError(
+                f"device={options.device!r} is neither a device torch knows nor one of "
+                f"{', '.join(catalog.NAMES)}: {first_line(error)}"
+            ) from None
+
+
+def _check_targets(what: str, given: Sequence[str]) -> None:
+    _check_known(what, given, [*(t.name for t in all_targets()), LEAVE])
+
+
+def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise unknown_name(what, name, known)
+
+
+def rule_for(site: Site, record: SiteReport, options: Options) -> tuple[str, tuple[str, ...]] | None:
+    """The user's rule for a site: whose it is, in words, and its targets in order.
+
+    An annotation of the program comes before `Options.rules`, which go by module path and by source line. Raises
+    `OptionError` for an annotation that names no target.
+    """
+    for node in (site.node, *site.internal):
+        annotations = node.meta.get("custom")
+        asked = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
+        if asked is not None:
+            names = annotated_targets(asked)
+            _check_targets("target in an annotation", names)
+            return "the program's annotation", names
+    line = record.where.split(" in ")[0]
+    matching = (r for r in options.rules if any(fnmatchcase(name, r[0]) for name in (record.module, line)))
+    return next(((f"the rule for {pattern!r}", targets) for pattern, targets in matching), None)
+
+
+def before_leave(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The targets that a rule tries before it leaves the site."""
+    return names[: names.index(LEAVE)] if LEAVE in names else names

@@ -1,0 +1,51 @@
+"""What the report of a site says before anything is decided: where it is, and what it takes."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.index import Index, product
+from attn_pass.patterns.base import Site
+from attn_pass.report import SiteReport, module_path, source_line
+
+
+def record_of(site: Site, count: int) -> SiteReport:
+    """The record of a site that occurs ``count`` times, left for no reason so far."""
+    value = tensor_value(site.node)
+    if value is None and site.node.args:
+        value = tensor_value(site.node.args[0])  # a composite call gives a tuple
+    record = SiteReport(
+        outcome="left",
+        reason="",
+        kind=site.kind,
+        form=site.form,
+        where=source_line(site.node.meta),
+        count=count,
+        module=module_path(site.node.meta),
+        node=site.node.name,
+        dtype="" if value is None else str(value.dtype).removeprefix("torch."),
+        device="" if value is None else str(value.device.type),
+    )
+    if site.described is not None:
+        a = site.described.attention
+        kv_heads = product(x.size for x in a.kv_heads)
+        record.mask = a.mask_text
+        record.shapes = {
+            "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
+            "key": _words((a.batch_size, kv_heads, a.kv_len, a.head_dim)),
+            "value": _words((a.batch_size, kv_heads, a.kv_len, a.value_head_dim)),
+        }
+    return record
+
+
+def place_of(node: Node | None, result: Node) -> str:
+    """The source line of the node a site was refused at, in brackets; nothing where it is the site's own."""
+    if node is None or node is result or node.op == "output":
+        return ""
+    where = source_line(node.meta)
+    return f" ({where})" if not where.startswith("unknown") else ""
+
+
+def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
+    return tuple(s if isinstance(s, int) else str(s) for s in sizes)
