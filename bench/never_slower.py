@@ -1,7 +1,8 @@
 """`python -m bench never-slower`: a grid of attention shapes, each against stock Inductor and against every offer.
 
-One thread, a fresh process a shape, blocks of calls in turns, with stock timed twice (A/A). A shape is *slower* when
-the pass takes over 1.10 of stock's time, beyond what stock differs from itself, in the first run and in three more.
+One thread unless asked for more, a fresh process a shape, blocks of calls in turns, with stock timed twice (A/A). A
+shape is *slower* when the pass takes over 1.10 of stock's time, beyond what stock differs from itself, in the first run
+and in three more.
 """
 
 from __future__ import annotations
@@ -140,9 +141,9 @@ def _quick(shapes: list[Shape]) -> list[Shape]:
     return [s for s in shapes if s.batch * s.heads * s.q_len * s.kv_len < 300_000][::8][:8]
 
 
-def time_shape(shape: Shape, tune: bool) -> dict[str, Any]:
+def time_shape(shape: Shape, tune: bool, threads: int) -> dict[str, Any]:
     """Compiles and times one shape in this process, microseconds."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     inputs = shape.inputs()
     program = _by_hand if shape.by_hand else _call
@@ -179,9 +180,9 @@ def time_shape(shape: Shape, tune: bool) -> dict[str, Any]:
     }
 
 
-def predicted_choice(shape: Shape) -> str:
+def predicted_choice(shape: Shape, threads: int) -> str:
     """The form the shape is given without measuring."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch._dynamo.reset()
     with torch.no_grad():
         return label_of(attn_pass.explain(_by_hand if shape.by_hand else _call, *shape.inputs()).sites[0])
@@ -216,37 +217,39 @@ def of_best(row: dict[str, Any]) -> float:
     return float(row["median_us"]["pass"] / min(row["median_us"].values()))
 
 
-def _in_fresh_process(number: int, tune: bool) -> dict[str, Any]:
+def _in_fresh_process(number: int, tune: bool, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
-        line = [sys.executable, "-m", "bench.never_slower", "--one", str(number), "--json", str(out)]
-        done = subprocess.run([*line, *(["--tune"] if tune else [])], capture_output=True, text=True)
+        line = [sys.executable, "-m", "bench.never_slower", "--one", str(number), "--threads", str(threads)]
+        line += ["--json", str(out), *(["--tune"] if tune else [])]
+        done = subprocess.run(line, capture_output=True, text=True)
         if done.returncode != 0:
             return {"name": str(grid()[number]), "error": done.stderr.strip().splitlines()[-1][:300]}
         row: dict[str, Any] = json.loads(out.read_text())
         return row
 
 
-def measure(number: int, tune: bool) -> dict[str, Any]:
+def measure(number: int, tune: bool, threads: int) -> dict[str, Any]:
     """One shape of the grid; one that looks slower is run three times more, and is slower if it is in all of them."""
-    row = _in_fresh_process(number, tune)
+    row = _in_fresh_process(number, tune, threads)
     row["number"] = number
     if "error" not in row and looks_slower(row):
-        row["again"] = [_in_fresh_process(number, tune)["median_us"] for _ in range(_RUNS)]
+        row["again"] = [_in_fresh_process(number, tune, threads)["median_us"] for _ in range(_RUNS)]
         row["slower"] = all(looks_slower({"median_us": again}) for again in row["again"])
     return row
 
 
-def markdown(rows: list[dict[str, Any]], tune: bool) -> str:
+def markdown(rows: list[dict[str, Any]], tune: bool, threads: int) -> str:
     """What is committed in docs/results: the counts, then every shape."""
     good = [r for r in rows if "error" not in r]
     slower = [r for r in good if r.get("slower")]
     near = sum(of_best(r) <= _NEAR for r in good)
     gain = sorted(1 / ratio(r) for r in good)
+    many = "one thread" if threads == 1 else f"{threads} threads"
     lines = [
-        f"# Never slower than stock{', with tune=True' if tune else ''}",
+        f"# Never slower than stock{', with tune=True' if tune else ''}{f', on {many}' if threads > 1 else ''}",
         "",
-        f"Device: {device_name('cpu')}, one thread; {', '.join(f'{n} {v}' for n, v in versions().items())}; {ROUNDS} "
+        f"Device: {device_name('cpu')}, {many}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {ROUNDS} "
         f"interleaved rounds in a fresh process a shape; `{command()}`.",
         "",
         f"- {len(good)} shapes; slower: {len(slower)} ({100 * len(slower) / max(1, len(good)):.1f} %). Over stock: "
@@ -278,6 +281,10 @@ def main(
     tune: Annotated[bool, typer.Option("--tune", help="The pass with tune=True.")] = False,
     every: Annotated[int, typer.Option(help="Only every so many shapes.")] = 1,
     only: Annotated[str, typer.Option(help="Only shapes whose names hold this.")] = "",
+    rows_at_most: Annotated[
+        int | None, typer.Option("--rows", help="Only shapes of at most so many query rows.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
     changed: Annotated[Path | None, typer.Option(help="Keep FILE's rows but where another form is chosen now.")] = None,
     one: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -286,15 +293,16 @@ def main(
     shapes = grid()
     if one is not None:
         assert json_file is not None
-        json_file.write_text(json.dumps(time_shape(shapes[one], tune)))
+        json_file.write_text(json.dumps(time_shape(shapes[one], tune, threads)))
         return
-    chosen = [s for s in (_quick(shapes) if quick else shapes) if only in str(s)][::every]
+    chosen = [s for s in (_quick(shapes) if quick else shapes) if only in str(s)]
+    chosen = [s for s in chosen if rows_at_most is None or s.q_len <= rows_at_most][::every]
     kept = {row["name"]: row for row in json.loads(changed.read_text())} if changed is not None else {}
     rows = []
     for count, shape in enumerate(chosen, 1):
         row = kept.get(str(shape), {})
-        if row.get("chosen") != predicted_choice(shape):
-            row = measure(shapes.index(shape), tune)
+        if row.get("chosen") != predicted_choice(shape, threads):
+            row = measure(shapes.index(shape), tune, threads)
         rows.append(row)
         if "error" in row:
             console.print(f"{count}/{len(chosen)} {row['name']}: {row['error']}")
@@ -305,11 +313,11 @@ def main(
         )
         if json_file is not None:
             json_file.write_text(json.dumps(rows, indent=1) + "\n")
-            json_file.with_suffix(".md").write_text(markdown(rows, tune))
+            json_file.with_suffix(".md").write_text(markdown(rows, tune, threads))
     if rows and all("error" in row for row in rows):
         raise typer.Exit(1)
     if json_file is None and rows:
-        console.print(markdown(rows, tune))
+        console.print(markdown(rows, tune, threads))
 
 
 if __name__ == "__main__":
