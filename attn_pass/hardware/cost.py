@@ -95,7 +95,7 @@ def fused(device: Device, problem: Problem) -> float:
 _FEW_ROWS = {torch.float16: 0.35}  # what is left of the rate with few rows, on the CPU
 _FEW_ROWS_TRAFFIC = 1.4
 _TASK_US = (0.7, 2.0)  # a core's time around the work of one task, in float32 and in half precision, which is packed
-# More where several threads do: 128 tasks of 16 x 16 took 226 us on one thread and 382 on two (docs/results/cpu-constants.md).
+# More where several threads do: 128 tasks of 16 x 16 took 226 us on one and 382 on two (docs/results/cpu-constants.md).
 _TASK_BESIDE_OTHERS_US = 3.5
 _MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
 

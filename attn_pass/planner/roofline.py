@@ -8,7 +8,7 @@ from attn_pass.hardware.cost import Problem
 from attn_pass.hardware.device import Device
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.base import Offer, Setting
-from attn_pass.targets.problem import problem_of
+from attn_pass.targets.problem import mask_bytes_read, problem_of
 
 
 def rates(device: Device, attention: Attention) -> dict[str, float | str]:
@@ -25,7 +25,8 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
 
     FLOPs are those of the two products, masked part included; symbolic sizes are at their hint. Between products and
     softmax the scores are written and read twice (`attn_pass.hardware.cost.unfused`); shared keys and values are copied
-    out where there is more than one query row, by the program or by the product, which is counted once.
+    out where there is more than one query row, by the program or by the product, which is counted once. Of a mask the
+    tensors it is made of are read; what positions say is computed with the softmax.
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
     if setting.kernel_as_written is not None:
@@ -35,7 +36,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
         return _point(problem, problem.operand_bytes + 3 * scores, microseconds)
     shared = problem.expanded_kv_bytes - (problem.operand_bytes - problem.query_bytes)
     copies = 2 * problem.expanded_kv_bytes if shared > 0 else 0
-    mask = problem.mask_elements * problem.mask_bytes
+    mask = mask_bytes_read(attention, setting.hint)
     moved = problem.operand_bytes + 4 * scores + max(copies, 2 * problem.copied_bytes) + mask
     return _point(problem, moved, microseconds)
 

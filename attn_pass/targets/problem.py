@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attn_pass.hardware import cost, cost_cuda, cost_npu
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Expr, Load, expression_axes
+from attn_pass.model.expression import Expr, Load, expression_axes, loads
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.targets.base import Setting
 from attn_pass.targets.kernels import LIBRARY
@@ -56,6 +56,14 @@ def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:
     if used & set(attention.rows):
         used |= set(attention.rows)  # rows are merged, so a mask that varies along one is repeated along the others
     return hint(product(a.size for a in used)) if any(p is not None for p in parts) else 0
+
+
+def mask_bytes_read(attention: Attention, hint: Callable[[Index], int]) -> int:
+    """Bytes of the tensors that bias and mask read, each once; none where positions alone say what is kept."""
+    parts = [attention.bias, attention.keep.condition if attention.keep else None]
+    read = {load.source for part in parts if part is not None for load in loads(part)}
+    sources = [attention.sources[n] for n in read]
+    return sum(hint(product(s.shape)) * s.dtype.itemsize for s in sources)
 
 
 def _axes_of(expression: Expr | None) -> set[Axis]:

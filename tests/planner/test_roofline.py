@@ -69,9 +69,12 @@ def additive(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def test_a_mask_that_the_kernel_is_not_given_is_not_moved() -> None:
     operands = 4 * 4 * B * H * S * D
     site = explained(causal, *[(B, H, S, D)] * 3, choose="fused", targets=("sdpa",))
+    scores = 4 * 4 * B * H * S * S
     assert site.mask == "causal" and site.roofline["sdpa"]["bytes"] == operands
+    assert site.roofline["leave"]["bytes"] == operands + scores  # positions are compared where the scores are
     site = explained(additive, *[(B, H, S, D)] * 3, (S, S), choose="fused", targets=("sdpa",))
     assert site.roofline["sdpa"]["bytes"] == operands + 4 * S * S
+    assert site.roofline["leave"]["bytes"] == operands + scores + 4 * S * S
 
 
 def test_a_window_that_a_gpu_kernel_is_told_is_not_moved_either() -> None:
