@@ -209,7 +209,7 @@ def decide(
         if told:
             raise
         changed = False
-        leave_all(report, f"attn_pass failed on this graph ({first_line(error)})")
+        leave_all(report, f"attn_pass failed on this graph ({cause_of(error)})")
     finally:
         for name in known or {}:
             gm.meta.pop(name, None)
@@ -254,7 +254,7 @@ def compile_rewritten(
     except _control_flow():
         raise
     except Exception as error:
-        failure = first_line(error)
+        failure = cause_of(error)
         if options.on_error == "raise":
             raise does_not_compile(failure) from error
     if failure:
@@ -313,7 +313,7 @@ def _first_where(report: Report) -> str:
     return next((site.where for site in report.rewritten), "unknown source line")
 
 
-def first_line(error: BaseException) -> str:
+def cause_of(error: BaseException) -> str:
     """Type and first line of what went wrong, from under the wrappers the compiler puts around an exception."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
@@ -487,7 +487,7 @@ def _with_eager_backward(compile_inner: Callable[..., Any], report: Report) -> C
 
             warnings.warn(
                 f"attn_pass: the backward of the graph with the attention at {_first_where(report)} runs without "
-                f"Inductor, which could not lower it ({first_line(error)})",
+                f"Inductor, which could not lower it ({cause_of(error)})",
                 AttnPassWarning,
                 stacklevel=2,
             )

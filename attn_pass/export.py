@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from attn_pass.compat import require_inductor
 from attn_pass.dynamo import (
     Snapshot,
+    cause_of,
     could_not_lower,
     decide,
     does_not_compile,
-    first_line,
     inductor_patches,
     leave_all,
     patches_for,
@@ -91,7 +91,7 @@ def aot_compile(
     except Exception as error:
         if not changed:
             raise
-        failure = first_line(error)
+        failure = cause_of(error)
         if ours.on_error == "raise":
             raise does_not_compile(failure) from error
     if failure:
@@ -211,7 +211,7 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
         _rename_outputs(program, dict(zip(outputs, _output_names(gm), strict=True)))
         program.validate()
     except Exception as error:
-        failure = first_line(error)
+        failure = cause_of(error)
         if options.on_error == "raise":
             raise RewriteError(f"the rewritten program is no valid exported program: {failure}") from error
         _rename_outputs(program, dict(zip(_output_names(gm), outputs, strict=False)))
@@ -390,7 +390,7 @@ def _propagate(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         FakeTensorProp(gm, mode).propagate(*flat)
     except Exception as error:
         raise RewriteError(
-            f"the graph does not run with inputs {_shapes(args, kwargs)}: {first_line(error)}; give the inputs "
+            f"the graph does not run with inputs {_shapes(args, kwargs)}: {cause_of(error)}; give the inputs "
             "the graph takes, in its order"
         ) from error
     for node in gm.graph.find_nodes(op="get_attr"):

@@ -115,7 +115,8 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     """The ``options`` of torch.compile, split in (ours, Inductor's, the value of "mode" or None).
 
     Ours are the fields of Options; Inductor's are the keys of torch._inductor.config ("max_autotune",
-    "triton.cudagraphs"), returned as torch spells them. Dashes are accepted for underscores, as torch does.
+    "triton.cudagraphs"), returned as torch spells them. Dashes are accepted for underscores, as torch does. A name that
+    both have ("numerics", since torch 2.15) is given to whoever knows the value.
 
     Raises:
         OptionError: a key is none of these (the nearest is named), is given twice, or has a value of the wrong type.
@@ -136,7 +137,10 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
         if name == "mode":
             mode = _checked_mode(value)
         elif name in OPTION_NAMES:
-            ours[name] = value
+            if _is_inductors_too(name, value):
+                inductor[name] = value
+            if name not in inductor or value in get_args(get_type_hints(Options)[name]):
+                ours[name] = value
         elif name in _inductor_keys():
             inductor[name] = _checked_inductor(name, value)
         else:
@@ -216,14 +220,22 @@ def _checked_mode(value: Any) -> str | None:
 
 def _checked_inductor(name: str, value: Any) -> Any:
     """The value, if its type is the one torch.compile itself would accept; generic types are not checked there."""
-    from torch._inductor import config
-
-    # ConfigModule's methods are made at import: no stub knows them.
-    expected = cast(Any, config).get_type(name)
+    expected = _inductor_type(name)
     plain = isinstance(expected, type) and get_origin(expected) is None and expected is not type(None)
     if plain and not isinstance(value, (int, float) if expected is float else expected):
         raise OptionError(f"Inductor option {name!r} takes a value of type {expected.__name__}, got {_shown(value)}")
     return value
+
+
+def _is_inductors_too(name: str, value: Any) -> bool:
+    """Whether Inductor has an option of this name as well, and accepts the value."""
+    return name in _inductor_keys() and value in get_args(_inductor_type(name))
+
+
+def _inductor_type(name: str) -> Any:
+    from torch._inductor import config
+
+    return cast(Any, config).get_type(name)  # ConfigModule's methods are made at import: no stub knows them
 
 
 def _inductor_keys() -> frozenset[str]:

@@ -167,7 +167,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
                 run()
                 runs[label] = run
             except Exception as error:
-                failed[label] = dynamo.first_line(error)
+                failed[label] = dynamo.cause_of(error)
         samples = interleaved(runs, job["seconds"]) if len(runs) > 1 else {}
     return {"us": samples, "failed": failed}
 

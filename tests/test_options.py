@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 
@@ -106,7 +107,28 @@ def test_split_sends_each_key_to_its_owner() -> None:
 def test_no_option_of_ours_hides_one_of_inductor() -> None:
     from torch._inductor import list_options
 
-    assert not {*OPTION_NAMES, "mode"} & set(list_options())
+    assert {*OPTION_NAMES, "mode"} & set(list_options()) <= {"numerics"}
+
+
+@pytest.mark.parametrize(
+    ("value", "ours", "inductor"),
+    [
+        ("default", "default", {"numerics": "default"}),
+        ("strict", "strict", {"numerics": "strict"}),
+        ("strict_pointwise", "default", {"numerics": "strict_pointwise"}),
+    ],
+)
+def test_numerics_is_an_option_of_inductor_too(
+    monkeypatch: pytest.MonkeyPatch, value: str, ours: str, inductor: dict[str, str]
+) -> None:
+    """As in torch 2.15, in every torch."""
+    kinds = Literal["default", "strict_pointwise", "strict_reduction", "strict"]
+    monkeypatch.setattr("attn_pass.options._inductor_keys", lambda: frozenset({"numerics"}))
+    monkeypatch.setattr("attn_pass.options._inductor_type", {"numerics": kinds}.__getitem__)
+    options, found, _ = split_options({"numerics": value})
+    assert (options.numerics, found) == (ours, inductor)
+    with pytest.raises(OptionError, match="'default', 'strict'"):
+        split_options({"numerics": "strictest"})
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,22 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
+        "normalised over one number, a key is a sign, and its gradient what rounding left",
+        Case(
+            Program(
+                lead=(2,),
+                q_len=5,
+                kv_len=2,
+                dim=1,
+                dtype=torch.bfloat16,
+                layouts=("as is", "split", "as is"),
+                key=(Step(row="normalised"),),
+                score=(Step(row="scale: root"),),
+            ),
+            grad=True,
+        ),
+    ),
+    (
         "dropout draws other numbers in another dialect",
         Case(Program(q_len=4, kv_len=4, after=(Step(row="dropout"),), times=Step(row="in a chain")), "decomposed"),
     ),

@@ -298,6 +298,8 @@ SYMBOLIC = (folded, projected, causal, bottom_right, repeated, shared, last_thre
 @pytest.mark.parametrize("dialect", ["dynamo", "export"])
 @pytest.mark.parametrize("function", SYMBOLIC, ids=lambda f: f.__name__)
 def test_symbolic_sizes(function: Callable[..., Any], dialect: str) -> None:
+    if dialect == "export" and function in (folded, repeated) and torch.__version__ < (2, 12):
+        pytest.skip("torch.export before 2.12 takes min(6 * n, 24 * n) for a restriction on n")
     """Read at one size, the description holds at another."""
     kv_heads = 2 if function in (repeated, called) else 4
     first, second = operands(4, 5, 7, kv_heads), operands(5, 8, 12, kv_heads)
