@@ -42,6 +42,10 @@ from attn_pass.reading.views import Position
 
 # A fused backward takes exp(score - logsumexp), and beside 1e38 the logarithm of how many keys there are is lost.
 _TURNED = "what was added to the scores, perhaps a mask, is multiplied by a negative number, in training"
+# Minus -inf is inf, its row NaN, and the guard makes it zero.
+_TURNED_UNDER_A_GUARD = (
+    "a guard against NaN weights, beside something that was added to the scores and multiplied by a negative number"
+)
 NO_GRAD_DTYPES = (torch.bool, torch.int64, torch.int32)
 
 
@@ -247,6 +251,8 @@ class _Assembly:
     def _normalised(self) -> Scores:
         try:
             scores = normalise(self.score, self.parts.keys, self.parts.score_dtype)
+            if scores.turned and self.parts.nan_guard:
+                raise Unreadable(_TURNED_UNDER_A_GUARD, self.parts.result)
             if scores.turned and _needs_grad(self.parts.result):
                 raise NotAffine(_TURNED)
         except NotAffine as error:

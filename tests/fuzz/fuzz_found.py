@@ -13,7 +13,7 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first ten were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first eleven were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
     (
         "in a row without a key the higher of two numbers filled in counts alone, -inf between them or not",
@@ -54,6 +54,22 @@ FOUND: tuple[tuple[str, Case], ...] = (
                 result=(Step(row="written"),),
             ),
             dialect="export",
+        ),
+    ),
+    (
+        "the same, with a bias between the mask and the sign",
+        Case(
+            Program(
+                lead=(2,),
+                kv_len=4,
+                query=(Step(row="flipped"),),
+                score=(
+                    Step(row="mask: masked_fill", mask=Mask()),
+                    Step(row="bias: distance", x=0.5),
+                    Step(row="scale: mul", x=-0.5),
+                ),
+                softmax=Step(row="nan_to_num"),
+            )
         ),
     ),
     (

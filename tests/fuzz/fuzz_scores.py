@@ -85,9 +85,9 @@ MASKS: Table = {
     "one minus input": Row(lambda c, s, e: s + (1.0 - e.t) * max(e.fill, e.lowest), "binary"),
 }  # fmt: skip
 
-_WEAK = (-2.0, -4.5, -8.0, -100.0, -1e4)
+_WEAK = (-4.5, -8.0, -1e4)  # few, and seen in any type: programs come in clumps that share their numbers
 OTHERS: Table = {
-    "weak fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.x), masks=True, numbers=(0.0, *_WEAK, INF)),
+    "weak fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.x), masks=True, numbers=(*_WEAK, 0.0, INF)),
     "weak where": Row(lambda c, s, e: torch.where(e.keep, s, e.x), masks=True, numbers=(*_WEAK, -1e8)),
     "weak matrix": Row(lambda c, s, e: s + torch.where(e.keep, 0.0, e.x), masks=True, numbers=_WEAK),
     "weakened": Row(lambda c, s, e: s.masked_fill(~e.keep, e.fill) * e.x, masks=True, numbers=_SMALL),

@@ -203,3 +203,15 @@ def test_a_guard_against_nan_of_scores_that_become_infinite() -> None:
 
     with torch.no_grad():
         same(fn, *qkv(), rewritten=0)
+
+
+@pytest.mark.parametrize("number", [-0.5, 0.5])
+def test_a_guard_against_nan_of_a_mask_and_a_bias_that_are_turned(number: float) -> None:
+    """The same with a bias between; times a positive number the guard is one of rows without a key."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), float("-inf")) - bias
+        return (scores * number).softmax(-1).nan_to_num(0.0) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(), torch.rand(8, 8), rewritten=int(number > 0))
