@@ -110,8 +110,10 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 
 def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
-    if case.program.writes and "expanded" in case.strides and case.dialect == "decomposed":
-        raise NoProgram("a copy into memory that several elements share, which torch refuses")
+    p = case.program
+    if p.writes and case.dialect == "decomposed":
+        if "expanded" in (*case.strides, dict(zip(p.shapes, p.layouts))[p.writes]):
+            raise NoProgram("a write into memory that several elements share, which torch refuses, or makes a sum of")
     dims: list[Sequence[int]] = [()] * len(inputs)
     if case.other is not None:
         later = list(case.other.inputs.values())

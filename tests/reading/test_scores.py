@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import FLEX_ON_CPU, NEG_INF, qkv, randn, same
 
 Tensor = torch.Tensor
 I, J = torch.arange(8)[:, None], torch.arange(8)[None]
@@ -54,7 +54,7 @@ def test_two_fills_are_not_one() -> None:
 
     report = same(program, *qkv(), targets=("sdpa",), rewritten=0, reference=False)
     assert "filled with" in report.sites[0].reason
-    same(program, *qkv(), targets=("flex",), rewritten=1, reference=False)
+    same(program, *qkv(), targets=("flex",), rewritten=int(FLEX_ON_CPU), reference=False)
 
 
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float64).min])
