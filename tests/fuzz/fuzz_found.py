@@ -258,6 +258,20 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
+        "100 added to whole rows cancels in the gradient of what divides them, to the rounding of 100",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                layouts=("as is", "as is", "dims first"),
+                score=(Step(row="bias: term", x=100.0), Step(row="scale: by a number")),
+                after=(Step(row="written"),),
+                seed=3,
+            ),
+            grad=True,
+        ),
+    ),
+    (
         "dropout draws other numbers in another dialect",
         Case(Program(q_len=4, kv_len=4, after=(Step(row="dropout"),), times=Step(row="in a chain")), "decomposed"),
     ),

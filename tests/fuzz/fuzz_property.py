@@ -276,6 +276,7 @@ def _rounded(case: Case, inputs: list[torch.Tensor]) -> list[Ran]:
 
 
 _EXACT = ("binary", "fills", "counts")
+_ADDED = "bias: term"
 _MULTIPLIED = ("mask: one minus input", "other: no binary mask, lowest")  # their inputs, by a fill
 
 
@@ -289,7 +290,9 @@ def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequ
     names = list(case.program.inputs)
     rows = {name: step.row for name, step, _ in case.program.steps()}
     lowest = torch.finfo(case.program.dtype).max
-    amplified = [lowest if rows.get(name) in _MULTIPLIED else 1.0 for name in names]
+    # What is added to whole rows cancels in the gradient of a number that divides them, to its own rounding.
+    added = max([1.0, *(abs(step.x) for _, step, _ in case.program.steps() if step.row == _ADDED)])
+    amplified = [lowest if rows.get(name) in _MULTIPLIED else added for name in names]
     for what in ("results", "gradients", "inputs"):
         if what == "gradients" and _HALVES_GRADIENTS in {step.row for _, step, _ in case.program.steps()}:
             continue

@@ -190,7 +190,8 @@ def test_shared_by_heads_and_batch(way: Program, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["all keys", "up to its own"])
-def test_a_token_asks_a_cache(causal: bool) -> None:
+@pytest.mark.parametrize("form", ["packed"], indirect=True)
+def test_a_token_asks_a_cache(causal: bool, form: tuple[str, ...]) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, past_k: Tensor, past_v: Tensor) -> Tensor:
         k, v = torch.cat([past_k, k], 2), torch.cat([past_v, v], 2)
         keep = torch.ones(1, k.shape[2], dtype=torch.bool).tril(k.shape[2] - 1) if causal else None
@@ -198,7 +199,7 @@ def test_a_token_asks_a_cache(causal: bool) -> None:
 
     cache = operands(1, kv_len=31)[1:]
     report = same(program, *operands(1, kv_len=1), *cache)
-    told(report, (NAME,))
+    told(report, form)
     assert report.sites[0].mask == "none"
 
 
