@@ -484,20 +484,20 @@ class Reader:
         if op == "div" and a.get("rounding_mode") is not None:
             raise Unreadable("a rounding division", node)
         if op in ("where", "method_where"):
-            return apply(
-                "where", read(a["condition"], position), read(a["input"], position), read(a["other"], position)
-            )
+            condition, *values = (read(a[name], position) for name in ("condition", "input", "other"))
+            return apply("where", condition, *(rounded(value, node) for value in values))
         if op == "masked_fill":
-            return apply("where", read(a["mask"], position), read(a["value"], position), read(a["input"], position))
+            condition, fill, inner = (read(a[name], position) for name in ("mask", "value", "input"))
+            return apply("where", condition, rounded(fill, node), inner)
         if op == "max":
             if not isinstance(a["other"], Node) or tensor_value(node) is None:
                 raise Unreadable("a maximum along a dimension", node)
-            return apply("maximum", read(a["input"], position), read(a["other"], position))
+            return apply("maximum", *(rounded(read(a[name], position), node) for name in ("input", "other")))
         if op == "clamp":
             out = read(a["input"], position)
             for bound, name in ((a.get("min"), "maximum"), (a.get("max"), "minimum")):
                 if bound is not None:
-                    out = apply(name, out, read(bound, position))
+                    out = apply(name, out, rounded(read(bound, position), node))
             return out
         if op == "cast":
             before, after = tensor_value(a["input"]), tensor_value(node)
@@ -514,6 +514,14 @@ class Reader:
         if op not in OPERATIONS:
             raise Unreadable(f"{op} is not pointwise", node)
         return apply(op, *(read(a[name], position) for name in POINTWISE[op]))
+
+
+def rounded(value: Expr, node: Node) -> Expr:
+    """A constant as it lies in a node's tensor: -1e30 is -1.00026e30 in bfloat16, however it was written there."""
+    held = tensor_value(node)
+    if not isinstance(value, Const) or held is None or not held.is_floating_point():
+        return value
+    return apply("cast", value, dtype=held.dtype)
 
 
 def _has_load(expression: Expr) -> bool:

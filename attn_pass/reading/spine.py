@@ -12,7 +12,7 @@ from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value, rewrite_indices
 from attn_pass.model.index import Axis, Index, axis_index, is_less, is_nonnegative, substitute
-from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
+from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, rounded
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
 from attn_pass.reading.written import written_part
@@ -172,7 +172,7 @@ class Spine:
         self._take(written, places, node)
         self.internal |= dict.fromkeys((node, mutation.node, mutation.target, *part.views))
         before = self.read(node, position, mutation.position)
-        return apply("where", inside, value, before)
+        return apply("where", inside, rounded(value, node), before)
 
     def _take(self, other: Spine, places: Mapping[Axis, Index], node: Node) -> None:
         """Adds what another spine to the same leaf found, its axes being at those places of this one's."""

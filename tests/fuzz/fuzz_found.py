@@ -13,7 +13,7 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first eleven were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first twelve were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
     (
         "in a row without a key the higher of two numbers filled in counts alone, -inf between them or not",
@@ -69,6 +69,22 @@ FOUND: tuple[tuple[str, Case], ...] = (
                     Step(row="scale: mul", x=-0.5),
                 ),
                 softmax=Step(row="nan_to_num"),
+            )
+        ),
+    ),
+    (
+        "-1e30 filled in and -1e30 in a tensor of bfloat16 are one number, in rows without a key",
+        Case(
+            Program(
+                lead=(),
+                kv_len=4,
+                dtype=torch.bfloat16,
+                product=Step(row="query not transposed"),
+                score=(
+                    Step(row="scale: mul", x=0.3),
+                    Step(row="mask: masked_fill", fill=-1e30, mask=Mask(name="input")),
+                    Step(row="mask: where tensor", fill=-1e30, mask=Mask(name="anticausal")),
+                ),
             )
         ),
     ),

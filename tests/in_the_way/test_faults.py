@@ -17,6 +17,7 @@ from against_eager import qkv
 
 import attn_pass
 from attn_pass import store
+from attn_pass.compat import TORCH_VERSION
 from attn_pass.errors import AttnPassWarning
 from attn_pass.planner import tune
 
@@ -299,6 +300,8 @@ def test_a_failure_that_is_raised_leaves_the_program_as_it_was(monkeypatch: pyte
 
 @pytest.mark.parametrize("shape", [(0, 3, 9, 8), (2, 0, 9, 8), (2, 3, 0, 8), (2, 3, 9, 0)])
 def test_empty_calls_are_left_in_peace(shape: tuple[int, ...]) -> None:
+    if not shape[1] and TORCH_VERSION < (2, 13):
+        pytest.skip("this torch divides by the number of heads, in eager too, and dies")
     x = torch.randn(shape)
     torch._dynamo.reset()
     backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")

@@ -14,6 +14,7 @@ from against_eager import qkv
 from torch._inductor import config
 
 import attn_pass
+from attn_pass.compat import TORCH_VERSION
 from attn_pass.options import Options
 
 Tensor = torch.Tensor
@@ -23,6 +24,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).softmax(-1) @ v
 
 
+per_thread = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch keeps its configuration for all threads at once")
+
+
+@per_thread
 def test_two_threads_compile_at_once() -> None:
     torch._dynamo.reset()
     gate, found, failed = threading.Barrier(2), {}, []
@@ -132,6 +137,7 @@ def test_enabled_leaves_nothing_behind(how: str, monkeypatch: pytest.MonkeyPatch
     assert _state() == before
 
 
+@per_thread
 def test_the_configuration_is_this_threads_own() -> None:
     """Inductor's configuration is per thread (torch 2.13): what compiles in another thread is not rewritten."""
     torch._dynamo.reset()

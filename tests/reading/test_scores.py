@@ -57,6 +57,28 @@ def test_two_fills_are_not_one() -> None:
     same(program, *qkv(), targets=("flex",), rewritten=int(FLEX_ON_CPU), reference=False)
 
 
+FILLED = {
+    "masked_fill": lambda s, drop: s.masked_fill(drop, -1e30),
+    "where": lambda s, drop: torch.where(drop, -1e30, s),
+    "where, a tensor": lambda s, drop: torch.where(~drop, s, torch.full_like(s, -1e30)),
+    "where, a tensor of another type": lambda s, drop: s.where(~drop, torch.tensor(-1e30)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("second", list(FILLED))
+@pytest.mark.parametrize("first", list(FILLED))
+def test_one_number_in_two_spellings_is_one_fill(first: str, second: str, dtype: torch.dtype) -> None:
+    """It is rounded to the scores' type in all of them: in rows without a key both count the same."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, drop: Tensor) -> Tensor:
+        return attend(FILLED[second](FILLED[first](q @ k.mT, drop), I > J), v)
+
+    drop = randn(8, 8, seed=9) > -0.3
+    report = same(program, *qkv(dtype=dtype), drop, rewritten=1, reference=False)
+    assert report.sites[0].target == "sdpa"
+
+
 @pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float64).min])
 def test_float64_scores_survive_a_fill_that_something_is_added_to(fill: float) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
