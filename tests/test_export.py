@@ -115,7 +115,7 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_shield_configs_and_mode_reach_inductor(no_compile: list[dict[str, Any]]) -> None:
-    from attn_pass.shield import Shield
+    from attn_pass.shield import Shield, passes_of
 
     configs = {"max_autotune": False}
     with pytest.raises(Reached):
@@ -126,7 +126,7 @@ def test_shield_configs_and_mode_reach_inductor(no_compile: list[dict[str, Any]]
     assert given["package_path"] is None
     assert given["inductor_configs"]["max_autotune"] is False
     assert given["inductor_configs"]["epilogue_fusion"] is False
-    assert any(isinstance(p, Shield) for p in given["inductor_configs"]["joint_custom_pre_pass"])
+    assert any(isinstance(p, Shield) for p in passes_of(given["inductor_configs"]["joint_custom_pre_pass"]))
     assert configs == {"max_autotune": False}
 
 

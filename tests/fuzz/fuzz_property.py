@@ -114,6 +114,8 @@ def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
     if p.writes and case.dialect == "decomposed":
         if "expanded" in (*case.strides, dict(zip(p.shapes, p.layouts))[p.writes]):
             raise NoProgram("a write into memory that several elements share, which torch refuses, or makes a sum of")
+    if p.softmax.row == "nan_to_num" and any(s.row == "other: no binary mask, lowest" for s in p.score):
+        raise NoProgram("infinite scores and a guard against NaN, of which the report says what it assumes")
     dims: list[Sequence[int]] = [()] * len(inputs)
     if case.other is not None:
         later = list(case.other.inputs.values())
