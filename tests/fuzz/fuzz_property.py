@@ -112,7 +112,7 @@ def _copy(gm: GraphModule) -> GraphModule:
 def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
     p = case.program
     if p.writes and case.dialect == "decomposed":
-        if "expanded" in (*case.strides, dict(zip(p.shapes, p.layouts))[p.writes]):
+        if "expanded" in (*case.strides, dict(zip(p.shapes, p.layouts))[p.writes.split()[0]]):
             raise NoProgram("a write into memory that several elements share, which torch refuses, or makes a sum of")
     if p.softmax.row == "nan_to_num" and any(s.row == "other: no binary mask, lowest" for s in p.score):
         raise NoProgram("infinite scores and a guard against NaN, of which the report says what it assumes")

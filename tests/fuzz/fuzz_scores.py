@@ -9,7 +9,7 @@ from fuzz_parts import INF, Row, Table, Tensor
 
 _SCALES = (0.3, 1.0, 2.0, -0.5, 0.125)
 _SMALL = (1e-9, 1e-3)
-_TERMS = (0.5, -3.0, 100.0, -1e4)
+_TERMS = (0.5, -3.0, 100.0, -200.0)
 
 SCALES: Table = {
     "mul": Row(lambda c, s, e: s * e.x, numbers=_SCALES),
