@@ -86,7 +86,8 @@ def fused(device: Device, problem: Problem) -> float:
     copies = traffic(device, 2 * problem.copied_bytes)
     starting = 0.0
     if device.type == "cpu":
-        beside_others = _TASK_BESIDE_OTHERS_US if min(tasks, device.cores) > 1 and problem.q_len > 1 else 0.0
+        several = min(tasks, device.cores) > 1 and problem.q_len > _FEW_ENOUGH
+        beside_others = _TASK_BESIDE_OTHERS_US if several else 0.0
         each = _TASK_US[problem.dtype.itemsize == 2] + beside_others
         starting = tasks * each / min(tasks, device.cores)
     return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
@@ -97,6 +98,7 @@ _FEW_ROWS_TRAFFIC = 1.4
 _TASK_US = (0.7, 2.0)  # a core's time around the work of one task, in float32 and in half precision, which is packed
 # More where several threads do: 128 tasks of 16 x 16 took 226 us on one and 382 on two (docs/results/cpu-constants.md).
 _TASK_BESIDE_OTHERS_US = 3.5
+_FEW_ENOUGH = 8  # rows of a task whose products are not what takes longer then
 _MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
 
 

@@ -30,7 +30,7 @@ from attn_pass.model.index import Axis, terms_of
 
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
-WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -999292928 in bfloat16
+WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -998244352 in bfloat16
 _FILL = 1e9  # from here on a number may stand for a mask, whatever its sign
 _SMALL = 1e6  # a number that neither absorbs a score nor turns a masking fill into a weak one
 

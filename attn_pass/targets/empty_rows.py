@@ -21,7 +21,7 @@ from attn_pass.model.expression import Apply, loads, walk
 from attn_pass.model.index import product
 from attn_pass.targets.lower import zero_with_gradient
 
-MASKING = -0.99e9  # -1e9 is -999292928 in bfloat16
+MASKING = -0.99e9  # -1e9 is -998244352 in bfloat16
 _ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
 
 

@@ -208,7 +208,7 @@ def test_every_operation_runs_on_tensors(op: str) -> None:
 
 
 def test_floats_that_a_narrow_type_makes_equal_are_not_compared_for_it() -> None:
-    """``full(-1e9, dtype=bfloat16) == -1e9`` holds in torch, where the full holds -999292928."""
+    """``full(-1e9, dtype=bfloat16) == -1e9`` holds in torch, where the full holds -998244352."""
     filled = apply("cast", Const(-1e9), dtype=torch.bfloat16)
     assert filled != Const(-1e9)
     compared = apply("eq", filled, Const(-1e9))

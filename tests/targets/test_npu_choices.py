@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
 from by_hand import NONE_IN_ONE, SOME, banded, infinite
-from npu_programs import BF16, FP32, FUSION, LOWEST, Tensor, added, calls, flat, reason, told
+from npu_programs import BF16, FP32, FUSION, Tensor, added, calls, flat, reason, told
 from npu_stand_in import FA1, FA3, FIA
 
 import attn_pass
@@ -226,7 +226,7 @@ def test_rows_that_are_replaced_cost_more_and_their_gradients_most() -> None:
     keep = torch.ones(2, 1, 1, 4096, dtype=torch.bool, device="meta")
 
     def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-        return (q @ k.mT * 0.3).masked_fill(~keep, LOWEST).softmax(-1) @ v
+        return (q @ k.mT * 0.3).masked_fill(~keep, torch.finfo(BF16).min).softmax(-1) @ v
 
     def times(fn: Callable[..., Tensor], grad: bool) -> tuple[float, float]:
         inputs = (*long(grad=grad), keep)
