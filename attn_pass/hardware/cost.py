@@ -84,21 +84,13 @@ def fused(device: Device, problem: Problem) -> float:
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
-    starting = 0.0
-    if device.type == "cpu":
-        several = min(tasks, device.cores) > 1 and problem.q_len > _FEW_ENOUGH
-        beside_others = _TASK_BESIDE_OTHERS_US if several else 0.0
-        each = _TASK_US[problem.dtype.itemsize == 2] + beside_others
-        starting = tasks * each / min(tasks, device.cores)
+    starting = tasks * _TASK_US[problem.dtype.itemsize == 2] / min(tasks, device.cores) if device.type == "cpu" else 0.0
     return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
 
 
 _FEW_ROWS = {torch.float16: 0.35}  # what is left of the rate with few rows, on the CPU
 _FEW_ROWS_TRAFFIC = 1.4
 _TASK_US = (0.7, 2.0)  # a core's time around the work of one task, in float32 and in half precision, which is packed
-# More where several threads do: 128 tasks of 16 x 16 took 226 us on one and 382 on two (docs/results/cpu-constants.md).
-_TASK_BESIDE_OTHERS_US = 3.5
-_FEW_ENOUGH = 8  # rows of a task whose products are not what takes longer then
 _MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
 
 
@@ -137,7 +129,7 @@ _FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand ca
 
 # A core's time for one score between products, beside its exponential and its traffic: in float32, and in half.
 _SCORE_NANOSECONDS = (1.2, 0.3)
-_BFLOAT16_PRODUCT_US = 20.0  # calling oneDNN's product, more than calling an operator
+_HALF_MASK_NANOSECONDS = 2.5  # more with a mask in half precision, which is widened element by element
 
 
 def safe_softmax(device: Device, problem: Problem) -> float:
@@ -165,8 +157,6 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
         return products + exponentials + scores + 3 * device.kernel_us
     rate = device.matmul(problem.dtype) * _row_efficiency(problem.q_len)
     products = problem.flops / rate / 1e3
-    if device.type == "cpu" and problem.q_len < 32:
-        products = max(products, _FEW_ROWS_TRAFFIC * traffic(device, problem.operand_bytes))
     scores = traffic(device, 4 * size * problem.scores)
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     shared = problem.expanded_kv_bytes > size * problem.kv_batch * problem.kv_heads * problem.kv_len * (
@@ -174,6 +164,6 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
     )
     copies = traffic(device, 2 * problem.expanded_kv_bytes) if shared and materialised_kv else 0.0
     if device.type == "cpu":
-        scores += problem.scores * _SCORE_NANOSECONDS[size == 2] / device.cores / 1e3
-        products += 2 * _BFLOAT16_PRODUCT_US if problem.dtype == torch.bfloat16 else 0.0
+        each = _SCORE_NANOSECONDS[size == 2] + (_HALF_MASK_NANOSECONDS if size == 2 and problem.mask_elements else 0.0)
+        scores += problem.scores * each / device.cores / 1e3
     return products + exponentials + scores + mask + copies + 2 * device.op_us + 2 * device.kernel_us

@@ -91,7 +91,7 @@ def test_with_a_fixed_length_it_does() -> None:
     def model(n: int) -> Any:
         return exported(GROUPED[0], lambda hint: GROUPED[1](hint, torch.float32), None, n)
 
-    assert [decided(model(n)).target for n in HINTS] == ["sdpa", "sdpa", None]
+    assert [decided(model(n)).target for n in HINTS] == ["decomposed", "sdpa", None]
     assert all("queries" not in decided(model(n)).reason for n in HINTS)
 
 
