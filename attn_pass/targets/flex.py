@@ -30,7 +30,6 @@ from attn_pass.hardware import cost, cost_cuda
 from attn_pass.hardware.cost import Problem
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
-from attn_pass.model.index import product
 from attn_pass.model.mask import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
@@ -39,7 +38,7 @@ from attn_pass.targets.flex_lower import Mod, band_mod, kernel_options, own_memo
 from attn_pass.targets.flex_rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex_score import Function, function_of, names_of, visible
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.problem import problem_of
+from attn_pass.targets.problem import bytes_of, problem_of
 from attn_pass.targets.sdpa import dense_last
 
 # Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
@@ -178,7 +177,7 @@ def _options(a: Attention, offer: Offer) -> dict[str, object]:
 def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
     problem = problem_of(a, setting.hint)
     if setting.device.type == "cuda":
-        return replace(problem, mask_elements=_captured_bytes(a, function, setting), mask_bytes=1)
+        return replace(problem, mask_elements=bytes_of(a, function.loads(), setting.hint), mask_bytes=1)
     return problem if loads(function.score) else replace(problem, mask_elements=0)
 
 
@@ -190,9 +189,3 @@ def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) 
     if setting.device.type == "cuda":
         return cost_cuda.flex(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
     return cost.flex(setting.device, problem, visited)
-
-
-def _captured_bytes(a: Attention, function: Function, setting: Setting) -> int:
-    """Bytes of the tensors the functions read."""
-    sources = {load.source for load in function.loads()}
-    return sum(setting.hint(product(a.sources[n].shape)) * a.sources[n].dtype.itemsize for n in sources)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from attn_pass.hardware import cost, cost_cuda, cost_npu
 from attn_pass.hardware.cost import Problem
@@ -61,8 +61,12 @@ def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:
 def mask_bytes_read(attention: Attention, hint: Callable[[Index], int]) -> int:
     """Bytes of the tensors that bias and mask read, each once; none where positions alone say what is kept."""
     parts = [attention.bias, attention.keep.condition if attention.keep else None]
-    read = {load.source for part in parts if part is not None for load in loads(part)}
-    sources = [attention.sources[n] for n in read]
+    return bytes_of(attention, (load for part in parts if part is not None for load in loads(part)), hint)
+
+
+def bytes_of(attention: Attention, read: Iterable[Load], hint: Callable[[Index], int]) -> int:
+    """Bytes of the tensors that are read, each once and whole."""
+    sources = [attention.sources[n] for n in {load.source for load in read}]
     return sum(hint(product(s.shape)) * s.dtype.itemsize for s in sources)
 
 

@@ -75,8 +75,7 @@ def check(case: Case, tally: Tally | None = None, through: str = "graph") -> Non
         gm = _graph(case, inputs)
         original = _copy(gm) if case.other is not None else None
         if case.program.is_random:  # other dialects draw other numbers
-            copied = _copy(gm)
-            expected = truth = _run(lambda *given: copied(*values(copied, given)), inputs, case.grad)
+            expected = truth = _run(_runner(_copy(gm)), inputs, case.grad)
         report, run, code = _rewritten(case, inputs, gm)
     else:
         report, run, code = _through(case, inputs, through)
@@ -97,7 +96,11 @@ def _rewritten(case: Case, inputs: list[torch.Tensor], gm: GraphModule) -> tuple
         raise Wrong(
             _told(case, inputs, report, original, f"the pass raised {type(error).__name__}: {error}")
         ) from error
-    return report, lambda *given: gm(*values(gm, given)), f"{original}\nrewritten:\n{gm.code}"
+    return report, _runner(gm), f"{original}\nrewritten:\n{gm.code}"
+
+
+def _runner(gm: GraphModule) -> Callable[..., Any]:
+    return lambda *given: gm(*values(gm, given))
 
 
 def _copy(gm: GraphModule) -> GraphModule:
@@ -132,9 +135,8 @@ def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
 
 def _check_writes(case: Case, inputs: list[torch.Tensor], gm: GraphModule) -> None:
     """Export adds up what a write into an expanded tensor leaves in each of its elements, or copies into it."""
-    copied = _copy(gm)
     try:
-        ran = _run(lambda *given: copied(*values(copied, given)), inputs, False)
+        ran = _run(_runner(_copy(gm)), inputs, False)
     except Exception as error:
         raise NoProgram(f"the graph does not run: {type(error).__name__}: {error}") from error
     if not all(torch.equal(a, b) for a, b in zip(ran.inputs, _eager(case, inputs).inputs)):
@@ -310,7 +312,7 @@ _HALVES_GRADIENTS = "mask: max"  # of ties, in a row without a key: a known gap 
 def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequence[Ran]) -> list[str]:
     faults = []
     # A number that a fill is multiplied by has a gradient times the fill, and what is rounded away of it as well.
-    names = list(case.program.inputs)
+    names, without = list(case.program.inputs), _without_gradient(case)
     rows = {name: step.row for name, step, _ in case.program.steps()}
     lowest = torch.finfo(case.program.dtype).max
     # What is added to whole rows cancels in the gradient of a number that divides them, to its own rounding.
@@ -325,7 +327,7 @@ def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequ
             faults.append(f"{len(ours)} {what}, eager has {len(theirs)}")
             continue
         for n, tensors in enumerate(zip(ours, theirs, exact)):
-            if what == "gradients" and names[n] in _without_gradient(case):
+            if what == "gradients" and names[n] in without:
                 continue
             least, units = (amplified[n], _UNITS_OF_GRADIENTS) if what == "gradients" else (1.0, 1)
             fault = _fault(*tensors, case.program.dtype, [r[n] for r in near], least, units)

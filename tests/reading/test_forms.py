@@ -15,6 +15,7 @@ from programs import DIALECTS, Captured, capture, check, meanings
 from spellings import INF, forms
 from variations import Call, Grouped, einsums, grouped, sdpa_calls
 
+from attn_pass.compat import TORCH_VERSION
 from attn_pass.poor_cases import variants
 
 Tensor = torch.Tensor
@@ -298,7 +299,7 @@ SYMBOLIC = (folded, projected, causal, bottom_right, repeated, shared, last_thre
 @pytest.mark.parametrize("dialect", ["dynamo", "export"])
 @pytest.mark.parametrize("function", SYMBOLIC, ids=lambda f: f.__name__)
 def test_symbolic_sizes(function: Callable[..., Any], dialect: str) -> None:
-    if dialect == "export" and function in (folded, repeated) and torch.__version__ < (2, 12):
+    if dialect == "export" and function in (folded, repeated) and TORCH_VERSION < (2, 12):
         pytest.skip("torch.export before 2.12 takes min(6 * n, 24 * n) for a restriction on n")
     """Read at one size, the description holds at another."""
     kv_heads = 2 if function in (repeated, called) else 4
