@@ -93,6 +93,9 @@ TORCH ?= 2.11.0
 CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases tests/planner tests/verify \
     tests/in_the_way/test_faults.py tests/in_the_way/test_threads.py tests/in_the_way/test_composes.py \
     tests/targets/test_sdpa_rules.py tests/targets/test_local.py tests/targets/test_recompute.py \
+    tests/kernels tests/hardware tests/calibrate tests/targets/test_kernel_rules.py tests/targets/test_kernels.py \
+    tests/targets/test_cuda_decisions.py tests/targets/test_cuda_kernels.py tests/targets/test_decode.py \
+    tests/targets/test_own_check.py tests/targets/test_added_masks.py tests/targets/test_flex_flash.py \
     tests/test_engine.py tests/test_traps.py tests/test_training.py tests/test_dynamo.py tests/test_export.py \
     tests/test_hook.py tests/test_shield.py tests/test_options.py tests/test_report.py tests/test_capture.py
 

@@ -1,4 +1,4 @@
-"""The command line: ``attn-pass explain`` a model or package, ``compare`` two reports, ``doctor``, ``version``."""
+"""The command line: ``explain`` a model or package, ``compare`` two reports, ``calibrate``, ``doctor``, ``version``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +166,62 @@ def doctor(
             mark = "[green]yes[/]" if finding["found"] else "[dim]no[/]"
             table.add_row(mark, finding["what"], escape(finding["found"]), escape(finding["note"]))
         console.print(table)
+
+
+@app.command()
+def calibrate(
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda:0"; by default the first GPU, the CPU without one.')] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
+    forget: Annotated[bool, typer.Option("--forget", help="Drop what was measured, and measure nothing.")] = False,
+    keep_if_busy: Annotated[
+        bool, typer.Option("--keep-if-busy", help="Keep the result however far the readings are apart.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Measure what this device's kernels reach, without Inductor, and choose by that from now on.
+
+    Exits with 1 if the machine was too busy for the result to be kept.
+    """
+    session = importlib.import_module("attn_pass.calibrate.session")
+    try:
+        at = session.device_named(device)
+        if forget:
+            typer.echo(f"{at}: {'forgotten' if session.forget(at) else 'nothing was measured of it'}")
+            return
+        with _progress(as_json) as heard:
+            outcome = session.calibrate(at, seconds, heard, keep_if_busy=keep_if_busy)
+    except AttnPassError as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(session.as_json(outcome), indent=2))
+    else:
+        _print_calibration(session.changes(outcome), session.told(outcome), outcome.failed)
+    if not outcome.kept:
+        raise typer.Exit(_FAILED)
+
+
+@contextmanager
+def _progress(silent: bool) -> Iterator[Callable[[str, Any], None]]:
+    """Shows on stderr what is being measured, where that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True, quiet=silent)
+    with console.status("measuring") as status:
+        yield lambda name, reading: status.update(f"{name}: {reading.us:.1f} us")
+
+
+def _print_calibration(
+    rows: Iterator[tuple[str, float | None, float]], sentences: Sequence[str], failed: Mapping[str, str]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("constant", "taken for", "measured", box=None, padding=(0, 2, 0, 0))
+    for name, before, measured in rows:
+        table.add_row(name, "-" if before is None else f"{before:.4g}", f"{measured:.4g}")
+    Console().print(table)
+    for sentence in (*sentences, *(f"Not measured: {name}: {reason}" for name, reason in failed.items())):
+        typer.echo(sentence)
 
 
 @app.command()

@@ -6,11 +6,14 @@ import importlib.metadata
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from attn_pass.capture import explain
+from attn_pass.hardware import calibration, catalog
+from attn_pass.hardware import device as hardware
 from attn_pass.targets import all_targets
 
 
@@ -72,6 +75,24 @@ def machine() -> Iterator[Finding]:
         yield Finding("CUDA device", "", "torch sees none; decide for one with device='H200'")
 
 
+def calibrations() -> Iterator[Finding]:
+    """Of every device whether it was calibrated with the versions that are installed, when, and how well."""
+    for name in devices():
+        device = hardware.cpu() if name == "cpu" else catalog.cuda_here(torch.device(name))
+        found = calibration.load(device)
+        what = f"calibration of {name}"
+        if found is None:
+            yield Finding(what, "", f"rates of {_source(device)}; measure: attn-pass calibrate --device {name}")
+        else:
+            versions = ", ".join(f"{key} {value}" for key, value in found.facts.items() if key != "device")
+            note = f"{found.facts['device']}; {versions}; readings {found.spread:.0%} apart"
+            yield Finding(what, found.date or "of an unknown date", note)
+
+
+def _source(device: hardware.Device) -> str:
+    return "the machine they were fitted on" if device.is_measured else "data sheets and published figures"
+
+
 def targets(device: str) -> Iterator[Finding]:
     """What every target says to causal attention of (2, 4, 256, 64) in half precision, written by hand, on a device."""
     q, k, v = (torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
@@ -97,6 +118,6 @@ def devices() -> list[str]:
 
 def diagnosis() -> dict[str, list[dict[str, Any]]]:
     """Everything, ready for JSON: "packages", "machine", and what the targets say on each device."""
-    found = {"packages": packages(), "machine": machine()}
+    found = {"packages": packages(), "machine": chain(machine(), calibrations())}
     found |= {f"what the targets say to causal attention on {device}": targets(device) for device in devices()}
     return {title: [asdict(finding) for finding in findings] for title, findings in found.items()}

@@ -20,9 +20,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
-from attn_pass.kernels.decode import Parts, Room, launch, power, reference, splits_for, tiles_for
-from attn_pass.kernels.decode_triton import attend, join
-from bench.decode_cases import CASES, Case, error, exact, inputs_of
+from attn_pass.kernels.decode import Inputs, Room, launched, numbers_for, reference_with_lse
+from bench.decode_cases import CASES, Case, error, error_of_lse, exact_with_lse, inputs_of, lengths_of
 
 _dot = InterpreterBuilder.create_dot
 
@@ -34,6 +33,17 @@ def _dot_of_values(self: InterpreterBuilder, a: Any, b: Any, *rest: Any) -> Any:
 
 
 InterpreterBuilder.create_dot = _dot_of_values
+_convert = interpreter._convert_float
+
+
+def _convert_to_nearest(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """A GPU rounds float32 to the nearest bfloat16 (cvt.rn); the interpreter cuts its bits off (triton 3.7.1)."""
+    if (source, target) != (tl.float32, tl.bfloat16):
+        return _convert(data, source, target, rounding)
+    return torch.tensor(data).bfloat16().view(torch.int16).numpy().view("uint16")
+
+
+interpreter._convert_float = _convert_to_nearest
 _patch_tensor = interpreter._patch_lang_tensor
 
 
@@ -47,26 +57,19 @@ interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
 def run(case: Case) -> dict[str, float]:
-    """The largest error of the kernel, and of the plain operators, against float64."""
+    """The largest errors of the kernel, and of the plain operators, against float64."""
     q, k, v, mask = inputs_of(case)
-    rows = case.heads // case.kv_heads * case.q_len
-    mask_bytes = 0 if mask is None else mask.itemsize
-    tiles = tiles_for(rows, case.dim, v.size(3), mask_bytes, Room(case.shared_bytes))
-    row_blocks = -(-rows // tiles.rows)
-    windowed = case.causal and case.window >= 0
-    seen = min(case.kv_len, case.window + case.q_len) if windowed else case.kv_len
-    splits = splits_for(case.batch * case.kv_heads * row_blocks, seen, case.cores)
-    partial = torch.full((splits, case.batch, case.heads, case.q_len, v.size(3)), float("nan"))
-    tops, totals = (torch.full(partial.shape[:-1], float("nan")) for _ in range(2))
-    parts = Parts(splits, partial, tops, totals)
-    arguments = launch(q, k, v, mask, case.scale, case.causal, case.window, parts, tiles)
-    attend[(case.batch * case.kv_heads, row_blocks, splits)](**arguments)
-    result = torch.full((case.batch, case.heads, case.q_len, v.size(3)), float("nan"), dtype=case.dtype)
-    count = case.batch * case.heads * case.q_len
-    join[(count,)](partial, tops, totals, result, splits, count, DIM=v.size(3), BLOCK_DIM=power(v.size(3)))
-    right = exact(q, k, v, mask, case)
-    plain = reference(q, k, v, mask, case.scale, case.causal, case.window)
-    return {"splits": splits, "kernel": error(result, right), "plain": error(plain, right)}
+    inputs = Inputs(q, k, v, mask, case.scale, case.causal, case.window, lengths_of(case))
+    tiles, splits = numbers_for(inputs, Room(case.shared_bytes), case.cores)
+    found = launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
+    alone, none = launched(inputs, tiles, splits, with_lse=False, wrap=lambda kernel: kernel)
+    assert none is None and torch.equal(alone, found[0])
+    errors: dict[str, float] = {"splits": splits, "one mask row": inputs.has_one_mask_row}
+    right, right_lse = exact_with_lse(q, k, v, mask, case)
+    for name, (out, lse) in {"kernel": found, "plain": reference_with_lse(inputs)}.items():
+        assert lse is not None and lse.dtype == torch.float32
+        errors |= {name: error(out, right), f"lse, {name}": error_of_lse(lse, right_lse)}
+    return errors
 
 
 def results(names: list[str]) -> Iterator[tuple[str, dict[str, float]]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,13 +17,16 @@ import torch
 
 pytest.importorskip("triton")
 
+from attn_pass.kernels import decode
+from bench import stand_ins
 from bench.frame.document import Column
-from bench.gpu import aims, floors, telling
-from bench.gpu.__main__ import PARTS, arguments
-from bench.gpu.keeper import Limits, keep
-from bench.gpu.parts import Case, Journal, Lost, Part, run_parts
-from bench.gpu.place import Place
+from bench.gpu import console, counters, decode_grid, floors, goals, probes, supervisor, toolchain
+from bench.gpu.__main__ import PARTS, arguments, main
+from bench.gpu.environment import Environment
+from bench.gpu.journal import Journal
+from bench.gpu.parts import Case, Lost, Part, Shard, run_parts
 from bench.gpu.shapes import Shape, by_hand, call
+from bench.gpu.supervisor import Limits, supervise
 from bench.gpu.timing import Variant, compare, sets_for
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +47,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
+    assert list(dry["parts"]) == [part.name for part in PARTS if part.usual]
     assert list(dry["parts"]) == ["correctness", "decode", "floors", "rules", "seeds", "tuned"]
     for name, part in dry["parts"].items():
         assert part["rows"], name
@@ -77,17 +84,18 @@ def test_the_rules_are_compared_with_torch(dry: dict[str, Any]) -> None:
 
 
 def test_the_table_and_the_end_of_the_output_say_it_all(dry: dict[str, Any]) -> None:
-    for part in PARTS:
+    for part in (p for p in PARTS if p.usual):
         assert f"## {part.title}" in dry["table"]
     assert "times mean nothing" in dry["table"]
     assert dry["run"]["dry"] is True and dry["run"]["torch"] == torch.__version__
     assert "/" not in dry["run"]["command"].replace("--json run.json", "")
-    assert [a["verdict"] for a in dry["aims"]] == ["met", *["not measured"] * 5]
+    assert [a["verdict"] for a in dry["goals"]] == ["met", *["not measured"] * 5]
     assert "correctness:" in dry["printed"][-1500:]
 
 
 def test_the_command_line_refuses_what_it_cannot_do() -> None:
-    for given in (["--device", "cpu"], ["--dry"], ["--only", "floor"]):
+    wrong = (["--device", "cpu"], ["--dry"], ["--only", "floor"], ["--shard", "3/2", "--json", "x"], ["--shard", "1/2"])
+    for given in (*wrong, ["--resume"], ["--collect"]):
         with pytest.raises(SystemExit):
             arguments(given)
 
@@ -138,7 +146,7 @@ def test_both_spellings_are_the_same_attention(mask: str, kv_heads: int) -> None
     shape = Shape(2, 4, kv_heads, 12, 12, 8, mask, window=3, dtype=torch.float64)
     program = call(shape)
     assert program is not None
-    inputs = [x.double() for x in shape.inputs(Place("cpu"))]
+    inputs = [x.double() for x in shape.inputs(Environment("cpu"))]
     torch.testing.assert_close(program(*inputs), by_hand(shape)(*inputs))
 
 
@@ -151,7 +159,7 @@ def _part(*cases: Case, name: str = "part", share: float = 1.0) -> Part:
 
 def _run(journal: Journal, *parts: Part, seconds: float = 60.0) -> list[str]:
     told: list[str] = []
-    run_parts(Place("cpu"), parts, time.time() + seconds, journal, told.append, lambda: None)
+    run_parts(Environment("cpu"), parts, time.time() + seconds, journal, told.append)
     return told
 
 
@@ -167,7 +175,7 @@ def test_a_failure_stays_with_its_case(tmp_path: Path) -> None:
     assert bad["error"] == "ValueError: this shape is no shape" and "_fails" in bad["trace"]
     assert good["value"] == 2
     assert any("FAILED ValueError" in line for line in told)
-    table = telling.markdown(telling.document(journal, [part]), [part])
+    table = console.markdown(console.document(journal, [part]), [part])
     assert "| good | 2.0 |" in table and "- bad: ValueError" in table
 
 
@@ -216,7 +224,7 @@ def test_a_case_that_takes_the_process_down_is_written_down_and_passed_over(tmp_
     journal = Journal(tmp_path / "journal")
     told: list[str] = []
     line = [sys.executable, "-c", DIES, str(journal.path), how]
-    keep(line, journal, Limits(time.time() + 60, stall_s=1.0), told.append)
+    supervise(line, journal, Limits(time.time() + 60, stall_s=1.0), told.append)
     rows = journal.rows()["p"]
     assert [row["name"] for row in rows] == ["one", "two", "three"]
     assert ("ended with 11" if how == "dies" else "was stopped") in rows[1]["error"]
@@ -225,8 +233,209 @@ def test_a_case_that_takes_the_process_down_is_written_down_and_passed_over(tmp_
 
 def test_a_process_that_cannot_begin_is_not_started_for_ever(tmp_path: Path) -> None:
     told: list[str] = []
-    keep([sys.executable, "-c", "raise SystemExit(3)"], Journal(tmp_path / "j"), Limits(time.time() + 60), told.append)
+    supervise(
+        [sys.executable, "-c", "raise SystemExit(3)"], Journal(tmp_path / "j"), Limits(time.time() + 60), told.append
+    )
     assert told == ["the run: the process ended with 3"]
+
+
+# ---------------------------------------------------------------- shards, the journal, the exit status
+
+
+def test_shards_take_every_case_once() -> None:
+    cases = [Case(str(n), dict) for n in range(7)]
+    taken = [case.name for number in (1, 2, 3) for case in Shard(number, 3).of(cases)]
+    assert sorted(taken) == [case.name for case in cases] and Shard.parse("2/6") == Shard(2, 6)
+    for text in ("0/2", "3/2", "1", "a/b", "1/0", "-1/2"):
+        with pytest.raises(ValueError, match="i/n"):
+            Shard.parse(text)
+
+
+def test_shards_share_a_journal(tmp_path: Path) -> None:
+    cases = [Case(str(n), lambda n=n: {"value": n}) for n in range(5)]
+    journals = [Journal(tmp_path / "journal", f"part {n}/2") for n in (1, 2)]
+    for number, journal in enumerate(journals, 1):
+        run_parts(Environment("cpu"), [_part(*cases)], time.time() + 60, journal, lambda _: None, Shard(number, 2))
+    assert {row["name"]: row["value"] for row in journals[0].rows()["part"]} == {str(n): n for n in range(5)}
+    journals[0].start_anew()  # which drops the rows of its own shard alone
+    assert [row["name"] for row in journals[1].rows()["part"]] == ["1", "3"]
+
+
+def test_half_a_line_is_no_line(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.add(part="p", row={"name": "one"})
+    with journal.path.open("a") as file:
+        file.write('{"part": "p", "row": {"na')
+    assert [row["name"] for row in journal.rows()["p"]] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "row, status",
+    [
+        ({"verdict": "right"}, 0),
+        ({"verdict": "refused: no such mask"}, 0),
+        ({"verdict": "DIFFERS"}, 0),
+        ({"verdict": "WRONG"}, 2),
+        ({"wrong": "cudnn"}, 2),
+        ({"wrong": None}, 0),
+        ({"error": "the process ended with 11", "lost": True}, 2),
+        ({"answer": "wrong: dQ"}, 0),  # a probe's answer is what it was asked for
+    ],
+)
+def test_the_exit_status_says_whether_anything_is_wrong_or_lost(row: dict[str, Any], status: int) -> None:
+    good = {"name": "good", "verdict": "right"}
+    assert console.status({"parts": {"a": {"rows": [good]}, "b": {"rows": [{"name": "x", **row}]}}}) == status
+
+
+def test_the_exit_status_of_a_run_without_a_row() -> None:
+    assert console.status({"parts": {"a": {"rows": []}}}) == 1
+
+
+def _complete(file: Path) -> dict[str, Any]:
+    """The JSON as it lies there: whole, and with a table beside it."""
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert set(found) == {"run", "goals", "parts"} and file.with_suffix(".md").read_text().startswith("# One run")
+    return found
+
+
+RULES = ["-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--only", "rules"]
+
+
+def test_a_run_killed_at_a_random_time_leaves_a_whole_json_and_goes_on_from_there(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    line = [sys.executable, *RULES, "--json", str(file)]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
+    journal = Journal(file.with_suffix(".jsonl"), "rules")
+    while not journal.rows() and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(random.uniform(0.0, 0.5))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    begun = {row["name"] for row in journal.rows()["rules"]}
+    assert begun
+    if file.exists():
+        _complete(file)
+    assert main(["--collect", "--json", str(file)]) == 0
+    assert {row["name"] for row in _complete(file)["parts"]["rules"]["rows"]} >= begun
+    orphan = len(journal.lines())
+    time.sleep(1.0)
+    assert len(journal.lines()) == orphan  # the process that measures ended with the one that was killed
+    before = {row["name"]: row["seconds"] for row in journal.rows()["rules"]}
+    assert subprocess.run([*line, "--resume"], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    after = {row["name"]: row["seconds"] for row in _complete(file)["parts"]["rules"]["rows"]}
+    assert len(after) == 9 and before.items() <= after.items()
+
+
+def test_a_run_that_is_terminated_writes_what_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    process = subprocess.Popen([sys.executable, *RULES, "--json", str(file)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    journal = Journal(file.with_suffix(".jsonl"), "rules")
+    while not journal.rows() and process.poll() is None:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) == 143
+    assert _complete(file)["parts"]["rules"]["rows"] and "seconds" in _complete(file)["run"]
+
+
+def test_the_json_is_written_while_the_run_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_WRITE_S", 0.1)
+    monkeypatch.setattr(supervisor, "_BEAT_S", 0.5)
+    journal = Journal(tmp_path / "journal")
+    written: list[int] = []
+    line = [sys.executable, "-c", DIES, str(journal.path), "hangs"]
+    limits = Limits(time.time() + 60, stall_s=2.5, write=lambda: written.append(len(journal.rows().get("p", ()))))
+    supervise(line, journal, limits, lambda _: None)
+    assert written[0] == 1 and 2 not in written[:1]  # the first case, while the second one hung
+    assert [line for line in journal.lines() if "beat" in line]  # and the journal said that it still ran
+
+
+# ---------------------------------------------------------------- the stages
+
+
+def test_the_stages_ask_for_parts_there_are() -> None:
+    text = (ROOT / "bench" / "gpu" / "stages.sh").read_text()
+    asked = re.findall(r"^ +(?:step|sharded|background) \d+ ([a-z,]+)", text, re.M)
+    names = {name for parts in asked for name in parts.split(",")}
+    assert names == {part.name for part in PARTS}
+    for number, most in (("1", 600), ("2", 600), ("3", 600)):
+        block = text[text.index(f"    {number})\n") :].split(";;")[0]
+        steps = [int(s) for s in re.findall(r"^ +(?:step|sharded) (\d+)", block, re.M)]
+        assert sum(steps) + (45 if "calibrate" in block else 0) + 15 < most
+
+
+def test_an_unknown_stage_is_refused() -> None:
+    done = subprocess.run(["bash", "bench/gpu/stages.sh", "4"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 64 and "1|2|3" in done.stderr
+
+
+def test_a_toolchain_without_its_parts_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = toolchain.Toolchain("/usr/bin/g++", "", "")
+    assert "cuda.h" in found.missing and "libcuda" in found.missing and "g++" not in found.missing
+    assert toolchain.links_libcuda(found).startswith("not tried")
+    (tmp_path / "libcuda.so.1").touch()
+    monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setattr(toolchain, "_LIBRARY_FOLDERS", ())
+    monkeypatch.setenv("LD_LIBRARY_PATH", "")
+    driver = toolchain.find().libcuda
+    wanted = toolchain.exports(toolchain.Toolchain("g++", "", driver), tmp_path / "links")
+    assert driver == str(tmp_path / "libcuda.so.1")
+    assert wanted["LIBRARY_PATH"] == f"{tmp_path / 'links'}:{tmp_path}"
+    assert (tmp_path / "links" / "libcuda.so").resolve() == tmp_path / "libcuda.so.1"
+
+
+def test_counters_are_read_from_behind_the_notices_of_the_tool() -> None:
+    table = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    table += '"0","attend","gpu__time_duration.sum","ns","46,112"\n"0","attend","other","","1"\n'
+    assert counters.counted("==PROF== Connected\n" + table) == {"ns": "46,112"}
+    assert counters.counted("==ERROR== no permission") == {}
+
+
+# ---------------------------------------------------------------- the probes
+
+
+@pytest.mark.parametrize("name", list(probes.PROBES))
+def test_a_probe_has_an_answer_in_a_dry_run(name: str) -> None:
+    stand_ins.install()
+    answer = probes.ask(Environment("cpu", quick=True), probes.PROBES[name])["answer"]
+    assert answer.split(":")[0].split(";")[0].split(",")[0] in ("right", "refused"), answer
+    if name.startswith(("mask, S", "left padding", "window")):
+        assert answer == "right"
+
+
+def test_a_probe_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install()
+    real = probes._operator
+    monkeypatch.setattr(probes, "_operator", lambda *given: real(*given) * 1.1)
+    answer = probes.ask(Environment("cpu"), probes.PROBES["mask, S = 704, gradients"])["answer"]
+    assert answer == "wrong: out, dQ, dK, dV"
+    monkeypatch.setattr(probes, "_operator", lambda *given: real(*given) * float("nan"))
+    answer = probes.ask(Environment("cpu"), probes.PROBES["mask, S = 704, gradients"])["answer"]
+    assert answer.endswith("; not finite: out, dQ, dK, dV")
+
+
+# ---------------------------------------------------------------- the decode kernel's parts
+
+
+def test_the_decode_kernels_parts_are_launched_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **given: launched.append(self._name)
+
+    for name in ("attend", "join"):
+        monkeypatch.setattr(decode, name, Kernel(name))
+    shape = decode_grid.shape_of(1, 1, 512)
+    tiles, parts = decode_grid.numbers(Environment("cpu"), shape)
+    assert parts == 2 and tiles.rows == 16
+    inputs = [torch.zeros(1, heads, n, 128, dtype=torch.bfloat16) for heads, n in ((32, 1), (8, 512), (8, 512))]
+    for only, names in ((None, ["attend", "join"]), (decode.attend, ["attend"]), (decode.join, ["join"])):
+        launched.clear()
+        decode_grid.launched(shape, parts, tiles, only)(*inputs)
+        assert launched == names
 
 
 # ---------------------------------------------------------------- timing
@@ -266,8 +475,8 @@ class _Capture:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A place that takes itself for a GPU, whose graphs take two milliseconds."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """An environment that takes itself for a GPU, whose graphs take two milliseconds."""
     for name, stand_in in (
         ("Event", _Event),
         ("CUDAGraph", _Graph),
@@ -275,10 +484,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
         ("synchronize", lambda: None),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    return Place("cuda")
+    return Environment("cuda")
 
 
-def test_inputs_are_rotated_and_variants_take_turns(gpu: Place) -> None:
+def test_inputs_are_rotated_and_variants_take_turns(gpu: Environment) -> None:
     seen: list[tuple[str, int]] = []
     variants = {name: Variant(lambda n, name=name: seen.append((name, n))) for name in ("a", "b")}
     times = compare(gpu, variants, [(n,) for n in range(3)], rounds=20, seconds=1.0)
@@ -289,7 +498,7 @@ def test_inputs_are_rotated_and_variants_take_turns(gpu: Place) -> None:
 
 
 def test_what_cannot_be_captured_is_timed_by_events_and_what_fails_is_named(
-    gpu: Place, monkeypatch: pytest.MonkeyPatch
+    gpu: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Capture, "__enter__", lambda _: _fails())
     variants = {
@@ -310,7 +519,7 @@ def test_sets_of_inputs_are_larger_than_the_cache() -> None:
     assert sets_for(8, cold=False) == 1
 
 
-# ---------------------------------------------------------------- aims
+# ---------------------------------------------------------------- goals
 
 
 def test_aims_name_the_worst_case() -> None:
@@ -327,7 +536,7 @@ def test_aims_name_the_worst_case() -> None:
         ],
         "seeds": [{"name": "S4 through AOTInductor", "stock_over_pass": 60.0}],
     }
-    found = {a["aim"].split(":")[0].split(",")[0]: a for a in aims.measured(rows, dry=False)}
+    found = {a["goal"].split(":")[0].split(",")[0]: a for a in goals.measured(rows, dry=False)}
     assert found["S4"]["verdict"] == "met"
     assert found["prefill D128"]["verdict"] == "not met" and "S8192" in found["prefill D128"]["measured"]
     assert found["decode q1 to 16 from 32k keys on"]["verdict"] == "met"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attn_pass.hardware.cost import Problem, traffic
-from attn_pass.hardware.device import Device
+from attn_pass.hardware.device import FEW_ROWS, Device
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,16 @@ SHAPES = {
     # One row is near the memory roof, two take nine times as long (62208 keys of 9 heads, H200).
     "cudnn": Shape(128, (32, 64, 96, 128, 192, 256), False, True),
     "efficient": Shape(64, (64, 128), False, False),
+    # hopper/flash_api_stable.cpp: round_up_headdim, get_pack_gqa. It splits keys too, but under torch.compile only by a
+    # number that is given with the call (hopper/flash_attn_interface.py refuses to trace its own choice).
+    "flash_attn_3": Shape(128, (64, 96, 128, 192, 256), False, True),
 }
 _EXP_OVERLAP = 0.5  # of the exponentials' time is not hidden behind products (FA2 and cuDNN on H100, D 64 and 128)
 _CORE_BANDWIDTH = 1.4  # of its share of the device's bandwidth is what one multiprocessor alone can draw
-_REACHED = 0.85  # of the rate of a copy
 _MASKED = 1.5  # the time of products and exponentials with a mask to add among them: a guess
-_SPLIT_SHARE = 0.80  # the same, for a kernel that splits the keys and joins the parts
-_FLASH_SPLIT_SHARE = 0.75  # flash splits them into blocks of 128 rows, most of which are padding
 PYTHON_US = 20.0  # checks and allocations of a library's call in Python; not measured
 _LOOKUP_US = 0.5  # cuDNN finds the plan of a shape by its key, on the host
-_JOIN_US = 2.0  # the second kernel of a split waits for the first
-_PLAN_US = 30_000 / 16  # cuDNN builds a plan for each new shape, 23 to 37 ms; a shape is taken to come 16 times
+_PLAN_USES = 16  # cuDNN builds a plan for each new shape, which is taken to come so many times
 
 
 def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool = False) -> float:
@@ -58,8 +57,10 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
     products = 2.0 * scores * dims / rate / 1e3
     exponentials = scores / device.exp_gops / 1e3
     arithmetic = (products + _EXP_OVERLAP * exponentials) / spread
-    reached = _FLASH_SPLIT_SHARE if balance < spread and not one_row else _REACHED
-    memory = traffic(device, problem.operand_bytes) / reached
+    few = (
+        min(problem.q_len, FEW_ROWS) if balance < spread else problem.q_len
+    )  # what splits the keys has few rows for it
+    memory = traffic(device, problem.operand_bytes) / device.shares[kernel].memory(few)
     read = (
         problem.expanded_kv_bytes * heads / max(1, problem.heads)
     )  # keys and values by each head, or group, that wants them
@@ -71,10 +72,10 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
         mask = made + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
         arithmetic *= _MASKED
     copies = traffic(device, 2 * problem.copied_bytes)
-    plan = _PLAN_US if growing and kernel == "cudnn" else 0.0
+    plan = device.plan_us / _PLAN_USES if growing and kernel == "cudnn" else 0.0
     start = device.fused_op_us + (_LOOKUP_US if kernel == "cudnn" else 0.0)
     if kernel == "flash" and balance < spread:
-        start += device.op_us + _JOIN_US
+        start += device.op_us + device.join_us
     return start + max(arithmetic, memory) + mask + copies + plan
 
 
@@ -82,12 +83,30 @@ def split_keys(device: Device, problem: Problem) -> float:
     """A split-KV kernel and its reduction: keys and values once for a KV head, its rows in blocks of 16 or more."""
     packed = problem.heads // problem.kv_heads * problem.q_len if problem.kv_heads else problem.q_len
     scores = problem.batch * problem.kv_heads * -(-packed // 16) * 16 * problem.kv_len
-    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "flash", problem) / 1e3
+    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "decode", problem) / 1e3
     arithmetic = products + _EXP_OVERLAP * scores / device.exp_gops / 1e3
-    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes) / _SPLIT_SHARE
+    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
+    memory /= device.shares["decode"].memory(problem.q_len)
     read = problem.expanded_kv_bytes * problem.kv_heads / max(1, problem.heads)  # the batch may share keys and values
     memory = max(memory, read / device.cache_gbytes / 1e3)
-    return max(arithmetic, memory) + 2 * device.op_us + _JOIN_US
+    return max(arithmetic, memory) + 2 * device.op_us + _join(device, problem, packed)
+
+
+def _join(device: Device, problem: Problem, packed: int) -> float:
+    """The second kernel of a split: it waits for the first, and reads the parts, 32 at a time, in float32."""
+    programs = problem.batch * problem.kv_heads * -(-packed // _SPLIT_ROWS)
+    wanted = max(1, _PROGRAMS_PER_CORE * device.cores // max(1, programs))
+    splits = max(1, min(wanted, -(-problem.kv_len // _LEAST_KEYS)))
+    parts = 4.0 * splits * problem.batch * problem.heads * problem.q_len * problem.value_dim
+    waves = -(-splits // _JOINED_AT_ONCE)
+    return device.join_us * (1 + waves) / 3 + 2 * parts / device.cache_gbytes / 1e3
+
+
+# As `attn_pass.kernels.decode` has them.
+_SPLIT_ROWS = 64  # of a program, at most
+_PROGRAMS_PER_CORE = 2
+_LEAST_KEYS = 256
+_JOINED_AT_ONCE = 32  # parts whose loads do not wait for each other: 33 of them take ``join_us``, by the instructions
 
 
 def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = False) -> float:
@@ -100,17 +119,18 @@ def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = 
     if splits_keys:
         heads = problem.batch * problem.kv_heads
         rows = max(16, 1 << max(0, problem.q_len * (problem.heads // max(1, problem.kv_heads)) - 1).bit_length())
-        programs, reached = heads * max(1, device.cores // max(1, heads) * 2), _FLASH_SPLIT_SHARE
+        programs = heads * max(1, device.cores // max(1, heads) * 2)
     else:
         heads = problem.batch * problem.heads
         rows = -(-problem.q_len // _FLEX_TILE) * _FLEX_TILE
-        programs, reached = heads * (rows // _FLEX_TILE), _REACHED
+        programs = heads * (rows // _FLEX_TILE)
     busy = min(1.0, max(1, programs) / device.cores)
     scores = share * heads * rows * problem.kv_len
-    of_flash = _FLEX_OF_FLASH[device.capability >= (9, 0)]
     half = problem.dtype.itemsize < 4
-    rate = of_flash * (_rate(device, "flash", problem) if half else device.fused(problem.dtype))
+    single = _FLEX_SINGLE[device.capability >= (9, 0)] * device.fused(problem.dtype)
+    rate = _rate(device, "flex", problem) if half else single
     arithmetic = (2.0 * scores * dims / rate + _EXP_OVERLAP * scores / device.exp_gops) / busy / 1e3
+    reached = device.shares["flex"].memory(problem.q_len if splits_keys else rows)
     memory = traffic(device, problem.operand_bytes) / reached / min(1.0, busy * _CORE_BANDWIDTH)
     captured = traffic(device, problem.mask_elements * problem.mask_bytes)
     copies = traffic(device, 2 * problem.copied_bytes)
@@ -118,7 +138,7 @@ def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = 
     return max(arithmetic, memory) + captured + copies + start
 
 
-_FLEX_OF_FLASH = (0.85, 1.2)  # of FlashAttention-2's rate, before and from Hopper on (A100, H100: PyTorch's blog)
+_FLEX_SINGLE = (0.85, 1.2)  # of the fused rate in float32, before and from Hopper on: as in half precision
 _FLEX_TILE = 128  # query rows of a program
 _FLEX_BLOCK_KERNELS = 4  # generated kernels that make the lists of blocks
 _FLEX_COMPILE_US = 20.0  # its compile takes some 2 s a layer, which a hundred thousand calls must earn
@@ -152,7 +172,7 @@ _PRODUCT_SHARE = 0.85  # of the rate of a large product, for one whose inner or 
 
 
 def _rate(device: Device, kernel: str, problem: Problem) -> float:
-    return device.matmul(problem.dtype) * device.shares[kernel]
+    return device.matmul(problem.dtype) * device.shares[kernel].matrix(max(problem.head_dim, problem.value_dim))
 
 
 def _compiled(shape: Shape, dim: int) -> int:

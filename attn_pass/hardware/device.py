@@ -12,6 +12,33 @@ import torch
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What one kernel reaches: of the rate of large matrix products with many rows, of a copy's rate with few.
+
+    ``wide`` and ``narrow`` are for head dims over 128 and up to 64, where they are known to differ.
+    """
+
+    prefill: float
+    one_row: float = 0.85
+    few_rows: float = 0.85  # 2 to 64 query rows
+    narrow: float | None = None
+    wide: float | None = None
+
+    def matrix(self, head_dim: int) -> float:
+        """Of the rate of large matrix products."""
+        own = self.narrow if head_dim <= 64 else self.wide if head_dim > 128 else None
+        return self.prefill if own is None else own
+
+    def memory(self, q_len: int) -> float:
+        """Of the rate of a copy, for operands that are read once."""
+        return self.one_row if q_len == 1 else self.few_rows if q_len <= FEW_ROWS else _STREAMED
+
+
+FEW_ROWS = 64
+_STREAMED = 0.85  # of a copy's rate, read by kernels with many rows
+
+
+@dataclass(frozen=True)
 class Device:
     """A device's rates. Bytes and FLOPs in units of 1e9 a second, overheads in microseconds."""
 
@@ -29,12 +56,21 @@ class Device:
     kernel_us: float  # one generated kernel
     fused_op_us: float  # calling the fused attention operator
     kernels: tuple[str, ...] = ()  # the fused kernels there are, as `attn_pass.targets.kernels` names them
-    shares: Mapping[str, float] = field(default_factory=dict)  # of the matrix rate, what each of them reaches
+    shares: Mapping[str, Shares] = field(default_factory=dict)  # of the rates above, what each kernel reaches
+    join_us: float = 2.0  # the second kernel of one that splits the keys, which waits for the first and joins 33 parts
+    plan_us: float = 30_000.0  # cuDNN builds a plan for a new shape: 23 to 37 ms on the host
+    is_measured: bool = False  # this project set the rates by measurements of such a device, not by data sheets
+    is_calibrated: bool = False  # rates were measured on this very machine (`attn_pass.hardware.calibration`)
+    measured_kernels: tuple[str, ...] = ()  # those whose shares were measured on it
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
     flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
     family: str = ""  # of an Ascend NPU, as `attn_pass.hardware.npu` names them
     is_here: bool = True  # False for one that is decided for by its data sheet alone
+
+    def knows(self, kernel: str) -> bool:
+        """Whether what the cost model says of a kernel rests on measurements."""
+        return self.is_measured or kernel in self.measured_kernels
 
     def matmul(self, dtype: torch.dtype) -> float:
         """GFLOP/s of a matrix product; half precision where nothing better is known counts as float32."""
@@ -80,6 +116,7 @@ def cpu_with(cores: int) -> Device:
         kernel_us=3.0,
         fused_op_us=15.0,
         kernels=("cpu flash",),
+        is_measured=True,
     )
 
 
@@ -95,29 +132,29 @@ def facts(device: Device) -> dict[str, str]:
 
 
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:
-    """The device to decide for: the one asked for, or the one the tensors are on.
+    """The device to decide for: the one asked for, or the one the tensors are on, with what was measured of it here.
 
     ``asked`` is a device as torch names it or one that `attn_pass.hardware.catalog.is_known`. A GPU that is not here
     has no kernels, unless it is asked for. An NPU is known by what its runtime says, where one is loaded.
     """
-    from attn_pass.hardware import catalog
+    from attn_pass.hardware import calibration, catalog
 
     if asked is not None and catalog.is_known(asked):
         return catalog.by_name(asked)
     wanted = tensors if asked is None else torch.device(asked)
     kind = wanted.type
     if kind == "cpu":
-        return cpu()
+        return calibration.applied(cpu())
     if kind == "cuda":
         if torch.cuda.is_available():
-            return catalog.cuda_here(wanted)
+            return calibration.applied(catalog.cuda_here(wanted))
         found = catalog.by_name(catalog.DEFAULT_CUDA)
         return found if asked is not None else replace(found, kernels=())
     if kind == "xla" and (tpu := catalog.tpu_here(tpu_generation())) is not None:
         return tpu
     if kind == "npu":
         return catalog.npu_here(wanted)
-    return replace(cpu_with(1), type=kind, name=kind, kernels=())
+    return replace(cpu_with(1), type=kind, name=kind, kernels=(), is_measured=False)
 
 
 @lru_cache(maxsize=1)

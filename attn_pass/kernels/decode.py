@@ -4,11 +4,16 @@ One program takes one KV head's query rows, all heads of its group packed togeth
 and values are read once whatever the group; the splits' partial results are then joined by their sums of exponentials
 (Flash-Decoding: https://crfm.stanford.edu/2023/10/12/flashdecoding.html). The number of splits follows from the length
 and the number of multiprocessors at run time. Inference only.
+
+`attn_pass::decode_with_lse` gives the logarithm of the sum of exponentials too. On devices without the kernel both are
+plain products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +25,8 @@ _MOST_ROWS = 64  # packed query rows a program takes
 _TILES = ((64, 3), (64, 2), (32, 2))  # keys and pipeline stages, the best first
 _LEAST_KEYS = 256  # of a split: less work than this is not worth joining
 _PROGRAMS_PER_CORE = 2
+_SPLITS_JOINED = 32  # at a time
+_CORES = 132  # of a GPU that is not here
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,41 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What each split leaves for the join: (splits, B, H, L, Dv) results, and (splits, B, H, L) for the other two."""
+class Inputs:
+    """What `decode` is given."""
 
-    splits: int
-    results: Tensor
-    tops: Tensor  # the highest score of a row
-    totals: Tensor  # the sum of exponentials over it
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scale: float
+    causal: bool = False
+    window: int = -1
+    lengths: Tensor | None = None
+
+    @property
+    def has_one_mask_row(self) -> bool:
+        """Whether all rows of a KV head share one row of the mask, as far as is known when this is traced."""
+        if self.mask is None:
+            return False
+        batch, heads, q_len = self.query.shape[:3]
+        _, over_heads, over_rows, _ = self.mask.expand(batch, heads, q_len, self.key.size(2)).stride()
+        one_head = _is(heads // self.key.size(1), 1) or _is(over_heads, 0)
+        return one_head and (_is(q_len, 1) or _is(over_rows, 0))
 
 
-def tiles_for(rows: int, dim: int, value_dim: int, mask_bytes: int = 0, room: Room = Room()) -> Tiles:
+def _is(size: object, number: int) -> bool:
+    """Whether a size is known to be a number; asking a symbolic one would be a guard."""
+    return isinstance(size, int) and size == number
+
+
+def tiles_for(
+    rows: int, dim: int, value_dim: int, mask_bytes: int = 0, room: Room = Room(), *, one_mask_row: bool = False
+) -> Tiles:
     """The largest tiles that fit, counted with every stage's keys, values and mask in shared memory.
 
-    ``mask_bytes`` is the size of one of its elements, 0 without one. Eight warps where four would spill registers: 64
+    ``mask_bytes`` is the size of one of its elements, 0 without one; ``one_mask_row``: a row of them is read, and no
+    block. Eight warps where four would spill registers: 64
     rows of 256, before compute capability 9 of 128 (seen in what ptxas makes of it).
     """
     wide, wide_values = power(dim), power(value_dim)
@@ -61,16 +90,26 @@ def tiles_for(rows: int, dim: int, value_dim: int, mask_bytes: int = 0, room: Ro
     most_values = 64 * 128 if room.major >= 9 else 64 * 64
     for block in (most, most // 2):
         for keys, stages in _TILES:
-            loaded = stages * keys * (2 * (wide + wide_values) + block * mask_bytes)
+            loaded = stages * keys * (2 * (wide + wide_values) + (1 if one_mask_row else block) * mask_bytes)
             if loaded + 2 * block * (wide + keys) <= room.shared_bytes:
                 return Tiles(block, keys, stages, 8 if block * wide_values > most_values else 4)
     return Tiles(16, 32, 1, 4)
 
 
-def room_of(device: torch.device) -> Room:
-    """What a block may have on this GPU."""
-    found = torch.cuda.get_device_properties(device)
-    return Room(getattr(found, "shared_memory_per_block_optin", Room.shared_bytes), found.major)
+def gpu_of(device: torch.device) -> tuple[Room, int]:
+    """What a block may have on this GPU, and the number of its multiprocessors.
+
+    Fake tensors of a GPU that is not here are planned with the least of one and Hopper's of the other: what comes of
+    it is read, and never run.
+    """
+    try:
+        found = torch.cuda.get_device_properties(device)
+    except (AssertionError, RuntimeError):  # torch was built without CUDA, or there is no driver
+        if torch.cuda.is_available():
+            raise
+        return Room(), _CORES
+    shared = getattr(found, "shared_memory_per_block_optin", Room.shared_bytes)
+    return Room(shared, found.major), found.multi_processor_count
 
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:
@@ -78,6 +117,22 @@ def splits_for(programs: int, kv_len: int, cores: int) -> int:
     wanted = max(1, _PROGRAMS_PER_CORE * cores // max(1, programs))
     most = (kv_len + _LEAST_KEYS - 1) // _LEAST_KEYS
     return torch.sym_max(1, torch.sym_min(wanted, most))  # type: ignore[no-any-return]
+
+
+def numbers_for(inputs: Inputs, room: Room, cores: int) -> tuple[Tiles, int]:
+    """The tiles, and the number of splits, on a GPU with so many multiprocessors."""
+    batch, heads, q_len, dim = inputs.query.shape
+    kv_heads, kv_len, value_dim = inputs.key.size(1), inputs.key.size(2), inputs.value.size(3)
+    rows = heads // kv_heads * q_len
+    mask_bytes = 0 if inputs.mask is None else inputs.mask.itemsize
+    tiles = tiles_for(rows, dim, value_dim, mask_bytes, room, one_mask_row=inputs.has_one_mask_row)
+    windowed = inputs.causal and inputs.window >= 0
+    seen = torch.sym_min(kv_len, inputs.window + q_len) if windowed else kv_len
+    return tiles, splits_for(batch * kv_heads * _blocks(rows, tiles), seen, cores)
+
+
+def _blocks(rows: int, tiles: Tiles) -> int:
+    return (rows + tiles.rows - 1) // tiles.rows
 
 
 @triton_op("attn_pass::decode", mutates_args={})
@@ -89,6 +144,7 @@ def decode(
     scale: float,
     causal: bool = False,
     window: int = -1,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * query @ key.T + mask) @ value`` for few query rows.
 
@@ -98,73 +154,118 @@ def decode(
         value: (B, Hkv, S, Dv).
         mask: added to the scores, or where boolean what is kept; broadcastable to (B, H, L, S), or None.
         scale: of the scores.
-        causal: keys are kept up to ``i + S - L``, aligned to the last key.
+        causal: keys are kept up to ``i + S - L``, aligned to the last key; with ``lengths`` to the last valid one of
+            the batch row, up to ``i + lengths[b] - L``.
         window: with ``causal`` the number of keys kept before that one, itself not counted; -1 for all.
+        lengths: (B,), int32: how many keys of each batch row are valid; those at or beyond it are never read. Taken
+            as 0 where negative and as S where larger. None for all.
 
     Returns:
         (B, H, L, Dv), contiguous. A row that keeps no key is 0.
     """
-    if query.device.type != "cuda":
-        return reference(query, key, value, mask, scale, causal, window)
-    batch, heads, q_len, _ = query.shape
-    kv_heads, kv_len, value_dim = key.size(1), key.size(2), value.size(3)
-    rows = heads // kv_heads * q_len
-    tiles = tiles_for(rows, query.size(3), value_dim, 0 if mask is None else mask.itemsize, room_of(query.device))
-    row_blocks = (rows + tiles.rows - 1) // tiles.rows
-    cores = torch.cuda.get_device_properties(query.device).multi_processor_count
-    seen = torch.sym_min(kv_len, window + q_len) if causal and window >= 0 else kv_len
-    splits = splits_for(batch * kv_heads * row_blocks, seen, cores)
-    count = batch * heads * q_len
-    # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
-    partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)
-    tops = query.new_empty(splits * count, dtype=torch.float32)
-    totals = torch.empty_like(tops)
-    parts = Parts(splits, partial, tops, totals)
-    arguments = launch(query, key, value, mask, scale, causal, window, parts, tiles)
-    grid = (batch * kv_heads, row_blocks, splits)
-    wrap_triton(attend)[grid](**arguments, num_warps=tiles.warps, num_stages=tiles.stages)
-    result = query.new_empty((batch, heads, q_len, value_dim))
-    block = power(value_dim)
-    wrap_triton(join)[(count,)](
-        partial, tops, totals, result, splits, count, DIM=value_dim, BLOCK_DIM=block, num_warps=2
-    )
-    return result
+    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
+    return _computed(inputs, with_lse=False)[0]
 
 
-def launch(
+@triton_op("attn_pass::decode_with_lse", mutates_args={})
+def decode_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    causal: bool,
-    window: int,
-    parts: Parts,
-    tiles: Tiles,
-) -> dict[str, object]:
-    """The arguments of `attend` by name."""
+    causal: bool = False,
+    window: int = -1,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `decode` computes, and each row's logarithm of the sum of exponentials of its scores.
+
+    An operator of its own, since Inductor writes results that nobody reads. With it sinks are joined, or parts of the
+    keys that were computed apart.
+
+    Returns:
+        The result (B, H, L, Dv), and (B, H, L) in float32 to base e; -inf for a row that keeps no key.
+    """
+    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
+    out, lse = _computed(inputs, with_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+def _computed(inputs: Inputs, *, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+    device = inputs.query.device
+    if device.type != "cuda":
+        return reference_with_lse(inputs)
+    return launched(inputs, *numbers_for(inputs, *gpu_of(device)), with_lse=with_lse)
+
+
+def launched(
+    inputs: Inputs, tiles: Tiles, splits: int, *, with_lse: bool, wrap: Callable[[Any], Any] = wrap_triton
+) -> tuple[Tensor, Tensor | None]:
+    """The kernels' results with these tiles and so many splits; ``wrap`` is what a kernel is launched through."""
+    query, value_dim = inputs.query, inputs.value.size(3)
+    batch, heads, q_len, _ = query.shape
+    kv_heads = inputs.key.size(1)
+    count = batch * heads * q_len
+    # Flat: a dimension of ``splits`` would be asked whether it is 1, and the answer be a guard on the number of keys.
+    partial = query.new_empty(splits * count * value_dim, dtype=torch.float32)
+    tops = query.new_empty(splits * count, dtype=torch.float32)
+    totals = torch.empty_like(tops)
+    grid = (batch * kv_heads, _blocks(heads // kv_heads * q_len, tiles), splits)
+    wrap(attend)[grid](
+        partial=partial,
+        tops=tops,
+        totals=totals,
+        splits=splits,
+        **_arguments(inputs, tiles),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    result = query.new_empty((batch, heads, q_len, value_dim))
+    lse = query.new_empty((batch, heads, q_len), dtype=torch.float32) if with_lse else None
+    wrap(join)[(count,)](
+        partial=partial,
+        tops=tops,
+        totals=totals,
+        result=result,
+        lse=lse,
+        splits=splits,
+        rows=count,
+        DIM=value_dim,
+        BLOCK_DIM=power(value_dim),
+        BLOCK_SPLITS=_SPLITS_JOINED,
+        LSE=with_lse,
+        num_warps=4,
+    )
+    return result, lse
+
+
+def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
+    """The arguments of `attend` that describe the call, by name."""
+    query, key, value, mask, lengths = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.lengths
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, value_dim = key.size(1), key.size(2), value.size(3)
-    seen = None if mask is None else mask.expand(batch, heads, q_len, kv_len)
-    strides = (0, 0, 0, 0) if seen is None else seen.stride()
+    if mask is not None:
+        mask = mask.expand(batch, heads, q_len, kv_len)
+    if lengths is not None:
+        torch._check_type(lengths.dtype == torch.int32, lambda: f"lengths are {lengths.dtype}, and int32 is taken")
+        lengths = lengths.expand(batch)
     return {
         "query": query,
         "key": key,
         "value": value,
-        "mask": query if seen is None else seen,
-        "partial": parts.results,
-        "tops": parts.tops,
-        "totals": parts.totals,
-        "scale": scale,
+        "mask": mask,
+        "lengths": lengths,
+        "scale": inputs.scale,
         "q_len": q_len,
         "kv_len": kv_len,
-        "splits": parts.splits,
         "batches": batch,
-        "window": window,
+        "window": inputs.window,
         **{f"q{n}": s for n, s in enumerate(query.stride()[:3])},
         **{f"k{n}": s for n, s in enumerate(key.stride()[:3])},
         **{f"v{n}": s for n, s in enumerate(value.stride()[:3])},
-        **{f"m{n}": s for n, s in enumerate(strides)},
+        **{f"m{n}": s for n, s in enumerate((0, 0, 0, 0) if mask is None else mask.stride())},
+        "l0": 0 if lengths is None else lengths.stride(0),
         "KV_HEADS": kv_heads,
         "GROUPS": heads // kv_heads,
         "DIM": dim,
@@ -174,8 +275,10 @@ def launch(
         "BLOCK_ROWS": tiles.rows,
         "BLOCK_KEYS": tiles.keys,
         "MASK": 0 if mask is None else 2 if mask.dtype == torch.bool else 1,
-        "CAUSAL": causal,
-        "WINDOWED": causal and window >= 0,
+        "ONE_MASK_ROW": inputs.has_one_mask_row,
+        "LENGTHS": lengths is not None,
+        "CAUSAL": inputs.causal,
+        "WINDOWED": inputs.causal and inputs.window >= 0,
     }
 
 
@@ -185,19 +288,37 @@ def power(size: int) -> int:
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool = False,
+    window: int = -1,
+    lengths: Tensor | None = None,
 ) -> Tensor:
-    """The same function in plain operators: what the operator is on devices without the kernel."""
+    """`decode` in plain operators: what the operator is on devices without the kernel."""
+    return reference_with_lse(Inputs(query, key, value, mask, scale, causal, window, lengths))[0]
+
+
+def reference_with_lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """`decode_with_lse` in plain operators."""
+    query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
     q_len, kv_len, groups = query.size(2), key.size(2), query.size(1) // key.size(1)
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = (query.float() * scale) @ key.float().transpose(-1, -2)
+    rows, at = torch.arange(q_len, device=query.device)[:, None], torch.arange(kv_len, device=query.device)
+    key, value = (x.repeat_interleave(groups, 1).float() for x in (key, value))
+    scores = (query.float() * inputs.scale) @ key.transpose(-1, -2)
+    last: Tensor = rows + (kv_len - q_len)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
-    if causal:
-        last = torch.arange(q_len, device=query.device)[:, None] + (kv_len - q_len)
-        at = torch.arange(kv_len, device=query.device)
-        scores = scores.masked_fill(at > last, float("-inf"))
-        if window >= 0:
-            scores = scores.masked_fill(at < last - window, float("-inf"))
+    if inputs.lengths is not None:
+        lengths = inputs.lengths.clamp(0, kv_len)[:, None, None, None]
+        last = rows + lengths - q_len
+        scores = torch.where(at < lengths, scores, float("-inf"))
+        value = torch.where(at[:, None] < lengths, value, 0.0)  # whatever lies there, NaN too, is not read
+    if inputs.causal:
+        scores = torch.where(at > last, float("-inf"), scores)
+        if inputs.window >= 0:
+            scores = torch.where(at < last - inputs.window, float("-inf"), scores)
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
-    return (weights @ value.float()).to(query.dtype)
+    return (weights @ value).to(query.dtype), scores.logsumexp(-1)

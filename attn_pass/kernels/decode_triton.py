@@ -12,6 +12,7 @@ def attend(
     key,
     value,
     mask,
+    lengths,
     partial,
     tops,
     totals,
@@ -34,6 +35,7 @@ def attend(
     m1,
     m2,
     m3,
+    l0,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -43,6 +45,8 @@ def attend(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     MASK: tl.constexpr,
+    ONE_MASK_ROW: tl.constexpr,
+    LENGTHS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
@@ -51,7 +55,8 @@ def attend(
     Rows are packed head by head: row ``r`` is query ``r % q_len`` of head ``r // q_len`` of the group. ``partial``
     (splits, B, H, L, Dv) gets the softmax over this split's keys times the values, ``tops`` the highest score (base 2),
     -inf where a row keeps no key, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
-    of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean.
+    of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean; ONE_MASK_ROW: it is the
+    same for all rows of a KV head. LENGTHS: only so many keys of each batch row are there.
     """
     batch = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -70,11 +75,13 @@ def attend(
     q = tl.load(q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
     k_base = key + batch64 * k0 + kv_head64 * k1
     v_base = value + batch64 * v0 + kv_head64 * v1
-    m_base = mask + batch64 * m0 + head64[:, None] * m1 + at[:, None] * m2
 
-    blocks = tl.cdiv(kv_len, BLOCK_KEYS)
+    length = kv_len
+    if LENGTHS:
+        length = tl.minimum(tl.maximum(tl.load(lengths + batch64 * l0), 0), kv_len)
+    blocks = tl.cdiv(length, BLOCK_KEYS)
     # The last key any row sees is the last one; the first one of a window is the first row's.
-    start = tl.maximum(kv_len - q_len - window, 0) // BLOCK_KEYS if WINDOWED else 0
+    start = tl.maximum(length - q_len - window, 0) // BLOCK_KEYS if WINDOWED else 0
     each = tl.cdiv(blocks - start, splits)
     first = start + split * each
     last = tl.minimum(first + each, blocks)
@@ -82,25 +89,33 @@ def attend(
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    scale2 = scale * 1.4426950408889634  # exponentials are of base 2
+    # Exponentials are of base 2. Inductor passes a Python float as float64, and a launch in eager mode as float32.
+    scale2 = tl.cast(scale, tl.float32) * 1.4426950408889634
     for block in range(first, last):
         keys = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        inside = keys < kv_len
+        inside = keys < length
         keys64 = keys.to(tl.int64)
+        # Ahead of the product, which hides how long it takes.
+        if MASK:
+            m_base = mask + batch64 * m0
+            if ONE_MASK_ROW:
+                given = tl.load(m_base + kv_head64 * GROUPS * m1 + keys64 * m3, mask=inside, other=0)[None, :]
+            else:
+                m_at = m_base + head64[:, None] * m1 + at[:, None] * m2 + keys64[None, :] * m3
+                given = tl.load(m_at, mask=inside[None, :] & real[:, None], other=0)
         k = tl.load(
             k_base + keys64[None, :] * k2 + dims[:, None], mask=inside[None, :] & (dims < DIM)[:, None], other=0.0
         )
         scores = tl.dot(q, k) * scale2
         kept = inside[None, :] & real[:, None]
         if MASK == 1:
-            bias = tl.load(m_base + keys64[None, :] * m3, mask=kept, other=0.0)
-            bias = bias.to(tl.float32)
+            bias = given.to(tl.float32)
             # The lowest finite number stays finite, so that a row filled with it averages the values.
             scores += tl.where(bias == float("-inf"), bias, tl.maximum(bias * 1.4426950408889634, -3.0e38))
         if MASK == 2:
-            kept = kept & (tl.load(m_base + keys64[None, :] * m3, mask=kept, other=0) != 0)
+            kept = kept & (given != 0)
         if CAUSAL:
-            distance = at[:, None] + (kv_len - q_len) - keys[None, :]
+            distance = at[:, None] + (length - q_len) - keys[None, :]
             kept = kept & (distance >= 0)
             if WINDOWED:
                 kept = kept & (distance <= window)
@@ -131,23 +146,51 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["splits", "rows"])
-def join(partial, tops, totals, result, splits, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """One row's partial results, weighted by their sums of exponentials; 0 where no split kept a key."""
+def join(
+    partial,
+    tops,
+    totals,
+    result,
+    lse,
+    splits,
+    rows,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    LSE: tl.constexpr,
+):
+    """One row's partial results, weighted by their sums of exponentials; 0 where no split kept a key.
+
+    Twice over the splits, the highest score first, BLOCK_SPLITS at a time: none of their loads waits for another. With
+    LSE also the logarithm (base e) of the sum of exponentials, -inf where no split kept a key.
+    """
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_DIM)
-    top = float("-inf")
-    total = 0.0
+    several = tl.arange(0, BLOCK_SPLITS)
+
+    highest = tl.full([BLOCK_SPLITS], float("-inf"), tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + several
+        part = tl.load(tops + split.to(tl.int64) * rows + row, mask=split < splits, other=float("-inf"))
+        highest = tl.maximum(highest, part)
+    top = tl.max(highest, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+
+    total = tl.zeros([BLOCK_SPLITS], tl.float32)
     joined = tl.zeros([BLOCK_DIM], tl.float32)
-    for split in range(splits):
-        place = split * rows + row
-        part = tl.load(tops + place)
-        higher = tl.maximum(top, part)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(top - base)
-        weight = tl.load(totals + place) * tl.exp2(part - base)
-        values = tl.load(partial + place * DIM + dims, mask=dims < DIM, other=0.0)
-        joined = joined * shrink + weight * values
-        total = total * shrink + weight
-        top = higher
-    joined = joined / tl.where(total == 0.0, 1.0, total)
-    tl.store(result + row * DIM + dims, joined.to(result.dtype.element_ty), mask=dims < DIM)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + several
+        there = split < splits
+        place = split.to(tl.int64) * rows + row
+        values = tl.load(
+            partial + place[:, None] * DIM + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0
+        )
+        part = tl.load(tops + place, mask=there, other=float("-inf"))
+        weight = tl.load(totals + place, mask=there, other=0.0) * tl.exp2(part - base)
+        joined += tl.sum(weight[:, None] * values, 0)
+        total += weight
+    whole = tl.sum(total, 0)
+    divisor = tl.where(whole == 0.0, 1.0, whole)
+    tl.store(result + row * DIM + dims, (joined / divisor).to(result.dtype.element_ty), mask=dims < DIM)
+    if LSE:
+        tl.store(lse + row, (top + tl.log2(divisor)) * 0.6931471805599453)

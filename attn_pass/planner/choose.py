@@ -12,6 +12,7 @@ from attn_pass.hardware import cost, cost_cuda, cost_npu, cost_xla
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
+from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
@@ -19,8 +20,7 @@ from attn_pass.targets.problem import cost_of, problem_of
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 AS_ASKED = "left as asked for"
-_BETTER = 0.99  # an offer must be cheaper than leaving by more than a rounding of the model
-_CLEARLY = 0.97  # and by more than noise where both were measured
+_MEASURED = margins.Margin(1 / 0.97)  # more than noise where both were measured
 _MOST_MEASURED = 4
 _HOPELESS = 20.0  # predicted to take so many times the best: not measured
 
@@ -64,7 +64,11 @@ class Choice:
 
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
-    """What stock Inductor makes of the site, in microseconds."""
+    """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
+    return _as_it_is(attention, setting, written) - cost.traffic(setting.device, 2 * written.joined_bytes)
+
+
+def _as_it_is(attention: Attention, setting: Setting, written: AsWritten) -> float:
     problem = problem_of(attention, setting.hint)
     # With one query row Inductor computes the copies inside its multiply-and-sum.
     inside = problem.q_len == 1 and not written.fused
@@ -89,6 +93,12 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     return cost.unfused(setting.device, problem) + scaled + copies
 
 
+def score_product_cost(attention: Attention, setting: Setting) -> float:
+    """The product of queries and keys alone, in microseconds: what sites that share it would pay for once if left."""
+    problem = problem_of(attention, setting.hint)
+    return 2 * problem.scores * problem.head_dim / setting.device.matmul(problem.dtype) / 1e3
+
+
 def choose(
     attention: Attention,
     forms: _Forms,
@@ -99,21 +109,26 @@ def choose(
     allowed: tuple[str, ...] | None,
     measure: Measure | None = None,
     elsewhere: Sequence[Length] = (),
+    without: Mapping[str, str] | None = None,
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
     ``prefer`` is "cheapest"; "fused" to take the best fused offer whatever it costs; or "first" to take the first of
     the allowed targets that offers, `LEAVE` among them, whatever it costs. ``forms`` come with the names of the poor
     cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
-    is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken.
+    is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken. The
+    targets in ``without`` are refused for the reason that is given with them.
     """
     if attention.nan_guard and setting.numerics == "strict":
         return Choice(reason=f"numerics='strict': {NAN_GUARD}")
     if attention.nan_guard and _may_be_infinite(attention.modified):
         return Choice(reason="a guard against NaN weights, beside scores that may become infinite")
-    targets: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
+    asked: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
+    without = without or {}
+    targets = [t for t in asked if t.name not in without]
     leaving = leave_cost(attention, setting, written)
-    choice = Choice(predicted_us={LEAVE: leaving})
+    refused = {t.name: without[t.name] for t in asked if t.name in without}
+    choice = Choice(predicted_us={LEAVE: leaving}, refusals=refused)
     forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
     if not offers:
@@ -136,7 +151,8 @@ def choose(
             times = choice.measured_us = dict(found)
             everything = [*candidates, *(o for label in more for o in more[label])]
             candidates = [o for o in everything if _label(o[0]) in times] or candidates
-    how, enough, best = ("measured", _CLEARLY, "fastest") if times is choice.measured_us else _PREDICTED
+    measured = times is choice.measured_us
+    how, best = ("measured", "fastest") if measured else ("predicted", "cheapest")
     tables: list[Mapping[str, float]] = [times]
     if times is choice.predicted_us:
         tables += [_predicted(attention, forms, targets, length) for length in elsewhere]
@@ -146,19 +162,24 @@ def choose(
         name = _label(offered[0])
         return loss.get(name, math.inf), times.get(name, math.inf)
 
-    for offer, target in sorted(candidates, key=rank):
+    ranked = sorted(candidates, key=rank)
+    if not measured:
+        ranked = margins.ties_by_order(ranked, lambda o: rank(o)[0], setting.device)
+    for offer, target in ranked:
         name = _label(offer)
         time = times.get(name, math.inf)
         reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {name}{remark}"
         if len(tables) > 1:
             over = _range(attention, setting, elsewhere)
             reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"
-        if prefer == "first" or (prefer == "fused" and offer.fused) or loss.get(name, math.inf) < loss[LEAVE] * enough:
+        margin = _MEASURED if measured else margins.margin(offer, setting)
+        gain = loss[LEAVE] / max(loss.get(name, math.inf), 1e-9)
+        if prefer == "first" or (prefer == "fused" and offer.fused) or gain > margin.times:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
-            choice.takes = (*choice.takes, Take(offer, target, reason))
+            choice.takes = (*choice.takes, Take(offer, target, reason + margin.held))
         elif not choice.reason:
-            choice.reason = f"already the {best} form: {reason}"
+            choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
     return choice
 
 
@@ -186,7 +207,6 @@ def _range(attention: Attention, setting: Setting, elsewhere: Sequence[Length]) 
     return f"from {min(queries)} to {max(queries)} queries"
 
 
-_PREDICTED = ("predicted", _BETTER, "cheapest")
 _Offers = Sequence[tuple[Offer, Target]]
 _Forms = Iterable[tuple[tuple[str, ...], Attention]]
 

@@ -12,7 +12,9 @@ from attn_pass.targets.decomposed import Decomposed
 from attn_pass.targets.efficient import Efficient
 from attn_pass.targets.flash import Flash
 from attn_pass.targets.flash_attn import FlashAttn
+from attn_pass.targets.flash_attn_3 import FlashAttn3
 from attn_pass.targets.flex import Flex
+from attn_pass.targets.flex_flash import FlexFlash
 from attn_pass.targets.local import Local
 from attn_pass.targets.npu import FusionAttention, InferAttention
 from attn_pass.targets.recompute import Recompute
@@ -30,10 +32,10 @@ def _registered() -> tuple[Target, ...]:
 
 def built_in() -> tuple[Target, ...]:
     """The targets of this package; of equally cheap offers the first is taken."""
-    cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn())
+    cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn(), FlashAttn3())
     npu = (InferAttention(), FusionAttention())
     tpu = (PallasFlash(), PallasSplash())
-    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex())
+    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), FlexFlash())
 
 
 def all_targets() -> tuple[Target, ...]:

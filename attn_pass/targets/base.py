@@ -21,8 +21,15 @@ def _static(index: Index) -> int:
     return index if isinstance(index, int) else 1
 
 
-EMPTY_ROWS = "a row masked out with -inf gives 0, where the program gives NaN"  # an assumption, for the report
+# Assumptions, for the report.
+EMPTY_ROWS = "a row masked out with -inf gives 0, where the program gives NaN"
+FINITE_KEYS = "masked keys are finite: the program's fill hides one that is NaN or infinite, the kernel's mask does not"
+STRICT_KEYS = f"numerics='strict' does not assume that {FINITE_KEYS}"
 NAN_GUARD = "a guard against NaN weights serves rows masked out entirely: other NaN among the scores stay NaN"
+
+
+def _is_zero(size: Index) -> bool:
+    return size == 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Setting:
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
     draws_alike: bool = False  # another call that draws dropout may have the same operands
     hint: Callable[[Index], int] = _static
+    can_be_zero: Callable[[Index], bool] = _is_zero
 
     @property
     def fused_as_written(self) -> bool:

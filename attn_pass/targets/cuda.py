@@ -17,9 +17,17 @@ from attn_pass.model.index import Index, divide
 from attn_pass.targets.bands import window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.empty_rows import EmptyRows
-from attn_pass.targets.kernels import BACKENDS, PADDED, Call, padded, refusal
+from attn_pass.targets.kernels import KERNELS, Call, padded, refusal
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, assumed, mask_kind, mask_refusal, repaired, wants_mask_gradient
+from attn_pass.targets.masks import (
+    LOWEST_CUDA,
+    additive_mask,
+    assumed,
+    mask_kind,
+    mask_refusal,
+    repaired,
+    wants_mask_gradient,
+)
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import dense_last
 
@@ -33,6 +41,7 @@ class Kernel:
     name = ""
     takes_window = False
     pads_together = False  # query, key and value need one head dim
+    finite_mask = False  # its mask is handed over with a number in the place of -inf
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
@@ -82,9 +91,20 @@ class Kernel:
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends
-        if allowed is not None and BACKENDS[self.name] not in allowed:
+        if allowed is not None and KERNELS[self.name].backend not in allowed:
             return f"sdpa_kernel allows only {', '.join(allowed) or 'nothing'}"
-        call = Call(a, kind, setting.device, wants_mask_gradient(a), setting.deterministic, together=self.pads_together)
+        call = Call(
+            a,
+            kind,
+            setting.device,
+            wants_mask_gradient(a),
+            setting.deterministic,
+            together=self.pads_together,
+            may_train=setting.program == "export",
+            reached=setting.kernel_as_written,
+            finite_mask=self.finite_mask,
+            hint=setting.hint,
+        )
         reason = refusal(self.name, call)
         if reason is not None:
             return reason
@@ -95,7 +115,7 @@ class Kernel:
         return mask_refusal(a, setting)
 
     def _dims(self, a: Attention) -> tuple[int | None, int | None]:
-        multiple = PADDED[self.name](a.compute_dtype)
+        multiple = KERNELS[self.name].multiple(a.compute_dtype)
         dims = padded(a.head_dim, multiple), padded(a.value_head_dim, multiple)
         if self.pads_together and dims[0] is not None and dims[1] is not None:
             return max(dims[0], dims[1]), max(dims[0], dims[1])
@@ -185,9 +205,19 @@ def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
     return plan.call(aten.slice.Tensor, wide, -1, 0, plan.size(length))
 
 
-def masked(lower: Lowering, kind: str, setting: Setting, kernel: str) -> tuple[Value | None, EmptyRows | None]:
-    """The mask to add, None where it is none, and what replaces rows without a key where they are repaired."""
+def masked(
+    lower: Lowering, kind: str, setting: Setting, kernel: str, *, finite: bool = False
+) -> tuple[Value | None, EmptyRows | None]:
+    """The mask to add, None where it is none, and what replaces rows without a key where they are repaired.
+
+    ``finite``: -inf becomes a number that absorbs every score, which is the same in rows with a key. Float16 has none,
+    and a mask that the kernel was given before stays what it was.
+    """
     if kind not in ("boolean", "additive"):
         return None, None
     mask, empty = repaired(lower, additive_mask(lower, setting), setting, kernel)
-    return None if mask is None else aligned(lower.plan, mask, lower.attention.kv_len), empty
+    if mask is None:
+        return None, empty
+    if finite and fake_of(mask).dtype != torch.float16 and setting.kernel_as_written != kernel:
+        mask = lower.plan.call(aten.clamp.default, mask, LOWEST_CUDA)
+    return aligned(lower.plan, mask, lower.attention.kv_len), empty

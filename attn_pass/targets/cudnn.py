@@ -4,7 +4,9 @@ Offers in float16 and bfloat16, forward and backward, with grouped heads, masks 
 without a key, and dropout in steps of 1/16. A plan is built for each new shape, which takes tens of milliseconds, so
 that with lengths that are not known when compiled other kernels are cheaper for all but the largest shapes.
 
-A single query on Blackwell is not offered: decoding was wrong there (https://github.com/pytorch/pytorch/issues/193893).
+What is known to be wrong in some of its versions is not offered: `attn_pass.targets.kernels.cudnn` names the reports.
+Masks reach it with a finite number in the place of -inf, so that nothing rests on what it makes of a tile of keys that
+are all masked; float16 has no such number, and is offered with masks over one tile of keys alone.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ class Cudnn(Kernel):
     """`aten._scaled_dot_product_cudnn_attention`."""
 
     name = "cudnn"
+    finite_mask = True
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the call; expanded operands are written out, since strides of 0 are not known to be taken."""
@@ -31,7 +34,7 @@ class Cudnn(Kernel):
         lower = Lowering(plan, nodes, a)
         kind = self.mask(a, setting)
         operands = [unbroadcast(plan, x) for x in self.operands(lower)]
-        mask, empty = masked(lower, kind, setting, self.name)
+        mask, empty = masked(lower, kind, setting, self.name, finite=self.finite_mask)
         assert empty is None  # it is offered where no row is without a key
         both = plan.call(
             aten._scaled_dot_product_cudnn_attention.default,

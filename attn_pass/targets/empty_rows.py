@@ -22,7 +22,7 @@ from attn_pass.model.index import product
 from attn_pass.targets.lower import zero_with_gradient
 
 MASKING = -0.99e9  # -1e9 is -998244352 in bfloat16
-_ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
+ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
 
 
 def cannot_be_told_apart(a: Attention) -> str | None:
@@ -64,7 +64,7 @@ class EmptyRows:
         call = self.plan.call
         top = call(aten.amax.default, self.mask, [-1], True)
         wide = self.attention.compute_dtype == torch.float64
-        filled = call(aten.le.Scalar, top, _ABSORBING_FLOAT64 if wide else MASKING)
+        filled = call(aten.le.Scalar, top, ABSORBING_FLOAT64 if wide else MASKING)
         # A row of -inf is NaN in the program and none of our business; a row of several fills is not uniform.
         one = call(aten.eq.Tensor, top, call(aten.amin.default, self.mask, [-1], True))
         finite = call(aten.gt.Scalar, top, float("-inf"))

@@ -37,7 +37,7 @@ from attn_pass.targets.sdpa import dense_last
 
 _MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
 _WIDEST = 256
-_NONEMPTY = "no row is masked out entirely"
+NONEMPTY = "no row is masked out entirely"
 
 
 class FlashAttn:
@@ -55,15 +55,10 @@ class FlashAttn:
             given = arguments_of(attention)
         except NoForm as found:
             return Refusal(self.name, str(found))
-        reason = _refusal_of_rows(attention, given, setting) or _refusal_of_slopes(attention, given)
+        reason = refusal_of_rows(attention, given, setting) or _refusal_of_slopes(attention, given)
         if reason is not None:
             return Refusal(self.name, reason)
-        assumptions: tuple[str, ...] = ()
-        if not given.rows_never_empty:
-            if setting.assume_nonempty_rows:
-                assumptions = (_NONEMPTY,)
-            elif attention.empty_row_is_nan:
-                assumptions = (EMPTY_ROWS,)
+        assumptions = assumed_of_rows(attention, given, setting)
         problem = _problem(attention, given, setting)
         predicted = cost_of(self.name, attention, problem, setting)
         moved = problem.moved_bytes
@@ -127,7 +122,7 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
         return f"no measured rule for {device.type} devices yet"
     if device.capability < (8, 0):
         return "flash_attn needs compute capability 8.0"
-    if not all(_is_installed(name) for name in _MODULES):
+    if not all(is_installed(name) for name in _MODULES):
         return "flash_attn is not installed with its kernels"
     if setting.program == "aoti":
         return "flash_attn's operators are written in Python, and a compiled package runs without"
@@ -149,13 +144,23 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
     return None
 
 
-def _refusal_of_rows(a: Attention, given: Arguments, setting: Setting) -> str | None:
+def assumed_of_rows(a: Attention, given: Arguments, setting: Setting) -> tuple[str, ...]:
+    """What is assumed of rows that may be masked out entirely, for which the kernels give 0."""
+    if given.rows_never_empty:
+        return ()
+    if setting.assume_nonempty_rows:
+        return (NONEMPTY,)
+    return (EMPTY_ROWS,) if a.empty_row_is_nan else ()
+
+
+def refusal_of_rows(a: Attention, given: Arguments, setting: Setting, kernel: str = LIBRARY) -> str | None:
+    """Why such rows keep the site from a kernel that gives 0 for them."""
     if given.rows_never_empty or setting.assume_nonempty_rows:
         return None
     if setting.numerics == "strict" and (a.empty_row_is_nan or given.finite_fill):
         return "numerics='strict': a row may be masked out entirely"
     if given.finite_fill:
-        return "a row may be masked out entirely by a number, which gives the mean of the values, and 0 in flash_attn"
+        return f"a row may be masked out entirely by a number, which gives the mean of the values, and 0 in {kernel}"
     return None
 
 
@@ -166,9 +171,12 @@ def _refusal_of_slopes(a: Attention, given: Arguments) -> str | None:
     return None
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a module can be found; of one in a package, the package is imported."""
     try:
         return find_spec(name) is not None
+    except ImportError:  # there is no such package, or it fails
+        return False
     except ValueError:  # imported, by something that is no importer
         return True
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.hardware import cost, cost_cuda
@@ -61,6 +61,7 @@ class Flex:
 
     name = "flex"
     takes_any_score = True
+    backend = ""  # the kernel option of this name, where it is not torch's choice
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
@@ -117,7 +118,7 @@ class Flex:
         query = lower.query(dtype) if affine else lower.operand(a.query, query_groups, dtype, expand=True)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-        operands = [(dense_last if on_cuda else own_memory)(plan, x) for x in (query, key, value)]
+        operands = [self.operand(plan, x, on_cuda=on_cuda) for x in (query, key, value)]
         function = function_of(a, setting)
         score = Mod(lower, function.score, on_cuda=on_cuda)
         device = a.sources[a.query.source].device
@@ -127,6 +128,8 @@ class Flex:
         else:
             made = Mod(lower, function.mask, scored=False, on_cuda=True)
             mask, masked = made.module(), tuple(made.captured)
+        scored = score.module()
+        self.check(scored, mask, setting)
         blocks = block_mask(
             plan,
             device,
@@ -139,10 +142,10 @@ class Flex:
         )
         arguments = (
             *operands,
-            plan.module("flex_score_mod", score.module()),
+            plan.module("flex_score_mod", scored),
             blocks,
             a.scale if affine else 1.0,
-            kernel_options(operands, _options(a, offer) if on_cuda else {}),
+            kernel_options(operands, _options(a, offer, self.backend) if on_cuda else {}, backward=a.needs_grad),
             tuple(score.captured),
             masked,
         )
@@ -151,6 +154,13 @@ class Flex:
         if a.needs_grad:
             results.fake[0].requires_grad_()
         return lower.result(plan.call(operator.getitem, results, 0))
+
+    def operand(self, plan: Plan, value: Value, *, on_cuda: bool) -> Value:
+        """An operand (B, H, L, D) as the template takes it."""
+        return (dense_last if on_cuda else own_memory)(plan, value)
+
+    def check(self, score: GraphModule, mask: GraphModule, setting: Setting) -> None:
+        """Raises `RewriteError` where torch refuses the functions."""
 
 
 def _shared(setting: Setting) -> int:
@@ -164,9 +174,11 @@ def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
     return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
 
 
-def _options(a: Attention, offer: Offer) -> dict[str, object]:
+def _options(a: Attention, offer: Offer, backend: str = "") -> dict[str, object]:
     """What the CUDA templates are told beside torch's defaults. Names are those of `FlexKernelOptions`."""
     options: dict[str, object] = dict(offer.kernel_options)
+    if backend:
+        return {"BACKEND": backend}
     if no_decoding(a) is not None:
         options["BACKEND"] = "TRITON"  # by itself it decodes wherever the rows are few, and may find no choice
     if rows_are_safe(a):

@@ -143,10 +143,28 @@ class Mod:
         held = fake_of(node)
         if not isinstance(held, torch.Tensor):
             return self._number(node, torch.float32 if isinstance(held, (float, torch.SymFloat)) else torch.int64)
+        shape = self.lower.attention.sources[load.source].shape
+        if not self._on_cuda and not all(isinstance(n, int) for n in shape):
+            return self._flat_load(load, node, shape)
         source = self._capture(load.source, lambda: self._captured(node))
         if not load.index:
             return source
         return self._call(aten.index.Tensor, source, [self._tensor(self._index(i)) for i in load.index])
+
+    def _flat_load(self, load: Load, node: Node, shape: tuple[Index, ...]) -> Node:
+        """An element of a tensor of unknown size, by its place in memory.
+
+        Indexing asks for the tensor's sizes, strides and bounds, and the CPU template declares no symbols for them
+        ("ks2 was not declared", torch 2.13.0; of those it is told, it mistakes ks26 for ks2). One dimension has none of
+        them, where nothing is checked: an index is within bounds as it was read.
+        """
+        source = self._capture(load.source, lambda: flat(self.plan, node))
+        place: Index = 0
+        for index, size in zip(load.index, shape, strict=True):
+            place = place * size + index
+        at = self._tensor(self._index(place))
+        inside = self._call(aten.ge.Scalar, at, 0)
+        return self._call(aten._unsafe_masked_index.default, source, inside, [at], 0)
 
     def _number(self, value: Value | int | float, kind: torch.dtype) -> Node:
         """A number that is not known statically, as a captured tensor without dimensions."""
@@ -247,6 +265,13 @@ def captured(plan: Plan, value: Value) -> Value:
     return plan.call(aten.as_strided.default, dense, sizes, strides)
 
 
+def flat(plan: Plan, value: Value) -> Value:
+    """A value for a capture, like `captured`, its elements one after the other."""
+    dense = plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+    number = product(plan.sizes.shape(fake_of(dense)))
+    return plan.call(aten.as_strided.default, dense, [plan.size(number)], [1])
+
+
 def own_memory(plan: Plan, value: Value) -> Value:
     """An operand as a 4-D tensor in memory of its own.
 
@@ -284,9 +309,16 @@ def _value(node: Node) -> Any:
     return node.meta["val"]
 
 
-def kernel_options(operands: Sequence[Value], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options the operator wants to be complete (`KeyError` otherwise), as torch's own function makes them."""
+def kernel_options(
+    operands: Sequence[Value], given: Mapping[str, Any] | None = None, *, backward: bool = False
+) -> dict[str, Any]:
+    """The options the operator wants to be complete (`KeyError` otherwise), as torch's own function makes them.
+
+    On a GPU it asks for the grad mode whether the kernel is to keep what its backward reads. The mode of the moment
+    need not be the one that the site runs in: ``backward`` says that there is one.
+    """
     from torch.nn.attention.flex_attention import _apply_kernel_options
 
     query, key, value = (fake_of(v) for v in operands)
-    return dict(_apply_kernel_options(query, key, value, False, dict(given) if given else None))  # type: ignore[arg-type]
+    with torch.set_grad_enabled(backward or torch.is_grad_enabled()):
+        return dict(_apply_kernel_options(query, key, value, False, dict(given) if given else None))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, Const, Expr, Load, walk
+from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
 from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
 from attn_pass.targets.base import Setting
 from attn_pass.targets.empty_rows import MASKING
@@ -78,12 +78,14 @@ _STATIC_HEADS = Rule(  # C++ errors in torch 2.13.0; tiles and splits of the Tri
     lambda c: all(isinstance(n, int) for n in _heads_and_dims(c.attention)),
 )
 _SIZES = Rule(
-    lambda c: "a size is 0",
+    lambda c: "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless told min=1",
     lambda c: (
-        0
-        not in (
-            *(c.attention.q_len, c.attention.kv_len, c.attention.head_dim),
-            *(c.attention.value_head_dim, c.attention.batch_size, c.attention.query_heads),
+        not any(
+            c.setting.can_be_zero(size)
+            for size in (
+                *(c.attention.q_len, c.attention.kv_len, c.attention.head_dim),
+                *(c.attention.value_head_dim, c.attention.batch_size, c.attention.query_heads),
+            )
         )
     ),
 )
@@ -127,10 +129,16 @@ _NO_HOOK = Rule(
     lambda c: c.setting.runner != "hook",
 )
 _NO_BACKWARD = Rule(lambda c: "FlexAttention has no backward on the CPU", lambda c: not c.attention.needs_grad)
-_STATIC_CAPTURES = Rule(
+_STATIC_TABLES = Rule(
     # "ks2 was not declared": the checks of its index ask for the size (torch 2.13.0).
-    lambda c: "the score function reads a tensor whose size is not known",
-    lambda c: all(isinstance(n, int) for e in c.function.loads() for n in c.attention.sources[e.source].shape),
+    lambda c: "the score function looks rows up in a table whose size is not known",
+    lambda c: all(
+        isinstance(n, int)
+        for e in walk(c.function.score)
+        if isinstance(e, Apply) and e.op == "lookup"
+        for table in loads(e.args[0])
+        for n in c.attention.sources[table.source].shape
+    ),
 )
 
 # ---------------------------------------------------------------- CUDA's
@@ -216,7 +224,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _DROPOUT,
         _STATIC_HEADS,
         _SIZES,
-        _STATIC_CAPTURES,
+        _STATIC_TABLES,
         _IN_BOUNDS,
         _BACKENDS,
         _AUTOCAST,

@@ -24,8 +24,9 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Expr, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.model.mask import Band, Chunk, Structure, row_index
-from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import hides_keys
 from attn_pass.targets.problem import problem_of
 from attn_pass.targets.sdpa import Sdpa, operands, sdpa_function
 
@@ -68,7 +69,14 @@ class Local:
         if reason is not None:
             return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
         predicted = min(_cost(attention, blocks, setting) for blocks in _choices(attention))
-        return Offer(self.name, variant, attention, predicted, fused=True)
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=(FINITE_KEYS,) if hides_keys(attention, setting) else (),
+        )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not _choices(a):
@@ -87,6 +95,8 @@ class Local:
             return "keys and values shared over the batch would be copied for every block"
         if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):
             return "the head dims differ, and are not known"
+        if setting.numerics == "strict" and hides_keys(a, setting):
+            return STRICT_KEYS
         plain = replace(a, bias=None, keep=None)
         return Sdpa().unfit(plain, setting)
 

@@ -48,7 +48,7 @@ class Lowering:
     def operand(self, load: Load, groups: Sequence[Group], dtype: torch.dtype, expand: bool = False) -> Value:
         """An operand as a tensor with a dimension a group, in ``dtype``; shared groups at size 1 unless ``expand``."""
         source = self.attention.sources[load.source]
-        value: Value = self.nodes[load.source]
+        value = self.plan.unwritten(self.nodes[load.source])
         steps = list(view_steps(source.shape, load.index, groups))
         value = self.plan.steps(value, steps)
         if source.dtype != dtype:
@@ -117,7 +117,7 @@ class Lowering:
                 return scalar
             source = self.attention.sources[expression.source]
             steps = view_steps(source.shape, expression.index, groups)
-            return self.plan.steps(self.nodes[expression.source], steps)
+            return self.plan.steps(self.plan.unwritten(self.nodes[expression.source]), steps)
         if isinstance(expression, IndexValue):
             return self._index(expression.index, groups)
         assert isinstance(expression, Apply)

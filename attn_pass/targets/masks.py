@@ -7,13 +7,14 @@ import torch
 from attn_pass.graph.edit import Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
-from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads
-from attn_pass.targets.base import EMPTY_ROWS, Setting
-from attn_pass.targets.empty_rows import MASKING, EmptyRows, cannot_be_told_apart
+from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
+from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Setting
+from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
 _ABSORBING = -1e17  # absorbs scores of up to a billion in float32
+_HALF_ABSORBS = 1e30  # times -32752 absorbs any score
 OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers are that were added to a score
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
@@ -38,10 +39,24 @@ def wants_mask_gradient(a: Attention) -> bool:
 
 def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     """What a fused kernel's result rests on, for the report."""
+    keys = (FINITE_KEYS,) if hides_keys(a, setting) and mask_kind(a, setting) != "causal" else ()
     if setting.assume_nonempty_rows and not a.rows_never_empty:
-        return ("no row is masked out entirely",)
+        return ("no row is masked out entirely", *keys)
     possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.rows_never_empty
-    return (EMPTY_ROWS,) if possible else ()
+    return (EMPTY_ROWS, *keys) if possible else keys
+
+
+def hides_keys(a: Attention, setting: Setting) -> bool:
+    """Whether the program replaces scores, which hides a key that is NaN; what is added to one leaves it NaN.
+
+    Kernels add their masks. With their own causal flag they replace scores too, and leave most of them out.
+    """
+    filled = a.keep is not None or (a.bias is not None and any(_is_where(e) for e in walk(a.bias)))
+    return filled and setting.eager_form
+
+
+def _is_where(e: Expr) -> bool:
+    return isinstance(e, Apply) and e.op == "where"
 
 
 def mask_refusal(a: Attention, setting: Setting) -> str | None:
@@ -49,6 +64,8 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
     strict = setting.numerics == "strict" and not a.rows_never_empty
     if strict and _mask_parts(a) and a.empty_row_is_nan:
         return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+    if setting.numerics == "strict" and hides_keys(a, setting) and mask_kind(a, setting) != "causal":
+        return STRICT_KEYS
     if repairs_empty_rows(a, setting) and _needs_exact_rows(a, setting):
         if (reason := cannot_be_told_apart(a)) is not None:
             return reason
@@ -105,22 +122,61 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     made = fake_of(mask).dtype
     if not made.is_floating_point:
         mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
-    elif a.score_dtype == torch.float16 and not setting.fused_as_written:
-        masked = plan.call(aten.le.Scalar, mask, torch.finfo(torch.float16).min / 2)
-        # What is not added is lower than float16 goes, and no sum of its numbers.
-        infinite = plan.call(aten.le.Scalar, mask, OVERFLOWS_HALF if added is not None else float("-inf"))
-        wide = plan.call(aten.to.dtype, mask, torch.float32)
-        low = plan.call(aten.masked_fill.Scalar, wide, masked, _LOWEST)
-        if a.bias is not None and wants_mask_gradient(a):  # what a fill is told as has the fill's gradient
-            lowest = plan.call(aten.add.Scalar, zero_with_gradient(plan, wide), _LOWEST)
-            low = plan.call(aten.where.self, masked, lowest, wide)
-        mask = plan.call(aten.masked_fill.Scalar, low, infinite, float("-inf"))
-    elif made != a.compute_dtype and not (made == torch.float32 and a.compute_dtype.itemsize < 4):
-        mask = plan.call(aten.to.dtype, mask, a.compute_dtype)
+    elif a.score_dtype == torch.float16 and added is not None and not setting.fused_as_written:
+        mask = _as_in_half(lower, mask)
+    else:
+        mask = _in_kernel_dtype(lower, mask, shifts=over is None)
     if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
         # Autocast would round float32's lowest number to -inf.
         mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
     return mask
+
+
+def _as_in_half(lower: Lowering, mask: Value) -> Value:
+    """What is added to float16 scores, in float32: a number that absorbs scores there does so here.
+
+    Below -32752 two numbers of float16 are the same, or so far apart that the higher takes all of a row; so they are
+    multiplied by as much as makes them absorb any score. What float16 cannot hold is -inf, as the program's sum is.
+    """
+    a, plan = lower.attention, lower.plan
+    wide = plan.call(aten.to.dtype, mask, torch.float32)
+    rounded = plan.call(aten.to.dtype, mask, torch.float16)
+    if a.bias is not None and Const(_LOWEST) in walk(a.bias):
+        # What the reader made of a finite fill before one of -inf (`reading.scores`): no number of the program's.
+        lowest = plan.call(aten.eq.Scalar, wide, _LOWEST)
+        rounded = plan.call(aten.masked_fill.Scalar, rounded, lowest, torch.finfo(torch.float16).min)
+    masked = plan.call(aten.le.Scalar, rounded, torch.finfo(torch.float16).min / 2)
+    learned = a.bias is not None and wants_mask_gradient(a)
+    low = plan.call(aten.to.dtype, plan.call(aten.detach.default, rounded) if learned else rounded, torch.float32)
+    low = plan.call(aten.mul.Scalar, low, _HALF_ABSORBS)
+    if not learned:
+        return plan.call(aten.where.self, masked, low, wide)
+    infinite = plan.call(aten.eq.Scalar, low, float("-inf"))
+    low = plan.call(aten.add.Tensor, zero_with_gradient(plan, wide), low)
+    mask = plan.call(aten.where.self, masked, low, wide)
+    return plan.call(aten.masked_fill.Scalar, mask, infinite, float("-inf"))
+
+
+def _in_kernel_dtype(lower: Lowering, mask: Value, *, shifts: bool) -> Value:
+    """The mask in the compute dtype, or in float32 beside half precision.
+
+    Of float64 scores a fill down to -1e17 absorbs nothing, and in float32 it would. Shifting all of a row is nothing to
+    a softmax, so the row's largest element is taken off first; what is below is float32's lowest number.
+    """
+    a, plan = lower.attention, lower.plan
+    made = fake_of(mask).dtype
+    wide = torch.promote_types(a.compute_dtype, torch.float32)
+    if shifts and a.bias is not None and a.score_dtype == torch.float64 != wide:
+        mask = plan.call(aten.to.dtype, mask, torch.float64)
+        top = plan.call(aten.amax.default, plan.call(aten.detach.default, mask), [-1], True)
+        absorbs = plan.call(aten.lt.Scalar, top, ABSORBING_FLOAT64)
+        mask = plan.call(aten.sub.Tensor, mask, plan.call(aten.masked_fill.Scalar, top, absorbs, 0.0))
+        made = torch.float64
+    if made == torch.float64 != wide:
+        too_low = plan.call(aten.lt.Scalar, mask, _LOWEST)
+        finite = plan.call(aten.gt.Scalar, mask, float("-inf"))
+        mask = plan.call(aten.masked_fill.Scalar, mask, plan.call(aten.logical_and.default, too_low, finite), _LOWEST)
+    return mask if made in (a.compute_dtype, wide) else plan.call(aten.to.dtype, mask, wide)
 
 
 def repaired(

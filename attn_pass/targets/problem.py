@@ -10,7 +10,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes, loads
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.targets.base import Setting
-from attn_pass.targets.kernels import LIBRARY
+from attn_pass.targets.kernels import LIBRARY, LIBRARY_3
 
 
 def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
@@ -39,11 +39,12 @@ def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Settin
         return cost_npu.operator(setting.device, kernel, problem)
     if setting.device.type != "cuda":
         return cost.fused(setting.device, problem)
-    if kernel not in (LIBRARY, *cost_cuda.SHAPES):
+    if kernel not in (LIBRARY, LIBRARY_3, *cost_cuda.SHAPES):
         return cost.fused(setting.device, problem)  # a call of another device's operator
     growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
-    if kernel == LIBRARY:
-        return cost_cuda.torch_kernel(setting.device, "flash", problem) + cost_cuda.PYTHON_US
+    if kernel in (LIBRARY, LIBRARY_3):
+        own = "flash" if kernel == LIBRARY else kernel
+        return cost_cuda.torch_kernel(setting.device, own, problem) + cost_cuda.PYTHON_US
     return cost_cuda.torch_kernel(setting.device, kernel, problem, growing=growing)
 
 

@@ -27,9 +27,9 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, loads, walk
-from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask
+from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import Sdpa, operands, settled
 
@@ -49,10 +49,10 @@ class Recompute:
         width = max(problem.head_dim, problem.value_dim)
         forward = cost.fused(setting.device, replace(problem, head_dim=width, value_dim=width))
         again = _SHARE_AGAIN * cost.unfused(setting.device, problem)
-        empty = attention.empty_row_is_nan and not attention.rows_never_empty
-        return Offer(
-            self.name, variant, attention, forward + again, fused=True, assumptions=(EMPTY_ROWS,) if empty else ()
-        )
+        assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.rows_never_empty else ()
+        if hides_keys(attention, setting):
+            assumptions = (*assumptions, FINITE_KEYS)
+        return Offer(self.name, variant, attention, forward + again, fused=True, assumptions=assumptions)
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
@@ -72,6 +72,8 @@ class Recompute:
             return "the plain call takes it"
         if _replaced_inside(a) and not (a.rows_never_empty or setting.assume_nonempty_rows):
             return "a row may be masked out entirely by scores that are replaced before a matrix is added"
+        if setting.numerics == "strict" and hides_keys(a, setting):
+            return STRICT_KEYS
         if a.keep is not None and any(a.sources[load.source].needs_grad for load in loads(a.keep.condition)):
             return "the mask's condition needs a gradient"
         return None

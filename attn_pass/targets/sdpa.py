@@ -31,7 +31,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.index import Index
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.kernels import BACKENDS, Call, order, picked_by_torch, refusal
+from attn_pass.targets.kernels import KERNELS, Call, order, picked_by_torch, refusal
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
     additive_mask,
@@ -109,7 +109,7 @@ class Sdpa:
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends
-        kernels = [k for k in order(setting.device) if allowed is None or BACKENDS[k] in allowed]
+        kernels = [k for k in order(setting.device) if allowed is None or KERNELS[k].backend in allowed]
         if not kernels:
             return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
         call = _call(a, setting, mask_needs_grad=mask_needs_grad)
@@ -165,7 +165,17 @@ class Sdpa:
 
 
 def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> Call:
-    return Call(a, mask_kind(a, setting), setting.device, mask_needs_grad, setting.deterministic, together=True)
+    return Call(
+        a,
+        mask_kind(a, setting),
+        setting.device,
+        mask_needs_grad,
+        setting.deterministic,
+        together=True,
+        may_train=setting.program == "export",
+        reached=setting.kernel_as_written,
+        hint=setting.hint,
+    )
 
 
 def settled(plan: Plan, value: Value) -> Value:
@@ -205,16 +215,21 @@ def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting:
     query, key, value = (settled(lower.plan, x) for x in (query, key, value))
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
-    out: Value = call(operator.getitem, both, 0)
-    groups = (a.batch, a.heads, a.rows, a.value_dim)
-    share = call(
-        aten.sub.Tensor,
-        call(aten.unsqueeze.default, call(operator.getitem, both, 1), 3),
-        lower.expression(a.sink, groups),
-    )
-    out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
-    out = call(aten.to.dtype, out, a.compute_dtype)
+    out = joined_with_sink(lower, call(operator.getitem, both, 0), call(operator.getitem, both, 1))
     return call(aten.slice.Tensor, out, 3, 0, a.value_head_dim) if a.head_dim != a.value_head_dim else out
+
+
+def joined_with_sink(lower: Lowering, out: Value, lse: Value) -> Value:
+    """A kernel's result (B, H, L, Dv) and logarithm of the sum of exponentials (B, H, L), with the sink in that sum.
+
+    A row that keeps no key has -inf as its logarithm, and stays 0.
+    """
+    a, call = lower.attention, lower.plan.call
+    assert a.sink is not None
+    sink = lower.expression(a.sink, (a.batch, a.heads, a.rows, a.value_dim))
+    share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), sink)
+    out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
+    return call(aten.to.dtype, out, a.compute_dtype)
 
 
 def operands(lower: Lowering) -> tuple[Value, Value, Value]:

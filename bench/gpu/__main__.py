@@ -1,63 +1,112 @@
 """``python -m bench.gpu``: one run on one GPU, without any network, that measures all there is to ask of it.
 
-    python -m bench.gpu [--device cuda|cpu] [--dry] [--json FILE] [--only PART,...] [--quick] [--sweep] [--seconds N]
+    python -m bench.gpu [--device cuda|cpu] [--dry] [--json FILE] [--only PART,...] [--shard I/N] [--quick]
+                        [--seconds N] [--stall N] [--resume] [--collect]
 
-The measuring is done in a process of its own, which is started again behind a case that takes it down. FILE is written
-after every part, its table beside it.
+The measuring is done in a process of its own, which is started again behind a case that takes it down. Beside FILE
+there are its table, FILE.md, and the journal it is made of, FILE.jsonl, which has each case as soon as it ends. FILE
+is replaced in one step every few seconds: a run that is killed leaves a whole one, and --collect makes the last one
+from the journal. Several shards may share a FILE.
+
+The exit status is 2 if a result is wrong or a case failed or was lost, and 1 if nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
-from bench.gpu import correctness, decode_grid, floors, rules, seeds, telling, tuned
-from bench.gpu.keeper import Limits, keep
-from bench.gpu.parts import Journal, Part, run_parts
-from bench.gpu.place import Place, facts
+from bench.gpu import (
+    bare,
+    console,
+    correctness,
+    counters,
+    decode_grid,
+    flex_grid,
+    floors,
+    growing,
+    precompile,
+    probes,
+    rules,
+    seeds,
+    smoke,
+    tuned,
+)
+from bench.gpu.environment import Environment, facts
+from bench.gpu.journal import Journal
+from bench.gpu.parts import Part, Shard, run_parts
+from bench.gpu.supervisor import Limits, die_with_parent, supervise
 from bench.gpu.timing import rates
 
 PARTS: tuple[Part, ...] = (
+    smoke.PART,
     correctness.PART,
+    probes.PART,
     decode_grid.PART,
+    bare.PART,
+    precompile.PART,
     floors.PART,
+    flex_grid.PART,
     rules.PART,
+    decode_grid.TILES,
     seeds.PART,
+    growing.PART,
     tuned.PART,
+    counters.PART,
 )
 RESULTS = Path("docs/results")
+_TERMINATED = 143
 
 
 def _tell(line: str) -> None:
     print(line, flush=True)
 
 
+def _shard(text: str) -> Shard:
+    try:
+        return Shard.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     names = [p.name for p in PARTS]
+    usual = [p.name for p in PARTS if p.usual]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dry", action="store_true", help="on the CPU: stand-ins for the kernels, tiny shapes")
-    parser.add_argument("--json", type=Path, metavar="FILE", nargs="?", const=Path(), help="write FILE and FILE.md")
-    parser.add_argument("--only", default=",".join(names), metavar="PART,...", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", nargs="?", const=Path(), help="write FILE, its .md, .jsonl"
+    )
+    parser.add_argument("--only", default=",".join(usual), metavar="PART,...", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--shard", type=_shard, default=Shard(), metavar="I/N", help="every N-th case, from the I-th on"
+    )
     parser.add_argument("--quick", action="store_true", help="a few cases of each part")
-    parser.add_argument("--sweep", action="store_true", help="the decode kernel with other splits and blocks")
     parser.add_argument("--seconds", type=float, default=450.0, help="of the whole run")
+    parser.add_argument("--stall", type=float, default=Limits.stall_s, help="seconds after which a case counts as hung")
+    parser.add_argument("--resume", action="store_true", help="keep what the journal has of this run, and go on")
+    parser.add_argument("--collect", action="store_true", help="measure nothing: write FILE from its journal")
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     unknown = [n for n in args.only.split(",") if n not in names]
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}; there are {', '.join(names)}")
-    if (args.device == "cpu") != args.dry:
+    if (args.device == "cpu") != args.dry and not args.collect:
         parser.error("--device cpu and --dry go together: without a GPU there is nothing to measure, only to try")
+    if (args.resume or args.collect or args.shard.count > 1) and args.json in (None, Path()):
+        parser.error("--resume, --collect and --shard need --json FILE, beside which the journal lies")
     return args
 
 
@@ -66,61 +115,92 @@ def chosen(args: argparse.Namespace) -> list[Part]:
     return [p for p in PARTS if p.name in args.only.split(",")]
 
 
+def run_name(args: argparse.Namespace) -> str:
+    """What tells the lines of this run from those of others in a shared journal."""
+    usual = ",".join(p.name for p in PARTS if p.usual)
+    parts = "" if args.only == usual else args.only
+    return f"{parts} {args.shard.number}/{args.shard.count}".strip() if args.shard.count > 1 else parts
+
+
 def measure(args: argparse.Namespace) -> None:
     """The process that measures: what the journal has is not measured again."""
+    die_with_parent()
     for category in (FutureWarning, DeprecationWarning, UserWarning):
         warnings.filterwarnings("ignore", category=category)
-    place = Place(args.device, args.quick, args.sweep)
-    if place.dry:
+    env = Environment(args.device, args.quick, args.shard.count)
+    if env.dry:
         from bench import stand_ins
 
         stand_ins.install()
         torch.set_num_threads(1)  # for shapes this small threads only wait for each other
-    journal = Journal(args.journal)
-    if "device" not in journal.head():
-        found = rates(place)
-        head = {**facts(place), "dry": args.dry, "matmul_tflops": round(found.matmul_tflops, 1)}
-        journal.add(head={**head, "copy_tbs": round(found.copy_tbs, 3)})
-        _tell(f"{found.matmul_tflops:.0f} TFLOP/s, {found.copy_tbs:.2f} TB/s")
     parts = chosen(args)
-    run_parts(place, parts, args.end, journal, _tell, lambda: _write(args, journal, parts))
+    journal = Journal(args.journal, run_name(args))
+    known = [line["head"] for line in journal.own() if "head" in line]
+    if not any("device" in head for head in known):
+        journal.add(head={**facts(env), "dry": args.dry})
+    if any(part.timed for part in parts) and not any("copy_tbs" in head for head in known):
+        found = rates(env)
+        journal.add(head={"matmul_tflops": round(found.matmul_tflops, 1), "copy_tbs": round(found.copy_tbs, 3)})
+        _tell(f"{found.matmul_tflops:.0f} TFLOP/s, {found.copy_tbs:.2f} TB/s")
+    run_parts(env, parts, args.end, journal, _tell, args.shard)
 
 
-def _write(args: argparse.Namespace, journal: Journal, parts: list[Part]) -> None:
-    if args.json is not None and args.json != Path():
-        telling.write(args.json, journal, parts)
+def _write(file: Path | None, journal: Journal, parts: Sequence[Part]) -> None:
+    """Keeps what the journal has: of these parts, and of those that other runs wrote to it."""
+    if file is not None and file != Path():
+        there = journal.rows()
+        console.write(file, journal, [p for p in PARTS if p in parts or p.name in there])
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise SystemExit(_TERMINATED)
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs and prints; 1 where nothing could be measured."""
-    began = time.time()
+    """Runs and prints; the exit status."""
     given = list(sys.argv[1:] if given is None else given)
     args = arguments(given)
     if args.journal is not None:
         measure(args)
         return 0
+    signal.signal(signal.SIGTERM, _terminated)  # `timeout` sends it: the process that measures has to end as well
+    with tempfile.TemporaryDirectory() as folder:
+        named = args.json is not None and args.json != Path()
+        path = args.json.with_suffix(".jsonl") if named else Path(folder) / "journal.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _supervised(args, given, Journal(path, run_name(args)))
+
+
+def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal) -> int:
+    began = time.time()
     end = began + args.seconds
     parts = chosen(args)
-    with tempfile.TemporaryDirectory() as folder:
-        journal = Journal(Path(folder) / "journal.jsonl")
+    if not args.collect:
+        if not args.resume:
+            journal.start_anew()
         journal.add(head={"command": " ".join(["python -m bench.gpu", *(_short(w) for w in given)])})
         line = [sys.executable, "-m", "bench.gpu", *given, "--journal", str(journal.path), "--end", str(end)]
-        keep(line, journal, Limits(end, 1e9 if args.dry else Limits.stall_s), _tell)
-        journal.add(head={"seconds": round(time.time() - began)})
-        found = telling.document(journal, parts)
-        if args.json == Path():
-            args.json = RESULTS / f"gpu-{str(found['run'].get('device', 'none')).replace(' ', '-').lower()}.json"
-        _write(args, journal, parts)
-        if args.json is None:
-            _tell(telling.markdown(found, parts))
-        _tell(telling.summary(found))
-        _tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
-        return 0 if any(part["rows"] for part in found["parts"].values()) else 1
+        stall = 1e9 if args.dry else args.stall
+        try:
+            supervise(line, journal, Limits(end, stall, lambda: _write(args.json, journal, parts)), _tell)
+        finally:
+            journal.add(head={"seconds": round(time.time() - began)})
+            _write(args.json, journal, parts)
+    there = journal.rows()
+    found = console.document(journal, [p for p in PARTS if (p.name in there if args.collect else p in parts)])
+    if args.json == Path():
+        args.json = RESULTS / f"gpu-{str(found['run'].get('device', 'none')).replace(' ', '-').lower()}.json"
+    _write(args.json, journal, parts)
+    if args.json is None:
+        _tell(console.markdown(found, parts))
+    _tell(console.summary(found))
+    _tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
+    return console.status(found)
 
 
 def _short(word: str) -> str:
     """A result says what was run, not where."""
-    return Path(word).name if "/" in word else word
+    return Path(word).name if "/" in word and not word[:1].isdigit() else word
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import Tensor
 import attn_pass
 from attn_pass.targets import all_targets
 from bench import decode_cases
+from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place, passed, said
 from bench.gpu.shapes import Shape, by_hand, call
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -99,28 +99,28 @@ class Kind:
     more: str = ""  # a fourth input: "padding", "empty" (rows without a key), "bias", "learned"
     layout: str = ""
 
-    def inputs(self, place: Place, grad: bool) -> tuple[Tensor, ...]:
+    def inputs(self, env: Environment, grad: bool) -> tuple[Tensor, ...]:
         """Query, key, value and the fourth input."""
         b, h, g, rows, keys, d, e = self.sizes
-        if place.dry:
+        if env.dry:
             rows, keys = min(rows, 1 + rows % 13), min(keys, 1 + keys % 17)
             rows = keys = min(rows, keys) if rows == self.sizes[3] == self.sizes[4] else max(rows, keys)
         kv_batch = 1 if self.layout == "shared" else b
         shapes: tuple[tuple[int, ...], ...] = ((b, h, rows, d), (kv_batch, g, keys, d), (kv_batch, g, keys, e))
         if self.layout == "heads last":
             shapes = tuple((s[0], s[2], s[1], s[3]) for s in shapes)
-        q, k, v = (place.normal(*s, dtype=self.dtype) for s in shapes)
+        q, k, v = (env.normal(*s, dtype=self.dtype) for s in shapes)
         if self.layout == "expanded":
             k, v = (x[:1].expand(b, -1, -1, -1) for x in (k, v))
         operands = [x.requires_grad_(grad) for x in (q, k, v)]
         if self.more in ("padding", "empty"):
-            most = torch.tensor([keys, max(1, keys // 3)] * b, device=place.device)[:b, None, None, None]
-            keep = torch.arange(keys, device=place.device) < most
+            most = torch.tensor([keys, max(1, keys // 3)] * b, device=env.device)[:b, None, None, None]
+            keep = torch.arange(keys, device=env.device) < most
             if self.more == "empty":
-                keep = keep & (torch.arange(rows, device=place.device)[:, None] != 1)
+                keep = keep & (torch.arange(rows, device=env.device)[:, None] != 1)
             return (*operands, keep)
         if self.more:
-            return (*operands, place.normal(1, h, rows, keys, dtype=self.dtype, grad=grad and self.more == "learned"))
+            return (*operands, env.normal(1, h, rows, keys, dtype=self.dtype, grad=grad and self.more == "learned"))
         return tuple(operands)
 
 
@@ -190,15 +190,15 @@ def _doubled(inputs: tuple[Tensor, ...], grad: bool) -> tuple[Tensor, ...]:
     return tuple(wide(x) for x in inputs)
 
 
-def check(place: Place, kind: Kind, target: str, train: bool, inductor: bool = False) -> Row:
+def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool = False) -> Row:
     """One program given to one target, with its gradients where ``train``."""
     torch.manual_seed(0)
-    inputs = kind.inputs(place, train)
+    inputs = kind.inputs(env, train)
     program = kind.program
-    run = passed(place, program, eager=not inductor, targets=(target,), choose="fused", on_error="raise")
+    run = passed(env, program, eager=not inductor, targets=(target,), choose="fused", on_error="raise")
     with torch.set_grad_enabled(train), attn_pass.record() as report:
         eager = program(*inputs)
-        grad = torch.randn(eager.shape, device=place.device, dtype=eager.dtype)
+        grad = torch.randn(eager.shape, device=env.device, dtype=eager.dtype)
         if not train:
             found = [run(*inputs)]
             row = _outcome(report, target)
@@ -225,43 +225,43 @@ def _verdict(row: Row) -> Row:
     return {**row, "verdict": "right" if row["of_limit"] <= 1 else "WRONG"}
 
 
-def dropout(place: Place, target: str) -> Row:
+def dropout(env: Environment, target: str) -> Row:
     """What can be said of random weights: their mean, and that the backward draws those of the forward."""
-    shape = (2, 4, 24, 24, 64) if place.dry else (2, 4, 256, 256, 64)
-    q, k, v = (place.normal(*shape[:2], shape[3], shape[4], grad=True) for _ in range(3))
+    shape = (2, 4, 24, 24, 64) if env.dry else (2, 4, 256, 256, 64)
+    q, k, v = (env.normal(*shape[:2], shape[3], shape[4], grad=True) for _ in range(3))
     ones = torch.ones_like(v).requires_grad_()
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
 
-    run = passed(place, program, eager=True, targets=(target,), choose="fused", on_error="raise")
+    run = passed(env, program, eager=True, targets=(target,), choose="fused", on_error="raise")
     with attn_pass.record() as report:
         out = run(q, k, ones)
     row = _outcome(report, target)
     if not row["ran"]:
         return _verdict(row)
-    grad = place.normal(*out.shape)
+    grad = env.normal(*out.shape)
     (of_values,) = torch.autograd.grad(out, [ones], grad)
     forward, backward = (float((a.detach().double() * b).sum()) for a, b in ((out, grad), (ones, of_values)))
     size = float((out.detach().double() * grad).abs().sum())
     off_mean, off_adjoint = abs(float(out.detach().double().mean()) - 1), abs(forward - backward) / size
-    right = off_mean < (0.1 if place.dry else 0.01) and off_adjoint < 0.01
+    right = off_mean < (0.1 if env.dry else 0.01) and off_adjoint < 0.01
     return {**row, "error_abs": off_mean, "of_limit": off_adjoint / 0.01, "verdict": "right" if right else "WRONG"}
 
 
 # ---------------------------------------------------------------- the decode kernel
 
 
-def decode_case(place: Place, case: decode_cases.Case) -> Row:
+def decode_case(env: Environment, case: decode_cases.Case) -> Row:
     """The operator called directly: on a GPU the kernel, in a dry run the kernel under Triton's interpreter."""
-    if place.dry:
+    if env.dry:
         return _interpreted(case)
     from attn_pass.kernels.decode import decode, reference
 
-    q, k, v, mask = decode_cases.inputs_of(case, place.device)
+    q, k, v, mask = decode_cases.inputs_of(case, env.device)
     right = decode_cases.exact(q, k, v, mask, case)
-    found = decode(q, k, v, mask, case.scale, case.causal, case.window)
-    plain = reference(q, k, v, mask, case.scale, case.causal, case.window)
+    given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case, env.device))
+    found, plain = decode(*given), reference(*given)
     return _judged(decode_cases.error(found, right), decode_cases.error(plain, right), case.dtype)
 
 
@@ -287,16 +287,16 @@ def _interpreted(case: decode_cases.Case) -> Row:
 _STEP = Shape(2, 8, 2, 4, 1000, 64)
 
 
-def decode_compiled(place: Place, dynamic: bool) -> Row:
+def decode_compiled(env: Environment, dynamic: bool) -> Row:
     """The operator as the pass emits it, by Inductor, also for other numbers of keys."""
-    shape = _STEP.tiny() if place.dry else _STEP
+    shape = _STEP.tiny() if env.dry else _STEP
     program = by_hand(shape)
-    run = passed(place, program, dynamic=dynamic, targets=("decode",), choose="fused", on_error="raise")
+    run = passed(env, program, dynamic=dynamic, targets=("decode",), choose="fused", on_error="raise")
     worst: Row = {}
     with torch.no_grad(), attn_pass.record() as report:
         for keys in (shape.kv_len, 7, 333) if dynamic else (shape.kv_len,):
-            q, k, v = shape.inputs(place)
-            k, v = (x[:, :, :1].expand(-1, -1, keys, -1) + place.normal(*x.shape[:2], keys, shape.dim) for x in (k, v))
+            q, k, v = shape.inputs(env)
+            k, v = (x[:, :, :1].expand(-1, -1, keys, -1) + env.normal(*x.shape[:2], keys, shape.dim) for x in (k, v))
             if dynamic:
                 torch._dynamo.mark_dynamic(k, 2)
                 torch._dynamo.mark_dynamic(v, 2)
@@ -305,9 +305,9 @@ def decode_compiled(place: Place, dynamic: bool) -> Row:
     return _verdict({**_outcome(report, "decode"), **worst})
 
 
-def decode_packaged(place: Place) -> Row:
+def decode_packaged(env: Environment) -> Row:
     """The operator in an AOTInductor package, with any number of keys."""
-    shape = _STEP.tiny() if place.dry else _STEP
+    shape = _STEP.tiny() if env.dry else _STEP
     program = call(shape)
     assert program is not None
 
@@ -319,13 +319,13 @@ def decode_packaged(place: Place) -> Row:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, attn_pass.record() as report:
         path = attn_pass.aot_compile(
             Step().eval(),
-            shape.inputs(place),
+            shape.inputs(env),
             dynamic_shapes={"q": None, "k": {2: keys}, "v": {2: keys}},
             package_path=str(Path(folder) / "step.pt2"),
-            options={**place.options, "targets": ("decode",), "choose": "fused", "on_error": "raise"},
+            options={**env.options, "targets": ("decode",), "choose": "fused", "on_error": "raise"},
         )
         run = torch._inductor.aoti_load_package(path)
-        q, k, v = shape.inputs(place)
+        q, k, v = shape.inputs(env)
         k, v = k[:, :, : shape.kv_len // 2].contiguous(), v[:, :, : shape.kv_len // 2].contiguous()
         row = compared([run(q, k, v)], [program(q, k, v)], [program(*_doubled((q, k, v), False))])
     return _verdict({**_outcome(report, "decode"), **row})
@@ -334,47 +334,50 @@ def decode_packaged(place: Place) -> Row:
 # ---------------------------------------------------------------- the part
 
 
-def cases(place: Place) -> list[Case]:
+def check_case(env: Environment, kind: str, target: str, train: bool, inductor: bool = False) -> Case:
+    """The case of a kind that is forced on a target, with its gradients where ``train``."""
+    way = f"{'backward' if train else 'forward'}{', Inductor' if inductor else ''}"
+    return Case(f"{target}: {kind}, {way}", lambda: _verdict(check(env, KINDS[kind], target, train, inductor)))
+
+
+def cases(env: Environment) -> list[Case]:
     """Most important first: each target's plain forms, the decode kernel, then what is rare."""
-    return list(_cases(place))
+    return list(_cases(env))
 
 
-def _cases(place: Place) -> Iterator[Case]:
+def _cases(env: Environment) -> Iterator[Case]:
     names = [t for t in TARGETS if t in {x.name for x in all_targets()}]
-    direct = [c for c in decode_cases.CASES if not place.quick or c.name == "window"]
-    kinds = {n: k for n, k in KINDS.items() if not place.quick or n in QUICK}
+    direct = [c for c in decode_cases.CASES if not env.quick or c.name == "window"]
+    kinds = {n: k for n, k in KINDS.items() if not env.quick or n in QUICK}
     fused = [n for n in names if n not in BY_INDUCTOR]
 
-    def of(kind: str, target: str, train: bool, inductor: bool = False) -> Case:
-        way = f"{'backward' if train else 'forward'}{', Inductor' if inductor else ''}"
-        run = partial(check, place, KINDS[kind], target, train, inductor)
-        return Case(f"{target}: {kind}, {way}", lambda: _verdict(run()))
+    of = partial(check_case, env)
 
     for target in fused:
         for train in (False, True):
             if not (target == "decode" and train):
                 yield of("plain" if target != "decode" else "five queries", target, train, True)
     for case in direct:
-        yield Case(f"decode: {case.name}, direct", partial(decode_case, place, case))
+        yield Case(f"decode: {case.name}, direct", partial(decode_case, env, case))
     for kind in kinds:
         for target in fused:
             if target != "decode":
                 yield of(kind, target, True)
             # The backward's case compares the forward's result as well, from a graph made for training.
             few = kinds[kind].sizes[3] <= 64
-            if few if target == "decode" else kind in FORWARD and not place.quick:
+            if few if target == "decode" else kind in FORWARD and not env.quick:
                 yield of(kind, target, False)
     for target in fused:
         if target != "decode":
-            yield Case(f"{target}: dropout", partial(dropout, place, target))
-    yield Case("decode: compiled", partial(decode_compiled, place, False))
-    yield Case("decode: compiled for any number of keys", partial(decode_compiled, place, True))
+            yield Case(f"{target}: dropout", partial(dropout, env, target))
+    yield Case("decode: compiled", partial(decode_compiled, env, False))
+    yield Case("decode: compiled for any number of keys", partial(decode_compiled, env, True))
     for target in (n for n in names if n in BY_INDUCTOR):
-        for kind in ("soft cap", "causal", "window", "padding")[: 1 if place.quick else None]:
+        for kind in ("soft cap", "causal", "window", "padding")[: 1 if env.quick else None]:
             for train in (False, True):
                 yield of(kind, target, train, True)
-    if not place.quick:
-        yield Case("decode: packaged for any number of keys", partial(decode_packaged, place))
+    if not env.quick:
+        yield Case("decode: packaged for any number of keys", partial(decode_packaged, env))
 
 
 PART = Part(
@@ -390,4 +393,5 @@ PART = Part(
         Column("of what is allowed", "of_limit", ".2f"),
     ),
     cases,
+    timed=False,
 )

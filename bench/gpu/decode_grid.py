@@ -1,29 +1,32 @@
 """Part 5: few queries over long keys: the split-KV kernel against everything torch has, as a share of a copy's rate.
 
-32 query heads, 8 KV heads, head dim 128, bfloat16. Inputs are rotated, so that keys and values come from memory. With
-``--sweep`` the kernel is also launched with other numbers of splits, key blocks, warps and stages than it takes itself.
+32 query heads, 8 KV heads, head dim 128, bfloat16. Inputs are rotated, so that keys and values come from memory. The
+part ``tiles`` launches the kernel with other numbers of splits, key blocks, warps and stages than it takes itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu.environment import Environment
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import Variant, compare, rates, sets_of
+from bench.gpu.timing import Variant, compare, host_us, rates, sets_of, why
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most
-BATCHES = (1, 8)
-WAYS = ("decode", "flash", "flash packed", "cudnn", "efficient")
+BATCHES = (1, 8, 64)
+WAYS = ("decode", "attend", "join", "flash", "flash packed", "cudnn", "efficient")
+PIECES = ("attend", "join")  # of decode
 _SECONDS = 0.6
 
 
@@ -31,18 +34,26 @@ def _by_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def measure(place: Place, shape: Shape) -> Row:
+def measure(env: Environment, shape: Shape) -> Row:
     """Every way for one number of rows, keys and batches."""
-    if place.dry:
+    if env.dry:
         shape = shape.tiny()
-    sets = sets_of(place, shape, cold=True)
-    variants, refused = chosen_by_hand(shape, place, WAYS)
+    sets = sets_of(env, shape, cold=True)
+    variants, refused = chosen_by_hand(shape, env, tuple(w for w in WAYS if w not in PIECES))
     variants["call"] = Variant(_by_call)
+    parts = None
+    if "decode" in variants:
+        try:
+            parts = numbers(env, shape)[1]
+            variants |= {} if env.dry else pieces(env, shape)
+        except Exception as error:  # what is asked of the kernel's insides must not cost the others their times
+            refused |= dict.fromkeys(PIECES, why(error))
     with torch.no_grad():
-        times = compare(place, variants, sets, seconds=_SECONDS)
-        errors = _errors(variants, sets[0], set(times.found))
+        times = compare(env, variants, sets, seconds=_SECONDS)
+        errors = _errors(variants, sets[0], set(times.found) - set(PIECES))
+        host = {n: host_us(env, partial(variants[n].run, *sets[0]), times.found[n].median_us) for n in times.found}
     us = {name: time.median_us for name, time in times.found.items()}
-    best = times.best([n for n in us if n != "decode"])
+    best = times.best([n for n in us if n != "decode" and n not in PIECES])
     row: Row = {
         "us": us,
         "how": {name: f"{time.how} x{time.rounds}" for name, time in times.found.items()},
@@ -50,12 +61,13 @@ def measure(place: Place, shape: Shape) -> Row:
         "errors": errors,
         "bytes": shape.bytes,
         "best_other": best,
-        "splits": splits(place, shape),
+        "splits": parts,
+        "host_us": host,
         "sets": len(sets),
     }
     for name, taken in us.items():
-        row[f"us, {name}"] = taken
-        row[f"copy, {name}"] = shape.bytes / taken / 1e6 / rates(place).copy_tbs
+        row[f"us, {name}"], row[f"host, {name}"] = taken, host[name]
+        row[f"copy, {name}"] = shape.bytes / taken / 1e6 / rates(env).copy_tbs
     if best and "decode" in us:
         row["gbs"] = shape.bytes / us["decode"] / 1e3
         row["of_best"] = us["decode"] / us[best]
@@ -72,16 +84,6 @@ def _errors(variants: dict[str, Variant], inputs: tuple[Tensor, ...], ran: set[s
     return {name: float((x.double() - right).abs().nan_to_num(nan=torch.inf).max()) for name, x in made.items()}
 
 
-def splits(place: Place, shape: Shape) -> int:
-    """Into how many parts the kernel cuts the keys by itself."""
-    from attn_pass.kernels.decode import Room, room_of, splits_for, tiles_for
-
-    room = Room() if place.dry else room_of(torch.device("cuda"))
-    rows = shape.groups * shape.q_len
-    blocks = -(-rows // tiles_for(rows, shape.dim, shape.dim, room=room).rows)
-    return int(splits_for(shape.batch * shape.kv_heads * blocks, shape.kv_len, place.decided_for.cores))
-
-
 # ---------------------------------------------------------------- the sweep
 
 
@@ -91,52 +93,64 @@ BLOCKS = (32, 64, 128)
 LAUNCHES = ((4, 2), (4, 3), (8, 2), (8, 3))  # warps, stages
 
 
-def launched(shape: Shape, parts: int, block: int, warps: int, stages: int) -> Callable[..., Tensor]:
-    """The kernel with these numbers, as `attn_pass.kernels.decode` launches it."""
-    from attn_pass.kernels.decode import Parts, Tiles, launch, power, room_of, tiles_for
-    from attn_pass.kernels.decode_triton import attend, join
+def launched(shape: Shape, parts: int, tiles: Any, only: Any = None) -> Callable[..., Tensor]:
+    """The kernels with these numbers, as the operator launches them; ``only`` one of the two where it is given."""
+    from attn_pass.kernels import decode as kernel
 
-    rows = shape.groups * shape.q_len
-    own = tiles_for(rows, shape.dim, shape.dim, room=room_of(torch.device("cuda")))
-    tiles = Tiles(own.rows, block, stages, warps)
-    row_blocks = -(-rows // tiles.rows)
-    count = shape.batch * shape.heads * shape.q_len
+    def wrap(triton_kernel: Any) -> Any:
+        return triton_kernel if only in (None, triton_kernel) else _Nothing()
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        partial_sums = q.new_empty((parts, *q.shape[:3], v.size(3)), dtype=torch.float32)
-        tops = q.new_empty((parts, *q.shape[:3]), dtype=torch.float32)
-        totals = torch.empty_like(tops)
-        joined = Parts(parts, partial_sums, tops, totals)
-        arguments = launch(q, k, v, None, shape.scale, False, -1, joined, tiles)
-        grid = (shape.batch * shape.kv_heads, row_blocks, parts)
-        attend[grid](**arguments, num_warps=tiles.warps, num_stages=tiles.stages)
-        out = torch.empty_like(q)
-        dim = v.size(3)
-        join[(count,)](partial_sums, tops, totals, out, parts, count, DIM=dim, BLOCK_DIM=power(dim), num_warps=2)
-        return out
+        inputs = kernel.Inputs(q, k, v, None, shape.scale)
+        return kernel.launched(inputs, tiles, parts, with_lse=False, wrap=wrap)[0]
 
     return run
 
 
-def sweep(place: Place, shape: Shape) -> Row:
+class _Nothing:
+    """Takes a kernel's place, and launches none."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda **_: None
+
+
+def numbers(env: Environment, shape: Shape) -> tuple[Any, int]:
+    """The tiles the kernel takes by itself, and into how many parts it cuts the keys."""
+    from attn_pass.kernels import decode as kernel
+
+    room = kernel.Room() if env.dry else kernel.gpu_of(torch.device("cuda"))[0]
+    inputs = kernel.Inputs(*shape.inputs(Environment("meta"))[:3], None, shape.scale)
+    tiles, parts = kernel.numbers_for(inputs, room, env.decided_for.cores)
+    return tiles, int(parts)
+
+
+def pieces(env: Environment, shape: Shape) -> dict[str, Variant]:
+    """The two kernels of the operator, each alone; the join of parts that nothing has written takes as long."""
+    from attn_pass.kernels.decode_triton import attend, join
+
+    tiles, parts = numbers(env, shape)
+    return {name: Variant(launched(shape, parts, tiles, k)) for name, k in (("attend", attend), ("join", join))}
+
+
+def sweep(env: Environment, shape: Shape) -> Row:
     """The kernel's own numbers against others."""
-    if place.dry:
+    if env.dry:
         return {"verdict": "the sweep launches kernels, which a dry run has none of"}
-    sets = sets_of(place, shape, cold=True)
-    own = splits(place, shape)
-    variants, _ = chosen_by_hand(shape, place, ("decode",))
+    sets = sets_of(env, shape, cold=True)
+    tiles, own = numbers(env, shape)
+    variants, _ = chosen_by_hand(shape, env, ("decode",))
     for factor, block, (warps, stages) in product(FACTORS, BLOCKS, LAUNCHES):
         parts = max(1, round(own * factor))
         name = f"{parts} splits, {block} keys, {warps} warps, {stages} stages"
-        variants[name] = Variant(launched(shape, parts, block, warps, stages))
+        variants[name] = Variant(launched(shape, parts, replace(tiles, keys=block, warps=warps, stages=stages)))
     with torch.no_grad():
-        times = compare(place, variants, sets, seconds=4.0, rounds=11)
+        times = compare(env, variants, sets, seconds=4.0, rounds=11)
     us = {name: time.median_us for name, time in times.found.items()}
     best = min(us, key=lambda n: us[n])
     row: Row = {"us": us, "failed": times.failed, "splits": own, "best_other": best, "bytes": shape.bytes}
     if "decode" in us:
         row |= {"us, decode": us["decode"], "of_best": us["decode"] / us[best], "gbs": shape.bytes / us["decode"] / 1e3}
-        row["copy, decode"] = shape.bytes / us["decode"] / 1e6 / rates(place).copy_tbs
+        row["copy, decode"] = shape.bytes / us["decode"] / 1e6 / rates(env).copy_tbs
     return row
 
 
@@ -145,15 +159,21 @@ def shape_of(batch: int, rows: int, keys: int) -> Shape:
     return Shape(batch, 32, 8, rows, keys, 128)
 
 
-def cases(place: Place) -> list[Case]:
-    """The grid, long keys first; then the sweep where it is asked for."""
-    cells = [(b, q, s) for s in KEYS for b in BATCHES for q in ROWS]
-    if place.quick:
+_MOST_KEYS = 1 << 22  # of all batch rows: 17 GB of keys and values
+
+
+def cases(env: Environment) -> list[Case]:
+    """The grid, long keys first."""
+    cells = [(b, q, s) for s in KEYS for b in BATCHES for q in ROWS if b * s <= _MOST_KEYS]
+    if env.quick:
         cells = [(1, q, 32768) for q in (1, 4)]
-    found = [Case(f"q{q} B{b} KV{s}", partial(measure, place, shape_of(b, q, s))) for b, q, s in cells]
-    if place.sweep:
-        found += [Case(f"sweep q{q} KV{s}", partial(sweep, place, shape_of(1, q, s))) for q, s in SWEPT]
-    return found
+    return [Case(f"q{q} B{b} KV{s}", partial(measure, env, shape_of(b, q, s))) for b, q, s in cells]
+
+
+def tile_cases(env: Environment) -> list[Case]:
+    """The sweep over splits and tiles."""
+    chosen = SWEPT[: 1 if env.quick else None]
+    return [Case(f"sweep q{q} KV{s}", partial(sweep, env, shape_of(1, q, s))) for q, s in chosen]
 
 
 PART = Part(
@@ -163,6 +183,7 @@ PART = Part(
     (
         Column("case", "name"),
         *(Column(f"{way} us", f"us, {way}", ".1f") for way in (*WAYS, "call")),
+        *(Column(f"{way}, host us", f"host, {way}", ".1f") for way in ("decode", "flash", "cudnn", "call")),
         Column("GB/s of decode", "gbs", ".0f"),
         *(Column(f"{way}, of copy", f"copy, {way}", ".2f") for way in ("decode", "flash packed", "cudnn")),
         Column("best other", "best_other"),
@@ -170,4 +191,21 @@ PART = Part(
         Column("splits", "splits", "d"),
     ),
     cases,
+)
+
+TILES = Part(
+    "tiles",
+    "The decode kernel with other splits, key blocks, warps and stages",
+    0.20,
+    (
+        Column("case", "name"),
+        Column("decode us", "us, decode", ".1f"),
+        Column("of copy", "copy, decode", ".2f"),
+        Column("best", "best_other"),
+        Column("decode / best", "of_best", ".2f"),
+        Column("splits", "splits", "d"),
+        Column("verdict", "verdict"),
+    ),
+    tile_cases,
+    usual=False,
 )

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from bench.gpu.environment import NAMED, Environment, passed, peak_bytes, said, stock
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import NAMED, Place, passed, peak_bytes, said, stock
 from bench.gpu.shapes import Shape, by_hand, call, exact
 from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of, why
 
@@ -74,17 +74,19 @@ _SECONDS = 2.0
 _WIDE = 8  # bytes a score takes at once in stock's unfused form: half scores in and out, and float32 between
 
 
-def _fits(place: Place, shape: Shape) -> bool:
+def fits(env: Environment, shape: Shape) -> bool:
+    """Whether the scores of the unfused form fit in this process's share of the memory."""
     scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    return place.dry or scores * _WIDE < 0.8 * torch.cuda.get_device_properties().total_memory
+    most = 0 if env.dry else torch.cuda.get_device_properties().total_memory / env.processes
+    return env.dry or scores * _WIDE < 0.8 * most
 
 
-def measure(place: Place, shape: Shape) -> Row:
+def measure(env: Environment, shape: Shape) -> Row:
     """All variants of one case in turns."""
     full = shape
-    if place.dry:
+    if env.dry:
         shape = shape.tiny()
-    sets = sets_of(place, shape, cold=shape.memory_bound)
+    sets = sets_of(env, shape, cold=shape.memory_bound)
     first = sets[0]
     row: Row = {"floor_us": full.floor_us(), "sets": len(sets), "bytes": shape.bytes, "flops": shape.flops}
     row["failed"] = {}
@@ -94,25 +96,27 @@ def measure(place: Place, shape: Shape) -> Row:
             program = spelled(shape)
             if program is None:
                 continue
-            if spelling == "by hand" and not _fits(place, shape):
+            if spelling == "by hand" and not fits(env, shape):
                 row["failed"][f"stock, {spelling}"] = "the scores would not fit in memory"
             else:
-                variants[f"stock, {spelling}"] = Variant(stock(place, program))
-            variants[f"pass, {spelling}"] = Variant(passed(place, program))
-            row |= _first_call(place, row, variants, spelling, first)
+                variants[f"stock, {spelling}"] = Variant(stock(env, program))
+            variants[f"pass, {spelling}"] = Variant(passed(env, program))
+            row |= _first_call(env, row, variants, spelling, first)
         own = "stock, call" if "stock, call" in variants else "stock, by hand"
         if own in variants:
             variants["stock again"] = variants[own]
-        chosen, refused = chosen_by_hand(shape, place)
+        chosen, refused = chosen_by_hand(shape, env)
         variants |= chosen
-        times = compare(place, variants, sets, seconds=_SECONDS)
+        times = compare(env, variants, sets, seconds=_SECONDS)
         row |= _errors(shape, variants, first, times)
     row["failed"] |= {**refused, **times.failed}
-    row |= _summary(row, times, tuple(chosen), own, rates(place))
-    return row | planned(full) if place.dry else row
+    row |= _summary(row, times, tuple(chosen), own, rates(env))
+    return row | planned(full) if env.dry else row
 
 
-def _first_call(place: Place, row: Row, variants: dict[str, Variant], spelling: str, inputs: tuple[Any, ...]) -> Row:
+def _first_call(
+    env: Environment, row: Row, variants: dict[str, Variant], spelling: str, inputs: tuple[Any, ...]
+) -> Row:
     """Compiles this spelling; what the pass did, and the memory both take."""
     found: Row = {}
     for who in ("stock", "pass"):
@@ -122,7 +126,7 @@ def _first_call(place: Place, row: Row, variants: dict[str, Variant], spelling: 
         try:
             with attn_pass.record() as report:
                 variants[name].run(*inputs)
-            found[f"peak, {name}"] = peak_bytes(place, partial(variants[name].run, *inputs))
+            found[f"peak, {name}"] = peak_bytes(env, partial(variants[name].run, *inputs))
         except Exception as error:
             row["failed"][name] = why(error)
             del variants[name]
@@ -164,7 +168,7 @@ def planned(shape: Shape) -> Row:
     for spelling, spelled in SPELLINGS.items():
         program = spelled(shape)
         if program is not None:
-            inputs = shape.inputs(Place("meta"))
+            inputs = shape.inputs(Environment("meta"))
             with torch.no_grad():
                 report = attn_pass.explain(program, *inputs, attn_pass_options={"device": NAMED})
             told = said(report)
@@ -207,12 +211,15 @@ def _ratio(us: dict[str, float], above: str, below: str) -> float | None:
     return us[above] / us[below] if above in us and below in us else None
 
 
-def cases(place: Place) -> list[Case]:
+def quick_names() -> list[str]:
+    """The cases of a quick run."""
+    return [n for n in CASES if n.startswith(("ViT", "multi-token decode q4", "T5"))]
+
+
+def cases(env: Environment) -> list[Case]:
     """One a shape."""
-    names = list(CASES)
-    if place.quick:
-        names = [n for n in names if n.startswith(("ViT", "multi-token decode q4", "T5"))]
-    return [Case(name, partial(measure, place, CASES[name])) for name in names]
+    names = quick_names() if env.quick else list(CASES)
+    return [Case(name, partial(measure, env, CASES[name])) for name in names]
 
 
 PART = Part(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.place import Place
+from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
 from bench.machine import compiled
@@ -23,7 +23,7 @@ class Kernel:
     """``refuses`` says why not, or nothing; ``variant`` is how it is called."""
 
     refuses: Callable[[Shape], str]
-    variant: Callable[[Shape, Place], Variant]
+    variant: Callable[[Shape, Environment], Variant]
 
 
 def _folded(shape: Shape, q: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _flash_refuses(shape: Shape) -> str:
     return _no_half(shape) or ("" if shape.mask in ("none", "causal", "window") else "no mask")
 
 
-def _flash(shape: Shape, place: Place) -> Variant:
+def _flash(shape: Shape, env: Environment) -> Variant:
     scale, causal = shape.scale, shape.mask == "causal"
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _packs(shape: Shape) -> str:
     return "" if shape.mask == "none" else "rows of several heads take no mask of rows"
 
 
-def _flash_packed(shape: Shape, place: Place) -> Variant:
+def _flash_packed(shape: Shape, env: Environment) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         packed = _packed(shape, q)
         out = aten._scaled_dot_product_flash_attention(packed, k, v, 0.0, False, False, scale=shape.scale)[0]
@@ -97,7 +97,7 @@ def _cudnn_refuses(shape: Shape) -> str:
     return _no_half(shape) or ("" if shape.mask in ("none", "causal", "bias") else "no such mask")
 
 
-def _cudnn(shape: Shape, place: Place) -> Variant:
+def _cudnn(shape: Shape, env: Environment) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
         mask = bias[0] if bias else None
         out = aten._scaled_dot_product_cudnn_attention(
@@ -118,7 +118,7 @@ def _efficient_refuses(shape: Shape) -> str:
     return "" if shape.mask in ("none", "causal", "bias") else "no such mask but as a tensor"
 
 
-def _efficient(shape: Shape, place: Place) -> Variant:
+def _efficient(shape: Shape, env: Environment) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
         mask = bias[0].expand(shape.batch, -1, -1, -1) if bias else None
         given = _packed(shape, q) if shape.groups > 1 else _folded(shape, q)
@@ -141,7 +141,7 @@ def _decode_refuses(shape: Shape) -> str:
     return "" if shape.mask in ("none", "bias") and not shape.shared else "no such mask"
 
 
-def _decode(shape: Shape, place: Place) -> Variant:
+def _decode(shape: Shape, env: Environment) -> Variant:
     from attn_pass.kernels.decode import decode
 
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _flex_refuses(shape: Shape) -> str:
     return "shared keys are expanded" if shape.shared else ""
 
 
-def _flex(shape: Shape, place: Place) -> Variant:
+def _flex(shape: Shape, env: Environment) -> Variant:
     """FlexAttention, compiled; in a dry run its plain form."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -177,7 +177,7 @@ def _flex(shape: Shape, place: Place) -> Variant:
 
     block = None
     if shape.mask not in ("none", "bias"):
-        block = create_block_mask(keep, None, None, shape.q_len, shape.kv_len, device=place.device)
+        block = create_block_mask(keep, None, None, shape.q_len, shape.kv_len, device=env.device)
     given: dict[str, Any] = {"block_mask": block, "scale": shape.scale, "enable_gqa": shape.groups > 1}
     if shape.mask in ("softcap", "alibi", "bias"):
         given["score_mod"] = score
@@ -185,7 +185,7 @@ def _flex(shape: Shape, place: Place) -> Variant:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flex_attention(q, k, v, **given)
 
-    run = program if place.dry else compiled(program)
+    run = program if env.dry else compiled(program)
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> tuple[Any, ...]:
         slopes[:] = more
@@ -205,7 +205,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def chosen_by_hand(
-    shape: Shape, place: Place, names: tuple[str, ...] = tuple(KERNELS)
+    shape: Shape, env: Environment, names: tuple[str, ...] = tuple(KERNELS)
 ) -> tuple[dict[str, Variant], dict[str, str]]:
     """The kernels that take the shape, and why the others do not."""
     taken: dict[str, Variant] = {}
@@ -216,7 +216,7 @@ def chosen_by_hand(
             refused[name] = reason
             continue
         try:
-            taken[name] = KERNELS[name].variant(shape, place)
+            taken[name] = KERNELS[name].variant(shape, env)
         except Exception as error:
             refused[name] = f"{type(error).__name__}: {error}"[:300]
     return taken, refused

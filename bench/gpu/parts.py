@@ -1,17 +1,15 @@
-"""A run as parts and cases: shares of the time, a journal that outlives the process, errors kept with their case."""
+"""A run as parts and cases: shares of the time, shards of the cases, errors kept with their case."""
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from bench.frame.document import Column, Row
-from bench.gpu.place import Place
+from bench.gpu.environment import Environment
+from bench.gpu.journal import Journal
 from bench.gpu.timing import why
 
 Tell = Callable[[str], None]
@@ -28,67 +26,38 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """What one part measures; ``share`` of the time is its own, and what others leave."""
+    """What one part measures; ``share`` of the time is its own, and what others leave.
+
+    A part that is not ``timed`` may run beside others. One that is not ``usual`` runs where it is asked for by name.
+    """
 
     name: str
     title: str
     share: float
     columns: tuple[Column, ...]
-    cases: Callable[[Place], Sequence[Case]]
+    cases: Callable[[Environment], Sequence[Case]]
+    timed: bool = True
+    usual: bool = True
 
 
-class Journal:
-    """Lines of JSON, one as a case begins and one as it ends, written at once: what a run that dies leaves."""
+@dataclass(frozen=True)
+class Shard:
+    """Every ``count``-th case, from the ``number``-th on, which counts from 1: "2/6"."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    number: int = 1
+    count: int = 1
 
-    def add(self, **line: Any) -> None:
-        """One line more."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(line, default=str) + "\n")
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Raises ValueError with a sentence where the text is not i/n with 1 <= i <= n."""
+        number, slash, count = text.partition("/")
+        if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+            raise ValueError(f"{text!r} is no shard: give i/n with 1 <= i <= n, such as 2/6")
+        return cls(int(number), int(count))
 
-    def lines(self) -> list[Row]:
-        """All lines so far; half a line at the end is left out."""
-        if not self.path.exists():
-            return []
-        found = []
-        for text in self.path.read_text().splitlines():
-            try:
-                found.append(json.loads(text))
-            except ValueError:
-                continue
-        return found
-
-    def rows(self) -> dict[str, list[Row]]:
-        """The rows of every part, in the order they were measured."""
-        found: dict[str, list[Row]] = {}
-        for line in self.lines():
-            if "row" in line:
-                found.setdefault(line["part"], []).append(line["row"])
-        return found
-
-    def notes(self) -> dict[str, list[str]]:
-        """What is to be said of every part."""
-        found: dict[str, list[str]] = {}
-        for line in self.lines():
-            if "note" in line:
-                found.setdefault(line["part"], []).append(line["note"])
-        return found
-
-    def head(self) -> Row:
-        """The facts of the run."""
-        return {k: v for line in self.lines() if "head" in line for k, v in line["head"].items()}
-
-    def unfinished(self) -> tuple[str, str] | None:
-        """The part and the case that began and did not end."""
-        begun = None
-        for line in self.lines():
-            if line.get("begin"):
-                begun = (line["part"], line["begin"])
-            elif "row" in line and begun == (line["part"], line["row"].get("name")):
-                begun = None
-        return begun
+    def of(self, cases: Sequence[Case]) -> list[Case]:
+        """The cases that are this shard's."""
+        return list(cases[self.number - 1 :: self.count])
 
 
 class Lost(RuntimeError):
@@ -96,32 +65,31 @@ class Lost(RuntimeError):
 
 
 def run_parts(
-    place: Place, parts: Iterable[Part], end: float, journal: Journal, tell: Tell, done: Callable[[], None]
+    env: Environment, parts: Iterable[Part], end: float, journal: Journal, tell: Tell, shard: Shard = Shard()
 ) -> None:
     """Runs the parts until ``end`` (of `time.time`), each until its share of what is left is used up.
 
-    Parts that are over and cases the journal has are not run again. ``done`` is called after each part.
+    Parts that are over in this run, and cases it has rows of, are not run again.
 
     Raises:
         Lost: nothing runs in this process any more; another one goes on.
     """
-    over = {line["part"] for line in journal.lines() if line.get("over")}
+    over = {line["part"] for line in journal.own() if line.get("over")}
     todo = [part for part in parts if part.name not in over]
     while todo:
         part = todo.pop(0)
         left = end - time.time()
         deadline = time.time() + left * part.share / (part.share + sum(p.share for p in todo))
-        _run_part(place, part, deadline, journal, tell)
+        _run_part(env, part, deadline, journal, tell, shard)
         journal.add(part=part.name, over=True)
-        done()
 
 
-def _run_part(place: Place, part: Part, deadline: float, journal: Journal, tell: Tell) -> None:
-    done = {row.get("name") for row in journal.rows().get(part.name, [])}
+def _run_part(env: Environment, part: Part, deadline: float, journal: Journal, tell: Tell, shard: Shard) -> None:
+    done = {line["row"].get("name") for line in journal.own() if "row" in line and line["part"] == part.name}
     try:
-        cases = [case for case in part.cases(place) if case.name not in done]
+        cases = [case for case in shard.of(part.cases(env)) if case.name not in done]
     except Exception as error:
-        journal.add(part=part.name, note=f"could not begin: {why(error)}")
+        journal.add(part=part.name, row={"name": "(all)", "error": f"could not begin: {why(error)}"})
         tell(f"{part.name}: could not begin: {why(error)}")
         return
     began = time.time()
@@ -133,7 +101,7 @@ def _run_part(place: Place, part: Part, deadline: float, journal: Journal, tell:
             tell(f"{part.name}: {note[:200]}")
             break
         journal.add(part=part.name, begin=case.name)
-        row = _run_case(place, case)
+        row = _run_case(env, case)
         journal.add(part=part.name, row=row)
         shown = f"FAILED {row['error']}" if "error" in row else _shown(part, row)
         tell(f"{part.name}: {case.name}: {shown}"[:230])
@@ -142,25 +110,25 @@ def _run_part(place: Place, part: Part, deadline: float, journal: Journal, tell:
     journal.add(part=part.name, note=f"{time.time() - began:.0f} s")
 
 
-def _run_case(place: Place, case: Case) -> Row:
+def _run_case(env: Environment, case: Case) -> Row:
     began = time.perf_counter()
     row: Row = {"name": case.name}
     try:
-        place.forget()
+        env.forget()
         row |= case.run()
-        place.wait()
+        env.wait()
     except Exception as error:
         row |= {"error": why(error), "trace": traceback.format_exc()[-_TRACE:]}
-        if not place.dry and _is_lost(place):
+        if not env.dry and _is_lost(env):
             row |= {"error": f"{row['error']} (the device was lost)", "lost": True}
     row["seconds"] = round(time.perf_counter() - began, 2)
     return row
 
 
-def _is_lost(place: Place) -> bool:
+def _is_lost(env: Environment) -> bool:
     try:
-        place.wait()
-        place.normal(8).sum().item()
+        env.wait()
+        env.normal(8).sum().item()
     except Exception:
         return True
     return False

@@ -24,8 +24,8 @@ from attn_pass.patterns import calls
 from attn_pass.reading.lift import Reader
 from attn_pass.targets.kernels import Call as TableCall
 from attn_pass.targets.kernels import as_written, refusal
+from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place
 from bench.machine import compiled
 
 NAMED = ("H200", "A100", "L4", "B200")
@@ -45,32 +45,32 @@ class Call:
     grad: bool = False
     layout: str = ""  # "heads last", "rank 3", "shared" (batch 1), "expanded", "strided" (last dimension)
 
-    def inputs(self, place: Place) -> tuple[Tensor, ...]:
+    def inputs(self, env: Environment) -> tuple[Tensor, ...]:
         """Query, key, value and the mask where there is one."""
         b, h, g, rows, keys, d, e = self.sizes
         kv_batch = 1 if self.layout == "shared" else b
         shapes = [(b, h, rows, d), (kv_batch, g, keys, d), (kv_batch, g, keys, e)]
-        operands = [self._laid(place, s).requires_grad_(self.grad) for s in shapes]
+        operands = [self._laid(env, s).requires_grad_(self.grad) for s in shapes]
         masks: dict[str, Callable[[], Tensor]] = {
-            "bool 2": lambda: place.normal(rows, keys) < 2,
-            "bool 4": lambda: place.normal(b, 1, rows, keys) < 2,
-            "add 2": lambda: place.normal(rows, keys, dtype=self.dtype),
-            "add 4": lambda: place.normal(1, h, rows, keys, dtype=self.dtype),
-            "add 3": lambda: place.normal(h, rows, keys, dtype=self.dtype),
-            "learned": lambda: place.normal(1, h, rows, keys, dtype=self.dtype, grad=True),
+            "bool 2": lambda: env.normal(rows, keys) < 2,
+            "bool 4": lambda: env.normal(b, 1, rows, keys) < 2,
+            "add 2": lambda: env.normal(rows, keys, dtype=self.dtype),
+            "add 4": lambda: env.normal(1, h, rows, keys, dtype=self.dtype),
+            "add 3": lambda: env.normal(h, rows, keys, dtype=self.dtype),
+            "learned": lambda: env.normal(1, h, rows, keys, dtype=self.dtype, grad=True),
         }
         return (*operands, masks[self.mask]()) if self.mask else tuple(operands)
 
-    def _laid(self, place: Place, shape: Sequence[int]) -> Tensor:
+    def _laid(self, env: Environment, shape: Sequence[int]) -> Tensor:
         if self.layout == "rank 3":
-            return place.normal(shape[0] * shape[1], *shape[2:], dtype=self.dtype)
+            return env.normal(shape[0] * shape[1], *shape[2:], dtype=self.dtype)
         if self.layout == "heads last":
-            return place.normal(shape[0], shape[2], shape[1], shape[3], dtype=self.dtype).transpose(1, 2).detach()
+            return env.normal(shape[0], shape[2], shape[1], shape[3], dtype=self.dtype).transpose(1, 2).detach()
         if self.layout == "expanded":
-            return place.normal(1, *shape[1:], dtype=self.dtype).expand(*shape).detach()
+            return env.normal(1, *shape[1:], dtype=self.dtype).expand(*shape).detach()
         if self.layout == "strided":
-            return place.normal(*shape[:3], 2 * shape[3], dtype=self.dtype)[..., ::2].detach()
-        return place.normal(*shape, dtype=self.dtype)
+            return env.normal(*shape[:3], 2 * shape[3], dtype=self.dtype)[..., ::2].detach()
+        return env.normal(*shape, dtype=self.dtype)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -163,15 +163,15 @@ def by_table(attention: Attention, written: AsWritten, device: Device) -> str:
     return found or "none"
 
 
-def compare(place: Place, call: Call) -> Row:
+def compare(env: Environment, call: Call) -> Row:
     """One call asked of both."""
-    inputs = call.inputs(place)
+    inputs = call.inputs(env)
 
     def program(*args: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*args, **call.given)
 
     attention, written = read(program, *inputs)
-    here = cpu() if place.dry else catalog.cuda_here()
+    here = cpu() if env.dry else catalog.cuda_here()
     row: Row = {"torch": by_torch(call, inputs), "table": by_table(attention, written, here)}
     row["verdict"] = "same" if row["torch"] == row["table"] else "DIFFERS"
     for name in NAMED:
@@ -179,10 +179,10 @@ def compare(place: Place, call: Call) -> Row:
     return row
 
 
-def cases(place: Place) -> list[Case]:
+def cases(env: Environment) -> list[Case]:
     """One a call."""
-    chosen = list(CALLS.items())[:: 5 if place.quick else 1]
-    return [Case(name, partial(compare, place, call)) for name, call in chosen]
+    chosen = list(CALLS.items())[:: 5 if env.quick else 1]
+    return [Case(name, partial(compare, env, call)) for name, call in chosen]
 
 
 PART = Part(
@@ -197,4 +197,5 @@ PART = Part(
         *(Column(f"table, {name}", name) for name in NAMED),
     ),
     cases,
+    timed=False,
 )

@@ -20,8 +20,8 @@ from torch import Tensor
 import attn_pass
 from bench import shared_keys
 from bench.frame import ways
+from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place, passed, said, stock
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.timing import Variant, compare, host_us, why
 from bench.machine import relative_error
@@ -74,19 +74,19 @@ def _library() -> dict[str, Callable[..., Any]]:
     return {"flash_attn": flash_attn_func, "flash_attn, copies": copied}
 
 
-def copies(place: Place, sizes: tuple[int, int, int, int], reported: str) -> Row:
+def copies(env: Environment, sizes: tuple[int, int, int, int], reported: str) -> Row:
     """Eager, stock and the pass, with the copies and without; the kernel itself."""
-    batch, heads, length, dim = (min(n, 8) for n in sizes) if place.dry else sizes
-    inputs = tuple(place.normal(batch, length, heads, dim, dtype=FP16) for _ in range(3))
+    batch, heads, length, dim = (min(n, 8) for n in sizes) if env.dry else sizes
+    inputs = tuple(env.normal(batch, length, heads, dim, dtype=FP16) for _ in range(3))
     row: Row = {"reported": reported}
     with torch.no_grad():
         runs: dict[str, Callable[..., Any]] = {
             "eager, copies": with_copies,
             "eager, none": without_copies,
-            "stock, copies": stock(place, with_copies),
-            "stock, none": stock(place, without_copies),
-            "pass, copies": passed(place, with_copies),
-            "pass, none": passed(place, without_copies),
+            "stock, copies": stock(env, with_copies),
+            "stock, none": stock(env, without_copies),
+            "pass, copies": passed(env, with_copies),
+            "pass, none": passed(env, without_copies),
             "flash": _flash_in_its_layout,
             **_library(),
         }
@@ -94,7 +94,7 @@ def copies(place: Place, sizes: tuple[int, int, int, int], reported: str) -> Row
             runs["pass, copies"](*inputs)
         row |= said(report)
         runs["stock again"] = runs["stock, copies"]
-        times = compare(place, {name: Variant(run) for name, run in runs.items()}, [inputs])
+        times = compare(env, {name: Variant(run) for name, run in runs.items()}, [inputs])
     return row | _told({n: t.median_us for n, t in times.found.items()}, times.failed, "stock, copies", "pass, copies")
 
 
@@ -112,21 +112,21 @@ def _told(us: dict[str, float], failed: dict[str, str], stock_name: str, pass_na
 # ---------------------------------------------------------------- S3
 
 
-def small(place: Place, batch: int, length: int) -> Row:
+def small(env: Environment, batch: int, length: int) -> Row:
     """16 heads of 16: device time by graphs, and what a call costs the host."""
-    if place.dry:
+    if env.dry:
         batch, length = min(batch, 4), length // 10
     shape = Shape(batch, 16, 16, length, length, 16, dtype=FP16)
-    inputs = shape.inputs(place)
+    inputs = shape.inputs(env)
     spelled = call(shape)
     assert spelled is not None
     with torch.no_grad():
         runs: dict[str, Callable[..., Any]] = {
             "eager, call": spelled,
-            "stock, by hand": stock(place, by_hand(shape)),
-            "stock, call": stock(place, spelled),
-            "pass, by hand": passed(place, by_hand(shape)),
-            "pass, call": passed(place, spelled),
+            "stock, by hand": stock(env, by_hand(shape)),
+            "stock, call": stock(env, spelled),
+            "pass, by hand": passed(env, by_hand(shape)),
+            "pass, call": passed(env, spelled),
             "flash": lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v)[0],
             **{n: r for n, r in _library().items() if n == "flash_attn"},
         }
@@ -134,8 +134,8 @@ def small(place: Place, batch: int, length: int) -> Row:
             runs["pass, call"](*inputs)
         row = said(report)
         runs["stock again"] = runs["stock, call"]
-        times = compare(place, {name: Variant(run) for name, run in runs.items()}, [inputs])
-        host = {name: host_us(place, partial(runs[name], *inputs)) for name in times.found}
+        times = compare(env, {name: Variant(run) for name, run in runs.items()}, [inputs])
+        host = {name: host_us(env, partial(runs[name], *inputs)) for name in times.found}
     row |= _told({n: t.median_us for n, t in times.found.items()}, times.failed, "stock, call", "pass, call")
     row["host_us"] = host
     row["all"] = f"device: {row['all']}; host: " + ", ".join(f"{n} {t:.1f}" for n, t in host.items())
@@ -145,22 +145,22 @@ def small(place: Place, batch: int, length: int) -> Row:
 # ---------------------------------------------------------------- S4
 
 
-def _half(place: Place) -> bool:
-    return not place.dry
+def _half(env: Environment) -> bool:
+    return not env.dry
 
 
-def _device(place: Place) -> str:
-    return "cpu" if place.dry else "cuda"
+def _device(env: Environment) -> str:
+    return "cpu" if env.dry else "cuda"
 
 
-def packaged(place: Place) -> Row:
+def packaged(env: Environment) -> Row:
     """S4's three packages: stock, decomposed, the pass's; timed as they are launched, answers checked."""
     chosen = (ways.PACKAGE_PASS, ways.PACKAGE, ways.DECOMPOSED)
-    if place.quick:
+    if env.quick:
         chosen = chosen[:1]
     row: Row = {"reported": shared_keys.REPORTED, "build_s": {}, "failed": {}}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        inputs = shared_keys.make_inputs(device=_device(place))
+        inputs = shared_keys.make_inputs(device=_device(env))
         shapes = ({0: shared_keys.batch_dim()}, None, None)
         runs: dict[str, Callable[..., Any]] = {}
         for number, way in enumerate(chosen):
@@ -168,7 +168,7 @@ def packaged(place: Place) -> Row:
             try:
                 path = Path(folder) / f"{number}.pt2"
                 with attn_pass.record() as report:
-                    model = shared_keys.SharedKeys(_device(place), _half(place)).eval()
+                    model = shared_keys.SharedKeys(_device(env), _half(env)).eval()
                     ways.package(way, model, inputs, shapes, path)
                 runs[way] = torch._inductor.aoti_load_package(str(path))
                 row["build_s"][way] = round(time.perf_counter() - began, 1)
@@ -178,51 +178,110 @@ def packaged(place: Place) -> Row:
                 row["failed"][way] = why(error)
         if ways.PACKAGE in runs:
             runs["stock again"] = runs[ways.PACKAGE]
-        row |= _answers(runs, place)
-        times = compare(place, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
+        row |= _answers(runs, env)
+        times = compare(env, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
     us = {name: time.median_us for name, time in times.found.items()}
     return row | _told(us, {**row["failed"], **times.failed}, ways.PACKAGE, ways.PACKAGE_PASS)
 
 
-def _answers(runs: dict[str, Callable[..., Any]], place: Place) -> Row:
+def _answers(runs: dict[str, Callable[..., Any]], env: Environment) -> Row:
     """The worst error over the checked batches, relative to the largest value."""
     errors: dict[str, float] = {}
     for batch in shared_keys.CHECKED_BATCHES:
-        inputs = shared_keys.make_inputs(batch, _device(place))
+        inputs = shared_keys.make_inputs(batch, _device(env))
         right = shared_keys.reference(*inputs)
         for name, run in runs.items():
             off = relative_error(run(*inputs), right)
             errors[name] = off if not off <= errors.get(name, 0.0) else errors[name]
-    limit = shared_keys.TOLERANCE[_half(place)]
+    limit = shared_keys.TOLERANCE[_half(env)]
     return {"errors": errors, "wrong": ", ".join(n for n, e in errors.items() if not e <= limit) or None}
 
 
-def compiled(place: Place) -> Row:
+def compiled(env: Environment) -> Row:
     """S4 by torch.compile, device time by graphs."""
     with torch.no_grad():
-        inputs = shared_keys.make_inputs(4 if place.dry else shared_keys.BATCH, _device(place))
-        plain = shared_keys.SharedKeys(_device(place), _half(place)).eval()
+        inputs = shared_keys.make_inputs(4 if env.dry else shared_keys.BATCH, _device(env))
+        plain = shared_keys.SharedKeys(_device(env), _half(env)).eval()
         runs: dict[str, Callable[..., Any]] = {
-            "stock": stock(place, plain),
-            "pass": passed(place, plain),
-            "folded by hand": shared_keys.Folded(_device(place), _half(place)).eval(),
+            "stock": stock(env, plain),
+            "pass": passed(env, plain),
+            "folded by hand": shared_keys.Folded(_device(env), _half(env)).eval(),
         }
         with attn_pass.record() as report:
             runs["pass"](*inputs)
         row = said(report)
         runs["stock again"] = runs["stock"]
-        times = compare(place, {n: Variant(r) for n, r in runs.items()}, [inputs])
+        times = compare(env, {n: Variant(r) for n, r in runs.items()}, [inputs])
     return row | _told({n: t.median_us for n, t in times.found.items()}, times.failed, "stock", "pass")
 
 
-def cases(place: Place) -> list[Case]:
-    """S4 first: it has an aim."""
-    found = [Case("S4 by torch.compile", partial(compiled, place))]
-    found.append(Case("S4 through AOTInductor", partial(packaged, place)))
-    found += [Case(name, partial(copies, place, *sizes)) for name, sizes in S2.items()]
-    chosen = S3[:1] if place.quick else S3
-    found += [Case(f"S3 B{b} L{n} H16 D16", partial(small, place, b, n)) for b, n in chosen]
-    return [c for c in found if not (place.quick and place.dry and "AOTI" in c.name)]
+# ---------------------------------------------------------------- S2 and S3 as packages
+
+
+class _Called(torch.nn.Module):
+    """A program as a module, which is what is packaged."""
+
+    def __init__(self, program: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._program = program
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._program(q, k, v)
+
+
+def packages(env: Environment, program: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Row:
+    """The packages of stock and of the pass, timed as they are launched; their results against float64."""
+    row: Row = {"failed": {}}
+    runs: dict[str, Callable[..., Any]] = {}
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        right = program(*(x[:1].double() for x in inputs))
+        for way in (ways.PACKAGE_PASS, ways.PACKAGE):
+            try:
+                path = Path(folder) / f"{len(runs)}.pt2"
+                with attn_pass.record() as report:
+                    ways.package(way, _Called(program).eval(), inputs, None, path)
+                runs[way] = torch._inductor.aoti_load_package(str(path))
+                if way == ways.PACKAGE_PASS:
+                    row |= said(report)
+            except Exception as error:
+                row["failed"][way] = why(error)
+        row["errors"] = {name: relative_error(run(*inputs)[:1], right) for name, run in runs.items()}
+        row["wrong"] = ", ".join(n for n, off in row["errors"].items() if not off <= _PACKAGED_TOLERANCE) or None
+        if ways.PACKAGE in runs:
+            runs["stock again"] = runs[ways.PACKAGE]
+        times = compare(env, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
+    us = {name: time.median_us for name, time in times.found.items()}
+    return row | _told(us, {**row["failed"], **times.failed}, ways.PACKAGE, ways.PACKAGE_PASS)
+
+
+_PACKAGED_TOLERANCE = 4e-3  # of the largest value, in float16
+
+
+def packaged_copies(env: Environment, sizes: tuple[int, int, int, int]) -> Row:
+    """S2 with its copies."""
+    batch, heads, length, dim = (min(n, 8) for n in sizes) if env.dry else sizes
+    inputs = tuple(env.normal(batch, length, heads, dim, dtype=FP16) for _ in range(3))
+    return packages(env, with_copies, inputs)
+
+
+def packaged_small(env: Environment, batch: int, length: int) -> Row:
+    """S3's call."""
+    shape = Shape(min(batch, 4) if env.dry else batch, 16, 16, length, length, 16, dtype=FP16)
+    program = call(shape)
+    assert program is not None
+    return packages(env, program, shape.inputs(env))
+
+
+def cases(env: Environment) -> list[Case]:
+    """S4 first: it has a goal."""
+    found = [Case("S4 by torch.compile", partial(compiled, env))]
+    found.append(Case("S4 through AOTInductor", partial(packaged, env)))
+    found += [Case(name, partial(copies, env, *sizes)) for name, sizes in S2.items()]
+    chosen = S3[:1] if env.quick else S3
+    found += [Case(f"S3 B{b} L{n} H16 D16", partial(small, env, b, n)) for b, n in chosen]
+    found += [Case(f"{n}, AOTInductor", partial(packaged_copies, env, s)) for n, (s, _) in S2.items()]
+    found += [Case(f"S3 B{b} L{n}, AOTInductor", partial(packaged_small, env, b, n)) for b, n in chosen[:2]]
+    return [c for c in found if not (env.quick and env.dry and "AOTI" in c.name)]
 
 
 PART = Part(

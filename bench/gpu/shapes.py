@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.place import Place
+from bench.gpu.environment import Environment
 
 # Measured on an H200: a large bfloat16 product, a device-to-device copy counted both ways; exponentials by the data
 # sheet, 132 multiprocessors with 16 a clock.
@@ -102,15 +102,15 @@ class Shape:
             window=min(self.window, 8),
         )
 
-    def inputs(self, place: Place) -> tuple[Tensor, ...]:
+    def inputs(self, env: Environment) -> tuple[Tensor, ...]:
         """Query, key, value, then the bias or the slopes where there are some; random."""
         kv_batch = 1 if self.shared else self.batch
-        q = place.normal(self.batch, self.heads, self.q_len, self.dim, dtype=self.dtype)
-        k, v = (place.normal(kv_batch, self.kv_heads, self.kv_len, self.dim, dtype=self.dtype) for _ in range(2))
+        q = env.normal(self.batch, self.heads, self.q_len, self.dim, dtype=self.dtype)
+        k, v = (env.normal(kv_batch, self.kv_heads, self.kv_len, self.dim, dtype=self.dtype) for _ in range(2))
         if self.mask == "bias":
-            return q, k, v, place.normal(1, self.heads, self.q_len, self.kv_len, dtype=self.dtype)
+            return q, k, v, env.normal(1, self.heads, self.q_len, self.kv_len, dtype=self.dtype)
         if self.mask == "alibi":
-            exponents = torch.arange(1, self.heads + 1, device=place.device) * (-8.0 / self.heads)
+            exponents = torch.arange(1, self.heads + 1, device=env.device) * (-8.0 / self.heads)
             return q, k, v, torch.exp2(exponents)
         return q, k, v
 

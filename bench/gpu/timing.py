@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu.place import Place
+from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
 from bench.machine import percentile_10
 
@@ -29,6 +29,7 @@ LEAST_ROUNDS = 5
 _LONG_US = 1500.0  # a call this long needs no graph
 _SAMPLE_US = 300.0  # of calls in a graph
 _MOST_CALLS = 40
+_HOST_ROUND_US = 10_000.0
 _CACHE_BYTES = 4 * (60 << 20)
 
 
@@ -85,12 +86,12 @@ def bytes_of(inputs: Sequence[Any]) -> int:
     return sum(x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor))
 
 
-def sets_of(place: Place, shape: Shape, *, cold: bool) -> list[Inputs]:
+def sets_of(env: Environment, shape: Shape, *, cold: bool) -> list[Inputs]:
     """The inputs of a case, the same numbers on every call: one set, or with ``cold`` on a GPU several."""
     torch.manual_seed(0)
-    first = shape.inputs(place)
-    count = sets_for(bytes_of(first), cold and not place.dry)
-    return [first, *(shape.inputs(place) for _ in range(count - 1))]
+    first = shape.inputs(env)
+    count = sets_for(bytes_of(first), cold and not env.dry)
+    return [first, *(shape.inputs(env) for _ in range(count - 1))]
 
 
 def why(error: BaseException) -> str:
@@ -100,19 +101,24 @@ def why(error: BaseException) -> str:
 
 
 def compare(
-    place: Place, variants: Mapping[str, Variant], sets: Sequence[Inputs], *, seconds: float = 2.0, rounds: int = ROUNDS
+    env: Environment,
+    variants: Mapping[str, Variant],
+    sets: Sequence[Inputs],
+    *,
+    seconds: float = 2.0,
+    rounds: int = ROUNDS,
 ) -> Times:
     """Times the variants in turns; one that fails is noted and left out. ``seconds`` of timing, about."""
     times = Times()
     samplers: dict[str, _Sampler] = {}
     for name, variant in variants.items():
         try:
-            samplers[name] = _Sampler(place, variant, sets)
+            samplers[name] = _Sampler(env, variant, sets)
         except Exception as error:
             times.failed[name] = why(error)
     if not samplers:
         return times
-    if place.dry:
+    if env.dry:
         rounds = 1
     else:
         each = sum(s.sample_us for s in samplers.values()) / 1e6
@@ -136,13 +142,13 @@ def compare(
 class _Sampler:
     """One variant, warmed up, ready to be timed again and again."""
 
-    def __init__(self, place: Place, variant: Variant, sets: Sequence[Inputs]) -> None:
-        self._place, self._run = place, variant.run
+    def __init__(self, env: Environment, variant: Variant, sets: Sequence[Inputs]) -> None:
+        self._env, self._run = env, variant.run
         self._args = [variant.prepare(*inputs) for inputs in sets]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.how = "clock" if place.dry else "events"
+        self.how = "clock" if env.dry else "events"
         self._run(*self._args[0])
-        if place.dry:
+        if env.dry:
             self.sample_us, self._calls = 0.0, 1
             return
         self._run(*self._args[-1])
@@ -174,7 +180,7 @@ class _Sampler:
 
     def sample(self) -> float:
         """Microseconds a call."""
-        if self._place.dry:
+        if self._env.dry:
             began = time.perf_counter()
             self._calls_in_turn()
             return (time.perf_counter() - began) * 1e6 / self._calls
@@ -189,17 +195,21 @@ class _Sampler:
         return float(start.elapsed_time(end)) * 1e3 / self._calls
 
 
-def host_us(place: Place, run: Callable[[], Any], calls: int = 50, rounds: int = 7) -> float:
-    """Microseconds the host needs for a call when it does not wait: what small work costs in eager use."""
+def host_us(env: Environment, run: Callable[[], Any], device_us: float = 0.0, rounds: int = 7) -> float:
+    """Microseconds the host needs for a call when it does not wait: what small work costs in eager use.
+
+    Fifty calls a round, fewer where the device takes ``device_us`` for each and would be waited for too long.
+    """
     run()
+    calls = 1 if env.dry else max(1, min(50, int(_HOST_ROUND_US / max(1.0, device_us))))
     taken = []
-    for _ in range(1 if place.dry else rounds):
-        place.wait()
+    for _ in range(1 if env.dry else rounds):
+        env.wait()
         began = time.perf_counter()
-        for _ in range(1 if place.dry else calls):
+        for _ in range(calls):
             run()
-        taken.append((time.perf_counter() - began) * 1e6 / (1 if place.dry else calls))
-        place.wait()
+        taken.append((time.perf_counter() - began) * 1e6 / calls)
+        env.wait()
     return statistics.median(taken)
 
 
@@ -212,14 +222,14 @@ class Rates:
 
 
 @lru_cache(maxsize=1)
-def rates(place: Place) -> Rates:
+def rates(env: Environment) -> Rates:
     """Measured once: a product of (8192, 8192) matrices of random numbers, a copy of 2 GB."""
-    size, length = (64, 1 << 16) if place.dry else (8192, 1 << 30)
-    a, b = place.normal(size, size), place.normal(size, size)
-    source = torch.empty(length, device=place.device, dtype=torch.bfloat16).fill_(1.5)
+    size, length = (64, 1 << 16) if env.dry else (8192, 1 << 30)
+    a, b = env.normal(size, size), env.normal(size, size)
+    source = torch.empty(length, device=env.device, dtype=torch.bfloat16).fill_(1.5)
     target = torch.empty_like(source)
-    times = compare(place, {"product": Variant(torch.mm)}, [(a, b)])
-    copies = compare(place, {"copy": Variant(lambda: target.copy_(source))}, [()])
+    times = compare(env, {"product": Variant(torch.mm)}, [(a, b)])
+    copies = compare(env, {"copy": Variant(lambda: target.copy_(source))}, [()])
     product, copy = times.us("product"), copies.us("copy")
     assert product is not None and copy is not None, (times.failed, copies.failed)
     return Rates(2 * size**3 / product / 1e6, 2 * source.nbytes / copy / 1e6)

@@ -11,10 +11,10 @@ import torch
 
 import attn_pass
 from attn_pass import store
+from bench.gpu.environment import Environment, passed, said
 from bench.gpu.floors import SPELLINGS
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.place import Place, passed, said
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant, compare, sets_of
 
@@ -29,18 +29,18 @@ SITES: dict[str, tuple[str, Shape]] = {
 }
 
 
-def measure(place: Place, spelling: str, shape: Shape) -> Row:
+def measure(env: Environment, spelling: str, shape: Shape) -> Row:
     """One site: the pass predicting, the pass measuring, every kernel by hand."""
-    if place.dry:
+    if env.dry:
         shape = shape.tiny()
-    sets = sets_of(place, shape, cold=shape.memory_bound)
+    sets = sets_of(env, shape, cold=shape.memory_bound)
     program = SPELLINGS[spelling](shape)
     assert program is not None
     row: Row = {}
     with torch.no_grad(), _own_cache():
         runs: dict[str, Any] = {
-            "predicted": passed(place, program, tune=False),
-            "tuned": passed(place, program, tune=True),
+            "predicted": passed(env, program, tune=False),
+            "tuned": passed(env, program, tune=True),
         }
         for name, run in runs.items():
             with attn_pass.record() as report:
@@ -48,8 +48,8 @@ def measure(place: Place, spelling: str, shape: Shape) -> Row:
             row |= {f"{field}, {name}": value for field, value in said(report).items()}
             if name == "tuned" and report.sites:
                 row["measured_us"] = report.sites[-1].measured_us
-        chosen, refused = chosen_by_hand(shape, place)
-        times = compare(place, {**{n: Variant(r) for n, r in runs.items()}, **chosen}, sets)
+        chosen, refused = chosen_by_hand(shape, env)
+        times = compare(env, {**{n: Variant(r) for n, r in runs.items()}, **chosen}, sets)
     us = {name: time.median_us for name, time in times.found.items()}
     best = times.best(list(chosen))
     row |= {"us": us, "failed": {**refused, **times.failed}, "best": best, "best_us": us.get(best or "")}
@@ -76,10 +76,10 @@ class _own_cache:
             os.environ[store.VARIABLE] = self._before
 
 
-def cases(place: Place) -> list[Case]:
+def cases(env: Environment) -> list[Case]:
     """One a site."""
-    names = list(SITES)[: 1 if place.quick else None]
-    return [Case(name, partial(measure, place, *SITES[name])) for name in names]
+    names = list(SITES)[: 1 if env.quick else None]
+    return [Case(name, partial(measure, env, *SITES[name])) for name in names]
 
 
 PART = Part(

@@ -14,7 +14,9 @@ from against_eager import qkv
 
 pytest.importorskip("triton")
 
-from attn_pass.kernels.decode import decode, splits_for
+from attn_pass.compat import TORCH_VERSION
+from attn_pass.kernels.decode import decode, decode_with_lse, splits_for
+from bench import decode_cases
 
 
 @lru_cache(maxsize=1)
@@ -31,10 +33,12 @@ def _interpreted() -> dict[str, dict[str, float]]:
 def test_the_kernel_is_right_on_every_case() -> None:
     """Against float64; the weights are rounded to half precision before the second product, as fused kernels do."""
     found = _interpreted()
-    assert len(found) > 30
+    assert len(found) > 40
     wrong = {n: row for n, row in found.items() if not row["kernel"] <= 2 * row["plain"] + 1e-4}
     assert not wrong
-    assert max(row["splits"] for row in found.values()) >= 4 and min(row["splits"] for row in found.values()) == 1
+    assert not {n: row for n, row in found.items() if not max(row["lse, kernel"], row["lse, plain"]) <= 2e-6}
+    assert sum(row["one mask row"] for row in found.values()) >= 5
+    assert max(row["splits"] for row in found.values()) > 32 and min(row["splits"] for row in found.values()) == 1
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
@@ -42,6 +46,18 @@ def test_splits_fill_the_device_and_no_more() -> None:
     assert splits_for(programs=8, kv_len=1000, cores=132) == 4
     assert splits_for(programs=1000, kv_len=131072, cores=132) == 1
     assert splits_for(programs=1, kv_len=1, cores=132) == 1
+
+
+def test_it_is_the_same_function_on_the_cpu() -> None:
+    """The operators off CUDA, on each case, against float64."""
+    for case in decode_cases.CASES:
+        q, k, v, mask = decode_cases.inputs_of(case)
+        given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case))
+        out, lse = decode_with_lse(*given)
+        right, right_lse = decode_cases.exact_with_lse(q, k, v, mask, case)
+        assert decode_cases.error(out, right) <= (1e-2 if case.dtype == torch.bfloat16 else 2e-3), case.name
+        assert decode_cases.error_of_lse(lse, right_lse) <= 2e-6, case.name
+        assert torch.equal(decode(*given), out) and out.dtype == case.dtype and lse.dtype == torch.float32
 
 
 class Step(torch.nn.Module):
@@ -58,6 +74,9 @@ def test_the_operator_is_well_formed() -> None:
     torch.library.opcheck(decode, (q, k, v, None, 0.125, True, 50))
     mask = torch.rand(2, 1, 3, 90) < 0.8
     torch.library.opcheck(decode, (q, k, v, mask, 0.125))
+    lengths = torch.tensor([40, 0], dtype=torch.int32)
+    torch.library.opcheck(decode, (q, k, v, mask, 0.125, True, -1, lengths))
+    torch.library.opcheck(decode_with_lse, (q, k, v, None, 0.125, True, 50, lengths))
 
 
 def test_it_compiles_for_any_number_of_keys() -> None:
@@ -71,6 +90,7 @@ def test_it_compiles_for_any_number_of_keys() -> None:
             torch.testing.assert_close(compiled(q, k, v), Step()(q, k, v))
 
 
+@pytest.mark.skipif(TORCH_VERSION < (2, 12), reason="its export guards the sizes of a dynamic repeat_interleave")
 def test_it_is_exported_and_packaged(tmp_path: Path) -> None:
     keys = torch.export.Dim("keys", min=4, max=4096)
     inputs = _inputs()

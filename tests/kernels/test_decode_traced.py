@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_export_module
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from attn_pass.kernels.decode import decode  # noqa: E402
+import attn_pass  # noqa: E402
+from attn_pass.kernels.decode import decode, decode_with_lse  # noqa: E402
 
 HOPPER = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9)
 
@@ -60,12 +62,54 @@ def test_the_number_of_keys_is_free() -> None:
     assert isinstance(splits, torch.fx.Node) and second.kwargs["kwargs"]["splits"] is splits  # type: ignore[index, call-overload]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_it_is_planned_for_a_gpu_that_is_not_here() -> None:
+    """Fake tensors on a GPU, without a driver: the report and the graph, as for tensors on ``meta``."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT * 0.125).softmax(-1) @ v
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return lambda *given: (given[0],)
+
+    backend = attn_pass.wrap(keep, device="H100", targets=("decode",), choose="fused", on_error="raise")
+    torch._dynamo.reset()
+    guarded = mock.patch.object(
+        fake_tensor, "init_gpu_context", lambda *_: None, create=True
+    )  # torch 2.11 wants a driver
+    with guarded, FakeTensorMode(), torch.no_grad():
+        q, k, v = (torch.empty(1, 4, n, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 900, 900))
+        torch.compile(attention, backend=backend, fullgraph=True)(q, k, v)
+    assert torch.ops.attn_pass.decode.default in [n.target for n in graphs[0].graph.nodes]
+
+
 @pytest.mark.usefixtures("hopper")
 def test_nothing_but_its_own_results_is_written() -> None:
     """What Triton's analysis cannot tell to be only read would be copied before every call."""
     first, second = launches(traced(ShapeEnv(), 64).graph)
     assert first.kwargs["tensors_to_clone"] == ["partial", "tops", "totals"]
     assert second.kwargs["tensors_to_clone"] == ["result"]
+
+
+class Everything(torch.nn.Module):
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, mask, lengths = given
+        return decode_with_lse(q, k, v, mask, 0.1, True, 50, lengths)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("mask", [torch.bool, torch.float32])
+def test_no_mask_and_no_length_is_written(mask: torch.dtype) -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="cuda") for n in (3, 900, 900))
+        given = torch.empty(2, 1, 3, 900, dtype=mask, device="cuda")
+        lengths = torch.empty(2, dtype=torch.int32, device="cuda")
+        graph = aot_export_module(Everything(), (q, k, v, given, lengths), trace_joint=False)[0].graph
+    first, second = launches(graph)
+    assert first.kwargs["tensors_to_clone"] == ["partial", "tops", "totals"]
+    assert second.kwargs["tensors_to_clone"] == ["result", "lse"]
 
 
 @pytest.mark.usefixtures("hopper")

@@ -104,10 +104,35 @@ def test_what_cudnn_does_not_take_goes_to_flash() -> None:
     assert site.target == "flash" and "1/16" in site.refusals["cudnn"]
 
 
-def test_wide_heads_are_cudnn_s_on_hopper_alone() -> None:
+def test_wide_heads_are_not_cudnn_s_before_it_is_known_to_be_good_at_them() -> None:
+    """Torch 2.14 asks for cuDNN 9.23; what 2.11 to 2.13 pick by themselves on Hopper is left as it is."""
     shape = (2, 16, 16, 2048, 2048, 256)
-    assert decided(by_hand, "H200", *shape).target == "cudnn"
-    assert "head dim is over 192" in decided(by_hand, "B200", *shape).refusals["cudnn"]
+    site = decided(by_hand, "H200", *shape)
+    assert site.target == "flash" and "before cuDNN 9.23" in site.refusals["cudnn"]
+    assert "head dim" in decided(by_hand, "B200", *shape).refusals["cudnn"]
+    assert decided(call, "H200", *shape).outcome == "left"
+
+
+def test_a_mask_in_training_is_cudnn_s_but_where_its_backward_is_wrong() -> None:
+    """Attention to a prefix, on Hopper: NaN gradients with 64 keys more than a multiple of 128 (pytorch #196678)."""
+
+    def to_a_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(q.size(-2), device=q.device)[:, None], torch.arange(k.size(-2), device=q.device)
+        return (q @ k.mT * 0.125).masked_fill((j > i) & (j >= 64), NEG_INF).softmax(-1) @ v
+
+    for length, wrong in ((640, False), (704, True), (768, False)):
+        shape = (8, 16, 16, length, length, 64)
+        site = decided(to_a_prefix, "H200", *shape, grad=True)
+        assert ("196678" in site.refusals.get("cudnn", "")) == wrong
+        assert ("cudnn" in site.predicted_us) == (not wrong)
+        assert "196678" not in decided(to_a_prefix, "H200", *shape).refusals.get("cudnn", "")
+        assert "196678" not in decided(to_a_prefix, "B200", *shape, grad=True).refusals.get("cudnn", "")
+
+
+def test_one_query_in_training_is_not_cudnn_s() -> None:
+    site = decided(by_hand, "H200", 8, 32, 32, 1, 4096, 128, grad=True)
+    assert "1072" in site.refusals["cudnn"] and site.target != "cudnn"
+    assert "cudnn" in decided(by_hand, "H200", 8, 32, 32, 1, 4096, 128).predicted_us
 
 
 @pytest.mark.parametrize("device", ALL)
@@ -147,8 +172,15 @@ def test_float32_stays_float32(device: str, grad: bool) -> None:
 @pytest.mark.parametrize("q_len", [2, 8, 16, 64])
 @pytest.mark.parametrize("program", [by_hand, call, to_the_last_key])
 def test_few_rows_over_many_keys_are_split(device: str, q_len: int, program: Callable[..., Tensor]) -> None:
+    """But where FlashAttention's own splits are predicted to be as good, as for a whole block of 64 rows a head."""
     kv_heads = 32 if program is to_the_last_key else 8
-    assert decided(program, device, 1, 32, kv_heads, q_len, 32768, 128).target == "decode"
+    site = decided(program, device, 1, 32, kv_heads, q_len, 32768, 128)
+    if q_len > 8 and site.target != "decode":
+        times = site.predicted_us
+        assert site.target == "flash"
+        assert min(times[name] for name in times if name.startswith("flash")) < 1.05 * min(times.values())
+    else:
+        assert site.target == "decode"
 
 
 def test_one_row_is_cudnn_s_on_hopper_and_never_on_blackwell() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
 from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
 from bench import stand_ins
@@ -250,6 +252,54 @@ def test_torch_s_own_call_gets_its_mask_in_the_operands_dtype() -> None:
     backend = attn_pass.wrap(run, device="A100", targets=("sdpa",), choose="fused", on_error="raise")
     torch.compile(filled, backend=backend)(*qkv(2, 4, 6, 9, 16, dtype=BF16), SOME)
     assert masks == [BF16]
+
+
+class Masks(TorchDispatchMode):
+    """The masks that cuDNN's operator is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_cudnn_attention.default:
+            self.given.append(args[3])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tile_of_masked_keys_reaches_cudnn_as_numbers(grad: bool) -> None:
+    """A window over 320 keys: the last rows see nothing of the first tile of 128, where -inf alone would stand."""
+    inputs = tuple(x.requires_grad_(grad) for x in qkv(1, 2, 320, 320, 16, dtype=BF16))
+    same(banded(40, 0), *inputs, rewritten=0 if grad else 1, grad=grad, device="H200", targets=("cudnn",))
+    if grad:  # 320 is 64 more than a multiple of 128
+        inputs = tuple(x.requires_grad_() for x in qkv(1, 2, 336, 336, 16, dtype=BF16))
+        same(banded(40, 0), *inputs, rewritten=1, grad=True, device="H200", targets=("cudnn",))
+    torch._dynamo.reset()
+    masks = Masks()
+
+    def run(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        def watched(*operands: Tensor) -> object:
+            with masks:
+                return gm.forward(*operands)
+
+        return watched
+
+    backend = attn_pass.wrap(run, device="H200", targets=("cudnn",), choose="fused", on_error="raise")
+    with torch.no_grad():
+        torch.compile(banded(40, 0), backend=backend)(*(x.detach() for x in inputs))
+    (mask,) = masks.given
+    assert mask.dtype == BF16 and torch.isfinite(mask).all() and mask.min() < -1e38
+    assert (mask[..., -1, :128] < -1e38).all() and mask[..., -1, -1] == 0
+
+
+def test_a_mask_of_minus_infinity_does_not_reach_cudnn() -> None:
+    """Float16 has no number that absorbs every score, and torch's own call writes -inf itself."""
+    inputs = qkv(1, 2, 320, 320, 16, dtype=FP16)
+    report = same(banded(40, 0), *inputs, rewritten=0, device="H200", targets=("cudnn",))
+    assert "-inf" in report.sites[0].reason
+    report = same(banded(40, 0), *qkv(1, 2, 320, 320, 16, dtype=BF16), rewritten=0, device="H200", targets=("sdpa",))
+    assert "-inf" in report.sites[0].reason
 
 
 @pytest.mark.parametrize("target", ["flash", "cudnn", "efficient"])

@@ -161,9 +161,53 @@ def test_float64_is_left() -> None:
     assert "float64" in same(softcap, *qkv(dtype=torch.float64), rewritten=0).sites[0].reason
 
 
-def test_a_mask_of_unknown_size_is_left() -> None:
-    report = same(added, *qkv(batch=3), randn(3, 2, 8, 8), rewritten=0, dynamic=True)
-    assert "not known" in report.sites[0].reason
+def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return capped(q, k).masked_fill(~keep[:, None, None, :], NEG_INF).softmax(-1) @ v
+
+
+KEEP = torch.arange(9) < torch.tensor([3, 9, 7])[:, None]
+OF_UNKNOWN_SIZE: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "dense bias": (added, (*qkv(batch=3), randn(3, 2, 8, 8))),
+    "a permuted bias": (added, (*qkv(batch=3, q_len=7, kv_len=9), randn(9, 2, 3, 7).permute(2, 1, 3, 0))),
+    "an expanded bias": (added, (*qkv(batch=3, q_len=7, kv_len=9), randn(3, 1, 7, 1).expand(3, 2, 7, 9))),
+    "a bias of a part of a tensor": (added, (*qkv(batch=3, q_len=7, kv_len=9), randn(4, 2, 8, 11)[1:, :, 1:, 2:])),
+    "padding": (padded, (*qkv(batch=3, q_len=7, kv_len=9), KEEP)),
+}
+
+
+def of_unknown_length(fn: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> attn_pass.Report:
+    """Compiled for any batch and lengths, compared with eager."""
+    torch._dynamo.reset()
+    for x in inputs:
+        torch._dynamo.mark_dynamic(x, [n for n, size in enumerate(x.shape) if size not in (1, 2, 16)])  # not heads
+    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **options)
+    with torch.no_grad(), attn_pass.record() as report:
+        torch.testing.assert_close(torch.compile(fn, backend=backend)(*inputs), fn(*inputs), atol=1e-5, rtol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize("name", list(OF_UNKNOWN_SIZE))
+def test_a_mask_of_unknown_size(name: str) -> None:
+    fn, inputs = OF_UNKNOWN_SIZE[name]
+    assert [s.target for s in of_unknown_length(fn, *inputs).sites] == ["flex"]
+
+
+def test_an_exported_mask_of_unknown_size() -> None:
+    class Padded(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+            return padded(q, k, v, keep)
+
+    def given(length: int) -> tuple[Tensor, ...]:
+        keep = randn(3, length) > 0
+        keep[:, 0] = True
+        return (*qkv(batch=3, q_len=length, kv_len=length), keep)
+
+    model, length = Padded().eval(), torch.export.Dim("length", min=2, max=2048)
+    program = torch.export.export(model, given(9), dynamic_shapes=({2: length},) * 3 + ({1: length},))
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert [s.target for s in report.sites] == ["flex"]
+    for inputs in (given(9), given(2), given(300)):
+        torch.testing.assert_close(program.module()(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
 
 
 def test_it_is_not_chosen_by_cost_where_nobody_compiles_it() -> None:
@@ -257,6 +301,23 @@ def test_inductor_compiles_symbolic_lengths_once(inductor: dict[str, Any]) -> No
         compiled = torch.compile(model, backend=attn_pass.backend, options=inductor)
         for given in (x, randn(2, 9, 64), randn(2, 700, 64)):
             torch.testing.assert_close(compiled(given), model(given), atol=1e-5, rtol=1e-5)
+    assert [s.target for s in report.sites] == ["flex"]
+
+
+@pytest.mark.slow
+def test_inductor_compiles_a_mask_of_unknown_size_once(inductor: dict[str, Any]) -> None:
+    def given(batch: int, length: int) -> tuple[Tensor, ...]:
+        keep = randn(batch, length) > 0
+        keep[:, 0] = True
+        inputs = (*qkv(batch=batch, q_len=length, kv_len=length), keep)
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, (0, x.dim() - 2 if x.dim() == 4 else 1))
+        return inputs
+
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(padded, backend=attn_pass.backend, options=inductor)
+        for inputs in (given(3, 40), given(2, 9), given(5, 300)):
+            torch.testing.assert_close(compiled(*inputs), padded(*inputs), atol=1e-5, rtol=1e-5)
     assert [s.target for s in report.sites] == ["flex"]
 
 

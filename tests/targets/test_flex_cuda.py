@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from against_eager import NEG_INF, qkv, randn, same
 from test_attention_gym import GYM, IDS, N
 from test_attention_gym import program as gym_program
 from torch import nn
+from torch._subclasses import FakeTensorMode, fake_tensor
 
 import attn_pass
 from attn_pass.hardware import catalog, cost_cuda
@@ -24,6 +26,7 @@ from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
 from attn_pass.targets import flex_blocks, flex_rules
 from attn_pass.targets.base import Offer
 from attn_pass.targets.flex import Flex
+from attn_pass.targets.flex_lower import kernel_options
 from attn_pass.targets.flex_rules import Case, refusal
 from attn_pass.targets.flex_score import function_of
 from attn_pass.targets.masks import LOWEST_CUDA
@@ -826,3 +829,16 @@ def test_block_sizes_that_do_not_fit_the_device_are_not_tried(
     setting = replace(case.setting, device=catalog.by_name(device))
     offer = Flex().consider(case.attention, "", setting)
     assert isinstance(offer, Offer) and len(list(Flex().alternatives(offer, setting))) == tiles
+
+
+@pytest.mark.parametrize(("backward", "ambient"), [(True, False), (True, True), (False, False)])
+def test_a_kernel_keeps_what_its_backward_reads_in_any_grad_mode(backward: bool, ambient: bool) -> None:
+    """A graph may be planned under no_grad and run a site that trains: without its log-sum-exp gradients are noise."""
+    graph = torch.fx.Graph()
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    without_driver = mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None, create=True)  # of torch 2.11
+    with without_driver, FakeTensorMode(), torch.set_grad_enabled(ambient):
+        for node in nodes:
+            node.meta["example_value"] = torch.empty(1, 2, 8, 16, device="cuda")
+        assert kernel_options(nodes, backward=backward)["OUTPUT_LOGSUMEXP"] is backward
+        assert torch.is_grad_enabled() is ambient

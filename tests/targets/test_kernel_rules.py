@@ -39,6 +39,7 @@ def call(
     never_empty: bool = True,
     mask: str = "none",
     device: Device = H200,
+    torch_version: tuple[int, int] = (2, 13),
     **of_call: Any,
 ) -> Call:
     b, h, g, i, j, d = (Axis(n, s) for n, s in zip("bhgijd", (batch, heads // groups, groups, q_len, kv_len, dim)))
@@ -64,10 +65,17 @@ def call(
         needs_grad=grad,
         rows_never_empty=never_empty,
     )
-    return Call(attention, mask, device, **of_call)
+    return Call(attention, mask, device, torch_version=torch_version, **of_call)
 
 
 CPU = {"device": cpu()}
+REACHED = {"reached": "cudnn"}  # the program's own call does
+NEWER = {"torch_version": (2, 14)}
+WIDE = {"device": gpu(9, 0, 92600), **NEWER}
+TILES = UNKNOWN * 128
+MASKED: dict[str, Any] = {"mask": "boolean", "grad": True, "finite_mask": True}
+LARGE: dict[str, Any] = {"grad": True, "heads": 4, "dim": 128}
+HALF_MASK: dict[str, Any] = {"mask": "boolean", "dtype": FP16, "finite_mask": True}
 # For each rule a call that holds and one that differs in what the rule is about alone.
 SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ("cpu flash", "dtype"): [
@@ -118,46 +126,114 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         ({"dim": 224, "device": gpu(8, 6)}, {"dim": 224, "grad": True, "device": gpu(8, 6)}),
     ],
-    ("cudnn", "version"): [({"device": gpu(9, 0, 90000)}, {"device": gpu(9, 0, 89900)})],
+    ("cudnn", "version"): [
+        ({"device": gpu(9, 0)}, {"device": gpu(9, 0, 89900)}),
+        ({"device": gpu(9, 0, 90000), **REACHED}, {"device": gpu(9, 0, 89900), **REACHED}),
+    ],
     ("cudnn", "dtype"): [({"dtype": FP16}, {"dtype": FP32})],
     ("cudnn", "compute capability"): [({"device": gpu(8, 0)}, {"device": gpu(7, 5)})],
     ("cudnn", "dropout"): [({"dropout": 0.5}, {"dropout": 1.0})],
     ("cudnn", "known head dims"): [({"value_dim": 32}, {"dim": UNKNOWN}), ({}, {"value_dim": UNKNOWN})],
-    ("cudnn", "sizes"): [({"q_len": 1}, {"q_len": 0})],
-    ("cudnn", "head dim"): [
-        ({"dim": 256}, {"dim": 257}),
-        ({"dim": 256}, {"dim": 136, "device": gpu(9, 0, 90900)}),
+    ("cudnn", "sizes"): [({"q_len": 2}, {"q_len": 0})],
+    ("cudnn", "head dim to torch 2.13"): [
+        ({"dim": 256, **REACHED}, {"dim": 257, **REACHED}),
+        ({"dim": 136, "device": gpu(9, 0, 91000), **REACHED}, {"dim": 136, "device": gpu(9, 0, 90900), **REACHED}),
         ({"dim": 128, "device": gpu(8, 0)}, {"dim": 129, "device": gpu(8, 0)}),
         ({"dim": 192, "value_dim": 128, "device": gpu(10, 0)}, {"dim": 192, "device": gpu(10, 0)}),
         (
-            {"dim": 192, "value_dim": 128, "device": gpu(10, 0, 91100)},
-            {"dim": 192, "value_dim": 128, "device": gpu(10, 0, 91000)},
+            {"dim": 192, "value_dim": 128, "device": gpu(10, 0, 91100), **REACHED},
+            {"dim": 192, "value_dim": 128, "device": gpu(10, 0, 91000), **REACHED},
         ),
         ({"dim": 16, "value_dim": 128, "device": gpu(8, 9)}, {"dim": 16, "value_dim": 136, "device": gpu(8, 9)}),
+        ({"dim": 256, "device": gpu(10, 0, 92300), **NEWER}, {"dim": 256, "device": gpu(10, 0, 92300)}),
     ],
+    ("cudnn", "head dim"): [
+        ({"dim": 128}, {"dim": 136}),
+        ({"dim": 192, "value_dim": 128}, {"dim": 192}),
+        ({"dim": 192, "value_dim": 128}, {"dim": 184, "value_dim": 128}),
+        ({"dim": 256, **REACHED}, {"dim": 256}),
+        ({"dim": 256, "device": gpu(9, 0, 92201)}, {"dim": 256, "device": gpu(9, 0, 92200)}),
+        ({"dim": 256, "device": gpu(9, 0, 92300), **NEWER}, {"dim": 256, **NEWER, **REACHED}),
+        ({"dim": 160, "device": gpu(10, 3, 92300), **NEWER}, {"dim": 264, "device": gpu(10, 3, 92300), **NEWER}),
+        (
+            {"dim": 256, "device": gpu(10, 7, 92501), **NEWER},
+            {"dim": 256, "device": gpu(10, 7, 92500), **NEWER},
+        ),
+        ({"dim": 128, "device": gpu(12, 0)}, {"dim": 136, "device": gpu(12, 0, 92600), **NEWER}),
+    ],
+    ("cudnn", "backward head dim"): [
+        ({"dim": d, "value_dim": e, "grad": g, **WIDE}, {"dim": 160, "grad": True, **WIDE})
+        for d, e, g in ((160, 160, False), (192, 128, True), (256, 256, True), (128, 64, True))
+    ]
+    + [({"dim": 160, "grad": True, **REACHED}, {"dim": 160, "may_train": True, **WIDE})],
     ("cudnn", "mask"): [({"mask": "additive"}, {"mask": "band"})],
     ("cudnn", "mask gradient"): [({"mask": "additive"}, {"mask": "additive", "mask_needs_grad": True})],
-    ("cudnn", "empty rows"): [
-        ({"mask": "boolean"}, {"mask": "boolean", "never_empty": False}),
-        ({"never_empty": False}, {"mask": "additive", "never_empty": False}),
-    ],
-    ("cudnn", "causal lengths"): [({"mask": "causal"}, {"mask": "causal", "q_len": 7})],
     ("cudnn", "one key"): [({"kv_len": 2}, {"kv_len": 1})],
     ("cudnn", "one query with dropout"): [
         ({"q_len": 2, "dropout": 0.5}, {"q_len": 1, "dropout": 0.5}),
         ({"q_len": 1}, {"q_len": 1, "dropout": 0.5}),
     ],
-    ("cudnn", "one query on Blackwell"): [
-        ({"q_len": 1}, {"q_len": 1, "device": gpu(10, 0)}),
-        ({"q_len": 2, "device": gpu(12, 0)}, {"q_len": 1, "device": gpu(12, 0)}),
-    ],
     ("cudnn", "dropout steps"): [({"dropout": 0.125}, {"dropout": 0.1})],
     ("cudnn", "dropout versions"): [
-        ({"dropout": 0.25, "device": gpu(9, 0, v)}, {"dropout": 0.25, "device": gpu(9, 0, bad)})
+        ({"dropout": 0.25, "device": gpu(9, 0, v), **REACHED}, {"dropout": 0.25, "device": gpu(9, 0, bad), **REACHED})
         for v, bad in ((91099, 91100), (91400, 91399))
     ],
-    ("cudnn", "grid"): [({"batch": 65535}, {"batch": 65536}), ({"heads": 65535}, {"heads": 65536})],
+    **{
+        (kernel, "grid"): [({"batch": 65535}, {"batch": 65536}), ({"heads": 65535}, {"heads": 65536})]
+        for kernel in ("cudnn", "flash", "efficient")
+    },
+    ("flash", "backward indices"): [
+        # 2**31 elements with the queries rounded up to 128 and a head dim of 16 counted as 32, and one batch more.
+        ({**LARGE, "q_len": 10495, "batch": 399}, {**LARGE, "q_len": 10497, "batch": 400}),
+        ({**LARGE, "q_len": 16384, "batch": 256}, {**LARGE, "q_len": 16384, "batch": 257}),
+        ({**LARGE, "q_len": 16384, "dim": 16, "batch": 1024}, {**LARGE, "q_len": 16384, "dim": 16, "batch": 1025}),
+        ({**LARGE, "q_len": 16384, "batch": 257, "grad": False}, {**LARGE, "q_len": 16384, "batch": 257}),
+    ],
     ("cudnn", "deterministic"): [({}, {"deterministic": True})],
+    ("cudnn", "decoding on Blackwell"): [
+        ({"q_len": 1, "device": gpu(10, 0, 92501)}, {"q_len": 1, "device": gpu(10, 0, 92500)}),
+        ({"q_len": 1, "device": gpu(10, 0, 92401)}, {"q_len": 1, "device": gpu(10, 3, 92400)}),
+        ({"q_len": 2, "device": gpu(11, 0, 91900)}, {"q_len": 1, "device": gpu(11, 0, 91900)}),
+        ({"q_len": 1, "device": gpu(9, 0, 91900)}, {"q_len": 1, "device": gpu(10, 0, 91900)}),
+    ],
+    ("cudnn", "one query on Blackwell"): [
+        ({"q_len": 1}, {"q_len": 1, "device": gpu(10, 0, 91800)}),
+        ({"q_len": 2, "device": gpu(12, 0)}, {"q_len": 1, "device": gpu(12, 0)}),
+        ({"q_len": 1, "device": gpu(12, 0, 92600)}, {"q_len": 1, "device": gpu(12, 0, 92500)}),
+    ],
+    ("cudnn", "older versions"): [
+        ({"device": gpu(9, 0, 91501)}, {"device": gpu(9, 0, 91500)}),
+        ({"device": gpu(9, 0, 91400), **REACHED}, {"device": gpu(9, 0, 91400), "reached": "flash"}),
+    ],
+    ("cudnn", "half a tile in training"): [
+        *(
+            ({**MASKED, "kv_len": right, "mask": mask}, {**MASKED, "kv_len": wrong, "mask": mask})
+            for right, wrong, mask in ((640, 704, "boolean"), (65, 64, "additive"), (128, 192, "boolean"))
+        ),
+        ({**MASKED, "kv_len": TILES}, {**MASKED, "kv_len": TILES + 64}),
+        ({"grad": True, "kv_len": 640}, {"grad": True, "kv_len": 704}),
+        ({**MASKED, "kv_len": TILES + 8}, {**MASKED, "kv_len": UNKNOWN}),
+        ({**MASKED, "kv_len": 64, "mask": "causal", "q_len": 64}, {**MASKED, "kv_len": 64, "q_len": 64}),
+        ({**MASKED, "kv_len": 64, "grad": False}, {**MASKED, "kv_len": 64, "grad": False, "may_train": True}),
+        ({**MASKED, "kv_len": 64, "device": gpu(9, 0, 92600)}, {**MASKED, "kv_len": 64, "device": gpu(9, 0, 92599)}),
+        ({**MASKED, "kv_len": 64, "device": gpu(10, 0)}, {**MASKED, "kv_len": 64, **REACHED}),
+    ],
+    ("cudnn", "one query in training"): [
+        ({"q_len": 2, "grad": True}, {"q_len": 1, "grad": True}),
+        ({"q_len": 1}, {"q_len": 1, "may_train": True, "device": gpu(9, 0, 92600)}),
+    ],
+    ("cudnn", "empty rows"): [
+        ({"mask": "boolean"}, {"mask": "boolean", "never_empty": False}),
+        ({"never_empty": False}, {"mask": "additive", "never_empty": False}),
+    ],
+    ("cudnn", "tile of masked keys"): [
+        ({**HALF_MASK, "kv_len": 128}, {**HALF_MASK, "kv_len": 129}),
+        ({**HALF_MASK, "kv_len": 320, "dtype": BF16}, {**HALF_MASK, "kv_len": 320}),
+        ({**HALF_MASK, "kv_len": 320, "mask": "none"}, {**HALF_MASK, "kv_len": 320, "mask": "additive"}),
+        ({**HALF_MASK, "kv_len": 320, **REACHED}, {**HALF_MASK, "kv_len": UNKNOWN}),
+        ({"mask": "boolean", "kv_len": 320, "finite_mask": True}, {"mask": "boolean", "kv_len": 320}),
+    ],
+    ("cudnn", "causal lengths"): [({"mask": "causal"}, {"mask": "causal", "q_len": 7})],
     ("efficient", "dtype"): [({"dtype": FP32}, {"dtype": FP64})],
     ("efficient", "compute capability"): [({"dtype": FP16, "device": gpu(5, 0)}, {"dtype": FP16, "device": gpu(3, 7)})],
     ("efficient", "bfloat16"): [
@@ -173,7 +249,7 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def test_every_rule_has_both_sides() -> None:
-    assert set(SIDES) == {(kernel, rule.name) for kernel, rules in KERNELS.items() for rule in rules}
+    assert set(SIDES) == {(kernel, rule.name) for kernel, of in KERNELS.items() for rule in of.rules}
 
 
 @pytest.mark.parametrize(
@@ -184,8 +260,26 @@ def test_every_rule_has_both_sides() -> None:
 def test_both_sides(kernel: str, rule: str, inside: dict[str, Any], outside: dict[str, Any]) -> None:
     assert refusal(kernel, call(**inside)) is None
     refused = call(**outside)
-    assert rule in [r.name for r in KERNELS[kernel] if not r.holds(refused)]
+    assert rule in [r.name for r in KERNELS[kernel].rules if not r.holds(refused)]
     assert refusal(kernel, refused)
+
+
+def test_every_rule_has_a_source_and_what_is_known_wrong_its_report() -> None:
+    every = [rule for of in KERNELS.values() for rule in of.rules]
+    assert all(rule.source for rule in every)
+    reported = {rule.name: rule.known_wrong for rule in every if rule.known_wrong}
+    assert reported == {
+        "decoding on Blackwell": "pytorch#193893",
+        "one query on Blackwell": "pytorch#193893",
+        "older versions": "pytorch#169849",
+        "half a tile in training": "pytorch#196678",
+        "grid": "pytorch#146704",
+        "backward indices": "PriorLabs/TabPFN#1184",
+        "one query in training": "NVIDIA/cudnn-frontend#1072",
+    }
+    for rule in every:
+        number = rule.known_wrong.rpartition("#")[2]
+        assert not number or (isinstance(rule.reason, str) and number in rule.reason)
 
 
 def test_torch_tries_cudnn_first_on_hopper_alone() -> None:
@@ -220,6 +314,31 @@ def test_torch_tries_cudnn_first_on_hopper_alone() -> None:
 )
 def test_what_torch_picks(picked: str | None, given: dict[str, Any]) -> None:
     assert picked_by_torch(call(**given)) == picked
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "since"),
+    [
+        ({"dtype": FP32, "groups": 2}, ((2, 13), None), ((2, 14), "efficient")),
+        ({"device": gpu(8, 0), "mask": "additive", "groups": 2}, ((2, 13), None), ((2, 15), "efficient")),
+        ({"dim": 160}, ((2, 13), "cudnn"), ((2, 14), "flash")),
+        ({"dim": 256, "device": gpu(10, 0, 92600)}, ((2, 13), "flash"), ((2, 14), "cudnn")),
+        ({"dropout": 0.1}, ((2, 11), "cudnn"), ((2, 13), "flash")),
+        ({"batch": 65536}, ((2, 11), "cudnn"), ((2, 13), "flash")),
+        ({"q_len": 1, "device": gpu(10, 0)}, ((2, 14), "cudnn"), ((2, 15), "flash")),
+    ],
+)
+def test_what_torch_picks_by_its_version(
+    given: dict[str, Any], before: tuple[tuple[int, int], str | None], since: tuple[tuple[int, int], str | None]
+) -> None:
+    for version, picked in (before, since):
+        assert picked_by_torch(call(**given, torch_version=version)) == picked
+
+
+def test_cudnn_is_behind_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert order(replace(H200, is_here=True)) == ("flash", "efficient")
+    assert order(H200)[0] == "cudnn"  # of another machine nobody knows
 
 
 def test_a_restriction_leaves_what_it_names() -> None:

@@ -132,8 +132,9 @@ def test_packages_are_given_no_kernel_of_a_tpu() -> None:
 
     inputs = qkv(1, 1, 8, 8, 16)
     program = torch.export.export(Model(), inputs)
-    report, changed = _rewritten(program, Options(device="v5e", choose="fused"), "inductor")
-    assert not changed and "AOTInductor compiles for no TPU" in report.sites[0].refusals["pallas_flash"]
+    decision = _rewritten(program, Options(device="v5e", choose="fused"), "inductor")
+    refused = decision.report.sites[0].refusals["pallas_flash"]
+    assert not decision.changed and "AOTInductor compiles for no TPU" in refused
 
 
 @pytest.mark.parametrize("device", ["cpu", "H200", "Ascend 910B", "TPU v4"])

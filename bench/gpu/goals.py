@@ -13,7 +13,7 @@ NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
-class Aim:
+class Goal:
     """``measured`` gives the worst of what counts, with its case, and whether that is enough."""
 
     what: str
@@ -79,21 +79,21 @@ def _right(rows: Rows) -> tuple[bool, str] | None:
     return not bad, f"{len(ran) - len(bad)} of {len(ran)} right" + (f"; not {', '.join(bad[:5])}" if bad else "")
 
 
-AIMS = (
-    Aim("every target right, forward and backward", _right),
-    Aim("S4: 50x over stock AOTInductor", _seed),
-    Aim("prefill D128: 95 % of the best kernel by hand", _of_best),
-    Aim("prefill D128 from 4k on: 75 % of the matmul rate", _of_matmul),
-    Aim("decode q1 to 16 from 32k keys on: 75 % of a copy's rate, by the best kernel there is", _decode),
-    Aim("nothing slower than stock", _never_slower),
+GOALS = (
+    Goal("every target right, forward and backward", _right),
+    Goal("S4: 50x over stock AOTInductor", _seed),
+    Goal("prefill D128: 95 % of the best kernel by hand", _of_best),
+    Goal("prefill D128 from 4k on: 75 % of the matmul rate", _of_matmul),
+    Goal("decode q1 to 16 from 32k keys on: 75 % of a copy's rate, by the best kernel there is", _decode),
+    Goal("nothing slower than stock", _never_slower),
 )
 
 
 def measured(rows: Rows, dry: bool) -> list[dict[str, str]]:
-    """One line an aim; of a dry run what is right counts, and no time does."""
+    """One line a goal; of a dry run what is right counts, and no time does."""
     lines = []
-    for aim in AIMS:
-        found = aim.measured(rows) if not dry or aim.measured is _right else None
+    for goal in GOALS:
+        found = goal.measured(rows) if not dry or goal.measured is _right else None
         verdict, value = (NOT_MEASURED, "") if found is None else ("met" if found[0] else "not met", found[1])
-        lines.append({"aim": aim.what, "verdict": verdict, "measured": value})
+        lines.append({"goal": goal.what, "verdict": verdict, "measured": value})
     return lines

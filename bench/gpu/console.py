@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.frame.document import markdown_table
-from bench.gpu import aims
-from bench.gpu.parts import Journal, Part, Row
-from bench.gpu.place import one_line
+from bench.gpu import goals
+from bench.gpu.environment import one_line
+from bench.gpu.journal import Journal
+from bench.gpu.parts import Part, Row
 
 
 def document(journal: Journal, parts: Sequence[Part]) -> dict[str, Any]:
-    """Everything the journal holds: ``run``, ``aims``, and ``parts`` by name with ``rows`` and ``notes``."""
+    """Everything the journal holds: ``run``, ``goals``, and ``parts`` by name with ``rows`` and ``notes``."""
     rows, notes, head = journal.rows(), journal.notes(), journal.head()
     return {
         "run": head,
-        "aims": aims.measured(rows, bool(head.get("dry"))),
+        "goals": goals.measured(rows, bool(head.get("dry"))),
         "parts": {p.name: {"rows": rows.get(p.name, []), "notes": notes.get(p.name, [])} for p in parts},
     }
 
@@ -27,8 +29,8 @@ def markdown(found: dict[str, Any], parts: Sequence[Part]) -> str:
     """The tables as committed in docs/results."""
     run = dict(found["run"])
     dry = " A dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing." if run.get("dry") else ""
-    lines = ["# One run on a GPU", "", f"{one_line(run)}.{dry}", "", "## Aims", ""]
-    lines += markdown_table(("aim", "verdict", "measured"), [tuple(a.values()) for a in found["aims"]])
+    lines = ["# One run on a GPU", "", f"{one_line(run)}.{dry}", "", "## Goals", ""]
+    lines += markdown_table(("goal", "verdict", "measured"), [tuple(a.values()) for a in found["goals"]])
     for part in parts:
         given = found["parts"][part.name]
         lines += ["", f"## {part.title}", ""]
@@ -46,8 +48,9 @@ def write(path: Path, journal: Journal, parts: Sequence[Part]) -> None:
     """Writes FILE and FILE with .md, each in one step: a run that is killed leaves the last whole one."""
     found = document(journal, parts)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for target, text in ((path, json.dumps(found, indent=1) + "\n"), (path.with_suffix(".md"), markdown(found, parts))):
-        partial = target.with_suffix(target.suffix + ".part")
+    texts = {path: json.dumps(found, indent=1) + "\n", path.with_suffix(".md"): markdown(found, parts)}
+    for target, text in texts.items():
+        partial = target.with_suffix(f"{target.suffix}.{os.getpid()}.part")  # several shards may write at once
         partial.write_text(text)
         partial.replace(target)
 
@@ -64,5 +67,17 @@ def summary(found: dict[str, Any]) -> str:
         lines += [f"  {r['name']}: {r['error'][:160]}" for r in failed[:5]]
         lines += [f"  {r['name']}: {r['verdict']}" for r in rows if r.get("verdict") in ("WRONG", "DIFFERS")]
         lines += [f"  {r['name']}: wrong {r['wrong']}" for r in rows if r.get("wrong")]
-    lines += [f"{a['verdict']:>12}  {a['aim']}: {a['measured']}" for a in found["aims"]]
+    told = [a for a in found["goals"] if a["verdict"] != goals.NOT_MEASURED]
+    lines += [f"{a['verdict']:>8}  {a['goal']}: {a['measured']}" for a in told]
     return "\n".join(lines)
+
+
+NOTHING, BAD = 1, 2
+
+
+def status(found: dict[str, Any]) -> int:
+    """The exit status of a run: 2 if a result is wrong, or a case failed or was lost; 1 if there is no row at all."""
+    rows = [row for part in found["parts"].values() for row in part["rows"]]
+    if any("error" in row or row.get("wrong") or row.get("verdict") == "WRONG" for row in rows):
+        return BAD
+    return 0 if rows else NOTHING

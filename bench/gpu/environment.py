@@ -26,12 +26,12 @@ NAMED = "H200"  # the device decided for where there is none
 
 
 @dataclass(frozen=True)
-class Place:
+class Environment:
     """The device of a run, and how thorough the run is."""
 
     device: str = "cuda"
     quick: bool = False
-    sweep: bool = False
+    processes: int = 1  # that share the device
 
     @property
     def dry(self) -> bool:
@@ -66,16 +66,18 @@ class Place:
             torch.cuda.empty_cache()
 
 
-def stock(place: Place, program: Program) -> Program:
+def stock(env: Environment, program: Program) -> Program:
     """Compiled as torch does; in a dry run only traced."""
-    return compiled(program, backend="aot_eager" if place.dry else "inductor")
+    return compiled(program, backend="aot_eager" if env.dry else "inductor")
 
 
-def passed(place: Place, program: Program, *, eager: bool = False, dynamic: bool = False, **options: Any) -> Program:
+def passed(
+    env: Environment, program: Program, *, eager: bool = False, dynamic: bool = False, **options: Any
+) -> Program:
     """Compiled with the pass: by Inductor, or with ``eager`` and in a dry run only traced."""
-    options = {**place.options, **options}
+    options = {**env.options, **options}
     sizes = None if dynamic else False
-    if eager or place.dry:
+    if eager or env.dry:
         return compiled(program, dynamic=sizes, backend=attn_pass.wrap("aot_eager", **options))
     return compiled(program, dynamic=sizes, backend=attn_pass.backend, options=options)
 
@@ -89,9 +91,9 @@ def said(report: attn_pass.Report) -> dict[str, Any]:
     return {"took": took, "predicted_us": site.predicted_us.get(took), "reason": site.reason}
 
 
-def peak_bytes(place: Place, run: Callable[[], Any]) -> int | None:
+def peak_bytes(env: Environment, run: Callable[[], Any]) -> int | None:
     """Device memory that one call takes at its highest, beside what is there; None in a dry run."""
-    if place.dry:
+    if env.dry:
         return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -101,16 +103,16 @@ def peak_bytes(place: Place, run: Callable[[], Any]) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def facts(place: Place) -> dict[str, Any]:
+def facts(env: Environment) -> dict[str, Any]:
     """What the numbers of a run hold for."""
-    found: dict[str, Any] = {"device": device_name(place.device), **versions()}
+    found: dict[str, Any] = {"device": device_name(env.device), **versions()}
     try:
         import triton
 
         found["triton"] = triton.__version__
     except ImportError:
         found["triton"] = "none"
-    if not place.dry:
+    if not env.dry:
         properties = torch.cuda.get_device_properties()
         found |= {
             "cuda": torch.version.cuda,

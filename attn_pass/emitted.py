@@ -1,0 +1,95 @@
+"""What was put into a graph for each site, and which of the targets an error of the compiler is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a target emitted for one site: its operators by name, and the program's stack that all of them carry."""
+
+    target: str
+    operators: frozenset[str]
+    stack_trace: str
+
+
+def operator_name(target: Callable[..., Any] | str) -> str:
+    """What the compiler's messages call the target of a call: "row_blocks.attention.default", "flex_attention"."""
+    if isinstance(target, (str, torch._ops.OpOverload)):
+        return str(target)
+    name = getattr(target, "__name__", None)
+    return name if isinstance(name, str) else str(target)
+
+
+def culprits(error: BaseException, emissions: Sequence[Emission]) -> frozenset[str]:
+    """The targets that the error is about; none where it does not tell.
+
+    The graph node that was being worked on is found in the frames of the traceback, and the operator in Inductor's
+    message (``target: ...``). An operator that one target alone emitted names that target; otherwise the source line
+    names the sites there. What is generated later (Triton, C++) belongs to no node, so such an error may not tell.
+    """
+    chain = list(_chain(error))
+    nodes = list(_nodes(chain))
+    text = "\n".join(map(str, chain))
+    operators = [operator_name(n.target) for n in nodes]
+    operators += _TARGET.findall(text)
+    for named in (operators[:1], operators, _spelled_out(text, emissions)):
+        found = {e.target for e in emissions if e.operators & set(named) & _distinctive(emissions)}
+        if found:
+            return frozenset(found)
+    lines = "\n".join([str(n.meta.get("stack_trace")) for n in nodes[:1]] + [text])
+    return frozenset(e.target for e in emissions if e.stack_trace and e.stack_trace in lines)
+
+
+_TARGET = re.compile(r"^\s*target: (\S+)", re.MULTILINE)  # torch/_inductor/exc.py: OperatorIssue
+
+
+def _distinctive(emissions: Sequence[Emission]) -> set[str]:
+    """The operators that one target alone emitted."""
+    by: dict[str, set[str]] = {}
+    for emission in emissions:
+        for operator in emission.operators:
+            by.setdefault(operator, set()).add(emission.target)
+    return {operator for operator, targets in by.items() if len(targets) == 1}
+
+
+def _spelled_out(text: str, emissions: Sequence[Emission]) -> list[str]:
+    """Custom operators that a message names as torch does elsewhere: "row_blocks::attention"."""
+    operators = {operator for e in emissions for operator in e.operators if operator.count(".") == 2}
+    custom = (o for o in operators if not o.startswith(("aten.", "prims.")))
+    return [o for o in custom if re.search(rf"\b{'::'.join(map(re.escape, o.split('.')[:2]))}\b", text)]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised for, innermost last."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__
+
+
+def _nodes(errors: Iterable[BaseException]) -> Iterator[Node]:
+    """The graph nodes that were worked on when it happened, innermost first."""
+    for error in reversed(list(errors)):
+        frames = list(_frames(error.__traceback__))
+        for frame in reversed(frames):
+            for name in ("n", "node"):  # of torch.fx.Interpreter.run_node, and of Inductor's own
+                value = frame.f_locals.get(name)
+                if isinstance(value, Node) and value.op == "call_function":
+                    yield value
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[Any]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next

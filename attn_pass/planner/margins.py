@@ -1,0 +1,79 @@
+"""By how much an offer must be predicted to win: more than a rounding where costs were measured, much where not.
+
+A GPU's costs are those of data sheets and published figures until `attn_pass.hardware.calibration` has some of this
+machine. A call that reaches a fused kernel works: on guesses it is replaced only for a clear win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from attn_pass.hardware import npu
+from attn_pass.hardware.device import Device
+from attn_pass.targets.base import Offer, Setting, Target
+from attn_pass.targets.kernels import LIBRARY, order
+
+_ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
+_FUSED = 1.25  # in place of a call that reaches a fused kernel
+_FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
+# The kernels that a program calls by itself, and the target that writes the same call.
+_SAME_CALL = {
+    LIBRARY: LIBRARY,
+    npu.INFERENCE: npu.INFERENCE,
+    npu.TRAINING: npu.TRAINING_V1,
+    npu.TRAINING_V1: npu.TRAINING_V1,
+}
+_TIE = 1.05  # predictions nearer to each other say nothing
+
+
+@dataclass(frozen=True)
+class Margin:
+    """An offer is taken if it is predicted to be more than ``times`` as fast; ``because`` in words, for the report."""
+
+    times: float
+    because: str = ""
+
+    @property
+    def held(self) -> str:
+        """What the report says of an offer that is taken."""
+        return f"; more than the {self.times:.3g} times that are asked for, {self.because}" if self.because else ""
+
+    def missed(self, reason: str, gain: float) -> str:
+        """What the report says of one that wins, and not by enough; nothing where it does not win."""
+        if not self.because or gain <= _ROUNDING:
+            return ""
+        return f"{gain:.3g} times as fast, less than the {self.times:.3g} that are asked for, {self.because}: {reason}"
+
+
+def margin(offer: Offer, setting: Setting) -> Margin:
+    """What is asked of a predicted offer.
+
+    On guesses a kernel that torch's own call tries may also take the place of products and a softmax where these are
+    predicted to be as fast: torch's order has them last, and their predictions are at or below what was published.
+    """
+    device, before = setting.device, setting.kernel_as_written
+    # The kernel that the program calls, with the copies around its call gone: nothing that would have to be guessed.
+    less_around_it = before is not None and offer.target == _SAME_CALL.get(before)
+    if less_around_it or (device.knows(offer.target) and (before is None or device.knows(before))):
+        return Margin(_ROUNDING)
+    if before is None:
+        return Margin(1 / _TIE if offer.target in order(device) else _ROUNDING)
+    unmeasured = f"since what {device.name} takes for it was not measured and the call reaches {before} already"
+    return Margin(_FLEX if offer.target == "flex" else _FUSED, unmeasured)
+
+
+def ties_by_order(
+    ranked: list[tuple[Offer, Target]], loss: Callable[[tuple[Offer, Target]], float], device: Device
+) -> list[tuple[Offer, Target]]:
+    """The offers, best first, in torch's own order where several are predicted alike and not all were measured."""
+    near = [o for o in ranked if loss(o) <= _TIE * loss(ranked[0])]
+    if all(device.knows(offer.target) for offer, _ in near):
+        return ranked
+    kernels = order(device)
+
+    def place(offered: tuple[Offer, Target]) -> int:
+        name = offered[0].target
+        return kernels.index(name) if name in kernels else len(kernels)
+
+    return [*sorted(near, key=place), *ranked[len(near) :]]

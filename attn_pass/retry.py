@@ -1,0 +1,94 @@
+"""Once more without the target that the compiler failed on: which one that is, and what the report says of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attn_pass.emitted import Emission, culprits
+from attn_pass.errors import AttnPassWarning
+from attn_pass.report import Report
+
+TORCHS_OWN = ("sdpa", "cudnn", "flash", "efficient")
+"""Targets that are calls of torch's own: the last to be suspected."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """That a rewritten graph did not compile.
+
+    Attributes:
+        cause: the error in one line.
+        without: targets to decide without the next time, and why; empty where nothing else is worth trying.
+        where: source line of the first site that had changed, "unknown source line" if none has one.
+        changed: how many sites had changed.
+    """
+
+    cause: str
+    without: Mapping[str, str]
+    where: str
+    changed: int
+
+
+def failure_of(error: BaseException, cause: str, report: Report, emissions: Sequence[Emission]) -> Failure:
+    """What is to be known of an error of the compiler once its traceback, which holds on to graphs, is gone."""
+    taken = {site.target for site in report.rewritten if site.target is not None}
+    found = culprits(error, emissions) & taken
+    if found:
+        without = dict.fromkeys(sorted(found), f"the compiler could not lower it ({cause})")
+    else:
+        suspected = sorted(taken - set(TORCHS_OWN))
+        reason = f"the compiler could not lower a graph with it and does not say what it failed on ({cause})"
+        without = dict.fromkeys(suspected, reason)
+    return Failure(cause, without, first_where(report), len(report.rewritten))
+
+
+def mark_retried(report: Report, before: Report, failure: Failure) -> None:
+    """Let the sites that became something else say what they were to become first."""
+    report.seconds += before.seconds
+    for site, first in zip(report.sites, before.sites):
+        reason = failure.without.get(first.target or "")
+        if reason is not None and first.node == site.node:
+            site.reason += f"; before that {first.target}: {reason}"
+
+
+def warn_failed(report: Report, failures: Sequence[Failure]) -> None:
+    """One warning, once something did compile: what the graph was compiled without, or that it is as written."""
+    first = failures[0]
+    if not report.rewritten:
+        _warn_left(first.where, first.changed, could_not_lower(failures))
+        return
+    names, reason = " and ".join(first.without), next(iter(first.without.values()))
+    became = ", ".join(sorted({site.target or site.outcome for site in report.rewritten}))
+    warnings.warn(
+        f"attn_pass compiled the graph with the attention at {first.where} without {names}: {reason}; what is "
+        f"rewritten became {became}",
+        AttnPassWarning,
+        stacklevel=4,
+    )
+
+
+def could_not_lower(failures: Sequence[Failure]) -> str:
+    """The reason why the sites of a graph were left after all."""
+    first, *again = failures
+    told = f"the compiler could not lower the rewritten graph ({first.cause})"
+    return told + "".join(f", nor the one without {' and '.join(first.without)} ({f.cause})" for f in again)
+
+
+def leave_all(report: Report, reason: str) -> None:
+    """Mark every changed site left for this reason, with one warning that names the first of them."""
+    where, changed = first_where(report), len(report.rewritten)
+    report.mark_left(reason)
+    _warn_left(where, changed, reason)
+
+
+def _warn_left(where: str, changed: int, reason: str) -> None:
+    what = f"the attention at {where}" if changed else "a graph"
+    others = f" (and {changed - 1} more)" if changed > 1 else ""
+    warnings.warn(f"attn_pass left {what}{others} as written: {reason}", AttnPassWarning, stacklevel=5)
+
+
+def first_where(report: Report) -> str:
+    """Source line of the first site that changed."""
+    return next((site.where for site in report.rewritten), "unknown source line")

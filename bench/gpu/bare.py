@@ -1,0 +1,75 @@
+"""Part 3: the bare kernels, without Inductor: prefill at every length and head dim, forward and backward.
+
+The points and the clock are those of `attn_pass.calibrate`, so that what this says and what ``attn-pass calibrate``
+fits are the same measurements; here there are more of them, and each has what the host takes for the call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from attn_pass.calibrate.clock import read
+from attn_pass.calibrate.points import PREFILL_KERNELS, Point, prefill
+from bench.gpu.environment import Environment
+from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.timing import rates, why
+
+LENGTHS = (4096, 1024, 16384, 2048, 512, 8192, 256)  # the most telling first
+DIMS = (128, 64, 256)
+_BLOCK_S = 0.004
+
+
+def measure(env: Environment, length: int, dim: int, causal: bool) -> Row:
+    """One shape: every kernel, forward and backward."""
+    row: Row = {"us": {}, "host_us": {}, "spread": {}, "predicted_us": {}, "failed": {}}
+    at = torch.device(env.device)
+    wanted = [p for p in prefill(PREFILL_KERNELS, (length,), (dim,), (False, True)) if p.causal == causal]
+    for point in wanted:
+        name = f"{point.kernel}, {'backward' if point.backward else 'forward'}"
+        try:
+            reading = read((_tiny(point) if env.dry else point).run(at), at, 0.0 if env.dry else _BLOCK_S)
+        except Exception as error:
+            row["failed"][name] = why(error)
+            continue
+        row["us"][name] = row[f"us, {name}"] = reading.us
+        row["host_us"][name] = reading.host_us
+        row["spread"][name] = round(reading.spread, 3)
+        row[f"of matmul, {name}"] = point.flops / reading.us / 1e6 / rates(env).matmul_tflops
+        if not point.backward:
+            row["predicted_us"][name] = point.predicted_us(env.decided_for)
+    forward = {name: us for name, us in row["us"].items() if name.endswith("forward")}
+    row["best"] = min(forward, key=lambda name: forward[name], default=None)
+    return row
+
+
+def _tiny(point: Point) -> Point:
+    """The same call, small enough for the stand-ins."""
+    return Point(point.kernel, 1, 2, 2, 16, 16, point.dim, point.causal, point.backward)
+
+
+def cases(env: Environment) -> list[Case]:
+    """One a shape."""
+    shapes = [(s, d, c) for s in LENGTHS for d in DIMS for c in (False, True)]
+    found = []
+    for length, dim, causal in shapes[:: 8 if env.quick else 1]:
+        name = f"S{length} D{dim} {'causal' if causal else 'full'}"
+        found.append(Case(name, partial(measure, env, length, dim, causal)))
+    return found
+
+
+_NAMES = [f"{kernel}, {way}" for way in ("forward", "backward") for kernel in PREFILL_KERNELS]
+PART = Part(
+    "kernels",
+    "Bare kernels, bfloat16, 16384 tokens of width 2048: microseconds, and the share of a large product's rate",
+    0.15,
+    (
+        Column("shape", "name"),
+        *(Column(f"{name} us", f"us, {name}", ".1f") for name in _NAMES),
+        *(Column(f"{name}, of matmul", f"of matmul, {name}", ".2f") for name in _NAMES),
+        Column("best forward", "best"),
+    ),
+    cases,
+    usual=False,
+)

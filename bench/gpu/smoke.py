@@ -1,0 +1,104 @@
+"""Part 0: what the first minute has to show before anything else is worth its time: versions, tools, each path."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import attn_pass
+from bench import decode_cases, shared_keys
+from bench.gpu import toolchain
+from bench.gpu.correctness import check_case, decode_case
+from bench.gpu.environment import Environment, facts, one_line, said
+from bench.gpu.parts import Case, Column, Part, Row
+from bench.machine import relative_error
+
+_CLOCKS = (
+    "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,utilization.gpu,memory.used"
+)
+# A kind of `correctness.KINDS`, the target it is forced on, whether gradients are asked for, all through Inductor.
+PATHS: tuple[tuple[str, str, bool], ...] = (
+    ("five queries", "decode", False),
+    *(("causal", target, train) for target in ("cudnn", "flash", "efficient") for train in (False, True)),
+    ("window", "flex", False),
+)
+
+
+def versions(env: Environment) -> Row:
+    """Versions, and the clocks as they are before any work."""
+    found = facts(env)
+    row: Row = {"found": one_line(found)}
+    if not env.dry:
+        line = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
+        try:
+            row["clocks"] = subprocess.run(line, capture_output=True, text=True, timeout=20).stdout.strip()
+        except (OSError, subprocess.TimeoutExpired) as error:
+            row["clocks"] = f"nvidia-smi did not answer: {error}"
+        row["found"] += f"; {row['clocks']}"
+    return row
+
+
+def tools(env: Environment) -> Row:
+    """What AOTInductor needs beside torch; a machine without it can still measure everything that is not packaged."""
+    found = toolchain.find()
+    row: Row = {"compiler": found.compiler, "cuda_home": found.cuda_home, "libcuda": found.libcuda}
+    row["linking"] = toolchain.links_libcuda(found)
+    row["found"] = one_line({name: value or "none" for name, value in row.items()})
+    if row["linking"] and not env.dry:
+        raise RuntimeError(f"AOTInductor will not link here: {row['linking']}")
+    return row
+
+
+def packaged_shared_keys(env: Environment) -> Row:
+    """Seed S4 as a package, with its batch open, against float64."""
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        half = not env.dry
+        model = shared_keys.SharedKeys(env.device, half).eval()
+        inputs = shared_keys.make_inputs(7, env.device)
+        with attn_pass.record() as report:
+            path = attn_pass.aot_compile(
+                model,
+                inputs,
+                dynamic_shapes={"q": {0: shared_keys.batch_dim()}, "k": None, "v": None},
+                package_path=str(Path(folder) / "s4.pt2"),
+                options={"on_error": "raise"},
+            )
+        run = torch._inductor.aoti_load_package(path)
+        worst = 0.0
+        for batch in (7, 1):
+            given = shared_keys.make_inputs(batch, env.device)
+            worst = max(worst, relative_error(run(*given), shared_keys.reference(*given)))
+    right = worst <= shared_keys.TOLERANCE[half]
+    return {**said(report), "error_abs": worst, "verdict": "right" if right else "WRONG"}
+
+
+def cases(env: Environment) -> list[Case]:
+    """Versions and tools first; then one of each way a kernel is reached, most doubtful first."""
+    direct = [c for c in decode_cases.CASES if c.name in ("plain", "window")][: 1 if env.quick else None]
+    found = [Case("versions and clocks", partial(versions, env)), Case("tools of AOTInductor", partial(tools, env))]
+    found += [Case(f"decode: {c.name}, direct", partial(decode_case, env, c)) for c in direct]
+    found += [check_case(env, kind, target, train, inductor=True) for kind, target, train in PATHS]
+    return [*found, Case("S4 through AOTInductor", partial(packaged_shared_keys, env))]
+
+
+PART = Part(
+    "smoke",
+    "What there is, and one of each path",
+    0.10,
+    (
+        Column("case", "name"),
+        Column("found", "found"),
+        Column("verdict", "verdict"),
+        Column("took", "took"),
+        Column("error", "error_abs", ".1e"),
+        Column("of what is allowed", "of_limit", ".2f"),
+        Column("seconds", "seconds", ".1f"),
+    ),
+    cases,
+    timed=False,
+    usual=False,
+)

@@ -1,0 +1,142 @@
+"""``attn-pass calibrate``: kept and used from then on, refused on a busy machine, told by the doctor, forgotten."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from attn_pass import store
+from attn_pass.calibrate import clock, cpu
+from attn_pass.calibrate.clock import Reading
+from attn_pass.cli import app
+from attn_pass.hardware.device import device_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+
+
+def _reading(monkeypatch: pytest.MonkeyPatch, spread: float, us: float = 50.0) -> None:
+    def readings(seconds: float) -> Iterator[tuple[cpu.Probe, Reading]]:
+        for probe in cpu.PROBES:
+            yield probe, Reading(us, spread)
+
+    monkeypatch.setattr(cpu, "readings", readings)
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["calibrate", "--device", "cpu", *args])
+
+
+def told() -> dict[str, Any]:
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (finding,) = (f for f in found["machine"] if f["what"] == "calibration of cpu")
+    return dict(finding)
+
+
+def test_what_was_measured_is_what_the_device_is_taken_for_until_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _reading(monkeypatch, spread=0.05)
+    before = device_for(CPU)
+    result = run()
+    assert result.exit_code == 0 and "Kept" in result.stdout and "5% apart" in result.stdout
+    after = device_for(CPU)
+    assert after.is_calibrated and after.op_us == pytest.approx(50.0 * 6.0 / 1.4)
+    assert run("--forget").stdout == "cpu: forgotten\n"
+    assert device_for(CPU) == before
+    assert run("--forget").stdout == "cpu: nothing was measured of it\n"
+
+
+def test_on_a_busy_machine_nothing_is_kept_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _reading(monkeypatch, spread=0.6)
+    result = run()
+    assert result.exit_code == 1
+    assert "The machine was busy" in result.stdout and "Nothing was kept" in result.stdout
+    assert not device_for(CPU).is_calibrated
+    result = run("--keep-if-busy")
+    assert result.exit_code == 0 and "The machine was busy" in result.stdout
+    assert device_for(CPU).is_calibrated
+
+
+def test_the_doctor_says_when_and_for_which_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    _reading(monkeypatch, spread=0.05)
+    assert told()["found"] == "" and "attn-pass calibrate --device cpu" in told()["note"]
+    run()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", told()["found"])
+    assert f"torch {torch.__version__}" in told()["note"] and "5% apart" in told()["note"]
+
+
+def test_json_has_every_constant_with_what_it_was_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    _reading(monkeypatch, spread=0.6)
+    result = run("--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1 and found["busy"] and not found["kept"]
+    assert {row["name"] for row in found["constants"]} == {probe.name for probe in cpu.PROBES}
+    assert all(row["taken_for"] and row["measured"] for row in found["constants"])
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "meta", "H100"])
+def test_a_device_that_is_not_here_is_refused_in_a_sentence(name: str) -> None:
+    if name.startswith("cuda") and torch.cuda.is_available():
+        pytest.skip("there is one")
+    result = CliRunner().invoke(app, ["calibrate", "--device", name])
+    assert result.exit_code == 2 and name in result.stderr and "cpu" in result.stderr.lower()
+
+
+def test_real_readings_of_small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = tuple(p for p in cpu.PROBES if p.constant in ("op_us", "kernel_us", "exp_gops"))
+    monkeypatch.setattr(cpu, "PROBES", few)
+    assert run("--seconds", "0.3", "--keep-if-busy").exit_code == 0
+    device = device_for(CPU)
+    assert 0.1 < device.op_us < 1e4 and 1e-3 < device.exp_gops < 1e3
+
+
+# ---------------------------------------------------------------- the clock
+
+
+class _Event:
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
+    found = clock.read(lambda: done.append("call"), torch.device("cuda"), block_s=1e-6)
+    assert done[:5] == ["call", "wait", "sleep", "call", "wait"]
+    assert done.count("sleep") == 1 + clock.ROUNDS and found.host_us is not None
+
+
+def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    waits = iter([0.0, 0.0] + [0.002, 0.05] * 10)
+    found = clock.read(lambda: time.sleep(next(waits)), CPU, block_s=0.0)
+    assert 1900 < found.us < 45_000 and found.spread > 0.5
+
+
+def test_with_one_thread_what_others_take_of_the_machine_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert clock.read(lambda: time.sleep(0.01), CPU, block_s=0.0).us < 5000

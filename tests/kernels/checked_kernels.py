@@ -1,0 +1,68 @@
+"""The self-check over the decode kernel, and over copies of it with one mistake each, under Triton's interpreter.
+
+Prints what it says of each as JSON. A process of its own, see `bench.interpreted`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+if __name__ == "__main__":
+    import bench.interpreted  # noqa: F401  # first: it tells Triton to interpret
+
+from attn_pass.kernels import decode, decode_triton, self_check
+
+Results = tuple[torch.Tensor, torch.Tensor]
+RIGHT = "as it is"
+MISTAKES = {
+    "scale": ("tl.cast(scale, tl.float32) * 1.4426950408889634", "tl.cast(scale, tl.float32)"),
+    "heads of a group": ("head = kv_head * GROUPS + row // q_len", "head = kv_head * GROUPS + row % GROUPS"),
+    "boolean masks": ("kept & (given != 0)", "kept & (given == 0)"),
+    "row of a mask": ("kv_head64 * GROUPS * m1 + keys64 * m3", "kv_head64 * GROUPS * m1 + (keys64 + 1) * m3"),
+    "rows of a mask": ("at[:, None] * m2", "head[:, None] * m2"),
+    "base of added masks": ("bias * 1.4426950408889634", "bias"),
+    "end of the window": ("distance <= window", "distance < window"),
+    "start of the window": ("length - q_len - window, 0)", "length - window, 0)"),
+    "last key": ("inside = keys < length", "inside = keys <= length"),
+    "valid keys": ("tl.maximum(tl.load(lengths + batch64 * l0), 0)", "tl.load(lengths) + 1"),
+    "alignment of causal masks": ("at[:, None] + (length - q_len)", "at[:, None] + (kv_len - q_len)"),
+    "empty rows": ("divisor = tl.where(whole == 0.0, 1.0, whole)", "divisor = whole"),
+    "weights of splits": ("* tl.exp2(part - base)", ""),
+    "base of the logarithm": ("(top + tl.log2(divisor)) * 0.6931471805599453", "top + tl.log2(divisor)"),
+}
+
+
+def with_mistake(right: str, wrong: str) -> ModuleType:
+    """The kernels' module with a part of its text replaced."""
+    text = Path(decode_triton.__file__).read_text()
+    assert text.count(right) == 1, right
+    path = Path(tempfile.mkdtemp()) / "kernels.py"
+    path.write_text(text.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("kernels", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(inputs: decode.Inputs) -> Results:
+    tiles, splits = decode.numbers_for(inputs, decode.Room(), cores=64)
+    out, lse = decode.launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
+    assert lse is not None
+    return out, lse
+
+
+if __name__ == "__main__":
+    found = {RIGHT: self_check.first_difference(run, torch.device("cpu"))}
+    for name, mistake in MISTAKES.items():
+        module = with_mistake(*mistake)
+        decode.attend, decode.join = module.attend, module.join
+        found[name] = self_check.first_difference(run, torch.device("cpu"))
+    sys.stdout.write(json.dumps(found) + "\n")

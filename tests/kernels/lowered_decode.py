@@ -1,0 +1,127 @@
+"""What Inductor makes of the decode operators on a GPU: its code, and every kernel compiled, as JSON.
+
+    python lowered_decode.py CAPABILITY [PROGRAM ...]
+
+A process of its own, see `faked_gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from faked_gpu import compiled, lowered
+
+import attn_pass
+from attn_pass.kernels.decode import decode, decode_with_lse
+
+Tensor = torch.Tensor
+HALF = torch.bfloat16
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def keys_and_values(dim: int, kv_len: int = 4096, dynamic: bool = False, kv_heads: int = 8) -> list[Tensor]:
+    made = [on_gpu(1, kv_heads, kv_len, dim) for _ in range(2)]
+    for x in made if dynamic else ():
+        torch._dynamo.mark_dynamic(x, 2)
+    return made
+
+
+def by_pass(inner: Callable[..., Any]) -> Any:
+    return attn_pass.wrap(inner, device="H100", targets=("decode",), choose="fused", on_error="raise")
+
+
+def in_a_graph(q: Tensor, k: Tensor, v: Tensor, gain: Tensor) -> Tensor:
+    """A query that is made in the graph, as after its projection, norm and rotation."""
+    return ((q * gain) @ k.mT * 0.125).softmax(-1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125 + mask).softmax(-1) @ v
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT * 0.125, sink.view(1, -1, 1, 1).expand(1, -1, q.size(2), 1)], -1)
+    return scores.softmax(-1).narrow(-1, 0, k.size(2)) @ v
+
+
+def of_shapes(*inputs: Tensor) -> list[Tensor]:
+    """Head dims 32, 128 and 256: 4 and 64 packed rows, 64 with an added mask of each row, 4 with one boolean row."""
+    made = []
+    for n in range(0, len(inputs), 6):
+        few, many, k, v, added, kept = inputs[n : n + 6]
+        made += [decode(q, k, v, None, 0.1, True) for q in (few, many)]
+        made += [decode(many, k, v, added, 0.1), decode(few, k, v, kept, 0.1)]
+    return made
+
+
+def shapes() -> list[Tensor]:
+    made: list[Tensor] = []
+    for dim in (32, 128, 256):
+        queries = [on_gpu(1, 32, rows, dim) for rows in (1, 16)]
+        masks = [on_gpu(1, 32, 16, 4096, dtype=torch.float32), on_gpu(1, 1, 1, 4096, dtype=torch.bool)]
+        made += [*queries, *keys_and_values(dim), *masks]
+    return made
+
+
+def of_large_tiles(many: Tensor, k: Tensor, v: Tensor, added: Tensor, *others: Tensor) -> list[Tensor]:
+    """64 packed rows, without and with an added mask of each row: the most a program is given."""
+    made = [decode(many, k, v, None, 0.1, True), decode(many, k, v, added, 0.1)]
+    return made + of_large_tiles(*others) if others else made
+
+
+def large_tiles() -> list[Tensor]:
+    made: list[Tensor] = []
+    for dim in (128, 256):
+        made += [on_gpu(1, 32, 16, dim), *keys_and_values(dim), on_gpu(1, 32, 16, 4096, dtype=torch.float32)]
+    return made
+
+
+def of_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
+    return decode_with_lse(q, k, v, None, 0.125, True, 300, lengths)
+
+
+def query(heads: int = 32, rows: int = 4, dim: int = 128) -> Tensor:
+    return on_gpu(1, heads, rows, dim)
+
+
+def row_mask() -> Tensor:
+    mask = on_gpu(1, 1, 1, 4096)
+    torch._dynamo.mark_dynamic(mask, 3)
+    return mask
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], Any]] = {
+    "shapes": (of_shapes, shapes, None),
+    "query made in the graph": (in_a_graph, lambda: [query(8), *keys_and_values(128), on_gpu(128)], by_pass),
+    "dynamic": (in_a_graph, lambda: [query(8), *keys_and_values(128, dynamic=True), on_gpu(128)], by_pass),
+    "dynamic, a mask of one row": (
+        padded,
+        lambda: [query(8), *keys_and_values(128, dynamic=True), row_mask()],
+        by_pass,
+    ),
+    "lengths": (
+        of_lengths,
+        lambda: [query(), *keys_and_values(128, dynamic=True), torch.empty(1, dtype=torch.int32, device="cuda")],
+        None,
+    ),
+    "large tiles": (of_large_tiles, large_tiles, None),
+    "sink": (with_sink, lambda: [query(8), *keys_and_values(128), on_gpu(8)], by_pass),
+}
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    found = {}
+    for name in sys.argv[2:] or [p for p in PROGRAMS if p != "large tiles"]:
+        graph = lowered(capability, *PROGRAMS[name])
+        kernels = {n: compiled(capability, *text) for n, text in graph.kernels.items()}
+        found[name] = {**asdict(graph), "calls": graph.calls, "allocated": graph.allocated, "kernels": kernels}
+    sys.stdout.write("\n" + json.dumps(found, default=str) + "\n")

@@ -1,0 +1,137 @@
+"""What a prediction must gain: little where costs were measured, much where a call works and they are guesses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import attn_pass
+from attn_pass import store
+from attn_pass.hardware import calibration, catalog
+from attn_pass.hardware.calibration import Calibration
+from attn_pass.hardware.device import Device, cpu, facts
+from attn_pass.planner import choose as planner
+from attn_pass.planner import margins
+from attn_pass.targets import decode, flash, flex
+from attn_pass.targets.base import Offer, Setting
+
+BF16 = torch.bfloat16
+H200 = catalog.by_name("H200")
+
+
+def offer(target: str, microseconds: float = 1.0) -> Offer:
+    return Offer(target, "", None, microseconds, fused=True)  # type: ignore[arg-type]
+
+
+def setting(device: Device, before: str | None = None) -> Setting:
+    return Setting(device, "compile", kernel_as_written=before, eager_form=before is None)
+
+
+@pytest.mark.parametrize(
+    ("target", "before", "times"),
+    [
+        ("flash", "cudnn", 1.25),
+        ("decode", "flash", 1.25),
+        ("cudnn", "cudnn", 1.25),
+        ("flex", "efficient", 2.0),
+        ("flash_attn", "flash", 1.25),
+        ("flash_attn", "flash_attn", 1 / 0.99),
+        ("npu_fusion_attention", "npu_fusion_attention_v3", 1 / 0.99),
+        ("npu_fused_infer_attention_score", "npu_fusion_attention_v3", 1.25),
+        ("flex", None, 1 / 0.99),
+        ("decode", None, 1 / 0.99),
+        ("cudnn", None, 1 / 1.05),
+    ],
+)
+def test_what_is_asked_of_guesses(target: str, before: str | None, times: float) -> None:
+    assert margins.margin(offer(target), setting(H200, before)).times == pytest.approx(times)
+
+
+def test_what_is_asked_of_measured_costs() -> None:
+    for before in ("cpu flash", None):
+        assert margins.margin(offer("sdpa"), setting(cpu(), before)).times == pytest.approx(1 / 0.99)
+    both = replace(H200, measured_kernels=("cudnn", "flash"))
+    assert margins.margin(offer("flash"), setting(both, "cudnn")).times == pytest.approx(1 / 0.99)
+    assert margins.margin(offer("decode"), setting(both, "cudnn")).times == 1.25
+    assert margins.margin(offer("flash"), setting(both, "efficient")).times == 1.25
+    assert margins.margin(offer("flex"), setting(both, "cudnn")).times == 2.0
+
+
+def ordered(device: Device, **times: float) -> list[str]:
+    targets: Any = {"flash": flash.Flash(), "decode": decode.Decode(), "flex": flex.Flex()}
+    ranked = sorted(((offer(n, us), targets.get(n)) for n, us in times.items()), key=lambda o: o[0].microseconds)
+    return [o.target for o, _ in margins.ties_by_order(ranked, lambda o: o[0].microseconds, device)]
+
+
+def test_ties_go_to_torch_s_own_order() -> None:
+    assert ordered(H200, flex=100, flash=104.9, cudnn=104) == ["cudnn", "flash", "flex"]
+    assert ordered(H200, efficient=100, flash=105.1, cudnn=106) == ["efficient", "flash", "cudnn"]
+    assert ordered(catalog.by_name("A100"), efficient=100, flash=103) == ["flash", "efficient"]
+    assert ordered(H200, decode=100, flex=101) == ["decode", "flex"]  # torch's call tries neither
+    measured = replace(H200, measured_kernels=("efficient", "flash"))
+    assert ordered(measured, efficient=100, flash=104) == ["efficient", "flash"]
+    assert ordered(measured, efficient=100, cudnn=104) == ["cudnn", "efficient"]
+    assert ordered(cpu(), local=100, sdpa=101) == ["local", "sdpa"]
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Grouped heads written out, before torch's own call."""
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+
+
+def decided(program: Any, device: str, *shape: int) -> attn_pass.SiteReport:
+    batch, heads, kv_heads, q_len, kv_len, dim = shape
+    with torch.device("meta"), torch.no_grad():
+        q = torch.empty(batch, heads, q_len, dim, dtype=BF16)
+        k, v = (torch.empty(batch, kv_heads, kv_len, dim, dtype=BF16) for _ in range(2))
+        (site,) = attn_pass.explain(program, q, k, v, attn_pass_options={"device": device}).sites
+    return site
+
+
+def test_the_report_says_which_margin_held() -> None:
+    site = decided(repeated, "H200", 8, 32, 8, 1, 32768, 128)
+    assert site.outcome == "rewritten"
+    assert "more than the 1.25 times that are asked for" in site.reason and "was not measured" in site.reason
+
+
+def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
+    """In a long prefill the copies of keys and values are little beside the kernel."""
+    site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
+    best = min(us for name, us in site.predicted_us.items() if name != "leave")
+    assert 1.01 < site.predicted_us["leave"] / best < 1.25
+    assert site.outcome == "left"
+    assert "less than the 1.25 that are asked for" in site.reason and "reaches cudnn already" in site.reason
+
+
+def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    here = replace(H200, is_here=True)
+    calibration.save(Calibration(facts(here), shares={"cudnn": {"prefill": 0.9}}))
+    known = calibration.applied(here)
+    monkeypatch.setattr(catalog, "by_name", lambda name: replace(known, is_here=False))
+    site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
+    assert (site.outcome, site.target) == ("rewritten", "cudnn") and "asked for" not in site.reason
+
+
+def test_what_was_measured_decides_whatever_was_predicted() -> None:
+    """With `tune=True`: a form that was measured 1.1 times as fast as the fused call is taken on any device."""
+    seen: list[planner.Choice] = []
+    real = planner.choose
+
+    def choose(*args: Any, **kwargs: Any) -> planner.Choice:
+        def measure(labels: Any) -> dict[str, float]:
+            return {label: 100.0 if label.startswith("cudnn") else 200.0 for label in labels} | {"leave": 110.0}
+
+        seen.append(real(*args, **{**kwargs, "measure": measure}))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attn_pass.engine.choose", choose)
+        site = decided(repeated, "H200", 4, 32, 8, 2048, 2048, 128)
+    assert site.target == "cudnn" and "us measured as it is" in site.reason and "asked for" not in site.reason

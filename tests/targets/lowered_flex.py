@@ -1,0 +1,69 @@
+"""What Inductor makes of FlexAttention as the pass emits it for a GPU, every Triton template compiled, as JSON.
+
+A process of its own, see `faked_gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from faked_gpu import compiled, lowered_graphs, on_gpu
+from test_flex_cuda import CASES, masked, softcap, window
+from torch.nn.attention import flex_attention
+
+import attn_pass
+
+Tensor = torch.Tensor
+HALF = [x.to(torch.bfloat16) for x in CASES["window and soft cap"][1]]
+PROGRAMS: dict[str, tuple[Callable[..., Any], Sequence[Tensor], bool]] = {
+    **{name: (*CASES[name], True) for name in ("window and soft cap", "prefix", "alibi", "documents", "grouped heads")},
+    "one query": (*CASES["one query"], False),
+    "dense bias": (*CASES["dense bias"], False),
+    "odd sizes": (*CASES["odd sizes"], True),
+    "half precision": (masked(window, cap=True), HALF, True),
+    "few queries, half precision": (softcap, [HALF[0][:, :, :9], *HALF[1:]], False),
+}
+
+
+def by_pass(inner: Callable[..., Any]) -> Any:
+    return attn_pass.wrap(inner, device="H200", targets=("flex",), choose="fused", on_error="raise")
+
+
+def fakes(inputs: Sequence[Tensor], grad: bool) -> list[Tensor]:
+    """Fake tensors like these; query, key and value may want gradients."""
+    made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in inputs]
+    return [x.requires_grad_(grad and n < 3 and x.is_floating_point()) for n, x in enumerate(made)]
+
+
+def options_on_gpu(*operands_and_options: Any) -> Any:
+    """What torch gives the kernel beside its operands: it decides by their device."""
+    return APPLY(*on_gpu(operands_and_options[:3]), *operands_and_options[3:])
+
+
+APPLY = flex_attention._apply_kernel_options
+
+
+def templates(name: str) -> list[tuple[str, str]]:
+    """The Triton templates of a program, the forward's first."""
+    fn, inputs, grad = PROGRAMS[name]
+    with torch.set_grad_enabled(grad), mock.patch.object(flex_attention, "_apply_kernel_options", options_on_gpu):
+        graphs = lowered_graphs(90, fn, lambda: fakes(inputs, grad), by_pass)
+    texts = [text for graph in graphs for text in graph.kernels.values()]
+    return [text for text in texts if "@triton_heuristics.template" in text[1]]
+
+
+if __name__ == "__main__":
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in sys.argv[1:] or list(PROGRAMS):
+        found[name] = []
+        for function, text in templates(name):
+            facts = compiled(90, function, text)
+            # A backward reads what the forward wrote: without it, it would read memory that nobody did.
+            writes = {"writes_lse": "OUTPUT_LOGSUMEXP : tl.constexpr = True" in text}
+            found[name] += [{key: value for key, value in (f | writes).items() if key != "ptx"} for f in facts]
+    sys.stdout.write("\n" + json.dumps(found, default=str) + "\n")
