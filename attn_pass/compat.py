@@ -85,6 +85,32 @@ def own_metrics() -> Iterator[None]:
         setattr(holder, name, before)
 
 
+@contextmanager
+def no_new_guards(shape_env: Any) -> Iterator[list[str]]:
+    """Inside, whatever would add a guard on symbolic sizes fails and adds none; yields the guards that were asked for.
+
+    ``ShapeEnv.error_on_new_guards`` of later versions, by the check that every guard goes through in each of them, and
+    with an error that neither ``evaluate_expr`` nor a fake tensor logs.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    class Refused(GuardOnDataDependentSymNode, NotImplementedError):
+        pass
+
+    asked: list[str] = []
+
+    def refuse(expression: Any, value: Any) -> None:
+        if not shape_env._suppress_guards_tls():
+            asked.append(f"{expression} == {value}")
+            raise Refused(expression, f"a guard on symbolic sizes would be added: {asked[-1]}")
+
+    shape_env._check_frozen = refuse  # of this object, in front of its class's
+    try:
+        yield asked
+    finally:
+        del shape_env._check_frozen
+
+
 def context_parallel_is_active() -> bool:
     """Whether a context-parallel region is open: calls of scaled_dot_product_attention are ring attention in it then.
 

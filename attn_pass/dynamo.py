@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 import sys
@@ -10,20 +9,30 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from attn_pass import channels
 from attn_pass.artifacts import collect
 from attn_pass.compat import require_inductor
+from attn_pass.emitted import Emission
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import OPTION_NAMES, Options, Runner, make_options, split_options
 from attn_pass.recording import publish
 from attn_pass.report import Report
+from attn_pass.retry import (
+    Failure,
+    could_not_lower,
+    failure_of,
+    first_where,
+    leave_all,
+    mark_retried,
+    warn_failed,
+)
+from attn_pass.snapshot import Snapshot, tracing_state
 
 Backend = Callable[..., Callable[..., Any]]
 CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]
@@ -42,7 +51,8 @@ def backend(
     """A torch.compile backend: rewrite the attention of the graph, then compile it with Inductor.
 
     torch.compile takes `mode` or `options`, not both; so options may hold "mode". If Inductor cannot lower the
-    rewritten graph the original is compiled, every site is reported left, and one warning names the first site.
+    rewritten graph, the pass decides once more without the target it failed on (`attn_pass.retry`); if that fails too
+    the original is compiled and every site is reported left. One warning names the first site.
     With mode="lite" Inductor runs no pattern passes at all; the rewriting is done all the same.
 
     Args:
@@ -126,7 +136,8 @@ def wrap(backend: str | Backend, **options: Any) -> Wrapped:
     """A Dynamo backend that rewrites attention and then calls `backend`: a name ("aot_eager", "openxla") or callable.
 
     Needs nothing of Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
-    wrapped backend fails on the rewritten graph it gets the original one, with every site reported left.
+    wrapped backend fails on the rewritten graph it gets one without the target it failed on, and if it fails again the
+    original one, with every site reported left.
 
     Args:
         backend: what torch.compile takes as backend. What torch.compile adds (mode, options) goes to it.
@@ -155,11 +166,12 @@ def _callable_name(function: Any) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of a root graph: the sites' report, whether the graph is another one now, and what it was."""
+    """What became of a root graph: the sites' report, whether it is another one now, what it was, what was put in."""
 
     report: Report
     changed: bool
     original: Snapshot
+    emissions: Sequence[Emission] = ()
 
 
 def decide(
@@ -169,6 +181,7 @@ def decide(
     runner: Runner = "other",
     known: Mapping[str, Any] | None = None,
     measure: Callable[..., Any] | None = None,
+    without: Mapping[str, str] | None = None,
 ) -> Decision:
     """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
 
@@ -179,6 +192,7 @@ def decide(
         runner: what becomes of it, see `attn_pass.options.Runner`.
         known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
         measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
+        without: targets that are not to be taken, and why.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -189,6 +203,7 @@ def decide(
     channels.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
     original = Snapshot(gm)
+    emissions: list[Emission] = []
     gm.meta |= known or {}
     try:
         with collect.root_graph(gm, report, program) as collected:
@@ -200,6 +215,8 @@ def decide(
                 runner=runner,
                 measure=measure,
                 compile_site=functools.partial(_compiled_site, options),
+                emissions=emissions,
+                without=without,
             )
         aside = collected.seconds
     except Exception as error:
@@ -217,7 +234,7 @@ def decide(
     gm.meta[DECIDED] = True
     if changed:
         channels.trace_graph("after", gm)
-    return Decision(report, changed, original)
+    return Decision(report, changed, original, emissions)
 
 
 def compile_rewritten(
@@ -227,7 +244,9 @@ def compile_rewritten(
     compile_graph: CompileGraph,
     runner: Runner = "other",
 ) -> Callable[..., Any]:
-    """Rewrite a Dynamo graph and compile it; on failure compile the original. Publishes the report once compiled.
+    """Rewrite a Dynamo graph and compile it. Publishes the report once compiled.
+
+    On failure it is decided once more without the target that failed, and then the original is compiled.
 
     Args:
         gm: Dynamo's graph.
@@ -242,29 +261,58 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    decision = decide(gm, options, "compile", runner, known_buffers(gm, example_inputs, options))
-    report = decision.report
-    if not decision.changed:
+    known = known_buffers(gm, example_inputs, options)
+    decision = decide(gm, options, "compile", runner, known)
+    restore_tracing = tracing_state()
+    failures: list[Failure] = []
+    compiled: Callable[..., Any] | None = None
+    while decision.changed and compiled is None:
+        try:
+            compiled = compile_graph(gm, list(example_inputs), decision.report)
+        except _control_flow():
+            raise
+        except Exception as error:
+            failures.append(failed(error, decision, options))
+        if compiled is None:
+            restore_tracing()
+            gm = decision.original.module()
+            again = functools.partial(decide, gm, options, "compile", runner, known)
+            decision = next_decision(decision, failures, again)
+    if compiled is None:
+        gm.meta[DECIDED] = True
         compiled = compile_graph(gm, example_inputs, None)
-        publish(report)
-        return compiled
-    restore_tracing, failure = _tracing_state(), ""
-    try:
-        compiled = compile_graph(gm, list(example_inputs), report)
-    except _control_flow():
-        raise
-    except Exception as error:
-        failure = cause_of(error)
-        if options.on_error == "raise":
-            raise does_not_compile(failure) from error
-    if failure:
-        restore_tracing()
-        original = decision.original.module()
-        original.meta[DECIDED] = True
-        compiled = compile_graph(original, example_inputs, None)
-        leave_all(report, could_not_lower(failure))
-    publish(report)
+    if failures:
+        warn_failed(decision.report, failures)
+    publish(decision.report)
     return compiled
+
+
+def failed(error: Exception, decision: Decision, options: Options) -> Failure:
+    """What is to be known of a failure to compile. Raises `RewriteError` where the user asked for that."""
+    cause = cause_of(error)
+    if options.on_error == "raise":
+        raise RewriteError(
+            f"the rewritten graph does not compile: {cause}; use on_error='warn' to compile the original instead"
+        ) from error
+    return failure_of(error, cause, decision.report, decision.emissions)
+
+
+def next_decision(decision: Decision, failures: Sequence[Failure], again: Callable[..., Decision]) -> Decision:
+    """What to compile after a failure: what is decided without the target that failed, once, or the original.
+
+    Args:
+        decision: what failed to compile.
+        failures: all failures so far.
+        again: decides on the original anew; called with ``without``.
+    """
+    first = failures[0]
+    if len(failures) > 1 or not first.without:
+        decision.report.mark_left(could_not_lower(failures))
+        return replace(decision, changed=False)
+    collect.forget(decision.report)
+    retried = again(without=first.without)
+    mark_retried(retried.report, decision.report, first)
+    return retried
 
 
 def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
@@ -286,31 +334,6 @@ def _attribute_path(node: Node) -> str:
     words = re.findall(r"\['?(\w+)'?\]|\.(\w+)", text)[1:]
     path = ".".join(w for pair in words for w in pair if w not in ("", "_modules", "_buffers"))
     return f"{'buffer' if '_buffers' in text else 'attribute'} {path or node.name}"
-
-
-def does_not_compile(failure: str) -> RewriteError:
-    """The error of on_error="raise" for a rewritten program that fails to compile."""
-    return RewriteError(
-        f"the rewritten graph does not compile: {failure}; use on_error='warn' to compile the original instead"
-    )
-
-
-def could_not_lower(failure: str) -> str:
-    """The reason why the sites of a graph were left after all."""
-    return f"the compiler could not lower the rewritten graph ({failure})"
-
-
-def leave_all(report: Report, reason: str) -> None:
-    """Mark every changed site left for this reason, with one warning that names the first of them."""
-    changed = len(report.rewritten)
-    what = f"the attention at {_first_where(report)}" if changed else "a graph"
-    others = f" (and {changed - 1} more)" if changed > 1 else ""
-    report.mark_left(reason)
-    warnings.warn(f"attn_pass left {what}{others} as written: {reason}", AttnPassWarning, stacklevel=3)
-
-
-def _first_where(report: Report) -> str:
-    return next((site.where for site in report.rewritten), "unknown source line")
 
 
 def cause_of(error: BaseException) -> str:
@@ -341,76 +364,6 @@ def _control_flow() -> tuple[type[Exception], ...]:
     from torch._dynamo import exc
 
     return (exc.RestartAnalysis, exc.SkipFrame)
-
-
-def _tracing_state() -> Callable[[], None]:
-    """A function that puts Dynamo's tracing context back to what it is now, after a compile that failed.
-
-    AOTAutograd stores what it found out of a graph there, bodies of invoke_subgraph by name included, which would be
-    taken for the original's.
-    """
-    context = torch._guards.TracingContext.try_get()
-    before = dict(vars(context)) if context is not None else {}
-
-    def restore() -> None:
-        if context is not None:
-            vars(context).update(before)
-            if "hop_dispatch_set_cache" in before:
-                context.hop_dispatch_set_cache = type(before["hop_dispatch_set_cache"])()
-
-    return restore
-
-
-class Snapshot:
-    """A graph as it is now, bodies included, to come back to. Parameters, buffers and constants are shared, not copied.
-
-    Cheaper than copying the GraphModule, whose code would be generated at once. What `Graph.__deepcopy__` drops is
-    kept: attributes of nodes such as `_dynamo_source`, which Dynamo needs to guard on aliases.
-    """
-
-    def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
-        self._graph = _copied_graph(gm.graph)
-        self._class_name = type(gm).__name__
-        self._attributes = {**vars(gm), "_modules": dict(gm._modules)}
-        self._meta = dict(gm.meta)
-        self._members: dict[str, Any] = {}
-        for node in gm.graph.nodes:
-            if node.op in ("get_attr", "call_module") and node.target not in self._members:
-                member = attrgetter(node.target)(gm)
-                self._members[node.target] = Snapshot(member) if isinstance(member, GraphModule) else member
-
-    def restore(self) -> None:
-        """Put the GraphModule back to what it was; to be called once, instead of `module`."""
-        for target, member in self._members.items():
-            if isinstance(member, Snapshot):
-                member.restore()
-                holder, _, name = target.rpartition(".")
-                setattr(self._gm.get_submodule(holder), name, member._gm)
-        for name in [name for name in self._gm._modules if name not in self._attributes["_modules"]]:
-            delattr(self._gm, name)
-        self._gm.graph = self._graph
-        self._gm.meta = self._meta
-
-    def module(self) -> GraphModule:
-        """The graph as a new GraphModule; to be called once."""
-        members = {k: m.module() if isinstance(m, Snapshot) else m for k, m in self._members.items()}
-        gm = GraphModule(members, self._graph, class_name=self._class_name)
-        for name, value in self._attributes.items():
-            if name not in vars(gm):
-                object.__setattr__(gm, name, value)
-        gm.training = self._attributes["training"]
-        gm.meta = self._meta
-        return gm
-
-
-def _copied_graph(graph: Graph) -> Graph:
-    copied = copy.deepcopy(graph)
-    for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        for name, value in vars(old).items():
-            if name not in vars(new):
-                setattr(new, name, value)
-    return copied
 
 
 # ---- Inductor ----
@@ -486,7 +439,7 @@ def _with_eager_backward(compile_inner: Callable[..., Any], report: Report) -> C
             from torch._functorch.aot_autograd import make_boxed_func
 
             warnings.warn(
-                f"attn_pass: the backward of the graph with the attention at {_first_where(report)} runs without "
+                f"attn_pass: the backward of the graph with the attention at {first_where(report)} runs without "
                 f"Inductor, which could not lower it ({cause_of(error)})",
                 AttnPassWarning,
                 stacklevel=2,

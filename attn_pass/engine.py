@@ -7,35 +7,39 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attn_pass.artifacts import collect
 from attn_pass.artifacts.picture import Picture
 from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
+from attn_pass.emitted import Emission, operator_name
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions, region_of_body
+from attn_pass.graph.stand_in import NoSize, give_stand_ins
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, Sizes, tensor_value, value_key, wants_gradient
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, Sizes, tensor_value, value_key, wants_gradient
 from attn_pass.hardware.device import device_for
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
-from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, joined_scores, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
+from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.planner import roofline
-from attn_pass.planner.choose import AS_ASKED, Measured, Take, choose
+from attn_pass.planner.choose import AS_ASKED, Choice, Measured, Take, choose, score_product_cost
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.tune import Place, Tuner
 from attn_pass.poor_cases import CASES, variants
@@ -44,7 +48,7 @@ from attn_pass.reading.lift import Reader
 from attn_pass.report import Report, SiteReport
 from attn_pass.rules import before_leave, check_names, rule_for
 from attn_pass.site_record import place_of, record_of
-from attn_pass.targets.base import EMPTY_ROWS, Offer, Setting
+from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.kernels import as_written
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
@@ -60,13 +64,16 @@ def rewrite_graph(
     runner: Runner = "other",
     measure: MeasurePlace | None = None,
     compile_site: CompileSite | None = None,
+    emissions: list[Emission] | None = None,
+    without: Mapping[str, str] | None = None,
 ) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
     becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker,
-    ``compile_site`` compiles a rewritten site for ``verify="kernel"``. One `SiteReport` a site is appended to
-    ``report``. With ``options.on_error == "warn"`` a failure leaves its site as it was.
+    ``compile_site`` compiles a rewritten site for ``verify="kernel"``. The targets in ``without`` are refused for the
+    reason given with them. One `SiteReport` a site is appended to ``report``, and one `Emission` to ``emissions`` for
+    each that a target replaced. With ``options.on_error == "warn"`` a failure leaves its site as it was.
     """
     check_names(options)
     started = time.perf_counter()
@@ -75,7 +82,7 @@ def rewrite_graph(
         measure = Tuner(options)
     root = _Graph(
         gm,
-        Sizes(),
+        Sizes(gm.meta.get(MAY_BE_ZERO, ())),
         outer,
         options,
         report,
@@ -85,6 +92,8 @@ def rewrite_graph(
         runner=runner,
         measure=measure,
         compile_site=compile_site if options.verify == "kernel" else None,
+        emissions=[] if emissions is None else emissions,
+        without=without or {},
     )
     root.prepare()
     changed = root.rewrite()
@@ -101,6 +110,17 @@ _WITHIN_A_SHARD = (
 
 class _HoldsForSome(RewriteError):
     """What was planned rests on a fact about symbolic sizes or strides: a reason to leave the site, and no fault."""
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What is chosen for a site, and under which circumstances."""
+
+    choice: Choice
+    setting: Setting
+    made_of: Ancestry | None
+    written: AsWritten
+    rule: tuple[str, tuple[str, ...]] | None
 
 
 @dataclass
@@ -120,11 +140,28 @@ class _Graph:
     runner: Runner = "other"
     measure: MeasurePlace | None = None
     compile_site: CompileSite | None = None
+    emissions: list[Emission] = field(default_factory=list)
+    without: Mapping[str, str] = field(default_factory=dict)
     levels: tuple[Level, ...] = ()  # the graphs around this body
     bound: Mapping[Node, Node] = field(default_factory=dict)  # what is passed to its placeholders, and to theirs
+    together: dict[frozenset[str], bool] = field(default_factory=dict)  # whether sites that share nodes are rewritten
 
     def prepare(self) -> None:
-        """Reads the graph: effects, regions, reach."""
+        """Reads the graph; before, calls of torch's own modules are taken apart, on trial."""
+        self.opaque: list[composite.Opaque] = []
+        try:
+            with self._observed():
+                self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
+        except Exception as error:
+            self._complain(None, "calls of torch's modules could not be taken apart", error)
+        try:
+            self._read()
+        except BaseException:
+            self._take_back()
+            raise
+
+    def _read(self) -> None:
+        """Effects, regions, reach."""
         graph = self.gm.graph
         self.effects = Effects(graph)
         self.regions = Regions(graph, self.outer)
@@ -134,27 +171,47 @@ class _Graph:
         self.reader.constants = {n: known[n.name] for n in graph.nodes if n.name in known}
         tensors = self.gm.meta.get(KNOWN_TENSORS, {})
         self.reader.known = {n: tensors[n.name] for n in graph.nodes if n.name in tensors}
-        self.reader.find_reach(lambda node: softmax.read_softmax(self.reader, node) is not None)
+        expansions = [o.expansion for o in self.opaque if o.expansion is not None]
+        self.reader.needed = frozenset(new for e in expansions for _, new in e.results)
+        self.joined = joined_scores.join_scores(graph, self.reader)
+        self.reader.find_reach(lambda node: read_softmax(self.reader, node) is not None)
         self.replaced: dict[Node, Node] = {}
         self.context_parallel = context_parallel_is_active()
         self.size_nodes: SizeNodes | None = None
 
+    def _observed(self) -> AbstractContextManager[None]:
+        """Around changes of the graph. In Inductor's hook a root graph is observed already."""
+        return observed(self.gm) if self.is_body or self.runner != "hook" else nullcontext()
+
+    def _take_back(self) -> None:
+        for opaque in self.opaque:
+            opaque.take_back()
+
     def rewrite(self) -> bool:
         """Bodies first, while this graph is still as it was read; then the sites, in graph order."""
+        try:
+            return self._rewrite()
+        finally:
+            self._take_back()  # what is in use by now stays
+
+    def _rewrite(self) -> bool:
         changed = False
         for body in bodies(self.gm):
             changed |= self._rewrite_body(body)
-        sites = sorted(self._sites(), key=lambda s: self.effects.position[s.node])
+        found = composite.with_opaque(self._sites(), self.opaque)
+        sites = sorted(found, key=lambda s: self.effects.position[s.node])
         for site in sites:
             if site.described is None or not site.described.attention.dropout or site.form == softmax.FORM:
                 continue
             if (made_of := self._made_of(site.described)) is not None:
                 self.draws.add(site.node, made_of)
         touched = False
-        # In Inductor's hook a root graph is observed already.
-        with observed(self.gm) if self.is_body or self.runner != "hook" else nullcontext():
-            for site in sites:
-                touched |= self._decide(site)
+        with self._observed():
+            try:
+                for site in sites:
+                    touched |= self._decide(site)
+            finally:
+                joined_scores.erase_unused(self.gm.graph, self.joined)
         if touched:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -182,6 +239,8 @@ class _Graph:
             runner=self.runner,
             measure=self.measure,
             compile_site=self.compile_site,
+            emissions=self.emissions,
+            without=self.without,
         )
         inner.prepare()
         inner.reader.known_used = self.reader.known_used
@@ -197,7 +256,7 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
-        for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find, composite.find):
+        for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find):
             try:
                 yield from finder(self.reader)
             except Exception as error:
@@ -216,9 +275,18 @@ class _Graph:
             if site.error is not None:
                 self._complain(record, "a site could not be read and is left as it was", site.error)
             return False
+        on_trial = frozenset(() if site.opaque is None else site.opaque.nodes)
         try:
-            with collect.site(self.gm.graph, record, functools.partial(self._picture, site)):
-                return self._replace(site, record) if site.composite is None else self._apply_composite(site, record)
+            if site.partners and (alone := self._alone(site)):
+                record.reason = alone
+                return False
+            with (
+                joined_scores.as_read(self.joined, site),
+                collect.site(self.gm.graph, record, functools.partial(self._picture, site), on_trial),
+            ):
+                if site.composite is not None:
+                    return self._apply_composite(site, record)
+                return self._replace(site, record) if site.opaque is None else self._replace_opaque(site, record)
         except OptionError:
             raise
         except Exception as error:
@@ -226,40 +294,42 @@ class _Graph:
             self._complain(record, "a site is left as it was", error)
             return False
 
+    def _alone(self, site: Site) -> str:
+        """Why a site that shares inner nodes with others is left: some of them are. Empty where all are rewritten.
+
+        What they share would be computed once if they were left, and in each of their kernels if not.
+        """
+        key = frozenset(p.node.name for p in site.partners)
+        if key not in self.together:
+            leaving = taking = 0.0
+            for partner in site.partners:
+                assert partner.described is not None
+                attention = partner.described.attention
+                decision = self._decision(partner, partner.described, record_of(partner, self.count))
+                if self._not_here(attention) or not decision.choice.takes:
+                    self.together[key] = False
+                    break
+                again = 0.0 if partner is site.partners[0] else score_product_cost(attention, decision.setting)
+                leaving += decision.choice.predicted_us.get(LEAVE, 0.0) - again
+                taking += decision.choice.takes[0].offer.microseconds
+            else:
+                self.together[key] = taking < leaving or self.options.choose != "cheapest"
+        return "" if self.together[key] else f"{site.alone}, in an attention that is left or costs less as it is"
+
     def _replace(self, site: Site, record: SiteReport) -> bool:
         described = site.described
         assert described is not None
         attention = described.attention
-        if self.is_checkpoint and not attention.needs_grad:
-            # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
-            record.reason = (
-                "no input of its checkpoint needs a gradient, and torch refuses fused calls there while gradients are "
-                "on: call the model under torch.no_grad()"
-            )
+        if reason := self._not_here(attention):
+            record.reason = reason
             return False
-        if self.context_parallel:
-            masked = attention.has_mask or attention.not_affine
-            record.reason = _OF_A_SHARD if masked else _WITHIN_A_SHARD
-            return False
-        made_of = self._made_of(described)
-        setting = self._setting(site, attention, made_of)
-
-        def copied(hint: Callable[[Index], int]) -> int:
-            return sum(_bytes(n, self.sizes, hint) for n in described.copies)
-
-        written = replace(site.written, copied_bytes=copied(self.sizes.hint))
-        rule, measure = rule_for(site, record, self.options), None
-        if self.measure is not None and rule is None:
-            measure = functools.partial(self.measure, self._place(site, setting))
-        choice = choose(
-            attention,
-            variants(attention, self.options.poor_cases),
-            written,
-            setting,
-            prefer=self.options.choose if rule is None else "first",
-            allowed=self.options.targets if rule is None else rule[1],
-            measure=measure,
-            elsewhere=lengths(attention, setting, written, copied),
+        decision = self._decision(site, described, record)
+        choice, setting, made_of, written, rule = (
+            decision.choice,
+            decision.setting,
+            decision.made_of,
+            decision.written,
+            decision.rule,
         )
         record.refusals = choice.refusals
         record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
@@ -303,10 +373,63 @@ class _Graph:
             return True
         return False
 
+    def _not_here(self, attention: Attention) -> str:
+        """Why nothing is rewritten in a program like this one; empty where something may be."""
+        if self.is_checkpoint and not attention.needs_grad:
+            # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
+            return (
+                "no input of its checkpoint needs a gradient, and torch refuses fused calls there while gradients are "
+                "on: call the model under torch.no_grad()"
+            )
+        if self.context_parallel:
+            return _OF_A_SHARD if attention.has_mask or attention.not_affine else _WITHIN_A_SHARD
+        return ""
+
+    def _decision(self, site: Site, described: Described, record: SiteReport) -> _Decision:
+        """What is chosen for a site, and what for: nothing is changed yet."""
+        attention = described.attention
+        made_of = self._made_of(described)
+        setting = self._setting(site, attention, made_of)
+
+        def copied(hint: Callable[[Index], int]) -> int:
+            return sum(_bytes(n, self.sizes, hint) for n in described.copies)
+
+        keys = {one.keys for one in self.joined}
+        joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in keys)
+        written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined)
+        rule, measure = rule_for(site, record, self.options), None
+        if self.measure is not None and rule is None:
+            measure = functools.partial(self.measure, self._place(site, setting))
+        choice = choose(
+            attention,
+            variants(attention, self.options.poor_cases),
+            written,
+            setting,
+            prefer=self.options.choose if rule is None else "first",
+            allowed=self.options.targets if rule is None else rule[1],
+            measure=measure,
+            elsewhere=lengths(attention, setting, written, copied),
+            without=self.without,
+        )
+        return _Decision(choice, setting, made_of, written, rule)
+
+    def _replace_opaque(self, site: Site, record: SiteReport) -> bool:
+        """Keeps a call in pieces where the attention in it is rewritten; else it stays the call it was."""
+        opaque, changed = site.opaque, False
+        assert opaque is not None and opaque.expansion is not None
+        try:
+            changed = self._replace(site, record)
+        finally:
+            if not changed:
+                opaque.take_back()
+        if changed:
+            self.replaced.update(opaque.expansion.keep())
+        return changed
+
     def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
         assert site.described is not None
         if self.size_nodes is None:
-            self.size_nodes = SizeNodes(self.gm, self.sizes)
+            self.size_nodes = SizeNodes(self.gm, self.sizes, {n for o in self.opaque for n in o.nodes})
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
@@ -315,6 +438,10 @@ class _Graph:
                 value = take.target.emit(plan, nodes, take.offer, setting)
             except LayoutError as error:
                 raise _HoldsForSome(str(error)) from None
+            except GuardOnDataDependentSymNode as error:
+                raise _HoldsForSome(
+                    f"{take.target.name} asks for a size that is known at run time only ({error.cond})"
+                ) from None
         if self.program != "compile" and (broken := plan.broken_guard(before)) is not None:
             raise _HoldsForSome(f"{take.target.name} would hold for some sizes only: {broken}")  # nobody checks them
         old, new = tensor_value(site.node), fake_of(value)
@@ -330,11 +457,25 @@ class _Graph:
                 verified = self._verified(site, record, take, nodes, value)
             else:
                 verified = Verified(None, f"there is no {device.name} here to run it on")
-        node = plan.apply(value, site.internal)
+        stack_trace = str(site.node.meta.get("stack_trace") or "")
+        self._give_stand_ins(site)
+        node = plan.apply(value, [n for n in site.internal if not n._erased])
+        operators = frozenset(operator_name(n.target) for n in plan.inserted if n.op == "call_function")
+        self.emissions.append(Emission(take.target.name, operators, stack_trace))
         self.replaced[site.node] = node
-        self.effects.position[node] = self.effects.position[site.node]
+        self.effects.put_in_place_of(node, site.node)
         self.regions.add(node, site.region)
         return verified
+
+    def _give_stand_ins(self, site: Site) -> None:
+        """Gives what takes a shape from the site's inner nodes, and stays, other tensors of that shape."""
+        try:
+            gone = {site.node, *site.internal}
+            for made, user in give_stand_ins(self.gm.graph, site.shape_uses, gone, self.sizes):
+                self.effects.position[made] = self.effects.position[user]
+                self.regions.add(made, self.regions.of(user))
+        except NoSize as error:
+            raise _HoldsForSome(str(error)) from None
 
     def _verified(self, site: Site, record: SiteReport, take: Take, nodes: tuple[Node, ...], value: Value) -> Verified:
         """What running the site as it was and as it is to be showed. Raises `Mismatch`."""
@@ -446,6 +587,7 @@ class _Graph:
             draws_alike=made_of is not None and bool(attention.dropout) and self.draws.has_like(site.node, made_of),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
+            can_be_zero=self.sizes.can_be_zero,
         )
 
     def _apply_composite(self, site: Site, record: SiteReport) -> bool:
@@ -460,14 +602,13 @@ class _Graph:
             record.reason = record.reason or (asked if rule is None else f"{asked} ({rule[0]})")
         elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
-        elif composite.masked and self.options.numerics == "strict":
-            record.reason = record.reason or "numerics='strict': a row may be masked out entirely"
+        if composite.target in self.without:
+            record.refusals[composite.target] = self.without[composite.target]
+            record.reason = record.reason or self.without[composite.target]
         if record.reason:
             return False
         replace_arguments(composite.node, *composite.arguments)
         record.outcome, record.target, record.reason = "rewritten", composite.target, composite.why
-        if composite.masked:
-            record.assumptions = (EMPTY_ROWS,)
         return True
 
     # ------------------------------------------------------------ telling

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,23 @@ from torch.utils import _pytree as pytree
 
 from attn_pass.compat import require_inductor
 from attn_pass.dynamo import (
-    Snapshot,
+    Decision,
     cause_of,
-    could_not_lower,
     decide,
-    does_not_compile,
+    failed,
     inductor_patches,
-    leave_all,
+    next_decision,
     patches_for,
     told,
 )
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS
+from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.package import with_report
 from attn_pass.recording import publish
 from attn_pass.report import Report
+from attn_pass.retry import Failure, leave_all, warn_failed
+from attn_pass.snapshot import Snapshot
 
 
 def aot_compile(
@@ -51,8 +53,9 @@ def aot_compile(
     """Export a model, rewrite its attention, compile it with AOTInductor, and return the path of the .pt2 package.
 
     What the user asks is checked before the compile, which takes long. The package holds the report
-    (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten
-    program the original is compiled, every site is reported left, and one warning names the first site.
+    (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten program, it
+    is decided once more without the target that failed; if that fails too the original is compiled and every site is
+    reported left. One warning names the first site.
 
     Weights stay weights: the loaded package lists the constants that a stock one lists (``get_constant_fqns()``) and
     takes new values for them (``load_constants``), with one exception. A mask may be named by the values of the buffer
@@ -83,20 +86,28 @@ def aot_compile(
     path = _checked_path(package_path)
     patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
     original = exported(model, args, kwargs, dynamic_shapes)
-    program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
-    report, changed = _rewritten(program, ours, "inductor")
-    failure = ""
-    try:
-        package = _package(program if changed else original, path, with_report(patches | patches_for(report), report))
-    except Exception as error:
-        if not changed:
-            raise
-        failure = cause_of(error)
-        if ours.on_error == "raise":
-            raise does_not_compile(failure) from error
-    if failure:
-        leave_all(report, could_not_lower(failure))
+    program, package = original, ""
+    failures: list[Failure] = []
+
+    def again(without: Mapping[str, str] | None = None) -> Decision:
+        nonlocal program
+        program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
+        return _rewritten(program, ours, "inductor", without)
+
+    decision = again()
+    while decision.changed and not package:
+        report = decision.report
+        try:
+            package = _package(program, path, with_report(patches | patches_for(report), report))
+        except Exception as error:
+            failures.append(failed(error, decision, ours))
+        if not package:
+            decision = next_decision(decision, failures, again)
+    report = decision.report
+    if not package:
         package = _package(original, path, with_report(patches, report))
+    if failures:
+        warn_failed(report, failures)
     publish(report)
     return package
 
@@ -129,7 +140,7 @@ def rewrite(
                 f"the exported program has no fake value at node {missing.name!r} (meta['val']), so shapes and dtypes "
                 "are unknown there; a pass that ran before dropped it: export the model again"
             )
-        report, _ = _rewritten(program, ours)
+        report = _rewritten(program, ours).report
     elif isinstance(program, GraphModule):
         if (missing := _without_value(program)) is not None:
             if args is None and kwargs is None:
@@ -139,6 +150,7 @@ def rewrite(
                     "attn_pass.rewrite(program, args)"
                 )
             _propagate(program, tuple(args or ()), dict(kwargs or {}))
+        _in_one_fake_mode(program)
         report = decide(program, ours, "export" if _is_aten(program) else "compile").report
         program.recompile()
     else:
@@ -198,14 +210,16 @@ def exported(
         ) from error
 
 
-def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "other") -> tuple[Report, bool]:
+def _rewritten(
+    program: ExportedProgram, options: Options, runner: Runner = "other", without: Mapping[str, str] | None = None
+) -> Decision:
     """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
     gm = program.graph_module
     outputs = _output_names(gm)
     kind = "aoti" if runner == "inductor" else "export"
-    decision = decide(gm, options, kind, runner, known_values(program, options))
+    decision = decide(gm, options, kind, runner, known_values(program, options), without=without)
     if not decision.changed:
-        return decision.report, False
+        return decision
     try:
         gm.recompile()
         _rename_outputs(program, dict(zip(outputs, _output_names(gm), strict=True)))
@@ -217,13 +231,18 @@ def _rewritten(program: ExportedProgram, options: Options, runner: Runner = "oth
         _rename_outputs(program, dict(zip(_output_names(gm), outputs, strict=False)))
         decision.original.restore()
         leave_all(decision.report, f"the rewritten program is no valid exported program ({failure})")
-        return decision.report, False
-    return decision.report, True
+        return replace(decision, changed=False)
+    return decision
 
 
 def known_values(program: ExportedProgram, options: Options) -> dict[str, Any]:
     """What the engine is told of an exported program's literals, constants and buffers."""
-    return {CONSTANTS: _written_constants(program), KNOWN_TENSORS: _known_tensors(program, options)}
+    ranges = program.range_constraints.items()  # which are the user's; in its graph every size is at least 2
+    return {
+        CONSTANTS: _written_constants(program),
+        KNOWN_TENSORS: _known_tensors(program, options),
+        MAY_BE_ZERO: {str(symbol) for symbol, bounds in ranges if bounds.lower < 1},
+    }
 
 
 def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tuple[str, torch.Tensor]]:
@@ -397,6 +416,29 @@ def _propagate(gm: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
             node.meta["val"] = mode.from_tensor(value, static_shapes=True)
+
+
+def _in_one_fake_mode(gm: GraphModule) -> None:
+    """Runs a graph of `make_fx` once more on fake tensors: it notes each value in a mode and a memory of its own.
+
+    Which nodes share memory is unknown there, and a write to a view would be none to what it is a view of.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    modes = {v.fake_mode for v in values if isinstance(v, FakeTensor)}
+    if len(modes) < 2:
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    with mode:
+        made = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device, requires_grad=v.requires_grad)
+            if isinstance(v, FakeTensor)
+            else v
+            for v in given
+        ]
+    _propagate(gm, tuple(made), {})
 
 
 def _is_aten(gm: GraphModule) -> bool:

@@ -1,9 +1,10 @@
 """`enabled` and `install`: the pass inside Inductor's own hook, for plain torch.compile and AOTInductor.
 
-What the hook cannot do, and `attn_pass.backend` and `attn_pass.aot_compile` can: compile the original graph when
-Inductor fails on the rewritten one. Three more things to know: since torch 2.13 Inductor's configuration is per
-thread, so it holds for compilations in this thread; mode="lite" makes Inductor skip all such passes; and
-options={"pre_grad_custom_pass": ...} of a single compile replaces the pass for that compile.
+What the hook cannot do, and `attn_pass.backend` and `attn_pass.aot_compile` can: try again without a target, or
+compile the original graph, when Inductor fails on the rewritten one. It runs inside that compile. Three more things
+to know: since torch 2.13 Inductor's configuration is per thread, so it holds for compilations in this thread;
+mode="lite" makes Inductor skip all such passes; and options={"pre_grad_custom_pass": ...} of a single compile
+replaces the pass for that compile.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _installed() -> RewritePass | None:
 
 
 def _identity(options: Options) -> str:
-    facts = (_sources(), repr(options), str(torch.__version__), _devices())
+    facts = (_sources(), repr(options), str(torch.__version__), _devices(), _measured())
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -187,3 +188,13 @@ def _devices() -> tuple[str, ...]:
         torch.backends.cpu.get_cpu_capability(),
         *(f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus),
     )
+
+
+def _measured() -> tuple[str, ...]:
+    """What was measured of each device on this machine, which the choice rests on where there is such a thing."""
+    from attn_pass.hardware import calibration, catalog
+    from attn_pass.hardware.device import cpu
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    devices = (cpu(), *(catalog.cuda_here(torch.device("cuda", n)) for n in gpus))
+    return tuple(repr(calibration.load(device)) for device in devices)

@@ -12,18 +12,19 @@ from attn_pass.report import SiteReport, module_path, source_line
 
 def record_of(site: Site, count: int) -> SiteReport:
     """The record of a site that occurs ``count`` times, left for no reason so far."""
-    value = tensor_value(site.node)
+    result = site.node if site.opaque is None else site.opaque.result
+    value = tensor_value(result)
     if value is None and site.node.args:
         value = tensor_value(site.node.args[0])  # a composite call gives a tuple
     record = SiteReport(
         outcome="left",
         reason="",
         kind=site.kind,
-        form=site.form,
+        form=site.form if site.opaque is None else site.opaque.form,
         where=source_line(site.node.meta),
         count=count,
         module=module_path(site.node.meta),
-        node=site.node.name,
+        node=result.name,
         dtype="" if value is None else str(value.dtype).removeprefix("torch."),
         device="" if value is None else str(value.device.type),
     )

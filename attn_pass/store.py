@@ -47,3 +47,12 @@ def save(key: str, record: Any) -> None:
             raise
     except (OSError, RuntimeError):
         return
+
+
+def drop(key: str) -> bool:
+    """Deletes a record; False if there is none, or it cannot be deleted."""
+    try:
+        (folder() / f"{key}.json").unlink()
+    except (OSError, RuntimeError):
+        return False
+    return True

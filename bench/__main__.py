@@ -6,6 +6,7 @@ import typer
 
 from bench import (
     constants,
+    decisions,
     dynamic_query,
     lists,
     models,
@@ -30,6 +31,7 @@ for name, function in {
     "peers": lists.peers_command,
     "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
+    "decisions": decisions.main,
     "never-slower": never_slower.main,
     "training": training.main,
     "compile-time": compile_time_command,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,6 +78,11 @@ def _by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tens
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.size(1) != k.size(1))
+
+
+def program(shape: Shape) -> Callable[..., torch.Tensor]:
+    """The function whose attention has this shape."""
+    return _by_hand if shape.by_hand else _call
 
 
 # (batch, heads, kv heads, queries, keys, head dim). Each is run four times: by hand and as a call, with and without a
@@ -146,21 +152,21 @@ def time_shape(shape: Shape, tune: bool, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     inputs = shape.inputs()
-    program = _by_hand if shape.by_hand else _call
+    function = program(shape)
     options = {"tune": True} if tune else {}
     with torch.no_grad(), attn_pass.record() as report:
         began = time.perf_counter()
-        candidates = {"stock": compiled(program)}
+        candidates = {"stock": compiled(function)}
         candidates["stock"](*inputs)
-        candidates["stock again"] = compiled(program)
-        candidates["pass"] = compiled(program, backend=attn_pass.backend, options=options)
+        candidates["stock again"] = compiled(function)
+        candidates["pass"] = compiled(function, backend=attn_pass.backend, options=options)
         candidates["pass"](*inputs)
         site = report.sites[0]
         chosen = label_of(site)
         for label in site.predicted_us:
             # A call that is left is stock's; a site written by hand is not, since stock's own patterns are kept off.
             if label != chosen and (label != LEAVE or shape.by_hand):
-                candidates[label] = compiled(program, backend=backend_for(label, attn_pass.Options()))
+                candidates[label] = compiled(function, backend=backend_for(label, attn_pass.Options()))
         for name, run in list(candidates.items()):
             try:
                 run(*inputs)
@@ -185,7 +191,7 @@ def predicted_choice(shape: Shape, threads: int) -> str:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     with torch.no_grad():
-        return label_of(attn_pass.explain(_by_hand if shape.by_hand else _call, *shape.inputs()).sites[0])
+        return label_of(attn_pass.explain(program(shape), *shape.inputs()).sites[0])
 
 
 def label_of(site: attn_pass.SiteReport) -> str:

@@ -47,7 +47,8 @@ def _operators(found: Any) -> list[str]:
 FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
     (softmax.FORM, softmax, ["a softmax between two products", "exp and sum"]),
     (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
-    (composite.FORM, composite, ["F.multi_head_attention_forward"]),
+    (composite.FORM, composite, ["F.multi_head_attention_forward", "_native_multi_head_attention"]),
+    (composite.ENCODER_LAYER, composite, ["_transformer_encoder_layer_fwd"]),
     (flash_attn_calls.FORM, flash_attn_calls, [flash_attn_calls._FORWARD]),
     (npu_calls.FORM, npu_calls, [f"npu::{name}" for name in (*npu_calls._FUSION, npu_calls._INFERENCE)]),
 )

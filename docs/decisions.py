@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import attn_pass
 from attn_pass.report import SiteReport
 from attn_pass.targets.kernels import KERNELS
+from attn_pass.targets.kernels.rules import ALWAYS, NEVER, Rule
 
 DEVICES = ("H200", "A100", "L4", "B200")
 NEG_INF = float("-inf")
@@ -53,6 +55,16 @@ def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(j > i, NEG_INF).softmax(-1) @ v
 
 
+def prefixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.size(2), device=q.device)[:, None], torch.arange(k.size(2), device=q.device)
+    return (q @ k.mT * q.size(-1) ** -0.5).masked_fill((j > i) & (j >= 64), NEG_INF).softmax(-1) @ v
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: sizes are B, H, Hkv, L, S, D."""
@@ -60,27 +72,74 @@ class Case:
     name: str
     program: Callable[[Tensor, Tensor, Tensor], Tensor]
     sizes: tuple[int, int, int, int, int, int]
+    best: str = ""  # what is known to be best on Hopper, by whom
     dtype: torch.dtype = torch.bfloat16
     training: bool = False
     growing: bool = False
 
 
+_PAPER = "[FlashAttention-3](https://arxiv.org/abs/2407.08608), H100"
+_BLOG = 'FlexAttention with `BACKEND="FLASH"`: 1.2 to 3.2 times its Triton kernels (PyTorch\'s blog)'
+_DECODING = (
+    "[TileOPs #2136](https://github.com/tile-ai/TileOPs/pull/2136), H200: ahead of FA3 and FlashInfer in 17 of 17"
+)
 CASES = (
-    Case("prefill", plain, (4, 32, 32, 2048, 2048, 128)),
-    Case("prefill, causal", masked(None, 0), (4, 32, 32, 2048, 2048, 128)),
-    Case("training, causal", masked(None, 0), (4, 32, 32, 2048, 2048, 64), training=True),
+    Case("prefill", plain, (4, 32, 32, 2048, 2048, 128), f"FA3 625, cuDNN 617, FA2 362 TFLOP/s ({_PAPER})"),
+    Case(
+        "prefill, causal",
+        masked(None, 0),
+        (4, 32, 32, 2048, 2048, 128),
+        f"FA3 521, cuDNN 484, FA2 298 TFLOP/s ({_PAPER}); cuDNN 0.82 of flash on A100, 0.88 on an RTX PRO 6000 "
+        "([transformers #48163](https://github.com/huggingface/transformers/pull/48163))",
+    ),
+    Case(
+        "training, causal",
+        masked(None, 0),
+        (4, 32, 32, 2048, 2048, 64),
+        f"backward, D 128, not causal: FA3 501, cuDNN 465, FA2 291 TFLOP/s ({_PAPER})",
+        training=True,
+    ),
     Case("float32", plain, (4, 32, 32, 2048, 2048, 64), dtype=torch.float32),
-    Case("head dim 256", plain, (2, 16, 16, 2048, 2048, 256)),
-    Case("ViT", plain, (64, 12, 12, 197, 197, 64)),
+    Case(
+        "head dim 256",
+        plain,
+        (2, 16, 16, 2048, 2048, 256),
+        f"causal: FA3 537, cuDNN 450, FA2 278 TFLOP/s ({_PAPER})",
+    ),
+    Case(
+        "ViT",
+        plain,
+        (64, 12, 12, 197, 197, 64),
+        "576 rows, D 64, H100: FA2 41 us, cuDNN 48 us ([sglang #30090](https://github.com/sgl-project/sglang/pull/30090))",
+    ),
     Case("diffusion, cross", plain, (2, 8, 8, 4096, 77, 40)),
-    Case("sliding window of 4096", masked(4096, 0), (1, 32, 32, 32768, 32768, 128)),
+    Case("sliding window of 4096", masked(4096, 0), (1, 32, 32, 32768, 32768, 128), _BLOG),
     Case("chunked prefill", masked(None, 0), (1, 32, 32, 512, 8192, 128)),
     Case("bias over heads", biased, (8, 12, 12, 512, 512, 64)),
     Case("padding, finite fill", padded, (8, 12, 12, 512, 512, 64)),
-    Case("soft cap, causal", capped, (4, 32, 32, 4096, 4096, 128)),
-    Case("decode, 1 row", plain, (8, 32, 8, 1, 32768, 128)),
-    Case("decode, 1 row, growing", plain, (8, 32, 8, 1, 32768, 128), growing=True),
-    Case("decode, 8 rows", plain, (1, 32, 8, 8, 131072, 128)),
+    Case("soft cap, causal", capped, (4, 32, 32, 4096, 4096, 128), _BLOG),
+    Case(
+        "prefix of 64, training",
+        prefixed,
+        (8, 16, 16, 704, 704, 64),
+        "not cuDNN: NaN gradients ([pytorch #196678](https://github.com/pytorch/pytorch/issues/196678))",
+        training=True,
+    ),
+    Case("decode, 1 row", plain, (8, 32, 8, 1, 32768, 128), _DECODING),
+    Case(
+        "decode, 1 row, growing",
+        plain,
+        (8, 32, 8, 1, 32768, 128),
+        "not cuDNN: a plan for each length ([FunASR #3705](https://github.com/modelscope/FunASR/pull/3705))",
+        growing=True,
+    ),
+    Case(
+        "decode, 8 rows",
+        plain,
+        (1, 32, 8, 8, 131072, 128),
+        "cuDNN reads at 7 % of the memory's rate (H200, cudnn-frontend's benchmark)",
+    ),
+    Case("call, grouped heads repeated", repeated, (4, 32, 8, 8192, 8192, 128)),
     Case("shared keys (seed S4)", plain, (1000, 4, 4, 1, 2048, 32), dtype=torch.float16),
 )
 
@@ -104,21 +163,37 @@ def decided(case: Case, device: str) -> SiteReport:
 
 def decisions() -> Iterator[str]:
     """Rows of the table of decisions."""
-    yield f"| attention | B, H, Hkv, L, S, D | dtype | {' | '.join(DEVICES)} |"
-    yield "|---|---|---|" + "---|" * len(DEVICES)
+    yield f"| attention | B, H, Hkv, L, S, D | dtype | {' | '.join(DEVICES)} | known to be best on Hopper |"
+    yield "|---|---|---|" + "---|" * len(DEVICES) + "---|"
     for case in CASES:
-        cells = []
-        for device in DEVICES:
-            site = decided(case, device)
-            cells.append(site.target or "left")
+        cells = [decided(case, device).target or "left" for device in DEVICES]
         sizes = ", ".join(map(str, case.sizes))
-        yield f"| {case.name} | {sizes} | {str(case.dtype)[6:]} | {' | '.join(cells)} |"
+        yield f"| {case.name} | {sizes} | {str(case.dtype)[6:]} | {' | '.join(cells)} | {case.best or 'not known'} |"
 
 
 def rules() -> Iterator[str]:
     """Rows of the table of rules."""
-    yield "| kernel | asks about |"
-    yield "|---|---|"
-    for kernel, asked in KERNELS.items():
-        names = ", ".join(f"{r.name} (ours)" if r.ours else r.name for r in asked)
-        yield f"| `{kernel}` | {names} |"
+    yield "| kernel | asks about | torch's call checks it | where it is from | known wrong |"
+    yield "|---|---|---|---|---|"
+    for kernel, of in KERNELS.items():
+        for rule in of.rules:
+            cells = (f"`{kernel}`", rule.name, _checked(rule), _linked(rule.source), _linked(rule.known_wrong))
+            yield f"| {' | '.join(cells)} |"
+
+
+def _checked(rule: Rule) -> str:
+    first, until = rule.checked
+    if rule.checked in (ALWAYS, NEVER):
+        return "yes" if rule.checked == ALWAYS else "no"
+    return f"from {first[0]}.{first[1]}" if until == ALWAYS[1] else f"before {until[0]}.{until[1]}"
+
+
+def _linked(text: str) -> str:
+    """The text with issues and pull requests as links, and functions of torch's sources as code."""
+
+    def link(found: re.Match[str]) -> str:
+        repository = "pytorch/pytorch" if found["repository"] in (None, "pytorch") else found["repository"]
+        return f"[{found[0]}](https://github.com/{repository}/issues/{found['number']})"
+
+    linked = re.sub(r"(?P<repository>[\w-]+(?:/[\w-]+)?)?#(?P<number>\d+)", link, text)
+    return re.sub(r"\b\w+_\w+\b(?![\w/.]*\])", lambda found: f"`{found[0]}`", linked)

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+
+# Before torch reads it: Inductor would build six libraries in every process that compiles, ten seconds of a core, to
+# learn that the compiler knows this CPU's vector instructions.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
+
+from attn_pass import store
 
 # pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
 # the code of each graph at each stage, which takes as long as many tests do.
 logging.getLogger("torch.__trace").propagate = True
+
+# Decisions that tests expect are those of the constants in the repository, and not of a calibration of this machine,
+# nor of one that a test of another process has just made.
+_RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
+os.environ[store.VARIABLE] = _RECORDS.name
 
 
 @pytest.fixture

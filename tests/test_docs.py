@@ -270,3 +270,11 @@ def test_the_target_of_the_page_refuses_what_it_does_not_do(
     with torch.set_grad_enabled(grad):
         (site,) = attn_pass.explain(fn, *inputs, attn_pass_options={**ROW_BLOCKS, "choose": "fused"}).sites
     assert site.outcome == "left" and name in site.refusals["row_blocks"]
+
+
+def test_the_tests_a_page_names_exist() -> None:
+    """docs/cuda.md says which test guards what a first run on a GPU would have met."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "cuda.md").read_text())
+    assert len(named) > 15
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path} has no {name}"

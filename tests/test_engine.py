@@ -287,7 +287,7 @@ def test_weights_nobody_takes_are_not_asked_for() -> None:
     layer.dropout = 0.0
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        out = torch.compile(model, backend=attn_pass.wrap("aot_eager"))(x)
+        out = torch.compile(model, backend=attn_pass.wrap("aot_eager", choose="fused"))(x)
     sites = [s for s in report.sites if s.form == "nn.MultiheadAttention"]
     assert [(s.outcome, s.target) for s in sites] == [("rewritten", "sdpa")], str(report)
     torch.testing.assert_close(out, layer(x + 1, x, x)[0])
@@ -344,3 +344,34 @@ def test_gradients_that_are_off_inside_a_checkpoint_only_do_not_count() -> None:
         out = torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused"))(*args)
     assert [s.outcome for s in report.sites] == ["left"]
     torch.testing.assert_close(out, fn(*args))
+
+
+CHOSEN: dict[str, Any] = {
+    "nonzero": lambda q, k, v, m: attention(q, k[:, :, m.nonzero()[:, 0]], v[:, :, m.nonzero()[:, 0]]),
+    "a boolean index": lambda q, k, v, m: attention(q, k[0, :, m], v[0, :, m]),
+    "queries": lambda q, k, v, m: attention(k[:, :, m.nonzero()[:, 0]], k, v),
+    "a mask of that size": lambda q, k, v, m: (
+        (q @ k[:, :, m].mT).masked_fill(torch.ones(7, k[:, :, m].shape[2], dtype=torch.bool).triu(1), -1e9).softmax(-1)
+        @ v[:, :, m]
+    ),
+    "a score function": lambda q, k, v, m: torch.tanh(q @ k[:, :, m].mT).softmax(-1) @ v[:, :, m],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", list(CHOSEN))
+def test_a_number_of_keys_that_is_known_at_run_time_only(name: str, grad: bool) -> None:
+    """Left with a reason, and right for every number of keys, none included."""
+    args = [x.requires_grad_(grad) for x in inputs()]
+    torch._dynamo.reset()
+    run = torch.compile(CHOSEN[name], backend=attn_pass.wrap("aot_eager", choose="fused"), fullgraph=True)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        attn_pass.record() as report,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", AttnPassWarning)
+        for count in (6, 1, 0, 11):
+            keep = torch.arange(11) < count
+            torch.testing.assert_close(run(*args, keep), CHOSEN[name](*args, keep))
+    assert report.sites and all(s.reason and "internal error" not in s.reason for s in report.sites)

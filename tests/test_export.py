@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import toy_engine as toy
+from against_eager import FLEX_ON_CPU
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
 from attn_pass.export import _rename_outputs
@@ -329,3 +331,61 @@ def test_what_is_no_graph_is_refused() -> None:
     program.graph.find_nodes(op="placeholder")[0].meta.clear()
     with pytest.raises(attn_pass.RewriteError, match="export the model again"):
         attn_pass.rewrite(program)
+
+
+# ---- graphs of make_fx, and sizes of 0 ----
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def first_key_written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q @ k.mT * 0.25
+    scores[..., 1:].mul_(2.0)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"pre_dispatch": True}, {"tracing_mode": "fake"}], ids=str)
+@pytest.mark.parametrize("program", [attention, first_key_written])
+def test_a_graph_of_make_fx(program: Any, kwargs: dict[str, Any]) -> None:
+    """In its default mode each node's value has a fake mode and a memory of its own, and aliases do not show."""
+    inputs = [torch.randn(2, 2, 8, 16) for _ in range(3)]
+    gm = make_fx(program, **kwargs)(*inputs)
+    report = attn_pass.rewrite(gm, choose="fused", on_error="raise")
+    assert len(report.sites) == 1 and (program is not attention or report.rewritten), report
+    torch.testing.assert_close(gm(*inputs), program(*inputs))
+
+
+class SoftCap(torch.nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(q @ k.mT * 0.25 / 5) * 5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_soft_cap_of_a_length_that_may_be_0(least: int) -> None:
+    q, k, v = (torch.randn(2, 2, 8, 16) for _ in range(3))
+    rows, keys = Dim("rows", min=least, max=64), Dim("keys", min=least, max=64)
+    program = torch.export.export(SoftCap(), (q, k, v), dynamic_shapes=({2: rows}, {2: keys}, {2: keys}))
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert len(report.rewritten) == (least if FLEX_ON_CPU else 0)
+    if not least:
+        assert "may be 0 at run time" in report.sites[0].reason
+    for n, m in ((least, 8), (8, least), (least, least), (5, 7)):
+        given = torch.randn(2, 2, n, 16), torch.randn(2, 2, m, 16), torch.randn(2, 2, m, 16)
+        torch.testing.assert_close(program.module()(*given), SoftCap()(*given))
+
+
+def test_lengths_of_0_of_other_attention() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            keep = torch.arange(k.shape[2]) <= torch.arange(q.shape[2])[:, None]
+            return attention(q, k, v) + (q @ k.mT).masked_fill(~keep, -1e9).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 2, 8, 16) for _ in range(3))
+    rows, keys = Dim("rows", max=64), Dim("keys", max=64)
+    program = torch.export.export(Model(), (q, k, v), dynamic_shapes=({2: rows}, {2: keys}, {2: keys}))
+    assert attn_pass.rewrite(program, choose="fused", on_error="raise").rewritten
+    for n, m in ((0, 8), (8, 0), (0, 0), (1, 1), (5, 7)):
+        given = torch.randn(2, 2, n, 16), torch.randn(2, 2, m, 16), torch.randn(2, 2, m, 16)
+        torch.testing.assert_close(program.module()(*given), Model()(*given))

@@ -425,3 +425,81 @@ def test_checkpointed_regions(row: Program) -> None:
     report = same(row, *qkv(grad=True), grad=True)
     assert report.rewritten
     assert not report.left
+
+
+# ---- operands written after the result ----
+
+
+def _added_to(x: Tensor, w: Tensor) -> Tensor:
+    x = x * w
+    heads = x.view(2, 8, 2, 16).transpose(1, 2)
+    x.add_(attend(heads, heads, heads).transpose(1, 2).reshape(2, 8, 32))
+    return x
+
+
+def _a_second_site_in_between(x: Tensor, w: Tensor) -> Tensor:
+    x = x * w
+    heads = x.view(2, 8, 2, 16).transpose(1, 2)
+    first = attend(heads * 2, heads, heads)
+    second = attend(first * 1.5, heads, first)
+    x.mul_(2)
+    return x + second.transpose(1, 2).reshape(2, 8, 32)
+
+
+def _a_mask(x: Tensor, w: Tensor) -> Tensor:
+    heads = (x * w).view(2, 8, 2, 16).transpose(1, 2)
+    mask = torch.zeros(8, 8).masked_fill(~tril(8, 8), -1e9)
+    out = softmax(heads @ heads.mT * 0.25 + mask) @ heads
+    mask.fill_(0.5)
+    return out + mask.sum()
+
+
+WRITTEN_AFTER = {"added to": _added_to, "between two sites": _a_second_site_in_between, "a mask": _a_mask}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@table(WRITTEN_AFTER)
+def test_an_operand_written_in_place_after_the_result(row: Program, backend: str) -> None:
+    """Eager's products copy such operands for the backward; the fused call saves what it is given."""
+    inputs = [randn(2, 8, 32, grad=True), randn(32, grad=True)]
+    want = row(*inputs)
+    wanted = torch.autograd.grad(want.sum(), inputs)
+    torch._dynamo.reset()
+    with attn_pass.record() as report:
+        out = torch.compile(row, backend=attn_pass.wrap(backend, choose="fused", on_error="raise"))(*inputs)
+        found = torch.autograd.grad(out.sum(), inputs)
+    assert report.rewritten and not report.left
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-4)
+
+
+# ---- derivatives that the fused kernel does not have ----
+
+
+def test_forward_mode_under_an_active_level_leaves_the_site() -> None:
+    q, k, v = qkv()
+    torch._dynamo.reset()
+    with attn_pass.record() as report, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        run = torch.compile(attend, backend=attn_pass.wrap("eager", choose="fused"))
+        tangents = [torch.autograd.forward_ad.unpack_dual(f(dual, k, v)).tangent for f in (run, attend)]
+    torch.testing.assert_close(*tangents)
+    assert not report.rewritten and all("forward-mode AD" in site.reason for site in report.sites)
+
+
+def test_a_second_backward_fails_as_the_call_itself_does() -> None:
+    """Nobody knows in the forward that it will come: docs/numerics.md says what to do."""
+    inputs = qkv(grad=True)
+    torch._dynamo.reset()
+    run = torch.compile(attend, backend=attn_pass.wrap("eager", choose="fused"))
+    for program in (run, F.scaled_dot_product_attention):
+        (first,) = torch.autograd.grad(program(*inputs).pow(2).sum(), inputs[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match=r"derivative for .*attention.* is not implemented"):
+            torch.autograd.grad(first.sum(), inputs[:1])
+    with attn_pass.record() as report:
+        torch._dynamo.reset()
+        run = torch.compile(attend, backend=attn_pass.wrap("eager", targets=()))
+        (first,) = torch.autograd.grad(run(*inputs).pow(2).sum(), inputs[:1], create_graph=True)
+        assert torch.autograd.grad(first.sum(), inputs[:1])[0].isfinite().all()
+    assert not report.rewritten

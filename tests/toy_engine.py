@@ -89,6 +89,8 @@ class Toy:
         runner: str = "other",
         measure: object = None,
         compile_site: object = None,
+        emissions: object = None,
+        without: object = None,
     ) -> bool:
         self.programs.append(program)
         self.options.append(options)

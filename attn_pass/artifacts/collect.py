@@ -10,14 +10,14 @@ import inspect
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch._guards import CompileContext
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from attn_pass.artifacts.picture import Picture
 from attn_pass.errors import AttnPassWarning, first_line
@@ -123,6 +123,12 @@ def collect(*, draw: bool = False) -> Iterator[Collection]:
         _ACTIVE.reset(token)
 
 
+def forget(report: Report) -> None:
+    """Take a graph out of what is collected: it is decided anew."""
+    for collection in _ACTIVE.get():
+        collection.graphs = [graph for graph in collection.graphs if graph.report is not report]
+
+
 def is_collecting() -> bool:
     """Whether anybody collects."""
     return bool(_ACTIVE.get())
@@ -157,13 +163,15 @@ def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphR
 
 
 @contextmanager
-def site(graph: Graph, record: SiteReport, picture: Callable[[], Picture | None]) -> Iterator[None]:
-    """Around the rewriting of one site of the graph, or of a body of it."""
+def site(
+    graph: Graph, record: SiteReport, picture: Callable[[], Picture | None], on_trial: Set[Node] = frozenset()
+) -> Iterator[None]:
+    """Around the rewriting of one site of the graph, or of a body of it; ``on_trial`` were no part of it so far."""
     current = _CURRENT.get()
     if current is None:
         yield
         return
-    before = {node: node.name for node in graph.nodes}
+    before = {node: node.name for node in graph.nodes if node not in on_trial}
     try:
         yield
     finally:

@@ -8,8 +8,8 @@ the name of the node it replaces, and erases what only that node needed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
 
+from attn_pass.compat import no_new_guards
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
@@ -71,15 +72,16 @@ class SizeNodes:
     """The nodes of a graph that hold symbolic integers, and the tensors whose dimensions do.
 
     And ``made``: what was inserted for earlier sites and is made of nothing but numbers and sizes (masks, mostly).
+    ``on_trial`` are nodes that may be taken away again.
     """
 
-    def __init__(self, gm: GraphModule, sizes: Sizes) -> None:
+    def __init__(self, gm: GraphModule, sizes: Sizes, on_trial: Set[Node] = frozenset()) -> None:
         self.sizes = sizes
         self.made: dict[Any, Planned] = {}
         self.integers: dict[Index, Node] = {}
         self.dimensions: dict[Index, tuple[Node, int]] = {}
         for node in gm.graph.nodes:
-            value = fake_value(node)
+            value = None if node in on_trial else fake_value(node)
             if isinstance(value, torch.SymInt):
                 self.integers.setdefault(sizes.index(value), node)
             elif isinstance(value, torch.Tensor):
@@ -129,6 +131,11 @@ class Plan:
             yield
         finally:
             self._sharing = False
+
+    def adding_no_guard(self) -> AbstractContextManager[list[str]]:
+        """Around calls that fail rather than add a fact about symbolic sizes; yields the facts that were asked for."""
+        shape_env = self._mode.shape_env
+        return nullcontext([]) if shape_env is None else no_new_guards(shape_env)
 
     def guards(self) -> int:
         """How many facts about symbolic sizes the program rests on so far."""
@@ -211,10 +218,10 @@ class Plan:
     def _make_size(self, index: Poly) -> Value:
         before = self.effects.position[self.result]
         node = self.size_nodes.integers.get(index)
-        if node is not None and self.effects.position[node] < before:
+        if node is not None and not node._erased and self.effects.position[node] < before:
             return node
         found = self.size_nodes.dimensions.get(index)
-        if found is not None and self.effects.position[found[0]] < before:
+        if found is not None and not found[0]._erased and self.effects.position[found[0]] < before:
             return self.call(aten.sym_size.int, *found)
         total: int | Value = 0
         for monomial, coefficient in index.terms.items():
@@ -260,6 +267,37 @@ class Plan:
 
     # ------------------------------------------------------------ applying
 
+    @property
+    def inserted(self) -> list[Node]:
+        """The nodes that `apply` put into the graph."""
+        return [planned.node for planned in self.calls if planned.node is not None]
+
+    def insert(self, new: Value) -> list[Node]:
+        """Inserts the calls that a value needs, and that are no nodes yet, before the node they replace."""
+        inserted = []
+        for planned in _needed(self.calls, new):
+            if planned.node is not None:
+                continue
+            if planned.target is _attribute:
+                with self.gm.graph.inserting_before(self.result):
+                    planned.node = self._attribute_node(planned)
+                continue
+            args, kwargs = _nodes(planned.args), _nodes(planned.kwargs)
+            planned.node = self.insert_node("call_function", planned.target, args, kwargs, planned.fake)
+            if planned.key is not None:
+                self.size_nodes.made[planned.key] = planned
+            inserted.append(planned.node)
+        return inserted
+
+    def insert_node(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Node:
+        """Inserts one node with this fake value before the node that is replaced, with the provenance of that."""
+        old = self.result
+        with self.gm.graph.inserting_before(old):
+            node = self.gm.graph.create_node(op, target, args, kwargs)
+        provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
+        node.meta = {**provenance, value_key(old): fake, **node.meta}  # last what an observer of the graph noted
+        return node
+
     def apply(self, new: Value, erase: Iterable[Node]) -> Node:
         """Inserts the calls before the node they replace, moves its users over, erases it and ``erase``.
 
@@ -267,18 +305,7 @@ class Plan:
         """
         old = self.result
         graph = self.gm.graph
-        key = value_key(old)
-        provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
-        with graph.inserting_before(old):
-            for planned in _needed(self.calls, new):
-                if planned.target is _attribute:
-                    planned.node = self._attribute_node(planned)
-                    continue
-                planned.node = graph.call_function(planned.target, _nodes(planned.args), _nodes(planned.kwargs))
-                if planned.key is not None:
-                    self.size_nodes.made[planned.key] = planned
-                observed = planned.node.meta  # what an observer of the graph noted
-                planned.node.meta = {**provenance, key: planned.fake, **observed}
+        self.insert(new)
         node = new.node if isinstance(new, Planned) else new
         assert node is not None
         name = old.name
@@ -286,7 +313,7 @@ class Plan:
         doomed = [old, *erase]
         inputs = [i for n in doomed for i in n.all_input_nodes]
         _erase(graph, doomed)
-        _erase_unused(graph, inputs)
+        erase_unused(graph, inputs)
         if old._erased:
             node.name = name
         return node
@@ -321,6 +348,17 @@ class Plan:
         aliases = self.effects.aliases(self.result)
         returned = self.in_body and any(user.op == "output" for node in aliases for user in node.users)
         return returned or bool(self.effects.mutations(self.result))
+
+    def unwritten(self, value: Value) -> Value:
+        """A tensor of the program as it is now: a copy in training, if it is written after the result is computed.
+
+        A kernel saves its operands for the backward as they are, where the program may save copies of them.
+        """
+        saved = tensor_value(self.result)
+        if not isinstance(value, Node) or saved is None or not saved.requires_grad:
+            return value
+        later = self.effects.mutation_between(value, self.effects.position[self.result], len(self.effects.position))
+        return value if later is None else self.call(aten.clone.default, value)
 
     def in_layout_of_result(self, value: Value) -> Value:
         """A copy of the value in the memory order of the value it replaces. Raises `LayoutError` if it is none."""
@@ -426,7 +464,7 @@ def _erase(graph: torch.fx.Graph, doomed: Iterable[Node]) -> None:
                 progress = True
 
 
-def _erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
+def erase_unused(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
     """Erases pure nodes that nothing needs but assertions on their metadata, and then what only they needed."""
     waiting = list(dict.fromkeys(nodes))
     while waiting:

@@ -135,6 +135,11 @@ class Effects:
                 return False
         return True
 
+    def put_in_place_of(self, new: Node, old: Node) -> None:
+        """``new``, which is not in the graph this was read from, stands where ``old`` did and has its memory."""
+        self.position[new] = self.position[old]
+        self._memory[new] = self._roots_of(old)
+
     # ------------------------------------------------------------ answers
 
     def _roots_of(self, node: Node) -> tuple[int, ...]:

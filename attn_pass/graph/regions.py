@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import Graph, Node
 from torch.fx.node import Target
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,6 +62,7 @@ class Region:
             inference_mode=torch.is_inference_mode_enabled(),
             sdpa_backends=None if allowed == _SDPA_BACKENDS else tuple(sorted(allowed)),
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            functorch=("dual around the graph",) if forward_ad._current_level >= 0 else (),
         )
 
     def autocast_dtype(self, device_type: str) -> torch.dtype | None:

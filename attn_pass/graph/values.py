@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from attn_pass.model.index import (
     Quotient,
     Remainder,
     Symbol,
+    atoms,
     divide,
     is_at_most,
     is_less,
@@ -24,6 +26,8 @@ from attn_pass.model.index import (
 CONSTANTS = "attn_pass_constants"
 # And tensors that are taken to keep the values they have: by the name of their node, what they are called and they.
 KNOWN_TENSORS = "attn_pass_known_tensors"
+# And the names of symbols that may be 0 at run time, whatever the range says that they were traced in.
+MAY_BE_ZERO = "attn_pass_may_be_zero"
 
 
 def fake_value(node: Node) -> Any:
@@ -52,7 +56,8 @@ def value_key(node: Node) -> str:
 class Sizes:
     """Turns Python and symbolic integers into indices; one instance a root graph, since symbols belong to one."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_be_zero: Collection[str] = ()) -> None:
+        self._may_be_zero = frozenset(may_be_zero)
         self._known: dict[Any, Index] = {}
         self.hints: dict[str, int] = {}
 
@@ -89,6 +94,10 @@ class Sizes:
             total += term
         return total
 
+    def can_be_zero(self, index: Index) -> bool:
+        """Whether nothing says that the size is at least 1."""
+        return not is_less(0, index) or any(isinstance(a, Symbol) and a.key in self._may_be_zero for a in atoms(index))
+
     def shape(self, tensor: torch.Tensor) -> tuple[Index, ...]:
         """The shape of a fake tensor."""
         return tuple(self.index(s) for s in tensor.shape)
@@ -120,7 +129,8 @@ class Sizes:
         return Poly.of(Symbol(str(expression), _lowest(bounds)))
 
     def _symbol(self, expression: Any, shape_env: Any) -> Symbol:
-        values = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+        values = getattr(shape_env, "backed_var_to_val", None)
+        values = getattr(shape_env, "var_to_val", {}) if values is None else values
         hint = values.get(expression)
         if hint is not None and hint.is_Integer:
             self.hints[str(expression)] = int(hint)

@@ -32,6 +32,8 @@ class Source:
     kind: SourceKind = "computed"
     needs_grad: bool = False
     order: tuple[int, ...] | None = None  # its dimensions, slowest in memory first; None where it is not dense
+    strides: tuple[Index, ...] | None = None  # None where it has none
+    offset: Index = 0  # where in its storage it begins
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class AsWritten:
     mask_elements: int = 0  # of that mask, whatever it turned out to be
     causal: bool = False  # the call's own flag
     copied_bytes: int = 0  # operands copied before the products or the call
+    joined_bytes: int = 0  # of operands that are joined for a kernel, and are not as it is written
     library: str = ""  # the kernel of a package that the call is, as `attn_pass.targets` names it
 
     @property
@@ -102,7 +105,7 @@ class Attention:
     output: tuple[tuple[Axis, ...], ...]  # the site's own result: the axes of each of its dimensions, slowest first
     compute_dtype: torch.dtype  # holds every operand and the result as they are; the kernel's products are exact in it
     output_dtype: torch.dtype
-    score_dtype: torch.dtype = torch.float32  # of the scores as the program computed them
+    score_dtype: torch.dtype = torch.float32  # of the scores where bias and mask join them
     factors: tuple[Factor, ...] = ()
     result_factors: tuple[Factor, ...] = ()  # of the result's rows, over batch, heads and rows: a head mask
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero

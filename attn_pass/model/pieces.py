@@ -13,6 +13,7 @@ from attn_pass.model.expression import (
     Scalar,
     apply,
     is_boolean,
+    walk,
 )
 
 Pieces = list[tuple[Expr, Const]]  # conditions that exclude each other and of which one holds, each with a value
@@ -96,10 +97,13 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
 
 
 def _merged(found: Pieces) -> Pieces | None:
-    """Equal values as one piece."""
+    """Equal values as one piece; of two, the one that takes more words is wherever the other is not."""
     out: dict[Const, Expr] = {}
     for condition, value in found:
         out[value] = apply("or", out[value], condition) if value in out else condition
+    if len(out) == 2:
+        short, long = sorted(out, key=lambda value: sum(1 for _ in walk(out[value])))
+        out[long] = apply("not", out[short])
     return [(c, v) for v, c in out.items() if c != FALSE] if len(out) <= _MOST else None
 
 

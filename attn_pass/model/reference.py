@@ -105,12 +105,17 @@ def bind_sizes(sources: Sequence[Source], tensors: Sequence[torch.Tensor]) -> di
 
 
 def reference(
-    attention: Attention, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int] | None = None
+    attention: Attention,
+    tensors: Sequence[torch.Tensor],
+    sizes: Mapping[str, int] | None = None,
+    *,
+    masked_from: float | None = None,
 ) -> torch.Tensor:
     """What the attention computes, in float64, in the shape of the site's own result.
 
     ``tensors`` are the values of ``attention.sources``; ``sizes`` gives symbols that are no source's size.
-    A row whose every score is -inf is NaN or zero, as ``empty_row_is_nan`` says.
+    A row whose every score is -inf is NaN or zero, as ``empty_row_is_nan`` says. With ``masked_from`` a row that holds
+    no score above it is masked, and its scores are rounded to the program's type, in which a fill absorbs them.
     """
     known = bind_sizes(attention.sources, tensors) | dict(sizes or {})
     outer = attention.batch + attention.heads
@@ -126,13 +131,17 @@ def reference(
     scores = Evaluation((*outer, *attention.rows, attention.keys), tensors, known).expression(attention.score, dot)
     around = Evaluation((*outer, *attention.rows), tensors, known)
     scores = scores.expand(dot.shape)
+    if masked_from is not None and keys:
+        masked = scores.amax(-1, keepdim=True) <= masked_from
+        scores = torch.where(masked, scores.to(attention.score_dtype).to(torch.float64), scores)
+    empty = (scores == float("-inf")).all(-1, keepdim=True) & (not attention.empty_row_is_nan)
+    scores = scores.masked_fill(empty, 0.0)  # before the softmax, whose gradient of such a row is NaN as well
     if attention.sink is None:
         weights = scores.softmax(-1)
     else:
         sink = around.expression(attention.sink).to(torch.float64).unsqueeze(-1).expand(*dot.shape[:-1], 1)
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    if not attention.empty_row_is_nan:
-        weights = torch.where((scores == float("-inf")).all(-1, keepdim=True), 0.0, weights)
+    weights = weights.masked_fill(empty, 0.0)
 
     for factor in attention.result_factors:
         number = around.expression(factor.value).unsqueeze(-1)

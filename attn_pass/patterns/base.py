@@ -5,21 +5,32 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
 
 from attn_pass.errors import first_line
-from attn_pass.graph.effects import is_metadata_assertion, is_pure
+from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.regions import Region
-from attn_pass.graph.writes import draws_random_numbers
+from attn_pass.graph.stand_in import ShapeUse
 from attn_pass.model.attention import AsWritten
 from attn_pass.reading.describe import Described
-from attn_pass.reading.lift import Reader, Unreadable
+from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 
 if TYPE_CHECKING:
-    from attn_pass.patterns.composite import Composite
+    from attn_pass.patterns.composite import Opaque
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A call that stays, with other arguments: why it is left, or None where these are exact."""
+
+    node: Node
+    refusal: str | None
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+    target: str = ""  # what it calls with these arguments
+    why: str = ""
 
 
 @dataclass
@@ -36,8 +47,13 @@ class Site:
     refusal: str = ""
     refused_at: Node | None = None
     internal: tuple[Node, ...] = field(default_factory=tuple)
+    shape_uses: tuple[ShapeUse, ...] = ()  # what stays and takes a shape from them
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
+    unshared: Site | None = None  # of one refused because something else needs an inner node: the site without that
+    partners: tuple[Site, ...] = ()  # sites that share inner nodes, this one among them: all are rewritten, or none
+    alone: str = ""  # why it is left if a partner is
+    opaque: Opaque | None = None  # the call of one of torch's modules that hides it
     error: Exception | None = None  # a defect of attn_pass met while reading it
     written: AsWritten = field(default_factory=lambda: AsWritten(fused=False))  # what would run if nothing were done
 
@@ -92,12 +108,13 @@ def first_result(node: Node, others: Mapping[int, str]) -> tuple[Node, list[Node
     return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
 
 
-def check_uses(reader: Reader, internal: Iterable[Node], result: Node) -> None:
-    """Raises `UsedElsewhere` where an inner node is needed by anything but the site."""
+def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_uses: Iterable[ShapeUse] = ()) -> None:
+    """Raises `UsedElsewhere` where an inner node is needed by anything but the site, and for more than its shape."""
     inside = set(internal) | {result}
+    of_a_shape = {use.user for use in shape_uses}
     for node in inside:
         for user in node.users if node is not result else ():
-            if user in inside or is_metadata_assertion(user):
+            if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue
             what = "attention weights" if reader.softmaxes.get(node) else "attention scores"
             if user.op == "output":
@@ -118,59 +135,7 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
             )
 
 
-def with_shape_uses(
-    reader: Reader, internal: Iterable[Node], sources: Iterable[Node], result: Node
-) -> tuple[Node, ...]:
-    """The inner nodes and those that take no more than a shape from them on the way to the site, or end nowhere.
-
-    ``zeros_like(scores)``, ``mask.expand_as(scores)``: once the site is read from the mask itself, nothing needs them;
-    nor does anything need what torch.export leaves of weights that a caller throws away.
-    """
-    inside = dict.fromkeys(internal)
-    read = set(sources)
-    for node in list(inside):
-        for user in node.users:
-            if user in inside or user is result:
-                continue
-            ends_here = _takes_a_shape(reader, user, node)
-            inside |= dict.fromkeys(_leads_nowhere_else(reader, user, {*inside, result}, read, ends_here))
-    return tuple(inside)
-
-
-_LIKE = ("expand_as", "view_as", "reshape_as", "type_as")
-
-
-def _takes_a_shape(reader: Reader, user: Node, node: Node) -> bool:
-    """Whether all that ``user`` takes from ``node`` is its shape or type."""
-    call = reader.call(user)
-    if call is None or call.in_place:
-        return False
-    if call.op in ("zeros", "ones", "full"):
-        return True
-    name = getattr(user.target, "_overloadpacket", user.target)
-    like = (name if isinstance(name, str) else getattr(name, "__name__", "")) in _LIKE
-    return like and user.args[:1] != (node,) and user.kwargs.get("self") is not node
-
-
-def _leads_nowhere_else(
-    reader: Reader, start: Node, site: set[Node], read: set[Node], ends_here: bool
-) -> tuple[Node, ...]:
-    """The nodes from ``start`` to nowhere, or with ``ends_here`` to the site; none if one leads anywhere else.
-
-    Nor if the site reads one of them, or there are too many to look at.
-    """
-    found: dict[Node, None] = {}
-    waiting = [start]
-    while waiting:
-        node = waiting.pop()
-        if node in found or (ends_here and node in site):
-            continue
-        stops = node in site or node in read or node.op == "output" or len(found) > _MOST
-        if stops or not is_pure(node) or draws_random_numbers(node) or reader.effects.mutations(node):
-            return ()
-        found[node] = None
-        waiting += node.users
-    return tuple(found)
-
-
-_MOST = 64
+def still_held(reader: Reader, forms: list[OperandForm], result: Node) -> list[OperandForm]:
+    """The forms of an operand that nobody writes until the site is computed; what it was copied from may be written."""
+    held = [f for f in forms if reader.effects.mutation_between(f.node, f.at - 1, reader.order[result]) is None]
+    return held or forms[:1]

@@ -1,71 +1,138 @@
-"""Calls that hide attention in one node: ``F.multi_head_attention_forward``.
+"""Calls of torch's own modules that hide attention in one node: ``F.multi_head_attention_forward`` and fast paths.
 
-With ``need_weights=True``, the default, torch computes products and a softmax to have weights to return. Where nobody
-takes them, ``need_weights=False`` computes the same output through its own ``scaled_dot_product_attention`` call.
+Each is taken apart on trial, so that what is inside is read, varied and costed like any other attention. It is kept in
+pieces where its attention is rewritten, and stays the call it was where it is not.
 """
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from attn_pass.patterns.base import Site
-from attn_pass.reading.lift import Reader
+from attn_pass.graph.edit import Plan, SizeNodes
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.expand import CannotExpand, Expansion, expand
+from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.patterns import fast_paths
+from attn_pass.patterns.base import Site, failed
+from attn_pass.reading.lift import PLAIN_TENSORS
 
 FORM = "nn.MultiheadAttention"
-_FORWARD = torch.nn.functional.multi_head_attention_forward
-_PARAMETERS = inspect.signature(_FORWARD).parameters
-NEED_WEIGHTS = "need_weights"
+ENCODER_LAYER = "nn.TransformerEncoderLayer"
+_FORWARD: Any = torch.nn.functional.multi_head_attention_forward
+
+
+def _undispatched(function: Any) -> Callable[..., Any]:
+    """A function of torch that does not hand itself over to whoever watches the functions it calls."""
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
 @dataclass(frozen=True)
-class Composite:
-    """A call that stays, with other arguments: why it is left, or None where these are exact."""
+class _Form:
+    """What a call is called in the report, and a function of the same arguments whose every step is a node."""
 
-    node: Node
-    refusal: str | None
-    arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-    target: str = "sdpa"  # what it calls with these arguments
-    why: str = "nobody takes the attention weights: it is asked for none"
-    masked: bool = False  # a row may be padded entirely, and then the two ways differ
+    name: str
+    function: Callable[..., Any]
+    is_fast_path: bool = False
 
 
-def _without_weights(node: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with ``need_weights=False``."""
-    place = list(_PARAMETERS).index(NEED_WEIGHTS)
-    args, kwargs = node.args, node.kwargs
-    if len(args) > place:
-        return (*args[:place], False, *args[place + 1 :]), dict(kwargs)
-    return args, {**kwargs, NEED_WEIGHTS: False}
+_LAYER = _Form(ENCODER_LAYER, fast_paths.encoder_layer, True)
+_ATTENTION = _Form(FORM, fast_paths.attention, True)
+CALLS: Mapping[Any, _Form] = {
+    _FORWARD: _Form(FORM, _undispatched(_FORWARD)),
+    torch._transformer_encoder_layer_fwd: _LAYER,
+    torch.ops.aten._transformer_encoder_layer_fwd.default: _LAYER,
+    torch._native_multi_head_attention: _ATTENTION,
+    torch.ops.aten._native_multi_head_attention.default: _ATTENTION,
+}
 
 
-def find(reader: Reader) -> Iterator[Site]:
-    """Every composite attention call of the graph."""
-    for node in reader.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is _FORWARD:
-            yield Site(node, FORM, reader.regions.of(node), composite=_read(node))
-        elif getattr(node.target, "__name__", "") == "_transformer_encoder_layer_fwd":
-            layer = Composite(node, "it is torch's own fused encoder layer")
-            yield Site(node, "nn.TransformerEncoderLayer", reader.regions.of(node), composite=layer)
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """One such call: its expansion, or why there is none."""
+
+    call: Node
+    form: str
+    region: Region
+    expansion: Expansion | None
+    refusal: str = ""
+    error: Exception | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those of the expansion."""
+        return () if self.expansion is None else self.expansion.nodes
+
+    def take_back(self) -> None:
+        """Leaves the graph as it was before."""
+        if self.expansion is not None:
+            self.expansion.take_back()
+
+    @property
+    def result(self) -> Node:
+        """The node that takes the attention's result; the call itself where nobody does, or where it has one only."""
+        results = () if self.expansion is None else self.expansion.results
+        return next((old for old, _ in results if old is self.call or old.args[1] == 0), self.call)
+
+    @property
+    def weights_are_used(self) -> bool:
+        """Whether anybody takes the attention weights."""
+        results = () if self.expansion is None else self.expansion.results
+        return any(old is not self.call and old.args[1] == 1 for old, _ in results)
 
 
-def _read(node: Node) -> Composite:
-    defaults = {n: p.default for n, p in _PARAMETERS.items()}
-    given = {**defaults, **dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
-    if given[NEED_WEIGHTS] is False:
-        return Composite(node, "it calls scaled_dot_product_attention itself")
-    for user in node.users:
-        if user.target is not operator.getitem or (user.args[1] != 0 and user.users):
-            return Composite(node, "the attention weights are used")
-    if given["dropout_p"] != 0.0 and given["training"] is not False:
-        return Composite(node, f"dropout {given['dropout_p']} would draw other numbers")
-    masked = given["attn_mask"] is not None or given["key_padding_mask"] is not None
-    return Composite(node, None, _without_weights(node), masked=masked)
+def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
+    """Puts an expansion in front of every such call of a graph that runs under ``outer``, where that can be."""
+    found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in CALLS]
+    if not found:
+        return []
+    effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
+    result = []
+    for call in found:
+        form, region = CALLS[call.target], regions.of(call)
+        size_nodes.made.clear()  # of another call's expansion, which may not stay
+        try:
+            _check(call, form, region)
+            expansion = expand(Plan(gm, call, region, size_nodes, effects, in_body), form.function)
+            result.append(Opaque(call, form.name, region, expansion))
+        except CannotExpand as error:
+            result.append(Opaque(call, form.name, region, None, f"it cannot be taken apart: {error}"))
+        except Exception as error:
+            result.append(Opaque(call, form.name, region, None, error=error))
+    return result
+
+
+def _check(call: Node, form: _Form, region: Region) -> None:
+    if region.functorch:
+        raise CannotExpand(f"it runs under {region.describe()}")
+    for node in call.all_input_nodes:
+        value = tensor_value(node)
+        if value is not None and not isinstance(value, PLAIN_TENSORS):
+            raise CannotExpand(f"{node.name} is a {type(value).__name__}, not a plain tensor")
+        if form.is_fast_path and value is not None and region.autocast_dtype(value.device.type) is not None:
+            raise CannotExpand("torch's kernel does not follow autocast, and its parts would")
+
+
+def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
+    """The sites, each told which call it is inside of, and one for each call in which none was found."""
+    found = list(sites)
+    for opaque in calls:
+        inside = set(opaque.nodes)
+        own = [site for site in found if site.node in inside]
+        if not own:
+            why = opaque.refusal or "no attention was found in it"
+            left = Site(opaque.call, opaque.form, opaque.region, refusal=why)
+            own = [left if opaque.error is None else failed(opaque.call, opaque.form, opaque.region, opaque.error)]
+            found += own
+        for site in own:
+            site.opaque = opaque
+            if site.refusal and site.error is None and opaque.weights_are_used:
+                site.refusal, site.refused_at = "the attention weights are used", None
+    return found

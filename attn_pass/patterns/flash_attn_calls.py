@@ -23,9 +23,8 @@ from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, is_at_most
-from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
+from attn_pass.patterns.base import Composite, Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
-from attn_pass.patterns.composite import Composite
 from attn_pass.reading.describe import Parts, describe
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.spine import SideLoad

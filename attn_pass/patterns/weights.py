@@ -12,6 +12,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Factor
 from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, expression_axes, is_boolean, loads
 from attn_pass.model.index import Axis
+from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.describe import _with
 from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
@@ -42,7 +43,7 @@ def read_weights(
         if isinstance(expression, Apply) and expression.op == "where":
             inner = _guard_or_mask(reader, spine, expression, softmax, found, nodes, keys)
         elif isinstance(expression, Apply) and expression.op in ("mul", "div"):
-            inner = _factor(reader, spine, expression, found, keys)
+            inner = _factor(reader, spine, expression, found, nodes, keys)
         if inner is None:
             name = expression.op if isinstance(expression, Apply) else "a mask"
             raise Unreadable(f"the attention weights are changed after the softmax ({name})", spine.leaf)
@@ -107,14 +108,23 @@ def _is_nan(reader: Reader, spine: Spine, condition: Expr, nodes: list[Node]) ->
     return True
 
 
-def _factor(reader: Reader, spine: Spine, expression: Apply, found: Weights, keys: Axis) -> Expr | None:
-    """A factor of whole rows, as a head mask is; or the mask as ones and zeros."""
+def _factor(
+    reader: Reader, spine: Spine, expression: Apply, found: Weights, nodes: list[Node], keys: Axis
+) -> Expr | None:
+    """A factor of whole rows, as a head mask or their own sum is; or the mask as ones and zeros."""
     left, right = expression.args
     kept, factor = (left, right) if _holds_dot(left) else (right, left)
     if _holds_dot(factor) or (expression.op == "div" and kept is not left):
         return None
     if keys not in expression_axes(factor):
-        found.factors = (Factor(factor, expression.op == "div"), *found.factors)
+        side = spine.loads.get(factor) if isinstance(factor, Load) and expression.op == "div" else None
+        own = None if side is None else renormalised_by(reader, spine, side, keys)
+        if own is not None:
+            number, summing = own
+            nodes += summing
+            factor = Const(number)
+        if factor != Const(1.0):
+            found.factors = (Factor(factor, expression.op == "div"), *found.factors)
         return kept
     mask = deep(reader, spine, factor)
     if expression.op == "mul" and found.zeroed is None:

@@ -64,13 +64,15 @@ class Parts:
     value: list[OperandForm]
     score: Expr
     side: dict[Load, SideLoad]
-    score_dtype: torch.dtype
+    score_dtype: torch.dtype  # in which masks and biases join the scores
     product_dtypes: tuple[torch.dtype, torch.dtype]  # of the two products
     dropout: float = 0.0
     empty_row_is_nan: bool = True
     nan_guard: bool = False  # weights that are NaN are set to zero
     result_factors: tuple[Factor, ...] = ()  # of the weights, the same for all keys of a row
     sink: Expr | None = None  # one more logit of every row, without a value
+    by_logarithm: bool = False  # the softmax takes the logarithm of its sum off the scores
+    factor_dtype: torch.dtype | None = None  # in which they are multiplied, where that is narrower
     chosen: dict[str, int] = field(default_factory=dict)
 
 
@@ -195,22 +197,26 @@ class _Assembly:
         yield from self.outer
         yield self.row
         for position in self.positions.values():
-            yield from position
+            yield from self._apart(position, self.parts.dim, self.parts.keys)
         for load in loads(self.score):
-            yield from self._apart_from_keys(load)
+            yield from self._apart(load.index, self.parts.keys)
         for term in (*(f for f, _ in self.factors), *self._row_terms()):
             for load in loads(term):
                 yield from load.index
 
-    def _apart_from_keys(self, load: Load) -> Sequence[Index]:
-        """The index of a mask's load, with keys that it reads by rows and columns split for this load alone."""
-        index, groups = load.index, [(self.parts.keys,)]
-        keys = [i for i in index if self.parts.keys in axes(i)]
-        try:
-            split, _ = split_axes(keys, groups)
-        except NoView:
-            return index
-        return [i for i in index if self.parts.keys not in axes(i)] + list(split)
+    def _apart(self, index: Sequence[Index], *own: Axis) -> Sequence[Index]:
+        """The index of a load, with what is summed over split for this load alone where it reads it by parts.
+
+        Keys that a mask reads by rows and columns of an image, a head dim that is two dimensions of the operand.
+        """
+        for axis in own:
+            apart = [i for i in index if axis in axes(i)]
+            try:
+                split, _ = split_axes(apart, [(axis,)])
+            except NoView:
+                continue
+            index = [i for i in index if axis not in axes(i)] + list(split)
+        return index
 
     def _row_terms(self) -> tuple[Expr, ...]:
         """What belongs to whole rows of the result."""
@@ -418,6 +424,16 @@ class _Assembly:
         if self.sink is not None and not never_empty and any(_masks(e) for e in walk(self.sink)):
             # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
             raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
+        if parts.by_logarithm and not never_empty and (named.bias is not None or any(map(_fills, walk(score)))):
+            # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.
+            raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", result)
+        compute_dtype = self._compute_dtype(value.dtype)
+        if parts.score_dtype == torch.float64 != compute_dtype and named.bias is not None:
+            # Where scores are only added to, a row can be shifted to what float32 keeps of it.
+            if self.modified is not None or (named.keep is not None and named.keep.fill != float("-inf")):
+                raise Unreadable(
+                    "a matrix is added to float64 scores of narrower operands, beside another mask", result
+                )
         attention = Attention(
             batch=batch,
             heads=heads,
@@ -432,7 +448,7 @@ class _Assembly:
             scale=scores.scale,
             sources=sources,
             output=tuple(self.output),
-            compute_dtype=self._compute_dtype(value.dtype),
+            compute_dtype=compute_dtype,
             output_dtype=value.dtype,
             score_dtype=parts.score_dtype,
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
@@ -505,7 +521,9 @@ class _Assembly:
             own, made = self.forms[name].dtype, self.parts.product_dtypes[product]
             kinds.append(own if torch.promote_types(own, made) == made else made)
         if any(not isinstance(f, Const) for f, _ in self.factors) or self.has_factors:
-            kinds.append(self.parts.score_dtype)  # the factor was applied to scores of that type
+            kinds.append(
+                self.parts.factor_dtype or self.parts.score_dtype
+            )  # the factor was applied to scores of that type
         out = kinds[0]
         for kind in kinds[1:]:
             out = torch.promote_types(out, kind)
@@ -519,6 +537,10 @@ def _needs_grad(node: Node) -> bool:
 
 def _masks(expression: Expr) -> bool:
     return isinstance(expression, Const) and expression.value <= WEAKEST_FILL
+
+
+def _fills(expression: Expr) -> bool:
+    return _masks(expression) and isinstance(expression, Const) and expression.value != float("-inf")
 
 
 def _moved(load: Load, position: dict[int, int]) -> Load:

@@ -26,7 +26,8 @@ from attn_pass.model.expression import (
     Load,
     apply,
 )
-from attn_pass.reading.products import PRODUCTS, Product, product_of
+from attn_pass.model.index import Index
+from attn_pass.reading.products import PRODUCTS, Product, product_of, product_of_sum
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call, one_or_many, understand
 
@@ -109,6 +110,7 @@ class Reader:
         self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
         self.constants: dict[Node, torch.Tensor] = {}  # tensors of one element that are part of the program's text
         self.known: dict[Node, tuple[str, torch.Tensor]] = {}  # tensors that keep the values they have, by their names
+        self.needed: frozenset[Node] = frozenset()  # nodes without users that will have some: of calls taken apart
         self.known_used: list[str] = []  # those that something was concluded from, for the present site
         self.products: dict[Node, frozenset[Node]] = {}
         self.softmaxes: dict[Node, frozenset[Node]] = {}
@@ -129,12 +131,41 @@ class Reader:
             self._calls[node] = understand(node)
         return self._calls[node]
 
+    def take_as(self, node: Node, call: Call) -> None:
+        """Has a node read as another operation, which gives the same elements."""
+        self._calls[node] = call
+
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
         call = self.call(node)
-        if call is None or call.op not in PRODUCTS or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
+        if call is None or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
             return None
-        return product_of(node, call, self.sizes)
+        if call.op == "sum":
+            return self._product_of_sum(node, call)
+        return product_of(node, call, self.sizes) if self._is_product(node, call) else None
+
+    def _is_product(self, node: Node, call: Call) -> bool:
+        if call.op == "linear":
+            # By a weight that is computed; layers of a model would make each softmax of their results a near miss.
+            weight = call["other"]
+            return isinstance(weight, Node) and weight.op in ("call_function", "call_method") and call["bias"] is None
+        return call.op in PRODUCTS or (call.op == "sum" and self._product_of_sum(node, call) is not None)
+
+    def _product_of_sum(self, node: Node, call: Call) -> Product | None:
+        """``(a * b).sum(dim)``, with nothing written in between."""
+        inner, value = call["input"], tensor_value(call["input"])
+        times = self.call(inner) if isinstance(inner, Node) else None
+        if times is None or value is None or times.op != "mul" or times.in_place or not value.is_floating_point():
+            return None
+        dims = None if call["dim"] is None else tensor_dims(call, "dim", value.dim())
+        if dims is None or len(dims) != 1 or call["keepdim"] or call["dtype"] is not None:
+            return None
+        held = (inner, *(n for n in (times["input"], times["other"]) if isinstance(n, Node)))
+        if any(self.effects.mutation_between(n, self.order[inner] - 1, self.order[node]) is not None for n in held):
+            return None
+        if any((v := tensor_value(n)) is None or v.dtype != value.dtype for n in held):
+            return None
+        return product_of_sum(node, dims[0], inner, times, self.sizes)
 
     def is_reshaped_in_place(self, node: Node) -> bool:
         """Whether ``transpose_`` or the like changes the node's shape: its fake value shows the last one only."""
@@ -165,8 +196,14 @@ class Reader:
                 dtype = torch.float64 if isinstance(value, (float, torch.SymFloat)) else torch.int64
                 shape, device, grad = (), torch.device("cpu"), False
             order = memory_order(value, self.sizes) if isinstance(value, torch.Tensor) else None
-            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad, order))
+            strides, offset = self._layout(value)
+            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad, order, strides, offset))
         return known
+
+    def _layout(self, value: object) -> tuple[tuple[Index, ...] | None, Index]:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return None, 0
+        return tuple(self.sizes.index(s) for s in value.stride()), self.sizes.index(value.storage_offset())
 
     def find_reach(self, is_softmax: Any) -> None:
         """One pass over the graph: which products and which softmaxes each node's elements come from.
@@ -181,23 +218,24 @@ class Reader:
             if is_softmax(node):
                 self.softmaxes[node] = frozenset((node,))
                 continue
-            if call.op in PRODUCTS:
+            if self._is_product(node, call):
                 self.products[node] = frozenset((node,))
                 continue
-            inputs = self._inputs(call)
+            inputs = self.inputs(call)
             for reach in (self.products, self.softmaxes):
                 found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
                 if found and len(found) <= 8:
                     reach[node] = found
 
-    def _inputs(self, call: Call) -> list[Node]:
+    def inputs(self, call: Call) -> list[Node]:
+        """The nodes whose elements those of the call are made of, one by one."""
         if call.op == "max" and not isinstance(call.get("other"), Node):
             return []  # along a dimension, or of everything
         if call.op == "cat":
             values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []
         elif call.op in POINTWISE:
             values = [call.args.get(n) for n in POINTWISE[call.op]]
-        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind"):
+        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind", "index_put"):
             values = [call.args.get("input")]
         else:
             return []
@@ -316,9 +354,12 @@ class Reader:
         return replace(form, node=call["input"], at=self.order[form.node], dtype=before.dtype)
 
     def _through_factor(self, form: OperandForm, region: Region) -> OperandForm | None:
-        """Through a multiplication or division by a number, or by a tensor that is not as large as the operand."""
+        """Through a multiplication or division by a number, or by a tensor that is not as large as the operand.
+
+        Not one in place (``q *= d ** -0.5``): what it was applied to is overwritten by the time the site is computed.
+        """
         defined, call = self.definition(form.node, form.at)
-        if call is None or call.op not in ("mul", "div") or call.get("rounding_mode") is not None:
+        if call is None or call.in_place or call.op not in ("mul", "div") or call.get("rounding_mode") is not None:
             return None
         time = self.order[defined]
         left, right = call["input"], call["other"]

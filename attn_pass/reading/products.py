@@ -1,24 +1,27 @@
-"""Sums of products: matmul, bmm, baddbmm and einsum as one thing, letters over operands."""
+"""Sums of products: matmul, bmm, baddbmm, einsum, tensordot, inner, linear, as one thing: letters over operands."""
 
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
 
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.model.index import Axis, Index
+from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
-PRODUCTS = frozenset({"matmul", "baddbmm", "einsum"})
+PRODUCTS = frozenset({"matmul", "baddbmm", "einsum", "tensordot", "inner"})
 
 
 @dataclass(frozen=True)
 class Product:
-    """``result[out] = alpha * sum_summed left[...] * right[...] + beta * addend``, one letter a dimension."""
+    """``result[out] = alpha * sum_summed factors * left[...] * right[...] + beta * addend``, one letter a dimension.
+
+    ``summed`` are the letters summed over, slowest first; ``summed_size`` is how many elements they run over together.
+    """
 
     node: Node
     left: Node
@@ -33,13 +36,16 @@ class Product:
     addend: Node | None = None
     alpha: Any = 1
     beta: Any = 1
+    factors: tuple[tuple[Node, str], ...] = ()  # further operands of an einsum, the same for all that is summed over
+    times: Node | None = None  # the multiplication, where the product is a sum of one
 
     def positions(self, position: Position, summed: Axis) -> tuple[Position, Position]:
         """Where the operands are read for the element at ``position``, ``summed`` being the index summed over."""
-        from attn_pass.model.index import axis_index
-
         at: dict[str, Index] = dict(zip(self.out_letters, position))
-        at[self.summed] = axis_index(summed)
+        rest = axis_index(summed)
+        for letter in reversed(self.summed[1:]):
+            rest, at[letter] = divide(rest, self.left_shape[self.left_letters.index(letter)])
+        at[self.summed[0]] = rest
         return (
             tuple(0 if size == 1 else at[c] for c, size in zip(self.left_letters, self.left_shape)),
             tuple(0 if size == 1 else at[c] for c, size in zip(self.right_letters, self.right_shape)),
@@ -47,7 +53,7 @@ class Product:
 
 
 def product_of(node: Node, call: Call, sizes: Sizes) -> Product | None:
-    """The product a call computes, or None when it is none, or sums over several indices at once."""
+    """The product a call computes, or None when it is none."""
     addend, alpha, beta = None, 1, 1
     if call.op == "einsum":
         return _einsum(node, call, sizes)
@@ -56,6 +62,10 @@ def product_of(node: Node, call: Call, sizes: Sizes) -> Product | None:
     elif call.op == "baddbmm":
         left, right, addend = call["batch1"], call["batch2"], call["input"]
         alpha, beta = call["alpha"], call["beta"]
+    elif call.op == "tensordot":
+        return _tensordot(node, call, sizes)
+    elif call.op in ("inner", "linear"):
+        return _inner(node, call, sizes)
     else:
         return None
     a, b = tensor_value(left), tensor_value(right)
@@ -77,20 +87,20 @@ def _make(
     addend: Node | None = None,
     alpha: Any = 1,
     beta: Any = 1,
+    factors: tuple[tuple[Node, str], ...] = (),
 ) -> Product | None:
     a, b = tensor_value(left), tensor_value(right)
     if a is None or b is None:
         return None
     left_letters, right_letters, out_letters = letters
-    summed = (set(left_letters) | set(right_letters)) - set(out_letters)
-    if len(summed) != 1 or not summed <= set(left_letters) & set(right_letters):
+    summed = "".join(c for c in left_letters if c not in out_letters)
+    if not summed or set(summed) != (set(left_letters) | set(right_letters)) - set(out_letters):
         return None
-    if any(len(set(text)) != len(text) for text in letters):
+    if not set(summed) <= set(right_letters) or any(len(set(text)) != len(text) for text in letters):
         return None
-    (letter,) = summed
     left_shape, right_shape = sizes.shape(a), sizes.shape(b)
-    size = left_shape[left_letters.index(letter)]
-    if size != right_shape[right_letters.index(letter)]:
+    lengths = [left_shape[left_letters.index(c)] for c in summed]
+    if lengths != [right_shape[right_letters.index(c)] for c in summed]:
         return None
     return Product(
         node,
@@ -99,14 +109,56 @@ def _make(
         out_letters,
         left_letters,
         right_letters,
-        letter,
-        size,
+        summed,
+        product(lengths),
         left_shape,
         right_shape,
         addend,
         alpha,
         beta,
+        factors,
     )
+
+
+def product_of_sum(node: Node, dim: int, times: Node, call: Call, sizes: Sizes) -> Product | None:
+    """``(left * right).sum(dim)`` of two tensors that are broadcast against each other; ``call`` multiplies them."""
+    left, right = call["input"], call["other"]
+    a, b = tensor_value(left), tensor_value(right)
+    if a is None or b is None or a.dim() != b.dim() or not 0 < a.dim() <= len(string.ascii_lowercase):
+        return None
+    letters = string.ascii_lowercase[: a.dim()]
+    found = _make(node, left, right, (letters, letters, letters[:dim] + letters[dim + 1 :]), sizes)
+    return None if found is None else replace(found, times=times)
+
+
+def _inner(node: Node, call: Call, sizes: Sizes) -> Product | None:
+    """``inner(a, b)`` and ``linear(a, b)``: over the last dimension of both."""
+    left, right = call["input"], call["other"]
+    a, b = tensor_value(left), tensor_value(right)
+    if a is None or b is None or a.dim() == 0 or b.dim() == 0 or call.get("bias") is not None:
+        return None
+    rows, columns = string.ascii_lowercase[: a.dim() - 1], string.ascii_uppercase[: b.dim() - 1]
+    return _make(node, left, right, (rows + "z", columns + "z", rows + columns), sizes)
+
+
+def _tensordot(node: Node, call: Call, sizes: Sizes) -> Product | None:
+    left, right = call["input"], call["other"]
+    dims = call.get("dims", (call.get("dims_self"), call.get("dims_other")))
+    a, b = tensor_value(left), tensor_value(right)
+    if a is None or b is None:
+        return None
+    if isinstance(dims, int):
+        dims = (list(range(a.dim() - dims, a.dim())), list(range(dims)))
+    pairs = [p if isinstance(p, (list, tuple)) else [p] for p in dims] if isinstance(dims, (list, tuple)) else []
+    if len(pairs) != 2 or not all(isinstance(d, int) for p in pairs for d in p):
+        return None
+    names = list(string.ascii_lowercase[: a.dim()])
+    others = list(string.ascii_uppercase[: b.dim()])
+    for one, other in zip(*pairs):
+        others[other] = names[one]
+    summed = {names[one] for one in pairs[0]}
+    out = "".join(c for c in (*names, *others) if c not in summed)
+    return _make(node, left, right, ("".join(names), "".join(others), out), sizes)
 
 
 def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
@@ -114,22 +166,32 @@ def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
     equation = call["equation"]
-    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
+    if not isinstance(equation, str) or len(operands) not in (2, 3):
         return None
-    inputs, out = equation.replace(" ", "").split("->")
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
-    if len(parts) != 2:
+    values = [v for v in map(tensor_value, operands) if v is not None]
+    if len(parts) != len(operands) or len(values) != len(operands):
         return None
-    values = [tensor_value(o) for o in operands]
-    if values[0] is None or values[1] is None:
-        return None
+    if not arrow:
+        out = "..." * ("..." in inputs) + "".join(c for c in sorted(set(inputs) - set(",.")) if inputs.count(c) == 1)
     unused = [c for c in string.ascii_uppercase if c not in equation]
-    hidden = [v.dim() - len(p.replace("...", "")) if "..." in p else 0 for v, p in zip(values, parts) if v is not None]
+    hidden = [v.dim() - len(p.replace("...", "")) if "..." in p else 0 for v, p in zip(values, parts)]
     most = max(hidden)
     if most > len(unused):
         return None
     names = "".join(unused[:most])
     letters = [p.replace("...", names[most - h :]) for p, h in zip(parts, hidden)]
-    if any(len(text) != v.dim() for text, v in zip(letters, values) if v is not None):
+    if any(len(text) != v.dim() for text, v in zip(letters, values)):
         return None
-    return _make(node, operands[0], operands[1], (letters[0], letters[1], out.replace("...", names)), sizes)
+    out = out.replace("...", names)
+    factors: tuple[tuple[Node, str], ...] = ()
+    if len(operands) == 3:
+        # One of them is no more than a factor of the others' product: the one of the fewest dimensions.
+        number = min(range(3), key=lambda n: len(letters[n]))
+        if not set(letters[number]) <= set(out) or len(set(letters[number])) != len(letters[number]):
+            return None
+        factors = ((operands[number], letters[number]),)
+        operands = [o for n, o in enumerate(operands) if n != number]
+        letters = [o for n, o in enumerate(letters) if n != number]
+    return _make(node, operands[0], operands[1], (letters[0], letters[1], out), sizes, factors=factors)

@@ -57,9 +57,12 @@ class Scores:
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
     """Whether a fill is low enough to mean "not attended to" in scores of ``dtype`` (the numerics contract)."""
-    if dtype == torch.float16:
-        return fill <= torch.finfo(torch.float16).min / 2
-    return fill <= WEAKEST_FILL
+    return fill <= weakest_fill(dtype)
+
+
+def weakest_fill(dtype: torch.dtype) -> float:
+    """The highest number that masks in scores of ``dtype``."""
+    return torch.finfo(torch.float16).min / 2 if dtype == torch.float16 else WEAKEST_FILL
 
 
 def is_small(term: Expr, dtype: torch.dtype) -> bool:

@@ -6,16 +6,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
+from attn_pass.graph.effects import Mutation
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value, rewrite_indices
+from attn_pass.model.expression import (
+    TRUE,
+    Apply,
+    Const,
+    Dot,
+    Expr,
+    Load,
+    apply,
+    contains_dot,
+    index_value,
+    is_boolean,
+    rewrite_indices,
+)
 from attn_pass.model.index import Axis, Index, axis_index, is_less, is_nonnegative, substitute
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, rounded
+from attn_pass.reading.scores import is_small
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
-from attn_pass.reading.written import written_part
+from attn_pass.reading.written import Part, put_part, written_part
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class Spine:
     dropout: float = 0.0
     of_weights: bool = False  # what comes after a softmax, whose elements are between 0 and 1, or NaN
     loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
+    joined: list[tuple[torch.dtype, Expr]] = field(default_factory=list)  # to the leaf, in which type; nothing small
 
     def read(self, node: Node, position: Position, at: int) -> Expr:
         """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
@@ -80,11 +96,22 @@ class Spine:
         if call.op == "nan_to_num" and self.of_weights and call["nan"] in (None, 0):
             inner = self.read(call["input"], position, time)
             return apply("where", apply("ne", inner, inner), Const(0.0), inner)
+        if call.op == "index_put":
+            return self._put(defined, call, position, time)
         if call.op == "cat":
             return self._operand(*self._joined(defined, call, position), time)
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
-        return reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time))
+        return self._noted(defined, reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
+
+    def _noted(self, node: Node, result: Expr) -> Expr:
+        """What a node computes, its operands noted down that join the leaf and may mask it."""
+        held = tensor_value(node)
+        if held is not None and isinstance(result, Apply) and result.op in _JOINING:
+            operands = result.args[1:] if result.op == "where" else result.args  # its condition masks by the fill alone
+            beside = [e for e in operands if not contains_dot(e) and not is_boolean(e)]
+            self.joined += [(held.dtype, e) for e in beside if not is_small(e, held.dtype)]
+        return result
 
     def _joined(self, node: Node, call: Call, position: Position) -> tuple[Node, Position]:
         """Which of the tensors a ``cat`` joins the position is in, and where."""
@@ -152,30 +179,61 @@ class Spine:
         if mutation is None or part is None:
             raise self._unknown(node, at)
         self._check_region(mutation.node)
+        return self._where_written(node, position, part, mutation)
+
+    def _put(self, node: Node, call: Call, position: Position, time: int) -> Expr:
+        """``index_put`` of one number, out of place or of the whole of the node's memory."""
+        part = put_part(self.reader, node)
+        if part is None or any(b is not None for b in part.bounds):
+            raise Unreadable(f"{_name(node)} writes scores that cannot be told", node)
         inside: Expr = TRUE
-        within: list[Index] = []
+        for mask, over in part.masks:
+            inside = apply("and", inside, self._operand(mask, tuple(position[d] for d in over), time))
+        for relation in part.relation_at(position):
+            inside = apply("and", inside, relation)
+        value = self._operand(part.value, (), time)
+        before = self._operand(call["input"], position, time)
+        return self._noted(node, apply("where", inside, rounded(value, node), before))
+
+    def _where_written(self, node: Node, position: Position, part: Part, mutation: Mutation) -> Expr:
+        """What was written where the position is in the part, and what was there before it elsewhere."""
+        reader, at = self.reader, self.reader.order[mutation.node]
+        inside: Expr = TRUE
+        at_part: dict[int, Index] = {}
         places: dict[Axis, Index] = {}
         for dim, (bounds, size) in enumerate(zip(part.bounds, reader.shape(node))):
-            here = position[dim]
+            here = at_part[dim] = position[dim]
             if bounds is None:
-                within.append(here)
                 continue
             start, length = bounds
             axis = Axis(f"{mutation.node.name}~{dim}", length)
             places[axis] = here - start
-            within.append(axis_index(axis))
-            inside = apply("and", inside, apply("ge", index_value(here), index_value(start)))
+            at_part[dim] = axis_index(axis)
+            if start != 0:
+                inside = apply("and", inside, apply("ge", index_value(here), index_value(start)))
             if start + length != size:
                 inside = apply("and", inside, apply("lt", index_value(here), index_value(start + length)))
+        within = tuple(at_part.get(d, 0) for d in part.dims)
         written = Spine(reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
-        value = rewrite_indices(written._operand(part.value, tuple(within), reader.order[mutation.node]), places)
-        self._take(written, places, node)
+        value = rewrite_indices(written._operand(part.value, within, at + part.is_result), places)
+        for mask, over in part.masks:
+            held = rewrite_indices(written._operand(mask, tuple(at_part[d] for d in over), at), places)
+            inside = apply("and", inside, held)
+        for relation in part.relation_at(position):
+            inside = apply("and", inside, relation)
         self.internal |= dict.fromkeys((node, mutation.node, mutation.target, *part.views))
         before = self.read(node, position, mutation.position)
-        return apply("where", inside, rounded(value, node), before)
+        pinned = {position[d]: b[0] for d, b in enumerate(part.bounds) if b is not None and b[1] == 1}
+        self._take(written, places, node, pinned)
+        if isinstance(before, Apply) and before.op == "where" and before.args[0] == inside:
+            before = before.args[2]  # ``x[1:] += y`` writes the sum, and then the slice it is in
+        return self._noted(node, apply("where", inside, rounded(value, node), before))
 
-    def _take(self, other: Spine, places: Mapping[Axis, Index], node: Node) -> None:
-        """Adds what another spine to the same leaf found, its axes being at those places of this one's."""
+    def _take(self, other: Spine, places: Mapping[Axis, Index], node: Node, pinned: Mapping[Index, Index]) -> None:
+        """Adds what another spine to the same leaf found, its axes being at those places of this one's.
+
+        ``pinned`` are indices that have one value in the part (``x[:, 0] = ...``).
+        """
 
         def moved(position: Position) -> Position:
             return tuple(substitute(i, places) for i in position)
@@ -184,10 +242,12 @@ class Spine:
             raise Unreadable("dropout is applied to a part only", node)
         if other.leaf_position is not None:
             at = moved(other.leaf_position)
-            if self.leaf_position not in (None, at):
+            mine = at if self.leaf_position is None else self.leaf_position
+            if any(a != b and pinned.get(b) != a for a, b in zip(at, mine, strict=True)):
                 raise Unreadable("the scores are read at two places at once", node)
-            self.leaf_position, self.leaf_at = at, other.leaf_at
+            self.leaf_position, self.leaf_at = mine, other.leaf_at
         self.internal |= other.internal
+        self.joined += [(dtype, rewrite_indices(e, places)) for dtype, e in other.joined]
         for load, side in other.loads.items():
             self.loads[Load(load.source, moved(load.index))] = replace(
                 side, written_position=moved(side.written_position)
@@ -218,6 +278,7 @@ class Spine:
 
 
 _LOGIC = ("not", "and", "or", "eq", "ne")
+_JOINING = ("add", "sub", "where", "maximum", "minimum")
 _STEPS = 8
 
 

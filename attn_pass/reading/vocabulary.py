@@ -87,6 +87,10 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "torch.baddbmm .baddbmm torch.addmm .addmm aten.baddbmm.default aten.addmm.default",
     ),
     ("einsum", "equation, *operands", "torch.einsum torch.functional.einsum aten.einsum.default"),
+    ("tensordot", "input, other, dims=2", "torch.tensordot torch.functional.tensordot"),
+    ("tensordot", "input, other, dims_self, dims_other", "aten.tensordot.default"),
+    ("inner", "input, other", "torch.inner .inner aten.inner.default"),
+    ("linear", "input, other, bias=None", "torch.nn.functional.linear torch._C._nn.linear aten.linear.default"),
     # softmax and what stands between it and its product
     (
         "softmax",
@@ -102,21 +106,47 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("softmax", "input, dim, half_to_float=False", "aten._softmax.default"),
     ("dropout", "input, p=0.5, training=True, inplace=False", "torch.nn.functional.dropout torch.dropout "
      "aten.dropout.default torch._C._nn.dropout"),
-    ("exp", "input", "torch.exp .exp aten.exp.default"),
+    ("softmin", "input, dim=None, _stacklevel=3, dtype=None", "torch.nn.functional.softmin"),
+    ("log_softmax", "input, dim=None, _stacklevel=3, dtype=None", "torch.nn.functional.log_softmax"),
+    (
+        "log_softmax",
+        "input, dim=None, dtype=None",
+        "torch.log_softmax .log_softmax torch.special.log_softmax aten.log_softmax.int "
+        "aten.special_log_softmax.default",
+    ),
+    ("log_softmax", "input, dim, half_to_float=False", "aten._log_softmax.default"),
+    (
+        "logsumexp",
+        "input, dim, keepdim=False",
+        "torch.logsumexp torch.special.logsumexp .logsumexp aten.logsumexp.default aten.special_logsumexp.default",
+    ),
+    ("normalize", "input, p=2.0, dim=1, eps=1e-12, out=None", "torch.nn.functional.normalize"),
+    (
+        "vector_norm",
+        "input, ord=2, dim=None, keepdim=False, dtype=None",
+        "torch.linalg.vector_norm aten.linalg_vector_norm.default",
+    ),
+    ("exp", "input", "torch.exp .exp torch.special.exp aten.exp.default"),
+    ("exp2", "input", "torch.exp2 torch.special.exp2 .exp2 aten.exp2.default aten.special_exp2.default"),
+    ("reciprocal", "input", "torch.reciprocal .reciprocal aten.reciprocal.default"),
+    ("pow", "input, exponent", "torch.pow op.pow .pow .__pow__ aten.pow.Tensor_Scalar"),
     ("sum", "input, dim=None, keepdim=False, dtype=None", "torch.sum .sum aten.sum.dim_IntList"),
     ("amax", "input, dim=None, keepdim=False", "torch.amax .amax aten.amax.default"),
     ("all", "input, dim=None, keepdim=False", "torch.all .all aten.all.dim aten.all.dims aten.all.default"),
     ("any", "input, dim=None, keepdim=False", "torch.any .any aten.any.dim aten.any.dims aten.any.default"),
     # pointwise
     ("add", "input, other, alpha=1", "torch.add op.add .add .__add__ .__radd__ aten.add.Tensor aten.add.Scalar"),
-    ("sub", "input, other, alpha=1", "torch.sub torch.subtract op.sub .sub .subtract aten.sub.Tensor aten.sub.Scalar"),
+    ("sub", "input, other, alpha=1", "torch.sub torch.subtract op.sub .sub .subtract aten.sub.Tensor aten.sub.Scalar "
+     "aten.subtract.Tensor aten.subtract.Scalar"),
     ("rsub", "input, other, alpha=1", "torch.rsub aten.rsub.Tensor aten.rsub.Scalar .__rsub__"),
-    ("mul", "input, other", "torch.mul torch.multiply op.mul .mul .multiply aten.mul.Tensor aten.mul.Scalar"),
+    ("mul", "input, other", "torch.mul torch.multiply op.mul .mul .multiply aten.mul.Tensor aten.mul.Scalar "
+     "aten.multiply.Tensor aten.multiply.Scalar"),
     (
         "div",
         "input, other, rounding_mode=None",
         "torch.div torch.divide torch.true_divide op.truediv .div .divide .true_divide "
-        "aten.div.Tensor aten.div.Scalar aten.div.Tensor_mode aten.div.Scalar_mode aten.true_divide.Tensor",
+        "aten.div.Tensor aten.div.Scalar aten.div.Tensor_mode aten.div.Scalar_mode aten.true_divide.Tensor "
+        "aten.true_divide.Scalar aten.divide.Tensor aten.divide.Scalar aten.divide.Tensor_mode aten.divide.Scalar_mode",
     ),
     (
         "floordiv",
@@ -194,6 +224,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("scalar", "input, value", ".new_tensor"),
     ("cat", "input, dim=0", "torch.cat torch.concat torch.concatenate aten.cat.default aten.concat.default"),
     ("index", "input, index", "aten.index.Tensor"),
+    ("index_put", "input, indices, values, accumulate=False", "torch.index_put .index_put aten.index_put.default"),
+    ("triu_indices", "row, col, offset=0", "torch.triu_indices aten.triu_indices.default"),
+    ("tril_indices", "row, col, offset=0", "torch.tril_indices aten.tril_indices.default"),
     ("diff", "input, n=1, dim=-1, prepend=None, append=None", "torch.diff .diff aten.diff.default"),
     ("cumsum", "input, dim", "torch.cumsum .cumsum aten.cumsum.default"),
 )  # fmt: skip
@@ -203,7 +236,7 @@ _IN_PLACE_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     operator.itruediv: operator.truediv, operator.iand: operator.and_, operator.ior: operator.or_,
 }  # fmt: skip
 _SELF_NAMES = {"self": "input", "tensor": "input", "tensors": "input", "indices": "index", "axis": "dim",
-               "mat1": "batch1", "mat2": "batch2", "a": "input",
+               "mat1": "batch1", "weight": "other", "mat2": "batch2", "a": "input",
                "keepdims": "keepdim", "split_size_or_sections": "size", "split_size": "size", "chunks": "size",
                "split_sizes": "size", "indices_or_sections": "size"}  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +26,9 @@ from attn_pass.model.expression import Const, Expr, Load, walk
 from attn_pass.model.index import Poly, Symbol, atoms, product
 from attn_pass.model.reference import Evaluation, reference
 from attn_pass.reading.describe import Described
+from attn_pass.reading.scores import weakest_fill
 from attn_pass.verify import compare, reproduce
-from attn_pass.verify.inputs import Spec, closer, random_tensor, specs
+from attn_pass.verify.inputs import DRAWS, Draw, Spec, closer, random_tensor, specs
 from attn_pass.verify.running import Outcome, in_float64, outside_tracing, run
 from attn_pass.verify.shrink import shrunk
 
@@ -134,9 +136,9 @@ def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
         raise CannotExtract(f"it reads a part of inputs of {memory} elements, too many to make")
     kinds = _kinds(subject, part, chosen)
     found = []
-    for harsh in (False, True):
-        backward = not harsh or count <= _FEW_SCORES
-        found.append(_Trial(subject, part, chosen, kinds, harsh=harsh, backward=backward).difference())
+    for draw in DRAWS if count <= _FEW_SCORES else DRAWS[:2]:
+        backward = draw == "normal" or count <= _FEW_SCORES
+        found.append(_Trial(subject, part, chosen, kinds, draw=draw, backward=backward).difference())
     if found[0] is None:
         raise CannotExtract("on random inputs it gives no number that is finite")
     return max(f for f in found if f is not None)
@@ -196,15 +198,13 @@ class _Trial:
         chosen: Mapping[str, int],
         kinds: tuple[Spec, ...],
         *,
-        harsh: bool,
+        draw: Draw,
         backward: bool,
     ) -> None:
         self.subject, self.part, self.chosen = subject, part, chosen
-        seed = zlib.crc32(f"{subject.where} {subject.target} {harsh}".encode())
+        seed = zlib.crc32(f"{subject.where} {subject.target} {draw}".encode())
         generator = torch.Generator().manual_seed(seed)
-        self.memory = [
-            random_tensor(i, kind, generator, harsh=harsh).to(i.device) for i, kind in zip(part.inputs, kinds)
-        ]
+        self.memory = [random_tensor(i, kind, generator, draw).to(i.device) for i, kind in zip(part.inputs, kinds)]
         gradients = backward and any(i.requires_grad for i in part.inputs)
         noise = torch.randn(part.shape, generator=generator, dtype=torch.float64)
         self.cotangent = noise if gradients else None
@@ -233,14 +233,20 @@ class _Trial:
             raise CannotExtract(f"{type(error).__name__}: {first_line(error)}") from error
 
     def _meant(self, original: Outcome) -> Outcome:
-        """What the description says, after it was seen to be what the program computes."""
+        """What the description says, after it was seen to be what the program computes.
+
+        In rows of masked scores alone that is what the program's own type makes of a fill, and float64 does not.
+        """
         wide = [m.double() if m.is_floating_point() else m for m in self.memory]
+        meant = run(partial(self._description, rounds=True), self.part.inputs, wide, None, self._cotangent())
+        if not compare.wrong_reading(original, None, meant):
+            return meant
         meant = run(self._description, self.part.inputs, wide, None, self._cotangent())
         if wrong := compare.wrong_reading(original, self._in_float64(wide), meant):
             self._tell(f"it is not what was read: {wrong}")
         return meant
 
-    def _description(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def _description(self, *inputs: torch.Tensor, rounds: bool = False) -> torch.Tensor:
         """The description in float64, of what its sources are on these inputs."""
         d = self.subject.described
         values = iter(in_float64(self.part.also)(*inputs))
@@ -248,7 +254,8 @@ class _Trial:
         for n in _meant_by(d.attention):
             held = fake_value(d.nodes[n])
             tensors[n] = next(values).cpu() if isinstance(held, torch.Tensor) else torch.tensor(self._number(held))
-        return reference(d.attention, tensors, self.chosen).to(inputs[0].device)
+        masked_from = weakest_fill(d.attention.score_dtype) if rounds else None
+        return reference(d.attention, tensors, self.chosen, masked_from=masked_from).to(inputs[0].device)
 
     def _number(self, held: Any) -> Any:
         return numbers(self.subject.sizes, self.chosen)(held) if isinstance(held, SYMBOLIC) else held

@@ -14,12 +14,17 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Const, Expr, Load, walk
 from attn_pass.model.reference import Evaluation
 
-Kind = Literal["number", "mask", "flag", "positive", "index"]
-"""A number; a matrix that is added, perhaps one of fills; 0 or 1; a number to divide by; an integer below a limit."""
+Draw = Literal["normal", "harsh", "empty"]
+"""Normal numbers; masks of fills, flags that fall either way; rows of masks that keep everything or nothing."""
+DRAWS: tuple[Draw, ...] = ("normal", "harsh", "empty")
+Kind = Literal["number", "factor", "mask", "flag", "positive", "index"]
+"""A number; an element of query or key; a matrix that is added, perhaps one of fills; 0 or 1; a number to divide by; an
+integer below a limit."""
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _FILL = 1e4  # a factor so large makes a fill of a flag
 _KEPT = 0.85  # of a mask
+_SMALL = 0.25  # so that products of 256 numbers stay below 16, half the distance between float16's lowest numbers
 _MUCH = 1 << 20  # elements of memory
 
 
@@ -44,8 +49,9 @@ def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
     for factor in (*attention.factors, *attention.result_factors):
         if factor.inverse:
             found |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
-    operands = {attention.query.source, attention.key.source, attention.value.source}
-    return tuple(Spec() if n in operands else found.get(n, Spec()) for n in range(len(attention.sources)))
+    operands = {attention.value.source: Spec()}
+    operands |= dict.fromkeys((attention.query.source, attention.key.source), Spec("factor"))
+    return tuple(operands.get(n) or found.get(n, Spec()) for n in range(len(attention.sources)))
 
 
 def _visit(
@@ -92,7 +98,7 @@ def _is_fill(expression: Expr) -> bool:
 
 
 def _rank(spec: Spec) -> int:
-    return ("mask", "number", "positive", "flag", "index").index(spec.kind)
+    return ("mask", "number", "factor", "positive", "flag", "index").index(spec.kind)
 
 
 def _number(size: object, sizes: Mapping[str, int]) -> int:
@@ -117,11 +123,37 @@ def closer(given: Input) -> Input:
     return replace(given, stride=tuple(stride))
 
 
-def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
+def random_tensor(given: Input, spec: Spec, generator: torch.Generator, draw: Draw) -> torch.Tensor:
     """The memory of an input: a flat tensor, of which `Input.in_memory` is the input itself.
 
-    ``harsh``: masks are fills and flags fall either way, so that rows without a key may come about.
+    Unless the draw is normal, fully masked rows come about, and scores are small enough that fills absorb them.
     """
+    flat = _drawn(given, spec, generator, harsh=draw != "normal")
+    masks = spec.kind in ("flag", "mask") or flat.dtype == torch.bool
+    if draw != "normal" and masks and given.value is None and not flat.dtype.is_complex:
+        _write_constant_rows(given, spec, flat, draw)
+    return flat
+
+
+def _write_constant_rows(given: Input, spec: Spec, flat: torch.Tensor, draw: Draw) -> None:
+    """Writes rows (along the last dimension) of nothing masked and nothing kept, whichever of them a flag's 0 means.
+
+    In the draw "empty" every row is one of them by turns; in "harsh" the row of an input that has one row alone.
+    """
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in given.stride)
+    view = given.in_memory(flat)[once]
+    lead = view.shape[:-1]
+    rows = math.prod(lead)
+    if not view.dim() or not view.numel() or view.numel() > flat.numel() or (draw == "harsh" and rows > 1):
+        return
+    odd = (torch.arange(rows) + (draw == "harsh")).reshape(*lead, 1) % 2
+    if spec.kind == "mask" and flat.dtype.is_floating_point:
+        odd = odd.sub(1).to(flat.dtype) * torch.finfo(flat.dtype).max
+    view.copy_(odd.expand(view.shape))
+
+
+def _drawn(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
+    """The numbers of a draw; ``harsh``: masks are fills and flags fall either way."""
     dtype = getattr(torch, given.dtype)
     length = given.memory
     if given.value is not None:
@@ -139,6 +171,8 @@ def random_tensor(given: Input, spec: Spec, generator: torch.Generator, *, harsh
         kept = torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
         return kept.to(dtype)
     numbers = torch.randn(length, generator=generator, dtype=torch.float64)
+    if spec.kind == "factor" and harsh:
+        numbers = numbers * _SMALL
     if spec.kind == "positive":
         numbers = numbers.abs() + 0.5
     if spec.kind == "mask" and harsh:

@@ -28,6 +28,30 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "float32 masks on float16 scores taken for float16's",
+        "patterns/softmax.py",
+        "    return reduce(torch.promote_types, joined, softmax)",
+        "    return _narrowest(scores, softmax)",
+    ),
+    Fault(
+        "numbers that float16 scores absorb made one",
+        "targets/masks.py",
+        "    low = plan.call(aten.mul.Scalar, low, _HALF_ABSORBS)",
+        "    low = plan.call(aten.clamp.default, plan.call(aten.mul.Scalar, low, 1e38), _LOWEST, _LOWEST)",
+    ),
+    Fault(
+        "no assumption on masked keys",
+        "targets/masks.py",
+        "    return filled and setting.eager_form",
+        "    return False",
+    ),
+    Fault(
+        "operands written after the result saved as they are",
+        "graph/edit.py",
+        "        return value if later is None else self.call(aten.clone.default, value)",
+        "        return value",
+    ),
     Fault("a divisor folded as a factor", "reading/scores.py", "number = 1 / number if inverse else number", "pass"),
     Fault(
         "a bias not scaled with the scores",

@@ -108,6 +108,7 @@ LEAVES: dict[str, Leaf] = {
         lambda c, t, n: _keys(c) < n + 1,
         lambda c, t, n: torch.arange(c.s) <= n,
     )),
+    "not the last": Leaf((lambda c, t, n: _keys(c) < c.s - 1,)),
     "first": Leaf((lambda c, t, n: _keys(c) == 0,)),
     "diagonal": Leaf((lambda c, t, n: _keys(c) == _rows(c), lambda c, t, n: torch.eye(c.l, c.s, dtype=torch.bool))),
     "everything": Leaf((lambda c, t, n: _ones(c), lambda c, t, n: _keys(c) >= 0)),

@@ -28,6 +28,8 @@ class Row:
     random: bool = False  # draws random numbers
     masks: bool = False  # takes a mask
     square: bool = False  # as many queries as keys
+    wide: bool = False  # a mask of float32, whatever the program's type is: its fills are float32's
+    hides: bool = False  # scores are replaced, which hides a key that is no number
 
 
 Table = dict[str, Row]
@@ -128,6 +130,11 @@ OPERANDS: Table = {
     "neg": Row(lambda c, x, e: -x),
     "rope": Row(_rotated, "rope"),
     "clone": Row(lambda c, x, e: x.clone()),
+    "mul in place": Row(lambda c, x, e: (x * 1.0).mul_(e.x), numbers=_SCALES),
+    "div in place": Row(lambda c, x, e: (x * 1.0).div_(e.x), numbers=_SCALES),
+    "a view multiplied in place": Row(lambda c, x, e: _through_a_view(x, e.x), numbers=_SCALES),
+    "imul": Row(lambda c, x, e: _multiplied(x, e.x), numbers=_SCALES),
+    "last is no number": Row(lambda c, x, e: x + e.t, "no number"),
     "normalised": Row(lambda c, x, e: F.normalize(x, dim=-1)),
     "flipped": Row(lambda c, x, e: x.flip(-2), miss=True),
     "rolled": Row(lambda c, x, e: x.roll(1, -2), miss=True),
@@ -139,6 +146,18 @@ OPERANDS: Table = {
     "heads swapped with rows": Row(lambda c, x, e: _swapped(x), miss=True),
     "rounded": Row(lambda c, x, e: x.round(), miss=True),
 }  # fmt: skip
+
+
+def _multiplied(x: Tensor, number: float) -> Tensor:
+    x = x * 1.0
+    x *= number
+    return x
+
+
+def _through_a_view(x: Tensor, number: float) -> Tensor:
+    x = x * 1.0
+    x.transpose(-1, -2).mul_(number)
+    return x
 
 
 def _written_in_part(x: Tensor) -> Tensor:
@@ -215,7 +234,22 @@ SOFTMAXES: Table = {
     "nan_to_num": Row(lambda c, s, e: torch.nan_to_num(s.softmax(-1), nan=0.0)),
     "guarded": Row(lambda c, s, e: torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1))),
     "on the transposed": Row(lambda c, s, e: s.transpose(-1, -2).softmax(-2).transpose(-1, -2)),
-    "exp of log_softmax": Row(lambda c, s, e: F.log_softmax(s, -1).exp(), miss=True),
+    "exp of log_softmax": Row(lambda c, s, e: F.log_softmax(s, -1).exp()),
+    "minus logsumexp": Row(lambda c, s, e: (s - s.logsumexp(-1, keepdim=True)).exp()),
+    "times the inverse sum": Row(lambda c, s, e: s.exp() * s.exp().sum(-1, keepdim=True).reciprocal()),
+    "normalised exp": Row(lambda c, s, e: F.normalize(s.exp(), p=1.0, dim=-1)),
+    "minus logsumexp of queries": Row(lambda c, s, e: (s - s.logsumexp(-2, keepdim=True)).exp(), miss=True),
+    "minus half the logsumexp": Row(lambda c, s, e: (s - s.logsumexp(-1, keepdim=True) * 0.5).exp(), miss=True),
+    "normalised exp, p = 2": Row(lambda c, s, e: F.normalize(s.exp(), p=2.0, dim=-1), miss=True),
+    "softmax of both directions": Row(lambda c, s, e: s.softmax(-1) * s.softmax(-2), miss=True),
+    "joined with other scores": Row(lambda c, s, e: torch.cat([s, s * 2], -1).softmax(-1)[..., : c.s], miss=True),
+    "two sinks": Row(
+        lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1]), s[..., :1] * 0], -1).softmax(-1)[..., :-2],
+        miss=True,
+    ),
+    "a sink on both sides": Row(
+        lambda c, s, e: torch.cat([s[..., :1] * 0, s, s[..., :1] * 0], -1).softmax(-1)[..., 1:-1], miss=True
+    ),
     "queries": Row(lambda c, s, e: s.softmax(-2), miss=True),
     "first dimension": Row(lambda c, s, e: s.softmax(0), miss=True),
     "heads": Row(lambda c, s, e: s.softmax(-3 if s.dim() > 2 else -2), miss=True),
@@ -318,6 +352,7 @@ RESULTS: Table = {
     "written in part": Row(lambda c, x, e: _zeroed(x), miss=True),
     "first": Row(lambda c, x, e: x[0]),
     "float": Row(lambda c, x, e: x.to(c.f32)),
+    "normalised by the sum": Row(lambda c, x, e: x / x.sum(-1, keepdim=True).abs().add(1.0)),
 }  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from fuzz_parts import AFTER, GROUPS, LAYOUTS, OPERANDS, PRODUCTS, RESULTS, SOFT
 from fuzz_scores import BIASES, MASKS, OTHERS, SCALES
 
 INF = math.inf
+LOWEST = torch.finfo(torch.float32).min
 SCORES: Table = {
     f"{kind}: {name}": Row(row.do, row.takes, row.miss or kind == "other", row.numbers, row.writes, row.random,
-                           row.masks, row.square)
+                           row.masks, row.square, row.wide, row.hides)
     for kind, table in (("scale", SCALES), ("bias", BIASES), ("mask", MASKS), ("other", OTHERS))
     for name, row in table.items()
 }  # fmt: skip
@@ -148,6 +149,10 @@ class Program:
             "binary": lambda: keep.to(self.dtype),
             "counts": lambda: (rand(*scores) * 3).long().index_fill(-1, torch.tensor([0]), 1),
             "fills": lambda: torch.zeros(scores, dtype=self.dtype).masked_fill(~keep, torch.finfo(self.dtype).min),
+            "float32 fills": lambda: torch.zeros(scores).masked_fill(~keep, LOWEST if len(scores) % 2 else -1e9),
+            "no number": lambda: torch.zeros(shape[-2], 1, dtype=self.dtype).index_fill(
+                0, torch.tensor([shape[-2] - 1]), INF if shape[-2] % 2 else math.nan
+            ),
             "number": lambda: torch.tensor(0.3, dtype=self.dtype),
             "heads": lambda: (rand(*lead[-1:], 1, 1) + 0.5).to(self.dtype),
             "rows": lambda: (rand(*lead, l, 1) + 0.5).to(self.dtype),
@@ -203,6 +208,7 @@ class _Run:
     k: Tensor = None
     v: Tensor = None
     extra: list[Tensor] = field(default_factory=list)
+    narrow: torch.dtype = torch.float32  # what the scores are in the program's own types, at this point
 
     @property
     def dtype(self) -> torch.dtype:
@@ -254,6 +260,8 @@ class _Run:
             x = LAYOUTS[layout].shown(self.given[name], p.shapes[name])
             if name == "query":
                 self.q = x
+            if p.writes.endswith("after"):
+                x = x * 1.0
             x = self._all(name, x)
             if name != "query" and p.groups > 1 and not (p.call and p.enable_gqa):
                 x = GROUPS[p.grouping][0](self, x, p.groups)
@@ -264,6 +272,7 @@ class _Run:
     def _by_hand(self) -> Tensor:
         p = self.p
         q = self.q
+        self.narrow = torch.float32 if p.upcast else p.dtype
         s = self._step("product", 0, p.product, q)
         if p.writes == "query":
             q.mul_(2)
@@ -286,8 +295,8 @@ class _Run:
         if p.returns == "weights":
             self.extra.append(w.mean(-2))
         x = self._step("times", 0, p.times, w)
-        if p.writes == "value after":
-            self.v.mul_(2)
+        if p.writes in ("query after", "key after", "value after"):
+            getattr(self, p.writes[0]).mul_(2)
         if p.returns == "written query":
             self.extra.append(q * 2)
         return x
@@ -320,6 +329,8 @@ class _Run:
 
     def _step(self, place: str, number: int, step: Step, x: Tensor) -> Tensor:
         row = TABLES[place][step.row]
+        if row.wide:
+            self.narrow = torch.promote_types(self.narrow, torch.float32)
         return row.do(self, x, self._own(f"{place}{number}", step, row))
 
     def _own(self, name: str, step: Step, row: Row) -> SimpleNamespace:
@@ -327,5 +338,22 @@ class _Run:
         if row.masks and step.mask is not None:
             own = {n.removeprefix(f"{name}_mask"): t for n, t in self.given.items() if n.startswith(f"{name}_mask")}
             keep = step.mask.made(self, own)
-        lowest = torch.finfo(self.p.dtype).min
-        return SimpleNamespace(t=self.given.get(name), x=step.x, n=step.n, fill=step.fill, keep=keep, lowest=lowest)
+        lowest = LOWEST if row.wide else torch.finfo(self.p.dtype).min
+        t, fill = self.given.get(name), step.fill
+        if self.wide and name.startswith("score") and not row.miss:
+            fill, lowest = (self._absorbing(number) for number in (fill, lowest))
+            if row.takes in ("fills", "float32 fills"):
+                least = float(t.min())
+                t = t + (t * (self._absorbing(least) / least - 1.0 if least < 0 else 0.0)).detach()
+        return SimpleNamespace(t=t, x=step.x, n=step.n, fill=fill, keep=keep, lowest=lowest)
+
+    def _absorbing(self, number: float) -> float:
+        """A number that masks in the program's type, in float64: -1e9 would leave the scores what they are there.
+
+        Numbers keep their order, and float32 holds them.
+        """
+        weakest = 32752.0 if self.narrow == torch.float16 else 0.99e9
+        if self.narrow == torch.float64 or not -INF < number <= -weakest:
+            return number
+        share = math.log(-number / weakest) / math.log(-LOWEST / weakest)
+        return max(LOWEST, -(10 ** (25 + share * (math.log10(-LOWEST) - 25))))

@@ -68,7 +68,7 @@ def main(count: int, first: int) -> int:
             seconds = time.perf_counter() - started
             print(f"{done + BATCH} programs, {seconds:.0f} s, {failed} batches failed", flush=True)
     print(f"{count} programs in {time.perf_counter() - started:.0f} s, seed {first}: {failed} batches failed")
-    for table in (tally.counts, tally.reasons):
+    for table in (tally.counts, tally.classes, tally.reasons):
         for name, number in table.most_common(40):
             print(f"{number:8d}  {name}")
     return failed

@@ -50,18 +50,24 @@ BIASES: Table = {
     "keys": Row(lambda c, s, e: s + torch.arange(c.s) * e.x, numbers=(0.25,)),
     "table": Row(lambda c, s, e: s + e.t[torch.arange(c.s) - torch.arange(c.l)[:, None] + c.l - 1], "table"),
     "of rows": Row(lambda c, s, e: s + e.t, "rows"),
+    "far down, in float32": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 7e4).to(c.f32), numbers=(-2e4, 2e4)),
+    "far down": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 4e4).to(s.dtype), numbers=(-64.0, 512.0)),
+    "far down, subtracted": Row(lambda c, s, e: s - (torch.arange(c.s) * e.x + 7e4).to(c.f32), numbers=(2e4, -2e4)),
+    "far down, scaled": Row(lambda c, s, e: (s.to(c.f32) * 8 - torch.arange(c.s) * 7e5) / e.x, numbers=(8.0, 2.0)),
     "minus the maximum": Row(lambda c, s, e: s - s.amax(-1, keepdim=True)),
     "minus the detached maximum": Row(lambda c, s, e: s - s.detach().amax(-1, keepdim=True)),
 }  # fmt: skip
 
 MASKS: Table = {
-    "masked_fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.fill), masks=True),
-    "torch.masked_fill": Row(lambda c, s, e: torch.masked_fill(s, torch.logical_not(e.keep), e.fill), masks=True),
-    "masked_fill_": Row(lambda c, s, e: s.clone().masked_fill_(~e.keep, e.fill), masks=True),
-    "where": Row(lambda c, s, e: torch.where(e.keep, s, e.fill), masks=True),
-    "where drop": Row(lambda c, s, e: torch.where(~e.keep, e.fill, s), masks=True),
-    "where tensor": Row(lambda c, s, e: torch.where(e.keep, s, torch.full_like(s, e.fill)), masks=True),
-    "method where": Row(lambda c, s, e: s.where(e.keep, s.new_full((), e.fill)), masks=True),
+    "masked_fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.fill), masks=True, hides=True),
+    "torch.masked_fill": Row(
+        lambda c, s, e: torch.masked_fill(s, torch.logical_not(e.keep), e.fill), masks=True, hides=True
+    ),
+    "masked_fill_": Row(lambda c, s, e: s.clone().masked_fill_(~e.keep, e.fill), masks=True, hides=True),
+    "where": Row(lambda c, s, e: torch.where(e.keep, s, e.fill), masks=True, hides=True),
+    "where drop": Row(lambda c, s, e: torch.where(~e.keep, e.fill, s), masks=True, hides=True),
+    "where tensor": Row(lambda c, s, e: torch.where(e.keep, s, torch.full_like(s, e.fill)), masks=True, hides=True),
+    "method where": Row(lambda c, s, e: s.where(e.keep, s.new_full((), e.fill)), masks=True, hides=True),
     "add where": Row(lambda c, s, e: s + torch.where(e.keep, 0.0, e.fill).to(s.dtype), masks=True),
     "add filled": Row(
         lambda c, s, e: s + torch.zeros(e.keep.shape, dtype=s.dtype).masked_fill(~e.keep, e.fill), masks=True
@@ -69,15 +75,39 @@ MASKS: Table = {
     "sub where": Row(lambda c, s, e: s - torch.where(e.keep, 0.0, -e.fill).to(s.dtype), masks=True),
     "one minus": Row(lambda c, s, e: s + (1.0 - e.keep.to(s.dtype)) * max(e.fill, e.lowest), masks=True),
     "drop times": Row(lambda c, s, e: s + (~e.keep).to(s.dtype) * max(e.fill, e.lowest), masks=True),
-    "== 0": Row(lambda c, s, e: s.masked_fill(e.keep.to(s.dtype) == 0, e.fill), masks=True),
-    "< 0.5": Row(lambda c, s, e: s.masked_fill(e.keep.to(s.dtype) < 0.5, e.fill), masks=True),
-    "number == 0": Row(lambda c, s, e: s.masked_fill(e.keep.long() == 0, e.fill), masks=True),
+    "== 0": Row(lambda c, s, e: s.masked_fill(e.keep.to(s.dtype) == 0, e.fill), masks=True, hides=True),
+    "< 0.5": Row(lambda c, s, e: s.masked_fill(e.keep.to(s.dtype) < 0.5, e.fill), masks=True, hides=True),
+    "number == 0": Row(lambda c, s, e: s.masked_fill(e.keep.long() == 0, e.fill), masks=True, hides=True),
     "max": Row(
         lambda c, s, e: torch.maximum(
             s + torch.where(e.keep, 0.0, e.lowest).to(s.dtype), torch.tensor(e.lowest, dtype=s.dtype)
         ),
         masks=True,
     ),
+    "float32 where": Row(
+        lambda c, s, e: s + torch.where(e.keep, 0.0, e.fill).to(c.f32), masks=True, wide=True
+    ),
+    "float32 one minus": Row(
+        lambda c, s, e: s + (1.0 - e.keep.to(c.f32)) * max(e.fill, e.lowest), masks=True, wide=True
+    ),
+    "float32 masked_fill": Row(
+        lambda c, s, e: s.to(c.f32).masked_fill(~e.keep, e.fill), masks=True, wide=True, hides=True
+    ),
+    "float32 where drop": Row(
+        lambda c, s, e: torch.where(~e.keep, torch.full((1,), e.fill, dtype=c.f32), s),
+        masks=True, wide=True, hides=True,
+    ),
+    "float64 where": Row(
+        lambda c, s, e: s + torch.where(e.keep, 0.0, e.fill).to(torch.float64), masks=True, wide=True
+    ),
+    "input of float32 fills": Row(lambda c, s, e: s + e.t, "float32 fills", wide=True),
+    "triu of the scores' shape": Row(
+        lambda c, s, e: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), e.fill), hides=True
+    ),
+    "new_ones": Row(lambda c, s, e: s.masked_fill(s.new_ones(c.l, c.s).tril() == 0, e.fill), hides=True),
+    "full_like": Row(lambda c, s, e: s + torch.full_like(s, e.fill).triu(1)),
+    "boolean index": Row(lambda c, s, e: _indexed(s, ~e.keep, e.fill), masks=True, hides=True),
+    "part added to": Row(lambda c, s, e: _part_added(s, e.x), numbers=(0.5, -3.0)),
     "triu of fills": Row(lambda c, s, e: s + torch.full((c.l, c.s), e.fill, dtype=s.dtype).triu(1)),
     "tail written": Row(lambda c, s, e: _tail_written(s, e.fill, e.n)),
     "input of fills": Row(lambda c, s, e: s + e.t, "fills"),
@@ -137,6 +167,12 @@ OTHERS: Table = {
     "diagonal written": Row(lambda c, s, e: _diagonal(s)),
     "masked after it was copied": Row(lambda c, s, e: _mask_written_after(s, e.t), "scores"),
     "triu of fills off by one": Row(lambda c, s, e: s + torch.full((c.l, c.s), e.fill, dtype=s.dtype).triu(2)),
+    "triu of the scores' shape off by one": Row(
+        lambda c, s, e: s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(2), e.fill)
+    ),
+    "full_like of scores": Row(lambda c, s, e: s + torch.ones_like(s).triu(1) * s),
+    "boolean index of the scores": Row(lambda c, s, e: _indexed(s, s > 0.5, -2.0)),
+    "boolean index added to": Row(lambda c, s, e: _indexed(s, ~e.keep, 0.25), masks=True),
     "tril of fills": Row(lambda c, s, e: s + torch.full((c.l, c.s), -2.0, dtype=s.dtype).tril(-1)),
 }  # fmt: skip
 
@@ -156,6 +192,18 @@ def _iadd(s: Tensor, t: Tensor) -> Tensor:
 def _tail_written(s: Tensor, fill: float, n: int) -> Tensor:
     s = s.clone()
     s[..., 1 + n :] = fill
+    return s
+
+
+def _indexed(s: Tensor, where: Tensor, number: float) -> Tensor:
+    s = s * 1.0
+    s[where.expand(s.shape)] = number
+    return s
+
+
+def _part_added(s: Tensor, number: float) -> Tensor:
+    s = s * 1.0
+    s[..., 1:, 1:] += number
     return s
 
 

@@ -10,7 +10,7 @@ import torch
 from fuzz_graphs import DIALECTS
 from fuzz_masks import BRANCHES, LEAVES, Mask
 from fuzz_parts import GROUPS, INF, LAYOUTS, Row, Table
-from fuzz_program import SCORES, TABLES, Program, Step, text
+from fuzz_program import LOWEST, SCORES, TABLES, Program, Step, text
 from hypothesis import strategies as st
 
 # What forces a choice: (choose, targets). The engine's own default comes last.
@@ -18,6 +18,8 @@ ENGINES: tuple[tuple[str, tuple[str, ...] | None], ...] = (
     ("fused", None), ("fused", ("sdpa",)), ("fused", ("flex",)), ("fused", ("sdpa", "values", "local", "recompute")),
     ("cheapest", None), ("first", ("local", "recompute", "decomposed", "values", "sdpa")),
 )  # fmt: skip
+_LAST = "last is no number"  # where a mask hides it alone: all else would be NaN
+_AFTER = ("query after", "key after", "value after")  # the result
 STRIDES = ("", "", "", "permuted", "gaps", "offset", "expanded")
 _SAFE = ("causal", "input", "padding", "lengths", "everything", "prefix", "numbers", "first")  # keep the first key
 
@@ -57,7 +59,9 @@ def cases(draw: Any) -> Case:
     if pick(*[False] * 24, True) and program.q_len > 1 and program.kv_len > 1:
         program, later = _dynamic(program, pick)
     dialect = pick(*DIALECTS, "dynamo", "dynamo")
-    grad = dialect == "dynamo" and not program.writes and pick(False, True)
+    if program.score and not program.call and pick(*[False] * 15, True):
+        program = hidden(program)
+    grad = dialect == "dynamo" and program.writes in ("", *_AFTER) and pick(False, True)
     choose, targets = pick(*ENGINES[:1] * 4, *ENGINES)
     return Case(
         program,
@@ -69,6 +73,15 @@ def cases(draw: Any) -> Case:
         later,
         (pick(*STRIDES), pick(*STRIDES), pick(*STRIDES)) if later is None and pick(False, True) else ("", "", ""),
     )
+
+
+def hidden(p: Program) -> Program:
+    """The program with a last key that is no number, which a mask hides from every row where scores are replaced."""
+    score = tuple(
+        replace(s, mask=Mask("and", parts=(s.mask, Mask("not the last")))) if SCORES[s.row].hides and s.mask else s
+        for s in p.score
+    )
+    return replace(p, score=score, key=(*p.key, Step(_LAST)))
 
 
 def windowed(case: Case) -> Case:
@@ -142,13 +155,13 @@ _DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.bfl
 
 
 def _rows(table: Table, *, miss: bool) -> tuple[str, ...]:
-    return tuple(name for name, row in table.items() if miss or not row.miss)
+    return tuple(name for name, row in table.items() if (miss or not row.miss) and name != _LAST)
 
 
 _ROWS = {(place, miss): _rows(table, miss=miss) for place, table in TABLES.items() for miss in (False, True)}
 _MISSES = {place: tuple(n for n, row in table.items() if row.miss) for place, table in TABLES.items()}
 _KINDS = ("plain", "plain", "plain", "miss", "miss", "anything")
-_WRITES = ("query", "key", "value", "value after")
+_WRITES = ("query", "key", "value", "value after", "query after", "key after")
 _RETURNS = ("scores", "masked scores", "softmax", "weights", "written query")
 _MANY = {"query": (0, 0, 0, 1), "key": (0, 0, 0, 1), "value": (0, 0, 0, 0, 1), "score": (1, 2, 0, 3, 1),
          "after": (0, 0, 0, 1, 2), "result": (0, 0, 1)}  # fmt: skip
@@ -167,8 +180,10 @@ def programs(draw: Any) -> Program:
         name = pick(*(_MISSES[place] if miss else _ROWS[place, kind == "anything"]))
         row: Row = table[name]
         # In float64 -1e9 absorbs no score, and rounds it a hundred million times as much as anything else does.
-        finite = {torch.float16: [], torch.float64: [-1e30]}.get(dtype, [-1e9, -1e30])
+        finite = {torch.float16: [-4e4], torch.float64: [-1e30]}.get(dtype, [-1e9, -1e30])
         fills = [-INF, torch.finfo(dtype).min, *finite]
+        if row.wide and dtype != torch.float64:
+            fills = [LOWEST, -1e9, -INF, -1e30, -1e12]
         takes_ones = row.takes in ("scores", "binary", "counts", "fills") or row.masks
         return Step(
             name,
@@ -218,6 +233,7 @@ def programs(draw: Any) -> Program:
         "first rows", "einsum, heads last",
     )  # fmt: skip
     layers = 2 if kind == "plain" and value_dim == dim and plain_times and pick(*[False] * 9, True) else 1
+    after = pick(*_AFTER) if kind == "plain" and not call and pick(*[False] * 19, True) else ""
     layouts = tuple(pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
     return Program(
         lead=lead,
@@ -236,7 +252,7 @@ def programs(draw: Any) -> Program:
         scale=scale,
         enable_gqa=gqa,
         dropout=dropout,
-        writes=pick(*_WRITES) if missed == "writes" and not call else "",
+        writes=pick(*_WRITES) if missed == "writes" and not call else after,
         returns=pick(*_RETURNS) if missed == "returns" and not call else "",
         layers=layers,
         seed=draw(st.integers(0, 3)),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 from fuzz_found import FOUND
-from fuzz_property import Tally, check
+from fuzz_property import Tally, check, classes
 from fuzz_run import batch
-from fuzz_strategy import Case, called, windowed
+from fuzz_strategy import Case, called, cases, windowed
+from hypothesis import Phase, given, seed, settings
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +29,21 @@ def test_generated_programs(part: int) -> None:
     assert counts["near misses"] > 100, counts
     assert counts["near misses, rewritten"] > 20, counts
     assert counts["no program"] < 60, (counts, tally.reasons)
+
+
+def test_every_class_of_programs_is_drawn() -> None:
+    drawn: Counter[str] = Counter()
+
+    for number in range(5):  # programs of one seed come in clumps
+
+        @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate])
+        @seed(number)
+        @given(cases())
+        def draw(case: Case) -> None:
+            drawn.update(classes(case))
+
+        draw()
+    assert len(drawn) == 11, drawn
 
 
 @pytest.mark.parametrize(("target", "change"), [("local", windowed), ("decomposed", called)])

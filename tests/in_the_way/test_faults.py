@@ -50,7 +50,7 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "finding calls": ("attn_pass.patterns.calls", "find", False),
     "finding softmaxes": ("attn_pass.patterns.softmax", "find", False),
     "finding flash-attn's calls": ("attn_pass.patterns.flash_attn_calls", "find", False),
-    "finding composite calls": ("attn_pass.patterns.composite", "find", False),
+    "taking calls apart": ("attn_pass.patterns.composite", "take_apart", False),
     "describing": ("attn_pass.patterns.softmax", "describe", True),
     "naming masks": ("attn_pass.reading.describe", "name_mask", True),
     "variants": ("attn_pass.engine", "variants", True),

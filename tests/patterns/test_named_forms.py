@@ -218,7 +218,7 @@ SOFTMAXES = {
     ),
     "by hand, the sum alone": Pair(
         lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp(q @ k.mT * 0.25)) @ v,
-        lambda q, k, v: (lambda e: e / (1 + e.sum(-1, keepdim=True)))(torch.exp(q @ k.mT * 0.25)) @ v,
+        lambda q, k, v: (lambda e: e / (e.sum(-1, keepdim=True) - 0.5))(torch.exp(q @ k.mT * 0.25)) @ v,
         QKV,
         left=NO_SITE,
     ),

@@ -51,13 +51,13 @@ MODULES: dict[str, tuple[type[nn.Module], dict[str, Any], Change, list[str]]] = 
     "weights thrown away": (MHA, {}, lambda m, x, y: m(x, y, y)[0], ["rewritten"]),
     "weights used": (MHA, {}, lambda m, x, y: m(x, y, y), ["left"]),
     "weights of each head used": (MHA, {}, lambda m, x, y: m(x, y, y, average_attn_weights=False), ["left"]),
-    "weights not asked for": (MHA, {}, lambda m, x, y: m(x, y, y, need_weights=False)[0], ["left"]),
+    "weights not asked for": (MHA, {}, lambda m, x, y: m(x, y, y, need_weights=False)[0], ["rewritten"]),
     "weights thrown away, causal": (MHA, {}, lambda m, x, y: m(x, x, x, attn_mask=upper(x))[0], ["rewritten"]),
     "weights used once": (MHA, {}, lambda m, x, y: (lambda o, w: o * w.sum())(*m(x, y, y)), ["left"]),
-    "encoder": (ENCODER, {}, lambda m, x, y: m(x, src_key_padding_mask=PADDING), ["left"]),
-    "encoder, norm first": (ENCODER, {"norm_first": True}, lambda m, x, y: m(x, src_mask=upper(x)), ["left"]),
-    "decoder": (DECODER, {}, lambda m, x, y: m(x, y, tgt_mask=upper(x)), ["left", "left"]),
-    "decoder, norm first": (DECODER, {"norm_first": True}, lambda m, x, y: m(x, y), ["left", "left"]),
+    "encoder": (ENCODER, {}, lambda m, x, y: m(x, src_key_padding_mask=PADDING), ["rewritten"]),
+    "encoder, norm first": (ENCODER, {"norm_first": True}, lambda m, x, y: m(x, src_mask=upper(x)), ["rewritten"]),
+    "decoder": (DECODER, {}, lambda m, x, y: m(x, y, tgt_mask=upper(x)), ["rewritten", "rewritten"]),
+    "decoder, norm first": (DECODER, {"norm_first": True}, lambda m, x, y: m(x, y), ["rewritten", "rewritten"]),
 }
 
 

@@ -28,6 +28,16 @@ def joined(scores: Tensor, sink: Tensor) -> Tensor:
     return torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)], -1)
 
 
+def softmax_one(scores: Tensor) -> Tensor:
+    m = scores.amax(-1, keepdim=True)
+    e = torch.exp(scores - m)
+    return e / (e.sum(-1, keepdim=True) + torch.exp(-m))
+
+
+def in_front(scores: Tensor, sink: Tensor) -> Tensor:
+    return torch.cat([sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores], -1)
+
+
 def transformers(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | None = None) -> Tensor:
     """As transformers' gpt-oss writes it, grouped heads included."""
     groups = q.shape[1] // k.shape[1]
@@ -57,12 +67,50 @@ READ: dict[str, tuple[Program, tuple[Any, ...]]] = {
         lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s], -1))[..., :-1] @ v,
         (randn(2, 2, 8, 1),),
     ),
+    "a logit in front": (lambda q, k, v, s: softmax(in_front(q @ k.mT, s))[..., 1:] @ v, (SINK,)),
+    "a logit in front of masked scores": (
+        lambda q, k, v, s, m: softmax(in_front((q @ k.mT).masked_fill(~m, LOWEST), s))[..., 1:] @ v,
+        (SINK, KEEP),
+    ),
+    "a zero in front": (
+        lambda q, k, v: softmax(torch.cat([torch.zeros_like(q[..., :1]), q @ k.mT], -1))[..., 1:] @ v,
+        (),
+    ),
     "a logit of the query": (
         lambda q, k, v: softmax(torch.cat([q @ k.mT, q.sum(-1, keepdim=True)], -1))[..., :-1] @ v,
         (),
     ),
 }
+
+
+def added_in_the_product(addend: Tensor) -> Program:
+    def program(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = torch.baddbmm(addend.to(q.dtype), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.25).view(2, 2, 8, 8)
+        return softmax(joined(scores, sink))[..., :-1] @ v
+
+    return program
+
+
 LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "one joined, and one in the sum": (
+        lambda q, k, v, s: softmax_one(joined(q @ k.mT, s))[..., :-1] @ v,
+        (SINK,),
+    ),
+    "one joined, and another's share": (
+        lambda q, k, v, s: (
+            (softmax(x := joined(q @ k.mT, s))[..., :-1] @ v) * torch.sigmoid(x.logsumexp(-1, keepdim=True) - 1.0)
+        ),
+        (SINK,),
+    ),
+    "one in the sum, and another's share": (
+        lambda q, k, v, s: (softmax_one(x := q @ k.mT) @ v) * torch.sigmoid(x.logsumexp(-1, keepdim=True) - s[0]),
+        (SINK,),
+    ),
+    "a number that baddbmm adds": (
+        lambda q, k, v, s: added_in_the_product(torch.full((8, 8), 2.0))(q, k, v, s),
+        (SINK,),
+    ),
+    "a number of each row that baddbmm adds": (added_in_the_product(randn(4, 8, 1)), (SINK,)),
     "a number added to the scores alone": (
         lambda q, k, v, s: softmax(joined(q @ k.mT + 1.0, s))[..., :-1] @ v,
         (SINK,),
@@ -85,8 +133,16 @@ LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
         lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s.view(1, 2, 1, 1).expand(2, 2, 8, 2)], -1))[..., :-2] @ v,
         (SINK,),
     ),
-    "a logit in front": (
-        lambda q, k, v, s: softmax(torch.cat([s.view(1, 2, 1, 1).expand(2, 2, 8, 1), q @ k.mT], -1))[..., 1:] @ v,
+    "a logit in front, the last weight thrown away": (
+        lambda q, k, v, s: softmax(in_front(q @ k.mT, s))[..., :-1] @ v,
+        (SINK,),
+    ),
+    "a number added to the scores behind a logit": (
+        lambda q, k, v, s: softmax(in_front(q @ k.mT + 1.0, s))[..., 1:] @ v,
+        (SINK,),
+    ),
+    "the weight of a logit in front kept": (
+        lambda q, k, v, s: softmax(in_front(q @ k.mT, s)) @ torch.cat([v[:, :, :1], v], 2),
         (SINK,),
     ),
 }

@@ -19,6 +19,7 @@ from attn_pass.model.mask import row_index
 from attn_pass.model.reference import reference
 from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
+from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.poor_cases import variants
 from attn_pass.reading.lift import Reader
 
@@ -91,7 +92,7 @@ def read(captured: Captured) -> tuple[Reader, list[Site]]:
     effects = Effects(graph)
     outer = Region.ambient() if captured.program == "compile" else Region()
     reader = Reader(graph, Sizes(), effects, Regions(graph, outer))
-    reader.find_reach(lambda node: softmax.read_softmax(reader, node) is not None)
+    reader.find_reach(lambda node: read_softmax(reader, node) is not None)
     sites = [*calls.find(reader), *softmax.find(reader)]
     assert _guards(captured.gm) == guards, "reading added guards"
     return reader, sorted(sites, key=lambda s: effects.position[s.node])

@@ -20,6 +20,7 @@ from attn_pass import verify
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.cut import Input
 from attn_pass.reading import describe
+from attn_pass.targets import masks
 from attn_pass.targets.sdpa import Sdpa
 from attn_pass.verify import inputs
 
@@ -103,6 +104,50 @@ def test_a_fault_of_a_target_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     scaled_wrongly(monkeypatch, lambda plan, value: plan.call(torch.ops.aten.mul.Tensor, value, 1.05))
     with pytest.raises(BackendCompilerFailed, match=r"as sdpa, the result is .* away"):
         site_of(fn, *inputs())
+
+
+FULLY_MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "-1e9 times what is masked": lambda s, m: s + (1.0 - m) * -1e9,
+    "float32's lowest number": lambda s, m: s + (1.0 - m) * torch.finfo(torch.float32).min,
+    "an added matrix": lambda s, m: s + m,
+    "float64": lambda s, m: s.double() + (1.0 - m.double()) * -1e30,
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", FULLY_MASKED)
+def test_a_fault_in_fully_masked_rows_alone_is_found(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-inf where the program has a number: only rows that keep no key show it, in the program's own precision."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return FULLY_MASKED[name](q @ k.mT * 0.3, m).softmax(-1).to(v.dtype) @ v
+
+    given = (*qkv(2, 3, 9, 11, 8, dtype=torch.float16, grad=grad), torch.ones(2, 1, 1, 11))
+    assert site_of(fn, *given).verified_error is not None
+    right = masks._in_kernel_dtype
+
+    def wrong(lower: Any, mask: Any, **kwargs: Any) -> Any:
+        mask = right(lower, mask, **kwargs)
+        low = lower.plan.call(torch.ops.aten.le.Scalar, mask, -65520.0)
+        return lower.plan.call(torch.ops.aten.masked_fill.Scalar, mask, low, float("-inf"))
+
+    monkeypatch.setattr(masks, "_in_kernel_dtype", wrong)
+    with pytest.raises(BackendCompilerFailed, match=r"as sdpa, the result is .* away"):
+        site_of(fn, *given)
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+def test_a_call_with_a_fully_masked_row_is_verified_in_training(infinite: bool) -> None:
+    """Such a row of a call is 0, and so are its gradients: in what the site is held to as well."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+        mask = mask if infinite else ~hidden
+        return F.scaled_dot_product_attention(q, k, v, mask[:, None, None].expand(-1, 3, -1, -1))
+
+    site = site_of(fn, *qkv(2, 3, 9, 11, 8, grad=True), torch.arange(2)[:, None].expand(2, 11) == 1)
+    assert (site.outcome, site.not_verified) == ("rewritten", "")
+    assert site.verified_error is not None and site.verified_error < 1e-5
 
 
 def test_a_site_that_is_wrong_is_left_loudly_and_the_model_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,126 @@
+"""Calls that take nothing but the shape of a tensor, given another tensor of that shape: the first one may go away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from attn_pass.graph.values import Sizes, fake_value, memory_order, tensor_value, value_key
+from attn_pass.model.index import Index
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ShapeUse:
+    """``user`` takes the shape, dtype and device of ``node``, and with ``strides`` also how it lies in memory."""
+
+    user: Node
+    node: Node
+    strides: bool
+
+
+class NoSize(Exception):
+    """A size that no node holds before the one that needs it."""
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A use whose stand-in can be made: the size of each dimension, in the order they lie in memory in."""
+
+    use: ShapeUse
+    sizes: tuple[int | tuple[Node, int | None], ...]  # a node that holds the size, or the dimension of it that does
+    order: tuple[int, ...]
+
+
+def can_stand_in(use: ShapeUse, sizes: Sizes) -> bool:
+    """Whether a new tensor can lie in memory as the node's does."""
+    value = tensor_value(use.node)
+    plain = isinstance(value, FakeTensor) and value.layout == torch.strided
+    return value is not None and plain and (not use.strides or memory_order(value, sizes) is not None)
+
+
+def give_stand_ins(
+    graph: Graph, uses: Iterable[ShapeUse], gone: Set[Node], sizes: Sizes
+) -> Iterator[tuple[Node, Node]]:
+    """Replaces the node by a tensor without values in each use; yields the new nodes, each with its user.
+
+    ``gone`` are nodes that no size may be taken from. Raises `NoSize`, before anything is changed.
+    """
+    ready = [_prepared(graph, use, gone, sizes) for use in uses if not use.user._erased]
+    for item in ready:
+        yield from ((node, item.use.user) for node in _insert(graph, item))
+
+
+def _prepared(graph: Graph, use: ShapeUse, gone: Set[Node], sizes: Sizes) -> _Ready:
+    value = tensor_value(use.node)
+    assert value is not None
+    shape = sizes.shape(value)
+    order = memory_order(value, sizes) if use.strides else None
+    order = tuple(range(len(shape))) if order is None else order
+    held = _held(graph, use.user, gone, sizes, {s for s in shape if not isinstance(s, int)})
+    found: list[int | tuple[Node, int | None]] = []
+    for dim in order:
+        size = shape[dim]
+        if not isinstance(size, int) and size not in held:
+            raise NoSize(f"no node holds the size {size} of {use.node.name} before {use.user.name} takes it")
+        found.append(size if isinstance(size, int) else held[size])
+    return _Ready(use, tuple(found), order)
+
+
+def _held(
+    graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, wanted: set[Index]
+) -> dict[Index, tuple[Node, int | None]]:
+    """Where each wanted size can be read from."""
+    found: dict[Index, tuple[Node, int | None]] = {}
+    for node in graph.nodes:
+        if node is before or len(found) == len(wanted):
+            break
+        value = fake_value(node)
+        if node in gone:
+            continue
+        if isinstance(value, torch.SymInt):
+            here: list[tuple[Index, int | None]] = [(sizes.index(value), None)]
+        elif isinstance(value, torch.Tensor):
+            here = [(size, dim) for dim, size in enumerate(sizes.shape(value))]
+        else:
+            continue
+        found |= {size: (node, dim) for size, dim in here if size in wanted - found.keys()}
+    return found
+
+
+def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:
+    use = item.use
+    value = tensor_value(use.node)
+    assert isinstance(value, FakeTensor)
+    key, made = value_key(use.user), list[Node]()
+
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        new = graph.call_function(target, args, kwargs)
+        fakes = torch.fx.node.map_arg((args, kwargs), fake_value)
+        new.meta[key] = target(*fakes[0], **fakes[1])
+        made.append(new)
+        return new
+
+    with graph.inserting_before(use.user), value.fake_mode, enable_python_dispatcher():
+        sizes = [
+            held if isinstance(held, int) else held[0] if held[1] is None else call(aten.sym_size.int, *held)
+            for held in item.sizes
+        ]
+        # Where nobody sees how it lies in memory it takes none.
+        dense = call(
+            aten.empty.memory_format, sizes if use.strides else [1] * len(sizes), dtype=value.dtype, device=value.device
+        )
+        stand_in = dense if use.strides else call(aten.expand.default, dense, sizes)
+        if item.order != tuple(range(len(sizes))):
+            stand_in = call(aten.permute.default, stand_in, [item.order.index(d) for d in range(len(sizes))])
+    for node in made:
+        node.meta.update({k: v for k, v in use.user.meta.items() if k in ("stack_trace", "nn_module_stack")})
+    use.user.replace_input_with(use.node, stand_in)
+    yield from made

@@ -1,0 +1,106 @@
+"""What takes no more than a shape from the scores: it goes with them, or gets another tensor of that shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import Node
+
+from attn_pass.graph.effects import is_metadata_assertion, is_pure
+from attn_pass.graph.stand_in import ShapeUse, can_stand_in
+from attn_pass.graph.writes import draws_random_numbers
+from attn_pass.reading.lift import Reader
+
+_MOST = 64
+
+
+def with_shape_uses(
+    reader: Reader, internal: Iterable[Node], sources: Iterable[Node], result: Node
+) -> tuple[Node, ...]:
+    """The inner nodes and those that take no more than a shape from them on the way to the site, or end nowhere.
+
+    ``zeros_like(scores)``, ``mask.expand_as(scores)``: once the site is read from the mask itself, nothing needs them;
+    nor does anything need what torch.export leaves of weights that a caller throws away.
+    """
+    inside = dict.fromkeys(internal)
+    read = set(sources)
+    for node in list(inside):
+        for user in node.users:
+            if user in inside or user is result:
+                continue
+            ends_here = _takes_a_shape(reader, user, node) is not None
+            inside |= dict.fromkeys(_leads_nowhere_else(reader, user, {*inside, result}, read, ends_here))
+    return tuple(inside)
+
+
+def remaining_shape_uses(reader: Reader, internal: Iterable[Node], result: Node) -> tuple[ShapeUse, ...]:
+    """The other calls that take no more than a shape from the inner nodes: index arithmetic is no use of the scores.
+
+    The mask that is made of it stays where something needs it: ``torch.ones_like(scores).tril()``.
+    """
+    inside = {*internal, result}
+    found = []
+    for node in inside - {result}:
+        for user in node.users:
+            use = None if user in inside or is_metadata_assertion(user) else _takes_a_shape(reader, user, node)
+            if use is not None and can_stand_in(use, reader.sizes):
+                found.append(use)
+    return tuple(found)
+
+
+_LIKE = ("expand_as", "view_as", "reshape_as", "type_as")  # of the second operand
+_OF_A_DTYPE = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+_SIZES = ("size", "sym_size", "dim", "numel", "ndimension")
+_AS_LARGE = ("zeros_like", "ones_like", "full_like", "empty_like")
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim")
+
+
+def _takes_a_shape(reader: Reader, user: Node, node: Node) -> ShapeUse | None:
+    """Whether all that ``user`` takes from ``node`` is its shape, its type or where it lies."""
+    name = _name(user)
+    first = user.args[0] if user.args else user.kwargs.get("input", user.kwargs.get("self"))
+    mentions = sum(a is node for a in (*user.args, *user.kwargs.values()))
+    if mentions != 1 or "out" in user.kwargs:
+        return None
+    if name in _LIKE:
+        return None if first is node else ShapeUse(user, node, strides=False)
+    if first is not node:
+        return None
+    if name == "getattr":
+        return ShapeUse(user, node, strides=False) if user.args[1] in _ATTRIBUTES else None
+    if name in _OF_A_DTYPE or name in _SIZES:
+        return ShapeUse(user, node, strides=False)
+    return ShapeUse(user, node, strides=True) if name in _AS_LARGE else None
+
+
+def _name(user: Node) -> str:
+    """The operation's name without its overload, if it is one of torch's."""
+    target = user.target
+    if user.op not in ("call_function", "call_method"):
+        return ""
+    if user.op == "call_method" or isinstance(target, str):
+        return str(target)
+    target = getattr(target, "_overloadpacket", target)
+    return getattr(target, "__name__", "")
+
+
+def _leads_nowhere_else(
+    reader: Reader, start: Node, site: set[Node], read: set[Node], ends_here: bool
+) -> tuple[Node, ...]:
+    """The nodes from ``start`` to nowhere, or with ``ends_here`` to the site; none if one leads anywhere else.
+
+    Nor if the site reads one of them, or there are too many to look at.
+    """
+    found: dict[Node, None] = {}
+    waiting = [start]
+    while waiting:
+        node = waiting.pop()
+        if node in found or (ends_here and node in site):
+            continue
+        stops = node in site or node in read or node.op == "output" or len(found) > _MOST
+        stops = stops or node in reader.needed
+        if stops or not is_pure(node) or draws_random_numbers(node) or reader.effects.mutations(node):
+            return ()
+        found[node] = None
+        waiting += node.users
+    return tuple(found)

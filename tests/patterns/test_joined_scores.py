@@ -1,0 +1,185 @@
+"""Scores over several sets of keys that are joined before the softmax, and the values with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from against_eager import qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+
+Program = Callable[..., Tensor]
+KEEP = randn(2, 1, 8, 13, seed=5) > -0.3
+KEEP[..., 0] = True
+
+
+def values(v: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([w, v], dim=-2)
+
+
+def prefix(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Memory in front of the keys, as memory-augmented and prefix-tuned attention write it."""
+    scores = torch.cat([q @ m.transpose(-1, -2), q @ k.transpose(-1, -2)], dim=-1) * 0.25
+    return scores.softmax(dim=-1) @ values(v, w)
+
+
+def einsums(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    before = torch.einsum("b h i d, b h j d -> b h i j", q, m) * 0.25
+    own = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.25
+    weights = torch.cat((before, own), dim=-1).masked_fill(~KEEP, float("-inf")).softmax(dim=-1)
+    return torch.einsum("b h i j, b h j d -> b h i d", weights, values(v, w))
+
+
+def keys_first(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    scores = torch.cat([m @ q.mT / 4.0, k @ q.mT / 4.0], dim=-2)
+    return scores.softmax(-2).mT @ values(v, w)
+
+
+def joined_queries(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([q @ k.mT, q.flip(-2) @ k.mT], -2).softmax(-1) @ v
+
+
+def masked_by_their_shape(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """What takes a shape from the joined scores gets another tensor of it."""
+    scores = torch.cat([(q @ m.mT) / 4.0, (q @ k.mT) / 4.0], dim=-1)
+    return (scores + torch.full_like(scores, -1e9).triu(1)).softmax(dim=-1) @ values(v, w)
+
+
+READ: dict[str, Program] = {
+    "masked by their shape": masked_by_their_shape,
+    "in front": prefix,
+    "einsums, masked": einsums,
+    "keys first": keys_first,
+    "rows": joined_queries,
+}
+
+
+def order(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """The values the other way round: still attention over the joined keys, of these values."""
+    return torch.cat([q @ m.mT, q @ k.mT], -1).softmax(-1) @ torch.cat([v, w], -2)
+
+
+def two_scales(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([q @ m.mT * 0.5, q @ k.mT * 0.25], -1).softmax(-1) @ values(v, w)
+
+
+def two_queries(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([(q + 1) @ m.mT, q @ k.mT], -1).softmax(-1) @ values(v, w)
+
+
+def used_apart(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    before = q @ m.mT
+    return torch.cat([before, q @ k.mT], -1).softmax(-1) @ values(v, w) + before.sum()
+
+
+def key_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    m = m.clone()
+    before = q @ m.mT
+    m.mul_(2)
+    return torch.cat([before, q @ k.mT], -1).softmax(-1) @ values(v, w)
+
+
+def piece_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    before = q @ m.mT
+    before.mul_(2)
+    return torch.cat([before, q @ k.mT], -1).softmax(-1) @ values(v, w)
+
+
+def heads_joined(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).reshape(2, -1, 32)  # a copy
+
+
+def query_written_between_copies(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    q = q.clone()
+    before = heads_joined(q)
+    q.mul_(2)
+    after = heads_joined(q)
+    scores = torch.cat([before @ heads_joined(m).mT, after @ heads_joined(k).mT], -1)
+    return scores.softmax(-1) @ heads_joined(values(v, w))
+
+
+def factors(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """A temperature of each head inside one product, and another in the other."""
+    before = torch.einsum("bhid,bhjd,h->bhij", q, m, m[0, :, 0, 0])
+    own = torch.einsum("bhid,bhjd,h->bhij", q, k, k[0, :, 0, 0])
+    return torch.cat([before, own], -1).softmax(-1) @ values(v, w)
+
+
+def scaled_factors(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    before = torch.einsum("bhid,bhjd,h->bhij", q, m, m[0, :, 0, 0]) * 0.5
+    own = torch.einsum("bhid,bhjd,h->bhij", q, k, k[0, :, 0, 0]) * 0.5
+    return torch.cat([before, own], -1).softmax(-1) @ values(v, w)
+
+
+LEFT: dict[str, Program] = {
+    "two scales": two_scales,
+    "two queries": two_queries,
+    "a piece is used": used_apart,
+    "a key is written": key_written,
+    "a piece is written": piece_written,
+    "the query is written between two copies": query_written_between_copies,
+    "factors of each product": factors,
+    "factors of each product, scaled": scaled_factors,
+}
+
+
+def inputs(grad: bool = False) -> tuple[Tensor, ...]:
+    return (*qkv(grad=grad), randn(2, 2, 5, 16, seed=8, grad=grad), randn(2, 2, 5, 16, seed=9, grad=grad))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", list(READ))
+def test_read_over_joined_keys(name: str, grad: bool) -> None:
+    same(READ[name], *inputs(grad), grad=grad, rewritten=1)
+
+
+@pytest.mark.parametrize("name", list(LEFT))
+def test_left_and_the_graph_is_as_it_was(name: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return LEFT[name](*given)
+
+    same(LEFT[name], *inputs(), rewritten=0)
+    program = torch.export.export(Module(), inputs())
+    before = [(n.op, str(n.target)) for n in program.graph.nodes]
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert not report.rewritten and [(n.op, str(n.target)) for n in program.graph.nodes] == before
+
+
+def test_values_in_another_order() -> None:
+    same(order, *inputs(), rewritten=1)
+
+
+@pytest.mark.parametrize("name", list(READ))
+def test_exported(name: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return READ[name](*given)
+
+    program = torch.export.export(Module(), inputs())
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert [s.outcome for s in report.sites] == ["rewritten"], [s.reason for s in report.sites]
+    assert not any("softmax" in str(n.target) or "mm" in str(n.target) for n in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*inputs()), Module()(*inputs()), atol=1e-5, rtol=1e-5)
+
+
+def wide_masked_by_their_shape(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    k, q = k.float(), q.float() * 0.5
+    scores = torch.cat([(q @ k.mT) / 3.0, (q @ m.float().mT) / 3.0], dim=-1)
+    scores = scores + torch.full_like(scores, -65504.0).triu(1)
+    return scores.softmax(dim=-1).to(v.dtype) @ torch.cat([v, w], dim=-2)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_wide_scores_of_half_operands_that_are_masked_by_their_shape(grad: bool) -> None:
+    """What takes a shape from the joined scores keeps its own input while they are decided."""
+    given = [x.detach().half().requires_grad_(grad) for x in inputs()]
+    same(wide_masked_by_their_shape, *given, grad=grad, rewritten=1)
+
+
+def test_dynamic_and_verified() -> None:
+    same(prefix, *inputs(), dynamic=True, rewritten=1)
+    same(prefix, *inputs(), rewritten=1, verify="graph")

@@ -1,0 +1,219 @@
+"""Products of every spelling: sums over several indices, einsum of three operands, sums, tensordot, inner, linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from against_eager import randn, same
+from torch import Tensor
+from torch.nn import functional as F
+
+import attn_pass
+
+einsum = torch.einsum
+Program = Callable[..., Tensor]
+PLAIN = ((2, 4, 8, 16), (2, 4, 9, 16), (2, 4, 9, 16))
+
+
+def msa_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows of an alignment attend together (ESM's MSA transformer): rows r, columns i and j, batch n."""
+    weights = (einsum("rinhd,rjnhd->hnij", q, k) * 0.1).softmax(-1)
+    return einsum("hnij,rjnhd->rinhd", weights, v)
+
+
+def se3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The orders m of a representation are summed over with its channels (SE(3)-Transformer)."""
+    weights = (einsum("bhidm,bhjdm->bhij", q, k) * 0.2).softmax(-1)
+    return einsum("bhij,bhjdm->bhidm", weights, v)
+
+
+def retro_neighbours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All tokens j of all neighbours r of a chunk i are keys (RETRO)."""
+    scores = einsum("bihd,birjhd->bihrj", q, k)
+    weights = scores.flatten(-2).softmax(-1).view(scores.shape)
+    return einsum("bihrj,birjhd->bihd", weights, v)
+
+
+def keys_of_two_dimensions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = einsum("bhid,brjhd->bhirj", q, k).flatten(-2)
+    return einsum("bhik,bkhd->bhid", scores.softmax(-1), v.flatten(1, 2))
+
+
+def keys_in_another_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The weights of one neighbour's tokens go to others' values: a permutation of the keys, and attention."""
+    scores = einsum("bhid,brjhd->bhijr", q, k)
+    weights = scores.flatten(-2).softmax(-1).view(*scores.shape[:3], *scores.shape[:-3:-1])
+    return einsum("bhirj,brjhd->bhid", weights, v)
+
+
+def three_operands(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """A temperature of each head is part of the product."""
+    return einsum("bhij,bhjd->bhid", einsum("bhid,bhjd,h->bhij", q, k, t).softmax(-1), v)
+
+
+def three_operands_of_values(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return einsum("bhij,h,bhjd->bhid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), t, v)
+
+
+def implicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return einsum("ij,jd", einsum("id,jd", q, k).softmax(-1), v)
+
+
+def multiplied_and_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1) * 0.25
+    return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+def one_row_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q[:, :, :1] * k).sum(dim=-1).softmax(-1)
+    return torch.sum(weights[..., None] * v, dim=-2)
+
+
+def tensordot(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.tensordot(torch.tensordot(q, k, dims=([1], [1])).softmax(-1), v, dims=1)
+
+
+def inner(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.inner(torch.inner(q, k).softmax(-1), v.t())
+
+
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.linear(F.linear(q, k * 0.25).softmax(-1), v.t())
+
+
+def added_zeros(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.bmm(q, k.mT).softmax(-1)
+    return torch.baddbmm(torch.zeros(2, 8, 16, dtype=q.dtype), weights, v)
+
+
+def nothing_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.bmm(q, k.mT).softmax(-1)
+    return torch.baddbmm(q, weights, v, beta=0)
+
+
+def multiply(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten.multiply.Tensor(q @ k.mT, 0.25).softmax(-1) @ v
+
+
+BATCHED = ((2, 8, 16), (2, 9, 16), (2, 9, 16))
+SINGLE = ((8, 16), (9, 16), (9, 16))
+ROWS = ((3, 8, 2, 4, 16), (3, 9, 2, 4, 16), (3, 9, 2, 4, 16))
+READ = {
+    msa_rows: ROWS,
+    se3: ((2, 4, 8, 5, 3), (2, 4, 9, 5, 3), (2, 4, 9, 5, 3)),
+    retro_neighbours: ((2, 8, 4, 16), (2, 8, 3, 5, 4, 16), (2, 8, 3, 5, 4, 16)),
+    keys_of_two_dimensions: ((2, 4, 8, 16), (2, 3, 5, 4, 16), (2, 3, 5, 4, 16)),
+    keys_in_another_order: ((2, 4, 8, 16), (2, 3, 5, 4, 16), (2, 3, 5, 4, 16)),
+    three_operands: (*PLAIN, (4,)),
+    three_operands_of_values: (*PLAIN, (4,)),
+    implicit: SINGLE,
+    multiplied_and_summed: PLAIN,
+    one_row_summed: PLAIN,
+    tensordot: SINGLE,
+    inner: SINGLE,
+    linear: SINGLE,
+    added_zeros: BATCHED,
+    nothing_added: BATCHED,
+    multiply: BATCHED,
+}
+
+
+def inputs(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    return [randn(*shape, dtype=dtype, grad=grad, seed=n) for n, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("program", READ)
+def test_it_is_read(program: Program, dtype: torch.dtype) -> None:
+    same(program, *inputs(READ[program], dtype), rewritten=1, twice=2.5)
+
+
+@pytest.mark.parametrize("program", [msa_rows, se3, retro_neighbours, multiplied_and_summed, tensordot, added_zeros])
+def test_it_is_read_in_training(program: Program) -> None:
+    same(program, *inputs(READ[program], grad=True), rewritten=1, grad=True)
+
+
+@pytest.mark.parametrize("program", [se3, multiplied_and_summed, inner])
+def test_it_is_read_at_lengths_known_at_run_time(program: Program) -> None:
+    same(program, *inputs(READ[program]), rewritten=1, dynamic=True)
+
+
+@pytest.mark.parametrize("program", READ)
+def test_it_is_read_in_exported_programs(program: Program) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return program(*given)
+
+    given = inputs(READ[program])
+    with torch.no_grad():
+        exported = torch.export.export(Model(), tuple(given))
+        report = attn_pass.rewrite(exported, choose="fused", on_error="raise")
+        assert [s.outcome for s in report.sites] == ["rewritten"], report
+        torch.testing.assert_close(exported.module()(*given), program(*given), atol=1e-5, rtol=1e-5)
+
+
+def summed_over_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Without an arrow a letter that both have is summed over."""
+    return einsum("bij,bjd", einsum("bid,bjd->bij", q, k).softmax(-1), v)
+
+
+def rows_of_values_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights and values do not share the index r: the weights are summed over it, and so are the values."""
+    weights = einsum("rid,rjd->rij", q, k).softmax(-1)
+    return einsum("rij,sjd->id", weights, v)
+
+
+def softmax_over_a_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each neighbour has a softmax of its own."""
+    scores = einsum("bhid,brjhd->bhirj", q, k)
+    return einsum("bhirj,brjhd->bhid", scores.softmax(-1), v)
+
+
+def a_factor_along_the_head_dim(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return einsum("bhij,bhjd,d->bhid", einsum("bhid,bhjd->bhij", q, k).softmax(-1), v, t)
+
+
+def summed_with_its_dimension_kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q[:, :, :1] * k).sum(dim=-1, keepdim=True).softmax(-1) * v
+
+
+def written_before_it_is_summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    product = q[:, :, :1] * k
+    product.clamp_(min=0.0)
+    return product.sum(-1).softmax(-1).unsqueeze(-2) @ v
+
+
+def something_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.baddbmm(q, torch.bmm(q, k.mT).softmax(-1), v)
+
+
+def a_product_used_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    products = torch.bmm(q, k.mT).softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)
+    return products.sum(-2) + products.amax(-2)
+
+
+NEIGHBOURS = {
+    summed_over_the_batch: BATCHED,
+    rows_of_values_alone: BATCHED,
+    softmax_over_a_part: READ[keys_of_two_dimensions],
+    a_factor_along_the_head_dim: (*PLAIN, (16,)),
+    summed_with_its_dimension_kept: PLAIN,
+    written_before_it_is_summed: PLAIN,
+    something_added: BATCHED,
+    a_product_used_twice: BATCHED,
+}
+
+
+@pytest.mark.parametrize("program", NEIGHBOURS)
+def test_neighbours_mean_something_else(program: Program) -> None:
+    same(program, *inputs(NEIGHBOURS[program]), rewritten=0, reference=False)
+
+
+def test_a_layer_before_a_softmax_is_no_product_of_queries_and_keys() -> None:
+    def router(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
+        return F.linear(x, weight).softmax(-1) @ experts
+
+    report = same(router, randn(8, 16), torch.nn.Parameter(randn(4, 16)), randn(4, 16, seed=2))
+    assert not report.sites

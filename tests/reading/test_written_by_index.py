@@ -1,0 +1,216 @@
+"""Scores written by a boolean tensor, by numbers, by the indices of a triangle, and slices of them changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from against_eager import NEG_INF, randn, same
+from torch import Tensor
+
+import attn_pass
+
+Change = Callable[[Tensor, Tensor, Tensor], None]  # scores (2, 4, 8, 8), a tensor like them, a bias (2, 4, 7, 7)
+
+
+def by_a_triangle(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[torch.ones_like(s, dtype=torch.bool).triu(1)] = -1e9
+
+
+def by_a_boolean(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[w > 1] = -1e9
+
+
+def behind_slices(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, w[0, 0] > 1] = NEG_INF
+
+
+def behind_an_ellipsis(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[..., w[0, 0] > 1] = torch.finfo(s.dtype).min
+
+
+def in_a_part(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 1:][..., w[0, 0, 1:, 1:] > 1] = -1e9
+
+
+def padded_keys(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s.permute(0, 3, 1, 2)[w[:, 0, 0] > 1] = -1e9
+
+
+def by_index_put(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s.index_put_((w > 1,), torch.tensor(-1e9, dtype=s.dtype))
+
+
+def former(s: Tensor, w: Tensor, b: Tensor) -> None:
+    """pbloem/former's ``mask_``."""
+    rows, columns = s.size(-2), s.size(-1)
+    indices = torch.triu_indices(rows, columns, offset=1)
+    s[..., indices[0], indices[1]] = NEG_INF
+
+
+def below(s: Tensor, w: Tensor, b: Tensor) -> None:
+    row, column = torch.tril_indices(8, 8, -2)
+    s[:, :, row, column] = -1e9
+
+
+def diagonal(s: Tensor, w: Tensor, b: Tensor) -> None:
+    """A token does not attend to itself (small vision transformers)."""
+    i = torch.arange(8)
+    s[:, :, i, i] = -1e9
+
+
+def graphormer(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 1:] += b
+
+
+def graphormer_by_numbers(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 1:] = s[:, :, 1:, 1:] + b
+    s[:, :, 1:, 0] = s[:, :, 1:, 0] + b[..., 0]
+    s[:, :, 0, :] = s[:, :, 0, :] + w[:, :, 0]
+
+
+def counted_from_behind(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[..., -1] = -1e9
+    s[..., :-3] += 1.0
+    s[:, -1, 2:-2] -= w[:, 0, 2:-2]
+
+
+def one_key(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, :, 0] = -1e9
+
+
+def one_row(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 3] = 0.0
+
+
+def multiplied_in_part(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 1:].add_(b).sub_(1.0)
+
+
+def more_dimensions_than_the_part(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 0] = (s[:, :, 1:, 0] + b[..., 0])[None, None]
+
+
+READ = [
+    by_a_triangle, by_a_boolean, behind_slices, behind_an_ellipsis, in_a_part, padded_keys, by_index_put, former,
+    below, diagonal, graphormer, graphormer_by_numbers, counted_from_behind, one_key, multiplied_in_part,
+    more_dimensions_than_the_part,
+]  # fmt: skip
+
+
+def attention(change: Change) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) * 0.25
+        change(scores, w, b)
+        return scores.softmax(-1) @ v
+
+    return run
+
+
+def inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tensor]:
+    q, k, v = (randn(2, 4, 8, 16, dtype=dtype, grad=grad, seed=n) for n in range(3))
+    return [q, k, v, randn(2, 4, 8, 8, dtype=dtype), randn(2, 4, 7, 7, dtype=dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", READ)
+def test_it_is_read(change: Change, dtype: torch.dtype) -> None:
+    same(attention(change), *inputs(dtype), rewritten=1, twice=2.5)
+
+
+@pytest.mark.parametrize("change", [by_a_triangle, former, by_a_boolean, one_key, diagonal])
+def test_it_is_read_in_training(change: Change) -> None:
+    same(attention(change), *inputs(grad=True), rewritten=1, grad=True)
+
+
+@pytest.mark.parametrize("change", [by_a_triangle, former, by_a_boolean, counted_from_behind])
+def test_it_is_read_at_lengths_known_at_run_time(change: Change) -> None:
+    same(attention(change), *inputs(), rewritten=1, dynamic=True)
+
+
+@pytest.mark.parametrize("change", READ)
+def test_it_is_read_in_exported_programs(change: Change) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return attention(change)(*given)
+
+    with torch.no_grad():
+        program = torch.export.export(Model(), tuple(inputs()))
+        report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+        assert [s.outcome for s in report.sites] == ["rewritten"], report
+        torch.testing.assert_close(program.module()(*inputs()), Model()(*inputs()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("change", [by_a_triangle, former])
+def test_a_triangle_is_causal(change: Change) -> None:
+    assert same(attention(change), *inputs(), rewritten=1).sites[0].mask == "causal"
+
+
+def values_by_a_boolean(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[w > -9] = w.flatten()
+
+
+def changed_by_a_boolean(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[w > 1] += 1.0
+
+
+def some_rows(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, torch.tensor([1, 5])] = -1e9
+
+
+def some_elements(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, torch.tensor([0, 1, 5]), torch.tensor([3, 4, 6])] = -1e9
+
+
+def a_smaller_triangle(s: Tensor, w: Tensor, b: Tensor) -> None:
+    row, column = torch.triu_indices(6, 6, 1)
+    s[:, :, row, column] = -1e9
+
+
+def a_triangle_lying_down(s: Tensor, w: Tensor, b: Tensor) -> None:
+    row, column = torch.triu_indices(8, 8, 1)
+    s[:, :, column, row] = -1e9
+
+
+def a_triangle_moved_on(s: Tensor, w: Tensor, b: Tensor) -> None:
+    row, column = torch.triu_indices(8, 8, 1)
+    row += 0 * column
+    s[:, :, row, column] = -1e9
+
+
+def accumulated(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s.index_put_((w > 1,), torch.tensor(1.0, dtype=s.dtype), accumulate=True)
+
+
+def another_place(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 0] = s[:, :, 1:, 1]
+
+
+def another_row(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 3] = s[:, :, 4]
+
+
+def by_their_own_values(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[s < 0] = -1e9
+
+
+LEFT = [
+    values_by_a_boolean, changed_by_a_boolean, some_rows, some_elements, a_smaller_triangle, a_triangle_lying_down,
+    a_triangle_moved_on, accumulated, another_place, another_row, one_row,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [*LEFT, by_their_own_values])
+def test_neighbours_are_no_masked_scores(change: Change) -> None:
+    same(attention(change), *inputs(), rewritten=0, targets=("sdpa",), reference=False)
+
+
+def test_what_is_written_after_the_softmax_is_not_part_of_it() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1)
+        weights = scores.softmax(-1)
+        by_a_boolean(scores, w, b)
+        return weights @ v + scores.sum()
+
+    same(run, *inputs(), rewritten=0, reference=False)
