@@ -51,6 +51,7 @@ class Site:
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
     unshared: Site | None = None  # of one refused because something else needs an inner node: the site without that
+    weights_stay: str = ""  # who needs the weights as well: they stay as written, and all that may go is the product
     partners: tuple[Site, ...] = ()  # sites that share inner nodes, this one among them: all are rewritten, or none
     alone: str = ""  # why it is left if a partner is
     opaque: Opaque | None = None  # the call of one of torch's modules that hides it

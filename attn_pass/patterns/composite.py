@@ -25,6 +25,7 @@ from attn_pass.reading.lift import PLAIN_TENSORS
 
 FORM = "nn.MultiheadAttention"
 ENCODER_LAYER = "nn.TransformerEncoderLayer"
+WEIGHTS_ARE_USED = "the attention weights are used"
 _FORWARD: Any = torch.nn.functional.multi_head_attention_forward
 
 
@@ -133,6 +134,10 @@ def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
             found += own
         for site in own:
             site.opaque = opaque
-            if site.refusal and site.error is None and opaque.weights_are_used:
-                site.refusal, site.refused_at = "the attention weights are used", None
+            if site.error is None and opaque.weights_are_used:
+                site.refused_at = None
+                if site.refusal:
+                    site.refusal = WEIGHTS_ARE_USED
+                elif site.weights_stay:
+                    site.weights_stay = WEIGHTS_ARE_USED
     return found

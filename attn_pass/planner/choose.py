@@ -65,6 +65,8 @@ class Choice:
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
     """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
+    if written.weights_stay:
+        return value_product_cost(attention, setting)
     return _as_it_is(attention, setting, written) - cost.traffic(setting.device, 2 * written.joined_bytes)
 
 
@@ -97,6 +99,22 @@ def score_product_cost(attention: Attention, setting: Setting) -> float:
     """The product of queries and keys alone, in microseconds: what sites that share it would pay for once if left."""
     problem = problem_of(attention, setting.hint)
     return 2 * problem.scores * problem.head_dim / setting.device.matmul(problem.dtype) / 1e3
+
+
+# Of the products of forward and backward 3 are saved and 7 computed by a kernel; without a backward, 1 and 2.
+_SAVED_IN_TRAINING = (3 / 7) / (1 / 2)
+
+
+def value_product_cost(attention: Attention, setting: Setting) -> float:
+    """The product of weights and values alone, in microseconds: what is saved where the weights stay."""
+    device, problem = setting.device, problem_of(attention, setting.hint)
+    flops, read = 2.0 * problem.scores * problem.value_dim, problem.dtype.itemsize * problem.scores
+    if attention.needs_grad:
+        flops *= _SAVED_IN_TRAINING
+    if problem.q_len == 1:  # a multiply-and-sum, or a product: the quicker
+        rate = max(device.vector(problem.dtype), device.matmul(problem.dtype))
+        return max(flops / rate / 1e3, cost.traffic(device, read)) + device.kernel_us
+    return flops / device.matmul(problem.dtype) / 1e3 + cost.traffic(device, read) + device.op_us
 
 
 def choose(

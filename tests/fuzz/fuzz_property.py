@@ -84,6 +84,7 @@ def classes(case: Case) -> list[str]:
         "a float32 or float64 mask on half-precision scores": half and any(r.wide for _, _, r in p.steps()),
         "two fills": len({step.fill for step in p.score if SCORES[step.row].masks}) > 1,
         "a masked key that is no number": any("last is no number" in row for row in rows),
+        "weights used as well": p.returns in ("softmax", "weights"),
         "an operand written after the result, in training": p.writes.endswith("after") and case.grad,
         **{name: any(word in row for word in words for row in rows) for name, words in _CLASSES.items()},
     }

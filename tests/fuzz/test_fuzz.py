@@ -43,7 +43,7 @@ def test_every_class_of_programs_is_drawn() -> None:
             drawn.update(classes(case))
 
         draw()
-    assert len(drawn) == 11, drawn
+    assert len(drawn) == 12, drawn
 
 
 @pytest.mark.parametrize(("target", "change"), [("local", windowed), ("decomposed", called)])

@@ -226,7 +226,6 @@ SOFTMAXES = {
         lambda q, k, v: (lambda w: (w @ v, w.sum(1) / 2)[0])(softmax(q @ k.mT * 0.25)),
         lambda q, k, v: (lambda w: w @ v + (w.sum(1) / 2).mean())(softmax(q @ k.mT * 0.25)),
         QKV,
-        left="weights are also used by sum",
     ),
     "transposed": Pair(
         lambda q, k, v: (k @ q.mT * 0.25).softmax(-2).mT @ v,

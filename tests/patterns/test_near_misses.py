@@ -344,8 +344,8 @@ CASES = [
     Case("sinks in front", sinks_in_front, (Q, K, V, numbers(1, 3, 1, 1)), REWRITTEN),
     Case("weights used in a chain", weights_in_a_chain, (Q, K, V), REWRITTEN),
     Case("weights used for two values", weights_for_two, (Q, K, V), REWRITTEN),
-    Case("weights returned", weights_returned, (Q, K, V), LEFT, "weights are returned by the model"),
-    Case("mean weights returned", mean_weights_returned, (Q, K, V), LEFT, "weights are also used by"),
+    Case("weights returned", weights_returned, (Q, K, V), REWRITTEN),
+    Case("mean weights returned", mean_weights_returned, (Q, K, V), REWRITTEN),
     Case("scores returned", scores_returned, (Q, K, V), LEFT, "scores are returned by the model"),
     # between the product and the softmax
     Case("tanh soft cap", lambda q, k, v: attend(torch.tanh(q @ k.mT / 5) * 5, v), (Q, K, V), LEFT, "tanh"),

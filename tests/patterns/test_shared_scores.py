@@ -59,11 +59,6 @@ def returned_too(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ..
     return s.softmax(-1) @ v, s.mT.softmax(-1) @ w, s
 
 
-def averaged_too(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    weights = (q @ k.mT).softmax(-1)
-    return weights @ v, weights @ w, weights.mean(1)
-
-
 def one_is_none(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     s = q @ k.mT
     return s.softmax(-1) @ v, s.sigmoid() @ w
@@ -84,7 +79,6 @@ def written_between(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor,
 
 LEFT: dict[str, Program] = {
     "returned too": returned_too,
-    "averaged too": averaged_too,
     "one is no attention": one_is_none,
     "the source of another": source_of_another,
     "written between": written_between,

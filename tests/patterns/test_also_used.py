@@ -1,0 +1,175 @@
+"""Weights that are needed as well: the kernel's result, and the weights beside it for who needs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+
+Program = Callable[..., Any]
+KEEP = randn(2, 1, 7, 11, seed=5) > -0.3
+KEEP[..., 0] = True
+
+
+def returned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    w = (q @ k.mT * 0.25).softmax(-1)
+    return w @ v, w
+
+
+def averaged(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Over the heads, as nn.MultiheadAttention gives them."""
+    w = (q @ k.mT * 0.25).masked_fill(~KEEP, float("-inf")).softmax(-1)
+    return w @ v, w.mean(1)
+
+
+def one_row(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """As vision transformers pick tokens by what the class token attends to."""
+    w = F.softmax(q @ k.mT * 0.25, -1, dtype=torch.float32).to(q.dtype)
+    return w @ v, w[:, :, 0, 1:].mean(1).topk(3, -1)[0]
+
+
+def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    s = q @ k.mT
+    s.mul_(0.25)
+    s += torch.where(KEEP, 0.0, -1e9).to(s.dtype)
+    w = s.softmax(-1)
+    return w @ v, w.sum(-2)
+
+
+def weights_written_later(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    w = (q @ k.mT * 0.25).softmax(-1)
+    x = w @ v
+    w.mul_(2)
+    return x, w
+
+
+def several_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    w = (q @ k.mT).softmax(-1)
+    return w @ v, w @ v.flip(-1), w.amax(1)
+
+
+def before_dropout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    w = (q @ k.mT).softmax(-1)
+    return F.dropout(w, 0.5, training=False) @ v, w
+
+
+KEPT: dict[str, tuple[Program, int]] = {
+    "returned": (returned, 1),
+    "averaged over the heads": (averaged, 1),
+    "one row": (one_row, 1),
+    "written in place": (written_in_place, 1),
+    "weights written later": (weights_written_later, 1),
+    "several values": (several_values, 2),
+    "before a dropout that is off": (before_dropout, 1),
+}
+
+
+def scores_too(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    s = q @ k.mT
+    w = s.softmax(-1)
+    return w @ v, w, s
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    w = F.dropout((q @ k.mT).softmax(-1), 0.5)
+    return w @ v, w
+
+
+def query_written(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """It is another one by the time the result is computed."""
+    q = q + 1.0
+    w = (q @ k.mT).softmax(-1)
+    q.mul_(2)
+    return w @ v, w
+
+
+LEFT: dict[str, tuple[Program, str]] = {
+    "scores as well": (scores_too, "weights are returned|scores are returned"),
+    "dropped out": (dropped, "weights are returned"),
+    "query written": (query_written, "weights are returned"),
+}
+
+
+def inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> tuple[Tensor, ...]:
+    return qkv(q_len=7, kv_len=11, dtype=dtype, grad=grad)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", list(KEPT))
+def test_result_by_a_kernel_and_weights_as_they_were(name: str, grad: bool) -> None:
+    program, count = KEPT[name]
+    if grad and program is weights_written_later:
+        pytest.skip("eager has no gradient for it")
+    same(program, *inputs(grad=grad), grad=grad, rewritten=count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", list(KEPT))
+def test_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    program, count = KEPT[name]
+    same(program, *inputs(dtype), rewritten=count)
+
+
+def test_dynamic_and_verified() -> None:
+    same(returned, *inputs(), dynamic=True, rewritten=1)
+    same(returned, *inputs(), rewritten=1, verify="graph")
+
+
+@pytest.mark.parametrize("name", list(LEFT))
+def test_left(name: str) -> None:
+    program, reason = LEFT[name]
+    with attn_pass.record() as report:
+        torch.compile(program, backend=attn_pass.wrap("eager", choose="fused", on_error="raise"))(*inputs())
+    assert [s.outcome for s in report.sites] == ["left"] and re.search(reason, report.sites[0].reason), str(report)
+
+
+def large(dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return qkv(batch=1, heads=2, q_len=256, kv_len=256, dim=64, dtype=dtype)
+
+
+def test_left_with_what_was_predicted_where_the_product_alone_is_cheaper() -> None:
+    report = same(returned, *large(torch.float32), rewritten=0, choose="cheapest")
+    (site,) = report.sites
+    assert site.reason.startswith("the attention weights are returned by the model; without them: already the cheapest")
+    assert site.predicted_us["leave"] < site.predicted_us["sdpa"]
+
+
+def test_taken_where_a_kernel_beats_the_product() -> None:
+    """Products in float16 are slow on the CPU, and the fused kernel is not."""
+    report = same(returned, *large(torch.float16), rewritten=1, choose="cheapest")
+    assert report.sites[0].reason.endswith("the attention weights are returned by the model, and stay")
+
+
+def test_nn_multihead_attention() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = randn(2, 9, 32, seed=3)
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        return module(x, x, x, need_weights=True)
+
+    report = same(program, x, rewritten=1, reference=False)
+    assert "the attention weights are used, and stay" in report.sites[0].reason
+    report = same(program, x, rewritten=0, reference=False, choose="cheapest")
+    assert report.sites[0].reason.startswith("the attention weights are used; without them: already the cheapest")
+
+
+def test_exported() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return averaged(q, k, v)
+
+    program = torch.export.export(Module(), inputs())
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert [s.outcome for s in report.sites] == ["rewritten"], str(report)
+    names = [str(n.target) for n in program.graph.nodes]
+    assert sum("matmul" in n for n in names) == 1 and sum("softmax" in n for n in names) == 1
+    torch.testing.assert_close(program.module()(*inputs()), Module()(*inputs()), atol=1e-5, rtol=1e-5)
