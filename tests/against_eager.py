@@ -64,7 +64,8 @@ def same(
         exact = reference if callable(reference) else _as_float64(fn)
         truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
-    backend = attn_pass.wrap("aot_eager", **{"choose": "fused", "on_error": "raise", **options})
+    # The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
+    backend = attn_pass.wrap("aot_eager_default_partitioner", **{"choose": "fused", "on_error": "raise", **options})
     with attn_pass.record() as report:
         found, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
     if rewritten is not None:

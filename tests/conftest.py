@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -14,8 +15,14 @@ import pytest
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import torch
+import torch._dynamo.guards as guards
 
 from attn_pass import store
+
+# Dynamo measures how long the guards of each graph take, and flushes the processor's caches before it does: half of
+# what a small compile costs.
+assert callable(guards.profile_guard_manager)
+guards.profile_guard_manager = lambda *_: 0.0
 
 # pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
 # the code of each graph at each stage, which takes as long as many tests do.
@@ -25,6 +32,13 @@ logging.getLogger("torch.__trace").propagate = True
 # nor of one that a test of another process has just made.
 _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ[store.VARIABLE] = _RECORDS.name
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture

@@ -45,7 +45,9 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, ...]:
 def run(model: Any, args: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor, attn_pass.Report]:
     torch._dynamo.reset()
     with attn_pass.record() as report, torch.no_grad():
-        out = torch.compile(model, backend=attn_pass.wrap("aot_eager", choose="fused", **options))(*args)
+        out = torch.compile(model, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", **options))(
+            *args
+        )
     return out, report
 
 
@@ -157,7 +159,9 @@ def test_a_checkpointed_body_is_read_with_what_its_caller_passes() -> None:
     q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(
+            q, k, v
+        )
         gradients = torch.autograd.grad(out.sin().sum(), (q, k, v))
     assert [(s.outcome, s.mask) for s in report.sites] == [("rewritten", "causal")]
     expected = Checkpointed()(q, k, v)
@@ -265,7 +269,9 @@ def test_a_product_made_without_gradients_keeps_none() -> None:
     q, k, v = (torch.randn(2, 3, 8, 16, requires_grad=True) for _ in range(3))
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v).sum().backward()
+        torch.compile(fn, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(
+            q, k, v
+        ).sum().backward()
     assert report.sites[0].outcome == "left" and "another context" in report.sites[0].reason
     assert v.grad is not None and not (q.grad is not None and q.grad.abs().max() > 0)
 
@@ -287,7 +293,7 @@ def test_weights_nobody_takes_are_not_asked_for() -> None:
     layer.dropout = 0.0
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        out = torch.compile(model, backend=attn_pass.wrap("aot_eager", choose="fused"))(x)
+        out = torch.compile(model, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(x)
     sites = [s for s in report.sites if s.form == "nn.MultiheadAttention"]
     assert [(s.outcome, s.target) for s in sites] == [("rewritten", "sdpa")], str(report)
     torch.testing.assert_close(out, layer(x + 1, x, x)[0])
@@ -315,7 +321,9 @@ def test_a_checkpoint_without_gradients_is_left() -> None:
     q, k, v = (torch.randn(2, 3, 8, 16) for _ in range(3))
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(
+            q, k, v
+        )
     assert [s.outcome for s in report.sites] == ["left"]
     torch.testing.assert_close(out, Checkpointed()(q, k, v))
 
@@ -325,7 +333,9 @@ def test_a_checkpoint_called_where_gradients_are_off_is_rewritten(mode: Any) -> 
     q, k, v = (torch.randn(2, 3, 8, 16) for _ in range(3))
     torch._dynamo.reset()
     with attn_pass.record() as report, mode():
-        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager", choose="fused"))(q, k, v)
+        out = torch.compile(Checkpointed(), backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(
+            q, k, v
+        )
     assert [s.outcome for s in report.sites] == ["rewritten"]
     torch.testing.assert_close(out, Checkpointed()(q, k, v))
 
@@ -341,7 +351,7 @@ def test_gradients_that_are_off_inside_a_checkpoint_only_do_not_count() -> None:
     args = tuple(torch.randn(2, 3, 8, 16) for _ in range(3))
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        out = torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused"))(*args)
+        out = torch.compile(fn, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"))(*args)
     assert [s.outcome for s in report.sites] == ["left"]
     torch.testing.assert_close(out, fn(*args))
 
@@ -364,7 +374,9 @@ def test_a_number_of_keys_that_is_known_at_run_time_only(name: str, grad: bool) 
     """Left with a reason, and right for every number of keys, none included."""
     args = [x.requires_grad_(grad) for x in inputs()]
     torch._dynamo.reset()
-    run = torch.compile(CHOSEN[name], backend=attn_pass.wrap("aot_eager", choose="fused"), fullgraph=True)
+    run = torch.compile(
+        CHOSEN[name], backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused"), fullgraph=True
+    )
     with (
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
         attn_pass.record() as report,

@@ -6,6 +6,7 @@ on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws th
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from fuzz_property import NoProgram, Tally, Wrong, check
 from fuzz_strategy import Case, cases
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BATCH = 500
 
@@ -64,6 +66,11 @@ def main(count: int, first: int) -> int:
         except Wrong as error:
             failed += 1
             print(f"\n==== seed {number}: {error}\n", flush=True)
+        FakeTensorMode.cache_clear()  # of shapes that hardly come again, and for good
+        if done == 0:  # what is imported by now stays, and need not be looked through for garbage
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(20_000, 20, 50)
         if (done // BATCH) % 4 == 3:
             seconds = time.perf_counter() - started
             print(f"{done + BATCH} programs, {seconds:.0f} s, {failed} batches failed", flush=True)

@@ -299,7 +299,9 @@ def test_an_encoder_layer_of_any_length() -> None:
     torch._dynamo.mark_dynamic(x, 1)
     torch._dynamo.reset()
     with torch.no_grad(), attn_pass.record() as report:
-        compiled = torch.compile(module, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))
+        compiled = torch.compile(
+            module, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
+        )
         for inputs in (x, randn(3, 11, 32)):
             torch.testing.assert_close(compiled(inputs), module(inputs))
     assert [(s.outcome, s.mask) for s in report.sites] == [("rewritten", "padding")]

@@ -205,7 +205,7 @@ def test_sizes_may_be_symbolic(dynamic: bool | None) -> None:
     call, exact = called({"causal": True, "softmax_scale": 0.25})
     torch._dynamo.reset()
     with attn_pass.record() as report:
-        backend = attn_pass.wrap("aot_eager", choose="fused", targets=("sdpa",), on_error="raise")
+        backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", targets=("sdpa",), on_error="raise")
         compiled = torch.compile(call, backend=backend, dynamic=dynamic)
         for n, lengths in enumerate(((7, 11), (9, 30), (10, 31), (11, 32))):
             inputs = tuple(torch.cat([x] * (n + 1)) for x in operands(*lengths))

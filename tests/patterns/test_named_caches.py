@@ -134,7 +134,11 @@ def test_a_position_is_a_value_and_no_constant(first: int) -> None:
     """One compilation for every position, and what it wrote stays written."""
     torch._dynamo.reset()
     program = static(index_copy)
-    run = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"), fullgraph=True)
+    run = torch.compile(
+        program,
+        backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"),
+        fullgraph=True,
+    )
     mine, theirs = ([t.clone() for t in CACHED] for _ in range(2))
     for position in (POSITION, POSITION - POSITION[0] + first):
         torch.testing.assert_close(run(*mine, position), program(*theirs, position), atol=1e-5, rtol=1e-5)
@@ -288,7 +292,7 @@ def test_where_masks_come_from(pair: Pair, near: bool) -> None:
 def test_the_values_of_a_mask_are_not_remembered(source: str) -> None:
     """The compiled program is called again with a triangle that has been turned over."""
     torch._dynamo.reset()
-    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
     module = Buffered().eval()
     run = torch.compile(module if source == "buffer" else given, backend=backend, fullgraph=True)
     for keep in (lower(16, 16), ~lower(16, 16, -1), randn(16, 16) > 0):

@@ -33,7 +33,9 @@ def compiled(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[An
     torch._dynamo.reset()
     torch.manual_seed(0)
     with attn_pass.record() as report:
-        got = torch.compile(function, backend=attn_pass.wrap("aot_eager", **OPTIONS), fullgraph=True)(*inputs)
+        got = torch.compile(
+            function, backend=attn_pass.wrap("aot_eager_default_partitioner", **OPTIONS), fullgraph=True
+        )(*inputs)
     return got, report
 
 

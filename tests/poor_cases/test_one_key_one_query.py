@@ -53,7 +53,9 @@ def test_one_key_gives_queries_and_keys_gradients_of_zero(way: Program, causal: 
 
     torch._dynamo.reset()
     q, k, v = operands(L, 1, grad=True)
-    out = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(q, k, v)
+    out = torch.compile(
+        program, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
+    )(q, k, v)
     out.sum().backward()
     assert q.grad is not None and k.grad is not None and v.grad is not None
     assert q.grad.abs().max() <= 1e-6 and k.grad.abs().max() <= 1e-6
@@ -79,7 +81,7 @@ def test_a_mask_may_hide_the_one_key(row: Tensor, way: Program, grad: bool) -> N
 @ways
 def test_a_hidden_key_is_no_value(way: Program) -> None:
     torch._dynamo.reset()
-    run = torch.compile(way, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))
+    run = torch.compile(way, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"))
     out = run(*operands(L, 1), HIDING["a condition of each batch row"])
     assert out[0].abs().max() > 0 and (way is hand or out[1].eq(0).all())
 
@@ -141,7 +143,7 @@ def test_the_flag_shows_one_query_the_first_key(grad: bool) -> None:
     told(report, "sdpa" if grad else "values")
     assert report.sites[0].poor_cases == (KEYS,)
     torch._dynamo.reset()
-    run = torch.compile(flag, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))
+    run = torch.compile(flag, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"))
     torch.testing.assert_close(run(*inputs), inputs[2][:, :, :1])
 
 

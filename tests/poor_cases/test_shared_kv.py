@@ -231,7 +231,7 @@ def test_a_learned_bias_gets_its_gradient(only_folded: None, way: Program, shape
 @ways
 def test_one_compilation_serves_every_batch(way: Program) -> None:
     torch._dynamo.reset()
-    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
     run = torch.compile(lambda q, k, v, m: way(q, k, v, m), backend=backend)
     with attn_pass.record() as report:
         for batch in (4, 3, 9, 2):

@@ -44,7 +44,9 @@ def positions_from(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
 @pytest.mark.parametrize("program", [below_an_offset, diagonal, positions_from])
 def test_an_integer_argument_may_be_negative(program: Callable[..., Tensor]) -> None:
     torch._dynamo.reset()
-    run = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"), dynamic=True)
+    run = torch.compile(
+        program, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"), dynamic=True
+    )
     for offset in (3, -2, 5, -1):
         torch.testing.assert_close(run(*qkv(), offset), program(*qkv(), offset))
 
@@ -56,7 +58,9 @@ def test_a_quotient_of_sizes_may_be_negative() -> None:
         return attend(q, k, v, lambda s: s.masked_fill(~keep, -1e9))
 
     torch._dynamo.reset()
-    run = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"), dynamic=True)
+    run = torch.compile(
+        program, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"), dynamic=True
+    )
     for sizes in ((4, 8), (2, 9), (9, 3)):
         torch.testing.assert_close(run(*qkv(*sizes)), program(*qkv(*sizes)))
 
@@ -121,7 +125,9 @@ def test_a_row_of_two_fills_is_the_mean_over_the_higher() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, lambda s: s + mask)
 
-    out = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(*inputs)
+    out = torch.compile(
+        program, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
+    )(*inputs)
     torch.testing.assert_close(out, program(*inputs), atol=1e-5, rtol=1e-5)
 
 
@@ -134,7 +140,9 @@ def test_float64_scores_are_not_absorbed_by_a_billion() -> None:
 
     first, second = qkv(dtype=torch.float64, grad=True), qkv(dtype=torch.float64, grad=True)
     torch._dynamo.reset()
-    out = torch.compile(program, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))(*first)
+    out = torch.compile(
+        program, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
+    )(*first)
     wanted = program(*second)
     torch.testing.assert_close(out, wanted)
     for got, want in zip(torch.autograd.grad(out.sum(), first), torch.autograd.grad(wanted.sum(), second), strict=True):
