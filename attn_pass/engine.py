@@ -20,6 +20,7 @@ from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.emitted import Emission, operator_name
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
+from attn_pass.graph import allowed
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
@@ -147,10 +148,12 @@ class _Graph:
     together: dict[frozenset[str], bool] = field(default_factory=dict)  # whether sites that share nodes are rewritten
 
     def prepare(self) -> None:
-        """Reads the graph; before, calls of torch's own modules are taken apart, on trial."""
+        """Reads the graph; before, calls that are one node, torch's own and the user's, are taken apart, on trial."""
         self.opaque: list[composite.Opaque] = []
+        self.pieces: list[allowed.InPieces] = []
         try:
             with self._observed():
+                self.pieces = allowed.put_in_pieces(self.gm, self.sizes, self.outer, self.is_body)
                 self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
         except Exception as error:
             self._complain(None, "calls of torch's modules could not be taken apart", error)
@@ -186,6 +189,7 @@ class _Graph:
     def _take_back(self) -> None:
         for opaque in self.opaque:
             opaque.take_back()
+        allowed.settle(self.pieces)
 
     def rewrite(self) -> bool:
         """Bodies first, while this graph is still as it was read; then the sites, in graph order."""
@@ -212,6 +216,7 @@ class _Graph:
                     touched |= self._decide(site)
             finally:
                 joined_scores.erase_unused(self.gm.graph, self.joined)
+            touched |= allowed.settle(self.pieces)
         if touched:
             self.gm.graph.lint()
             self.gm.recompile()
@@ -434,7 +439,8 @@ class _Graph:
     def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
         assert site.described is not None
         if self.size_nodes is None:
-            self.size_nodes = SizeNodes(self.gm, self.sizes, {n for o in self.opaque for n in o.nodes})
+            passing = {n for o in self.opaque for n in o.nodes} | {n for p in self.pieces for n in p.idle}
+            self.size_nodes = SizeNodes(self.gm, self.sizes, passing)
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
         plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():

@@ -60,11 +60,11 @@ class Expansion:
                 node.graph.erase_node(node)
 
 
-def expand(plan: Plan, function: Callable[..., Any]) -> Expansion:
+def expand(plan: Plan, function: Callable[..., Any], recorder: type[Recorder] | None = None) -> Expansion:
     """What the call that ``plan`` is for computes, recorded while ``function`` runs on its arguments' fake values.
 
     ``function`` is called with the arguments of the call, and returns what the call does. It may use any function and
-    method of torch; the shapes it asks for are those of the fake values.
+    method of torch; the shapes it asks for are those of the fake values. Another ``recorder`` may allow less.
 
     Raises:
         CannotExpand: it does something that is no node, its result is another one than the call's, or it needs a fact
@@ -72,16 +72,17 @@ def expand(plan: Plan, function: Callable[..., Any]) -> Expansion:
     """
     call = plan.result
     taken = _results_taken(call)
-    recorder = _Recorder(plan)
+    recording = (recorder or Recorder)(plan)
     try:
-        outputs = recorder.run(function)
-        results = [(node, recorder.node_of(outputs if index is None else outputs[index])) for node, index in taken]
+        outputs = recording.run(function)
+        results = [(node, recording.node_of(outputs if index is None else outputs[index])) for node, index in taken]
         for node, new in results:
             _check_same(node, new, plan.sizes)
+        recording.check(results)
     except Exception:
-        Expansion(call, tuple(recorder.nodes), ()).take_back()
+        Expansion(call, tuple(recording.nodes), ()).take_back()
         raise
-    needed = _without_unneeded(recorder.nodes, {new for _, new in results})
+    needed = _without_unneeded(recording.nodes, {new for _, new in results})
     return Expansion(call, tuple(needed), tuple(results))
 
 
@@ -129,7 +130,7 @@ _OPERATORS = {
 }
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Makes a node of every function of torch that gives a tensor, in the spelling of a Dynamo graph."""
 
     def __init__(self, plan: Plan) -> None:
@@ -162,6 +163,9 @@ class _Recorder(TorchFunctionMode):
         if id(value) not in self._nodes_of:
             raise CannotExpand("it uses a tensor that no node holds")
         return self._nodes_of[id(value)][1]
+
+    def check(self, results: list[tuple[Node, Node]]) -> None:
+        """Raises `CannotExpand` where what was recorded is not what the call does; ``results`` as in `Expansion`."""
 
     def _note(self, value: Any, node: Node) -> None:
         self._nodes_of[id(value)] = (value, node)

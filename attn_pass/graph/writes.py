@@ -51,7 +51,7 @@ _IN_PLACE_NAMES = tuple(
     if hasattr(torch.Tensor, f"__{name}__")  # tensors have no __imatmul__: ``a @= b`` makes a new tensor
 )
 _IN_PLACE_OPERATORS = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)
-_IN_PLACE_DUNDERS = frozenset(f"__{name}__" for name in _IN_PLACE_NAMES)
+IN_PLACE_DUNDERS = frozenset(f"__{name}__" for name in _IN_PLACE_NAMES)
 
 _REBINDING = frozenset(
     {
@@ -161,7 +161,7 @@ def traits_of(op: str, target: Target) -> Traits:
 
 
 def _method_traits(name: str) -> Traits:
-    if name in _IN_PLACE_DUNDERS:
+    if name in IN_PLACE_DUNDERS:
         return Traits(_writes_first(whole=True), pure=False)
     if name == "__setitem__":
         return Traits(_writes_item, pure=False)

@@ -220,7 +220,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
      "aten.new_ones.default"),
     ("full", "size, fill_value", "torch.full torch.full_like aten.full.default aten.full_like.default"),
     ("full", "input, size, fill_value", ".new_full aten.new_full.default"),
-    ("scalar", "value", "torch.tensor torch.scalar_tensor torch.as_tensor aten.scalar_tensor.default"),
+    ("scalar", "value", "torch.tensor torch.scalar_tensor torch.as_tensor torch.asarray aten.scalar_tensor.default"),
     ("scalar", "input, value", ".new_tensor"),
     ("cat", "input, dim=0", "torch.cat torch.concat torch.concatenate aten.cat.default aten.concat.default"),
     ("index", "input, index", "aten.index.Tensor"),

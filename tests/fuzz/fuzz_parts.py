@@ -35,6 +35,18 @@ class Row:
 Table = dict[str, Row]
 
 
+def opaque(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One node of a recorded graph, as Dynamo keeps a function by ``torch.compiler.allow_in_graph``."""
+
+    def called(*args: Any) -> Tensor:
+        tracer = next((a.tracer for a in args if isinstance(a, torch.fx.Proxy)), None)
+        if tracer is None or tracer.running:
+            return function(*args)
+        return tracer.create_proxy("call_function", called, args, {})
+
+    return called
+
+
 # ---------------------------------------------------------------- how operands lie: (shape stored, what shows them)
 
 
@@ -180,6 +192,22 @@ def _folded(c: Any, x: Tensor, other: Tensor) -> Tensor:
     return x.expand(*lead, *x.shape[-2:]).reshape(-1, *x.shape[-2:])
 
 
+@opaque
+def _product_kept_whole(q: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("...id,...jd->...ij", q, k)
+
+
+@opaque
+def _softmax_kept_whole(s: Tensor) -> Tensor:
+    e = s - s.amax(-1, keepdim=True)
+    return _divided(e.exp())
+
+
+@opaque
+def _queries_kept_whole(s: Tensor) -> Tensor:
+    return s.softmax(-2)
+
+
 PRODUCTS: Table = {
     "matmul": Row(lambda c, q, e: torch.matmul(q, c.k.transpose(-2, -1))),
     "operator": Row(lambda c, q, e: q @ c.k.mT),
@@ -201,6 +229,7 @@ PRODUCTS: Table = {
         ).view(*c.lead, c.l, c.s),
         "scores", numbers=(1.0, 0.5, -2.0),
     ),
+    "in a function kept whole": Row(lambda c, q, e: _product_kept_whole(q, c.k)),
     "query not transposed": Row(lambda c, q, e: torch.einsum("...id,...jd->...ji", q, c.k), miss=True, square=True),
     "keys as they lie": Row(
         lambda c, q, e: q @ c.k if c.k.shape[-2] == q.shape[-1] == c.k.shape[-1] else q @ c.k.mT, miss=True
@@ -234,6 +263,8 @@ SOFTMAXES: Table = {
     "nan_to_num": Row(lambda c, s, e: torch.nan_to_num(s.softmax(-1), nan=0.0)),
     "guarded": Row(lambda c, s, e: torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1))),
     "on the transposed": Row(lambda c, s, e: s.transpose(-1, -2).softmax(-2).transpose(-1, -2)),
+    "in a function kept whole": Row(lambda c, s, e: _softmax_kept_whole(s)),
+    "of queries, in a function kept whole": Row(lambda c, s, e: _queries_kept_whole(s), miss=True),
     "exp of log_softmax": Row(lambda c, s, e: F.log_softmax(s, -1).exp()),
     "minus logsumexp": Row(lambda c, s, e: (s - s.logsumexp(-1, keepdim=True)).exp()),
     "times the inverse sum": Row(lambda c, s, e: s.exp() * s.exp().sum(-1, keepdim=True).reciprocal()),

@@ -70,6 +70,7 @@ _CLASSES = {  # by words in their rows
     "masks of the scores' shape": ("scores' shape", "new_ones", "full_like"),
     "scores assigned by index": ("boolean index", "part added"),
     "sinks and joined scores": ("sink", "joined"),
+    "functions kept whole": ("kept whole",),
     "other spellings of a softmax": ("logsumexp", "log_softmax", "inverse sum", "normalised exp"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fuzz_parts import INF, Row, Table, Tensor
+from fuzz_parts import INF, Row, Table, Tensor, opaque
 
 _SCALES = (0.3, 1.0, 2.0, -0.5, 0.125)
 _SMALL = (1e-9, 1e-3)
@@ -58,6 +58,12 @@ BIASES: Table = {
     "minus the detached maximum": Row(lambda c, s, e: s - s.detach().amax(-1, keepdim=True)),
 }  # fmt: skip
 
+
+@opaque
+def _where_kept_whole(keep: Tensor, s: Tensor, fill: float) -> Tensor:
+    return torch.where(keep, s, torch.asarray(fill, dtype=s.dtype))
+
+
 MASKS: Table = {
     "masked_fill": Row(lambda c, s, e: s.masked_fill(~e.keep, e.fill), masks=True, hides=True),
     "torch.masked_fill": Row(
@@ -106,6 +112,9 @@ MASKS: Table = {
     ),
     "new_ones": Row(lambda c, s, e: s.masked_fill(s.new_ones(c.l, c.s).tril() == 0, e.fill), hides=True),
     "full_like": Row(lambda c, s, e: s + torch.full_like(s, e.fill).triu(1)),
+    "where in a function kept whole": Row(
+        lambda c, s, e: _where_kept_whole(e.keep, s, e.fill), masks=True, hides=True
+    ),
     "boolean index": Row(lambda c, s, e: _indexed(s, ~e.keep, e.fill), masks=True, hides=True),
     "part added to": Row(lambda c, s, e: _part_added(s, e.x), numbers=(0.5, -3.0)),
     "triu of fills": Row(lambda c, s, e: s + torch.full((c.l, c.s), e.fill, dtype=s.dtype).triu(1)),
