@@ -403,7 +403,7 @@ class _Graph:
         def copied(hint: Callable[[Index], int]) -> int:
             return sum(_bytes(n, self.sizes, hint) for n in described.copies)
 
-        keys = {one.keys for one in self.joined}
+        keys = {n for one in self.joined for n in one.operands}
         joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in keys)
         stays = bool(site.weights_stay)
         written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, weights_stay=stays)

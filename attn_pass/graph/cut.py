@@ -208,7 +208,7 @@ class _Walk:
             if len(found) > _MOST:
                 raise CannotExtract(f"it reads more than {_MOST} operations of the program")
             waiting += self._needed(node)
-        return sorted(found, key=self._time)
+        return sorted(found, key=lambda node: (*self._time(node), node))  # what was added has the time of another
 
     def _needed(self, node: Node) -> Iterator[Node]:
         if node in self.sources or isinstance(fake_value(node), SYMBOLIC):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,7 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {
 }
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)
 ReadOperand = Callable[[Any, Position], Expr]
+_MOST_STACKED = 64
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout", "nan_to_num"})
 
 
@@ -273,12 +274,27 @@ class Reader:
     def back(self, node: Node, position: Position, at: int) -> tuple[Node, Position, int] | None:
         """One view back: the node whose element this is, its position, and the time it is read at."""
         defined, call = self.definition(node, at)
+        if call is not None and defined is node and call.op == "stack":
+            return self._of_stack(node, call, position)
         if call is None or defined is not node or call.op not in VIEWS:
             return None
         found = view_of(node, call, position, self.sizes)
         if found is None:
             return None
         return (*found, at if self.is_alias(node, call) else self.order[node])
+
+    def _of_stack(self, node: Node, call: Call, position: Position) -> tuple[Node, Position, int] | None:
+        """Back to what was stacked: the tensor of that number, or the one tensor that all are views of in turn."""
+        tensors, dim = call["input"], call["dim"]
+        if not isinstance(tensors, (list, tuple)) or not isinstance(dim, int) or len(tensors) > _MOST_STACKED:
+            return None
+        if any(tensor_value(t) is None for t in tensors):
+            return None
+        dim %= len(position)
+        which, rest, at = position[dim], (*position[:dim], *position[dim + 1 :]), self.order[node]
+        if isinstance(which, int):
+            return (tensors[which], rest, at) if 0 <= which < len(tensors) else None
+        return along_stack([self.through_views(t, rest, at, self.regions.of(node)) for t in tensors], which)
 
     def through_views(
         self, node: Node, position: Position, at: int, region: Region | None
@@ -563,6 +579,18 @@ def rounded(value: Expr, node: Node) -> Expr:
     if not isinstance(value, Const) or held is None or not held.is_floating_point():
         return value
     return apply("cast", value, dtype=held.dtype)
+
+
+def along_stack(pieces: Sequence[tuple[Node, Position, int]], which: Index) -> tuple[Node, Position, int] | None:
+    """Where the piece ``which`` is, if each is one step further in one tensor than the one before it; else None."""
+    (node, start, at), *others = pieces
+    if not others or any(other is not node or time != at for other, _, time in others):
+        return None
+    steps = [b - a for a, b in zip(start, others[0][1])]
+    for number, (_, position, _) in enumerate(others, 1):
+        if any(a + step * number != p for a, step, p in zip(start, steps, position)):
+            return None
+    return node, tuple(a + which * step for a, step in zip(start, steps)), at
 
 
 def _has_load(expression: Expr) -> bool:

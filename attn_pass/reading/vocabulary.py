@@ -223,6 +223,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("scalar", "value", "torch.tensor torch.scalar_tensor torch.as_tensor torch.asarray aten.scalar_tensor.default"),
     ("scalar", "input, value", ".new_tensor"),
     ("cat", "input, dim=0", "torch.cat torch.concat torch.concatenate aten.cat.default aten.concat.default"),
+    ("stack", "input, dim=0", "torch.stack aten.stack.default"),
     ("index", "input, index", "aten.index.Tensor"),
     ("index_put", "input, indices, values, accumulate=False", "torch.index_put .index_put aten.index_put.default"),
     ("triu_indices", "row, col, offset=0", "torch.triu_indices aten.triu_indices.default"),

@@ -208,6 +208,27 @@ def _queries_kept_whole(s: Tensor) -> Tensor:
     return s.softmax(-2)
 
 
+def _joined(c: Any, q: Tensor, change: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]) -> Tensor:
+    """Scores over the first key and over the others, which are changed on their own, joined."""
+    if c.s == 1:
+        return change(q @ c.k.mT, lambda t: t)
+    others = q @ c.k[..., 1:, :].mT
+    return torch.cat([q @ c.k[..., :1, :].mT, change(others, lambda t: t if t.shape[-1] == 1 else t[..., 1:])], -1)
+
+
+def _changed(s: Tensor, own: Callable[[Tensor], Tensor], e: Any) -> Tensor:
+    """Scores as they are, with a bias, or with a mask."""
+    return s + own(e.t) if e.x == 1.0 else s.masked_fill(~own(e.keep), e.fill) if e.x == 2.0 else s
+
+
+def _stacked(c: Any, q: Tensor) -> Tensor:
+    """The products of each head, stacked."""
+    if len(c.lead) < 1 or not isinstance(c.lead[-1], int):
+        return q @ c.k.mT
+    k = c.k.expand(*c.lead, *c.k.shape[-2:])
+    return torch.stack([q[..., h, :, :] @ k[..., h, :, :].mT for h in range(c.lead[-1])], -3)
+
+
 PRODUCTS: Table = {
     "matmul": Row(lambda c, q, e: torch.matmul(q, c.k.transpose(-2, -1))),
     "operator": Row(lambda c, q, e: q @ c.k.mT),
@@ -230,6 +251,10 @@ PRODUCTS: Table = {
         "scores", numbers=(1.0, 0.5, -2.0),
     ),
     "in a function kept whole": Row(lambda c, q, e: _product_kept_whole(q, c.k)),
+    "joined over keys": Row(
+        lambda c, q, e: _joined(c, q, lambda s, own: _changed(s, own, e)), "scores", numbers=(0.0, 1.0, 2.0), masks=True
+    ),
+    "stacked heads": Row(lambda c, q, e: _stacked(c, q)),
     "query not transposed": Row(lambda c, q, e: torch.einsum("...id,...jd->...ji", q, c.k), miss=True, square=True),
     "keys as they lie": Row(
         lambda c, q, e: q @ c.k if c.k.shape[-2] == q.shape[-1] == c.k.shape[-1] else q @ c.k.mT, miss=True

@@ -69,18 +69,24 @@ _CLASSES = {  # by words in their rows
     ),
     "masks of the scores' shape": ("scores' shape", "new_ones", "full_like"),
     "scores assigned by index": ("boolean index", "part added"),
-    "sinks and joined scores": ("sink", "joined"),
     "functions kept whole": ("kept whole",),
+    "scores of heads or sets of keys joined": ("joined over keys", "stacked heads"),
+    "sinks and joined scores": ("sink", "joined with"),
     "other spellings of a softmax": ("logsumexp", "log_softmax", "inverse sum", "normalised exp"),
 }
 
 
 def classes(case: Case) -> list[str]:
-    """The classes of programs, added one by one for what was found, that a case belongs to (docs/results/fuzz.md)."""
+    """The classes of programs that a case belongs to."""
+    return [name for name, belongs in belonging(case).items() if belongs]
+
+
+def belonging(case: Case) -> dict[str, bool]:
+    """Every class of programs, added one by one for what was found (docs/results/fuzz.md), and whether it has the case."""
     p = case.program
     rows = [f"{place}: {step.row}" for place, step, _ in p.steps()]
     half = p.dtype in (torch.float16, torch.bfloat16)
-    found = {
+    return {
         "float16": p.dtype == torch.float16,
         "a float32 or float64 mask on half-precision scores": half and any(r.wide for _, _, r in p.steps()),
         "two fills": len({step.fill for step in p.score if SCORES[step.row].masks}) > 1,
@@ -89,7 +95,6 @@ def classes(case: Case) -> list[str]:
         "an operand written after the result, in training": p.writes.endswith("after") and case.grad,
         **{name: any(word in row for word in words for row in rows) for name, words in _CLASSES.items()},
     }
-    return [name for name, belongs in found.items() if belongs]
 
 
 @dataclass

@@ -234,6 +234,7 @@ def programs(draw: Any) -> Program:
     )  # fmt: skip
     layers = 2 if kind == "plain" and value_dim == dim and plain_times and pick(*[False] * 9, True) else 1
     after = pick(*_AFTER) if kind == "plain" and not call and pick(*[False] * 19, True) else ""
+    kept = pick(*[""] * 18, "softmax", "weights") if kind == "plain" and not call else ""
     layouts = tuple(pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
     return Program(
         lead=lead,
@@ -253,7 +254,7 @@ def programs(draw: Any) -> Program:
         enable_gqa=gqa,
         dropout=dropout,
         writes=pick(*_WRITES) if missed == "writes" and not call else after,
-        returns=pick(*_RETURNS) if missed == "returns" and not call else "",
+        returns=pick(*_RETURNS) if missed == "returns" and not call else kept,
         layers=layers,
         seed=draw(st.integers(0, 3)),
         **steps,

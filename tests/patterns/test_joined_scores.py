@@ -48,7 +48,61 @@ def masked_by_their_shape(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor)
     return (scores + torch.full_like(scores, -1e9).triu(1)).softmax(dim=-1) @ values(v, w)
 
 
+BIAS, KEPT = randn(2, 1, 8, 8, seed=6), randn(8, 5, seed=7) > -0.5
+KEPT[..., 0] = True
+
+
+def masks_of_their_own(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Of one rank the one, of another the other."""
+    before = (q @ m.mT * 0.25).masked_fill(~KEPT, -1e9)
+    return torch.cat([before, q @ k.mT * 0.25 + BIAS.to(q.dtype)], -1).softmax(-1) @ values(v, w)
+
+
+def one_is_masked(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Null keys in front, and padding of the others."""
+    own = torch.where(KEEP[..., :8], q @ k.mT, -1e30)
+    return torch.cat((q @ m.mT, own), -1).softmax(-1) @ values(v, w)
+
+
+def a_bias_of_each(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    first, second = m[:, :1, :, 0].unsqueeze(-2), k[:1, :, :, 0].unsqueeze(-2)  # over heads, over the batch
+    return torch.cat((first + (q @ m.mT) / 4, (q @ k.mT) / 4 + second), -1).softmax(-1) @ values(v, w)
+
+
+def batches_joined(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    scores = torch.cat([q[:1] @ k[:1].mT, q[1:] @ k[1:].mT], 0)
+    return scores.softmax(-1) @ v
+
+
+def heads_stacked(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    scores = [a @ b.mT * 0.25 for a, b in zip(q.unbind(1), k.unbind(1))]
+    return torch.stack(scores, 1).softmax(-1) @ v
+
+
+def heads_stacked_in_front(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    scores = torch.stack([q[:, h] @ k[:, h].transpose(-1, -2) for h in range(2)])
+    return torch.einsum("hbij,bhjd->bihd", scores.softmax(-1), v)
+
+
+def heads_stacked_of_one_key(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Queries that no tensor holds together, over the keys of one head, each with a bias."""
+    scores = [(q[:, h] * (h + 1)).tanh() @ k[:, 0].mT + BIAS[:, 0].to(q.dtype) * h for h in range(2)]
+    return torch.stack(scores, 1).softmax(-1) @ v
+
+
+def heads_stacked_in_reverse(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    return torch.stack([q[:, 1 - h] @ k[:, h].mT for h in range(2)], 1).softmax(-1) @ v
+
+
 READ: dict[str, Program] = {
+    "masks of their own": masks_of_their_own,
+    "one is masked": one_is_masked,
+    "a bias of each": a_bias_of_each,
+    "batches": batches_joined,
+    "heads stacked": heads_stacked,
+    "heads stacked in front": heads_stacked_in_front,
+    "heads stacked, of one key": heads_stacked_of_one_key,
+    "heads stacked in reverse": heads_stacked_in_reverse,
     "masked by their shape": masked_by_their_shape,
     "in front": prefix,
     "einsums, masked": einsums,
@@ -114,7 +168,48 @@ def scaled_factors(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Ten
     return torch.cat([before, own], -1).softmax(-1) @ values(v, w)
 
 
+def two_fills(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    before = (q @ m.mT).masked_fill(~KEPT, -1e9)
+    own = (q @ k.mT).masked_fill(~KEEP[..., :8], -1e8)
+    return torch.cat([before, own], -1).softmax(-1) @ values(v, w)
+
+
+def scaled_after_a_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    return torch.cat([(q @ m.mT + 1.5) * 0.5, (q @ k.mT) * 0.5], -1).softmax(-1) @ values(v, w)
+
+
+def mask_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    bias = BIAS * 1.0
+    own = q @ k.mT + bias
+    bias.zero_()
+    return torch.cat([q @ m.mT, own], -1).softmax(-1) @ values(v, w)
+
+
+def stacked_of_two_sizes(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """One of them is broadcast over the batch."""
+    return torch.stack([q[:, 0] @ k[:, 0].mT, q[:, 1] @ k[:1, 1].mT], 1).softmax(-1) @ v
+
+
+def stacked_query_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    q = q * 1.0
+    first = q[:, 0] @ k[:, 0].mT
+    q.mul_(2)
+    return torch.stack([first, q[:, 1] @ k[:, 1].mT], 1).softmax(-1) @ v
+
+
+def wider_bias(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Every piece of the batch for each of it: what is joined is larger than the products."""
+    own = q[:1, :1] @ k[:1, :1].mT + BIAS
+    return torch.cat([q[:, :1] @ m[:, :1].mT, own], -1).softmax(-1) @ values(v, w)[:, :1]
+
+
 LEFT: dict[str, Program] = {
+    "two fills": two_fills,
+    "scaled after a bias": scaled_after_a_bias,
+    "a mask is written": mask_written,
+    "stacked, of two sizes": stacked_of_two_sizes,
+    "stacked, a query is written": stacked_query_written,
+    "a bias wider than the product": wider_bias,
     "two scales": two_scales,
     "two queries": two_queries,
     "a piece is used": used_apart,
@@ -180,6 +275,29 @@ def test_wide_scores_of_half_operands_that_are_masked_by_their_shape(grad: bool)
     same(wide_masked_by_their_shape, *given, grad=grad, rewritten=1)
 
 
-def test_dynamic_and_verified() -> None:
-    same(prefix, *inputs(), dynamic=True, rewritten=1)
-    same(prefix, *inputs(), rewritten=1, verify="graph")
+@pytest.mark.parametrize("name", list(READ))
+def test_dynamic_verified_and_in_half_precision(name: str) -> None:
+    same(READ[name], *inputs(), dynamic=True, rewritten=1)
+    same(READ[name], *inputs(), rewritten=1, verify="graph")
+    same(READ[name], *(x.bfloat16() for x in inputs()), rewritten=1)
+
+
+def each_head_of_a_stack(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    w = torch.stack([q[:, h] @ k[:, h].mT * 0.3 for h in range(2)], 1).softmax(-1)
+    return torch.cat([w[:, h] @ v[:, h] for h in range(2)], -1)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+def test_values_of_each_head_are_attention_of_that_head(grad: bool) -> None:
+    report = same(each_head_of_a_stack, *qkv(grad=grad), grad=grad, rewritten=2)
+    assert [s.shapes["query"] for s in report.sites] == [(2, 1, 8, 16)] * 2
+
+
+def test_views_of_one_tensor_are_no_copy() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return heads_stacked(*given)
+
+    program = torch.export.export(Module(), inputs())
+    attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert not any("stack" in str(n.target) for n in program.graph.nodes), program.graph

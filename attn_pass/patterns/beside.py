@@ -1,0 +1,76 @@
+"""Nodes that are written into a graph beside its own, where nothing uses them: another way to compute what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import Graph, Node, map_arg
+
+from attn_pass.compat import no_new_guards
+from attn_pass.graph.values import fake_value, tensor_value, value_key
+from attn_pass.model.index import Index
+from attn_pass.reading.lift import Reader
+
+
+class CannotAdd(Exception):
+    """What was to be computed in another way is not that."""
+
+
+class Beside:
+    """Adds nodes in front of ``node``, at its time and in its region, with fake values."""
+
+    def __init__(self, graph: Graph, reader: Reader, node: Node) -> None:
+        self.graph, self.reader, self.node = graph, reader, node
+        self.nodes: list[Node] = []
+        self._sizes: dict[tuple[Node, int], Node] = {}
+
+    def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """A call, run on fake values. Raises `CannotAdd` where it fails or needs a fact about symbolic sizes."""
+        mode = fake_value(self.node).fake_mode
+        given, named = map_arg((args, kwargs), fake_value)
+        grad = self.reader.regions.of(self.node).grad_enabled is not False
+        guarding = nullcontext([]) if mode.shape_env is None else no_new_guards(mode.shape_env)
+        try:
+            with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), guarding:
+                fake = target(*given, **named)
+        except Exception as error:
+            raise CannotAdd(str(error)) from error
+        return self._insert(target, args, kwargs, fake)
+
+    def add_like_scores(self, target: Callable[..., Any], *args: Any) -> Node:
+        """A call that gives what ``node`` does, as far as types and shapes go. Raises `CannotAdd` for another."""
+        made = self.add(target, *args)
+        held, wanted = tensor_value(made), tensor_value(self.node)
+        if held is None or wanted is None or held.dtype != wanted.dtype:
+            raise CannotAdd(f"{made.name} has another type")
+        if self.reader.shape(made) != self.reader.shape(self.node):
+            raise CannotAdd(f"{made.name} has another shape")
+        return made
+
+    def size(self, of: Node, dim: int) -> int | Node:
+        """A size as an argument."""
+        size: Index = self.reader.shape(of)[dim]
+        if isinstance(size, int):
+            return size
+        if (of, dim) not in self._sizes:
+            self._sizes[of, dim] = self.add(torch.ops.aten.sym_size.int, of, dim)
+        return self._sizes[of, dim]
+
+    def take_back(self) -> None:
+        """Leaves the graph as it was before."""
+        for node in reversed(self.nodes):
+            self.graph.erase_node(node)
+
+    def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Node:
+        with self.graph.inserting_before(self.node):
+            made = self.graph.call_function(target, args, kwargs)
+        key = value_key(self.node)
+        made.meta = {**{k: v for k, v in self.node.meta.items() if k != key}, key: fake}
+        self.reader.order[made] = self.reader.order[self.node]
+        self.reader.regions.add(made, self.reader.regions.of(self.node))
+        self.nodes.append(made)
+        return made
