@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ class Beside:
         mode = fake_value(self.node).fake_mode
         given, named = map_arg((args, kwargs), fake_value)
         grad = self.reader.regions.of(self.node).grad_enabled is not False
-        guarding = nullcontext([]) if mode.shape_env is None else no_new_guards(mode.shape_env)
+        guarding: AbstractContextManager[list[str]] = (
+            nullcontext([]) if mode.shape_env is None else no_new_guards(mode.shape_env)
+        )
         try:
             with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), guarding:
                 fake = target(*given, **named)

@@ -82,7 +82,7 @@ def classes(case: Case) -> list[str]:
 
 
 def belonging(case: Case) -> dict[str, bool]:
-    """Every class of programs, added one by one for what was found (docs/results/fuzz.md), and whether it has the case."""
+    """Every class, added one by one for what was found (docs/results/fuzz.md), and whether the case is in it."""
     p = case.program
     rows = [f"{place}: {step.row}" for place, step, _ in p.steps()]
     half = p.dtype in (torch.float16, torch.bfloat16)

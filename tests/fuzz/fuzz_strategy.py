@@ -233,7 +233,7 @@ def programs(draw: Any) -> Program:
         "first rows", "einsum, heads last",
     )  # fmt: skip
     layers = 2 if kind == "plain" and value_dim == dim and plain_times and pick(*[False] * 9, True) else 1
-    after = pick(*_AFTER) if kind == "plain" and not call and pick(*[False] * 19, True) else ""
+    after = pick(*_AFTER) if kind == "plain" and not call and pick(*[False] * 7, True) else ""
     kept = pick(*[""] * 18, "softmax", "weights") if kind == "plain" and not call else ""
     layouts = tuple(pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
     return Program(

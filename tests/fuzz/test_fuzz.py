@@ -35,7 +35,7 @@ def test_generated_programs(part: int) -> None:
 def test_every_class_of_programs_is_drawn() -> None:
     drawn: Counter[str] = Counter()
 
-    for number in range(5):  # programs of one seed come in clumps
+    for number in range(8):  # programs of one seed come in clumps
 
         @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate])
         @seed(number)
