@@ -20,7 +20,7 @@ from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
 from attn_pass.emitted import Emission, operator_name
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
-from attn_pass.graph import allowed
+from attn_pass.graph import allowed, vmapped
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
@@ -150,10 +150,11 @@ class _Graph:
     def prepare(self) -> None:
         """Reads the graph; before, calls that are one node, torch's own and the user's, are taken apart, on trial."""
         self.opaque: list[composite.Opaque] = []
-        self.pieces: list[allowed.InPieces] = []
+        self.pieces: list[allowed.Settles] = []
         try:
             with self._observed():
-                self.pieces = allowed.put_in_pieces(self.gm, self.sizes, self.outer, self.is_body)
+                self.pieces += allowed.put_in_pieces(self.gm, self.sizes, self.outer, self.is_body)
+                self.pieces += vmapped.without_vmap(self.gm, self.sizes, self.outer, self.is_body)
                 self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
         except Exception as error:
             self._complain(None, "calls of torch's modules could not be taken apart", error)
@@ -261,9 +262,10 @@ class _Graph:
         return inner.rewrite()
 
     def _sites(self) -> Iterator[Site]:
+        idle = {node for piece in self.pieces for node in piece.idle}
         for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find):
             try:
-                yield from finder(self.reader)
+                yield from (site for site in finder(self.reader) if site.node not in idle)
             except Exception as error:
                 self._complain(None, f"{finder.__module__.rpartition('.')[2]} could not read the graph", error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,7 +37,7 @@ class InPieces:
         self._inputs = tuple(self.call.all_input_nodes)
         for old, new in self.expansion.results:
             old.replace_all_uses_with(new)
-            _pass_name(old, new)
+            pass_name(old, new)
         self.call.args, self.call.kwargs = (), {}
 
     @property
@@ -55,7 +55,7 @@ class InPieces:
         self.call.args, self.call.kwargs = self.arguments
         for old, new in self.expansion.results:
             new.replace_all_uses_with(old, delete_user_cb=lambda user: user not in self.expansion.nodes)
-            _pass_name(new, old)
+            pass_name(new, old)
         self.expansion.take_back()
         return False
 
@@ -90,7 +90,18 @@ def put_in_pieces(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -
     return made
 
 
-def settle(pieces: list[InPieces]) -> bool:
+class Settles(Protocol):
+    """Something that stands in the place of nodes while a graph is read."""
+
+    @property
+    def idle(self) -> tuple[Node, ...]:
+        """The nodes that it stands in the place of."""
+
+    def settle(self) -> bool:
+        """Stays where something was made of it, and is gone where not; returns whether it stays."""
+
+
+def settle(pieces: list[Settles]) -> bool:
     """Settles all of them, the last first, and forgets them; returns whether any stayed in pieces."""
     kept = [one.settle() for one in reversed(pieces)]
     pieces.clear()
@@ -102,7 +113,8 @@ def _is_allowed(node: Node) -> bool:
     return node.op == "call_function" and isinstance(target, types.FunctionType) and traits_of(node.op, target).unknown
 
 
-def _pass_name(old: Node, new: Node) -> None:
+def pass_name(old: Node, new: Node) -> None:
+    """Gives a node the name of the one it stands for."""
     name, old.name = old.name, f"{old.name}_idle"
     new.name = name
 

@@ -77,7 +77,7 @@ def expand(plan: Plan, function: Callable[..., Any], recorder: type[Recorder] | 
         outputs = recording.run(function)
         results = [(node, recording.node_of(outputs if index is None else outputs[index])) for node, index in taken]
         for node, new in results:
-            _check_same(node, new, plan.sizes)
+            check_same(node, new, plan.sizes)
         recording.check(results)
     except Exception:
         Expansion(call, tuple(recording.nodes), ()).take_back()
@@ -99,7 +99,8 @@ def _results_taken(call: Node) -> list[tuple[Node, int | None]]:
     return taken
 
 
-def _check_same(node: Node, new: Node, sizes: Sizes) -> None:
+def check_same(node: Node, new: Node, sizes: Sizes) -> None:
+    """Raises `CannotExpand` where a result has another type, shape or layout than the one it is for."""
     before, after = tensor_value(node), tensor_value(new)
     if before is None or after is None:
         raise CannotExpand(f"{node.name} is no tensor")

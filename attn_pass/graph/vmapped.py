@@ -1,0 +1,192 @@
+"""What runs inside ``torch.vmap``, without it: the operators that its batching rules call, on the tensors around it.
+
+Dynamo writes a level as nodes, ``_vmap_increment_nesting`` to ``_vmap_decrement_nesting``, and between them tensors
+lack a dimension. AOTAutograd traces through it, and so is done here, before a graph is read: the same operators stand
+in front of the level and in the place of its results, and the level is what it was where nothing was made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._functorch import predispatch
+from torch.fx import GraphModule, Node, map_arg
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from attn_pass.graph.allowed import pass_name
+from attn_pass.graph.edit import Plan, SizeNodes
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.expand import CannotExpand, check_same
+from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.values import Sizes, fake_value
+
+_MOST = 400  # nodes of a level
+_TENSORS = (torch.Tensor, torch.SymInt)
+
+
+@dataclass(eq=False)
+class Unbatched:
+    """A level, and the operators it comes to, in front of it and in the place of its results."""
+
+    level: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    results: tuple[tuple[Node, Node], ...]
+
+    def __post_init__(self) -> None:
+        self._inputs = tuple({i for n in self.level for i in n.all_input_nodes} - set(self.level))
+        for old, new in self.results:
+            old.replace_all_uses_with(new)
+            pass_name(old, new)
+
+    @property
+    def idle(self) -> tuple[Node, ...]:
+        """The nodes that stand for nothing while the operators do."""
+        return self.level
+
+    def settle(self) -> bool:
+        """Keeps the operators where something was made of them, and the level where not; returns whether they stay."""
+        made = set(self.nodes)
+        inner = made - {new for _, new in self.results}
+        if any(n._erased for n in made) or any(user not in made for node in inner for user in node.users):
+            for node in reversed(self.level):
+                node.graph.erase_node(node)
+            return True
+        for old, new in self.results:
+            new.replace_all_uses_with(old, delete_user_cb=lambda user: user not in made)
+            pass_name(new, old)
+        _erase(self.nodes)
+        return False
+
+
+def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Unbatched]:
+    """Puts the operators of every outermost level of vmap of a graph that runs under ``outer`` in its place.
+
+    A level that does anything but compute is left, and what is in it says that it runs inside vmap.
+    """
+    if not any(node.target is predispatch._vmap_increment_nesting for node in gm.graph.nodes):
+        return []
+    effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
+    made = []
+    for level in list(_levels(gm)):
+        region = replace(regions.of(level[0]), functorch=regions.of(level[0]).functorch[:-1])
+        size_nodes.made.clear()
+        try:
+            _check(level, region, regions)
+            results = [n for n in level if n.target is predispatch._remove_batch_dim and not set(n.users) <= set(level)]
+            plan = Plan(gm, results[-1], region, size_nodes, effects, in_body)
+            made.append(_unbatched(plan, level, results, sizes))
+        except Exception:  # whatever an operator that has no batching rule raises
+            continue
+    return made
+
+
+def _levels(gm: GraphModule) -> Iterator[tuple[Node, ...]]:
+    """The nodes of each outermost level, the ones that open and close it included."""
+    depth, level = 0, list[Node]()
+    for node in gm.graph.nodes:
+        depth += node.target is predispatch._vmap_increment_nesting
+        if depth:
+            level.append(node)
+        depth -= node.target is predispatch._vmap_decrement_nesting
+        if level and not depth:
+            yield tuple(level)
+            level = []
+
+
+def _check(level: tuple[Node, ...], region: Region, regions: Regions) -> None:
+    """Raises `CannotExpand` for a level that switches some other state, or gives anything but its results."""
+    inside = set(level)
+    if region.functorch or any(on for _, _, on, _ in region.autocast) or len(level) > _MOST:
+        raise CannotExpand("it runs under another state, or is long")
+    for node in level[:-1]:
+        state = regions.of(node)
+        vmaps = all(kind.startswith("vmap") for kind in state.functorch)
+        if not vmaps or replace(state, functorch=()) != region or node.op not in ("call_function", "call_method"):
+            raise CannotExpand(f"{node.name} switches a state")
+        if node.target is not predispatch._remove_batch_dim and any(user not in inside for user in node.users):
+            raise CannotExpand(f"{node.name} is used outside of the level")
+
+
+def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: Sizes) -> Unbatched:
+    inside = set(level)
+    inputs = list(dict.fromkeys(i for n in level for i in n.all_input_nodes if i not in inside))
+    tensors = [n for n in inputs if isinstance(fake_value(n), _TENSORS)]
+    known = {n: fake_value(n) for n in inputs if n not in tensors}
+    fakes = [fake_value(n) for n in tensors]
+
+    def run(*given: Any) -> list[Any]:
+        values: dict[Node, Any] = {**known, **dict(zip(tensors, given))}
+        for node in level:
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = (
+                getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                if node.op == "call_method"
+                else node.target(*args, **kwargs)  # type: ignore[operator]
+            )
+        return [values[node] for node in results]
+
+    with plan.running(), plan.adding_no_guard() as asked, _closing_levels():
+        traced = make_fx(run)(*fakes)
+    if asked:
+        raise CannotExpand("it would hold for some sizes only, and they are not checked")
+    made: list[Node] = []
+    try:
+        outputs = _copied(plan, traced, tensors, made)
+        for node in made:
+            level[0].prepend(node)
+        pairs = tuple(zip(results, outputs, strict=True))
+        if len(set(outputs)) != len(outputs) or not set(outputs) <= set(made):
+            raise CannotExpand("it gives back what it was given, or one thing twice")
+        for old, new in pairs:
+            check_same(old, new, sizes)
+    except Exception:
+        _erase(made)
+        raise
+    return Unbatched(level, tuple(made), pairs)
+
+
+@contextmanager
+def _closing_levels() -> Iterator[None]:
+    """Closes what is open after an operator failed inside a level."""
+    functorch: Any = torch._C._functorch
+    before = functorch.maybe_current_level()
+    try:
+        yield
+    finally:
+        while functorch.maybe_current_level() != before:
+            functorch._vmap_decrement_nesting()
+
+
+def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], made: list[Node]) -> list[Node]:
+    """The traced operators as nodes; they are run on fake values again, which tells what has a gradient."""
+    nodes: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs))
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            return [nodes[n] for n in node.args[0]]
+        if node.op != "call_function" or _does_more(node.target):
+            raise CannotExpand(f"{node.name} does more than compute")
+        args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
+        given, named = map_arg((args, kwargs), fake_value)
+        with plan.running():
+            fake = node.target(*given, **named)
+        nodes[node] = plan.insert_node("call_function", node.target, args, kwargs, fake)
+        made.append(nodes[node])
+    raise CannotExpand("it gives nothing")
+
+
+def _does_more(target: Any) -> bool:
+    """Whether an operator writes what it is given, or draws random numbers."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__module__", "") != "_operator"
+    return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _erase(nodes: tuple[Node, ...] | list[Node]) -> None:
+    for node in reversed(nodes):
+        node.graph.erase_node(node)
