@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import once
 import pytest
 
 # Before torch reads it: Inductor would build six libraries in every process that compiles, ten seconds of a core, to
@@ -32,6 +33,10 @@ logging.getLogger("torch.__trace").propagate = True
 # nor of one that a test of another process has just made.
 _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ[store.VARIABLE] = _RECORDS.name
+
+# Of the process that starts the workers, who inherit it.
+_SHARED = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
+os.environ.setdefault(once.VARIABLE, _SHARED.name)
 
 
 def pytest_collection_finish() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_events import Event
 
 pytest.importorskip("triton")
 
@@ -441,20 +442,6 @@ def test_the_decode_kernels_parts_are_launched_apart(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------- timing
 
 
-class _Event:
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: _Event) -> float:
-        return (other.at - self.at) * 1e3
-
-
 class _Graph:
     replays = 0
 
@@ -478,7 +465,7 @@ class _Capture:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Environment:
     """An environment that takes itself for a GPU, whose graphs take two milliseconds."""
     for name, stand_in in (
-        ("Event", _Event),
+        ("Event", Event),
         ("CUDAGraph", _Graph),
         ("graph", _Capture),
         ("synchronize", lambda: None),

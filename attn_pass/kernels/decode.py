@@ -23,6 +23,7 @@ from attn_pass.kernels.decode_triton import attend, join
 
 _MOST_ROWS = 64  # packed query rows a program takes
 _TILES = ((64, 3), (64, 2), (32, 2))  # keys and pipeline stages, the best first
+_OF_FOUR_WARPS = 64 * 128  # numbers of the result that four warps keep in registers
 _LEAST_KEYS = 256  # of a split: less work than this is not worth joining
 _PROGRAMS_PER_CORE = 2
 _SPLITS_JOINED = 32  # at a time
@@ -82,17 +83,19 @@ def tiles_for(
     """The largest tiles that fit, counted with every stage's keys, values and mask in shared memory.
 
     ``mask_bytes`` is the size of one of its elements, 0 without one; ``one_mask_row``: a row of them is read, and no
-    block. Eight warps where four would spill registers: 64
-    rows of 256, before compute capability 9 of 128 (seen in what ptxas makes of it).
+    block. What ptxas would put on the stack decides the rest: eight warps for 64 rows of 256, and for half as much
+    beside a block of the mask or before compute capability 9; from 10 on no more than 32 keys for 64 rows of 256.
     """
     wide, wide_values = power(dim), power(value_dim)
     most = min(_MOST_ROWS, power(rows))
-    most_values = 64 * 128 if room.major >= 9 else 64 * 64
+    reads_block = mask_bytes > 0 and not one_mask_row
+    of_four_warps = _OF_FOUR_WARPS if room.major >= 9 and not reads_block else _OF_FOUR_WARPS // 2
     for block in (most, most // 2):
+        most_keys = 32 if room.major >= 10 and block * max(wide, wide_values) > _OF_FOUR_WARPS else 64
         for keys, stages in _TILES:
-            loaded = stages * keys * (2 * (wide + wide_values) + (1 if one_mask_row else block) * mask_bytes)
-            if loaded + 2 * block * (wide + keys) <= room.shared_bytes:
-                return Tiles(block, keys, stages, 8 if block * wide_values > most_values else 4)
+            loaded = stages * keys * (2 * (wide + wide_values) + (block if reads_block else 1) * mask_bytes)
+            if keys <= most_keys and loaded + 2 * block * (wide + keys) <= room.shared_bytes:
+                return Tiles(block, keys, stages, 8 if block * wide_values > of_four_warps else 4)
     return Tiles(16, 32, 1, 4)
 
 

@@ -7,6 +7,7 @@ most. Other symbolic sizes stay as they were traced.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -77,11 +78,18 @@ def _at(hint: Callable[[Index], int], symbol: Symbol, value: int) -> Callable[[I
 def worst_losses(tables: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each form of the first table its time over the best form's, where that is most; a row of times a length.
 
-    A form that no target offers at another length counts as leaving there.
+    A form that no target offers at another length counts as leaving there. Where the best form costs nothing, every
+    other one loses without bound.
     """
     worst = dict.fromkeys(tables[0], 1.0)
     for times in tables:
         best = min(times[name] for name in times if name in worst)
         for name in worst:
-            worst[name] = max(worst[name], times.get(name, times[LEAVE]) / best)
+            worst[name] = max(worst[name], _loss(times.get(name, times[LEAVE]), best))
     return worst
+
+
+def _loss(time: float, best: float) -> float:
+    if best > 0:
+        return time / best
+    return 1.0 if time <= best else math.inf

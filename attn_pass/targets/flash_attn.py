@@ -35,6 +35,7 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import dense_last
 
+_PACKAGE = ("flash_attn.flash_attn_interface", "flash_attn")  # of its functions, and of its operators
 _MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
 _WIDEST = 256
 NONEMPTY = "no row is masked out entirely"
@@ -183,22 +184,25 @@ def is_installed(name: str) -> bool:
 
 def _operator() -> Any:
     """The operator, registered by importing the package."""
-    _package()
+    imported(*_PACKAGE)
     return torch.ops.flash_attn._flash_attn_forward.default
 
 
 def _function() -> Any:
     """``flash_attn_func``: AOTAutograd traces the autograd function in it as it does a program's own."""
-    return _package().flash_attn_func
+    return imported(*_PACKAGE).flash_attn_func
 
 
-def _package() -> Any:
-    """Raises `RewriteError` where it is another version than the one its operator is from, or cannot be imported."""
+def imported(module: str, library: str) -> Any:
+    """A package's functions, importing which registers its operators in ``torch.ops.<library>``.
+
+    Raises `RewriteError` where it is another version than the one its operator is from, or cannot be imported.
+    """
     try:
-        package = importlib.import_module("flash_attn.flash_attn_interface")
-        assert torch.ops.flash_attn._flash_attn_forward.default is not None
+        package = importlib.import_module(module)
+        assert getattr(torch.ops, library)._flash_attn_forward.default is not None
     except (ImportError, AttributeError, RuntimeError) as error:
-        raise RewriteError(f"flash_attn is installed and cannot be used: {error}") from error
+        raise RewriteError(f"{module} is installed and cannot be used: {error}") from error
     return package
 
 

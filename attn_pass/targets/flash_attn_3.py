@@ -17,7 +17,6 @@ with the schemas and checks of hopper/flash_api_stable.cpp; it has not run on ha
 
 from __future__ import annotations
 
-import importlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,18 +25,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.cuda import in_vectors, unbroadcast
-from attn_pass.targets.flash_attn import assumed_of_rows, is_installed, refusal_of_rows
+from attn_pass.targets.flash_attn import assumed_of_rows, imported, is_installed, refusal_of_rows
 from attn_pass.targets.flash_attn_arguments import Arguments, NoForm, arguments_of
 from attn_pass.targets.kernels import LIBRARY_3, padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import dense_last
 
+_PACKAGE = ("flash_attn_interface", "flash_attn_3")  # of its functions, and of its operators
 _MODULES = ("flash_attn_interface", "flash_attn_3")  # its Python, and the package with the kernels
 _WIDEST, _WIDEST_VALUE = 256, 512
 _WIDEST_DETERMINISTIC = 192
@@ -100,10 +99,10 @@ class FlashAttn3:
         if a.needs_grad:
             window = (given.left, given.right)
             deterministic = torch.are_deterministic_algorithms_enabled()
-            function = _package().flash_attn_func
+            function = imported(*_PACKAGE).flash_attn_func
             out = call(function, query, key, value, **same, window_size=window, deterministic=deterministic)
         else:
-            _package()
+            imported(*_PACKAGE)
             forward = torch.ops.flash_attn_3._flash_attn_forward.default
             sides = {"window_size_left": given.left, "window_size_right": given.right}
             out = call(operator.getitem, call(forward, query, key, value, **same, **sides), 0)
@@ -210,16 +209,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
 
 
 # ---------------------------------------------------------------- emission
-
-
-def _package() -> Any:
-    """Raises `RewriteError` where it is another version than the one its operator is from, or cannot be imported."""
-    try:
-        package = importlib.import_module("flash_attn_interface")
-        assert torch.ops.flash_attn_3._flash_attn_forward.default is not None
-    except (ImportError, AttributeError, RuntimeError) as error:
-        raise RewriteError(f"FlashAttention-3 is installed and cannot be used: {error}") from error
-    return package
 
 
 def _operands(lower: Lowering) -> tuple[Value, Value, Value]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_events import Event
 from typer.testing import CliRunner
 
 from attn_pass import store
@@ -106,23 +107,9 @@ def test_real_readings_of_small_kernels(monkeypatch: pytest.MonkeyPatch) -> None
 # ---------------------------------------------------------------- the clock
 
 
-class _Event:
-    def __init__(self, enable_timing: bool) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: _Event) -> float:
-        return (other.at - self.at) * 1e3
-
-
 def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
     found = clock.read(lambda: done.append("call"), torch.device("cuda"), block_s=1e-6)

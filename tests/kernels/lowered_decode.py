@@ -53,12 +53,13 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
 
 
 def of_shapes(*inputs: Tensor) -> list[Tensor]:
-    """Head dims 32, 128 and 256: 4 and 64 packed rows, 64 with an added mask of each row, 4 with one boolean row."""
+    """Head dims 32, 128 and 256: 4 and 64 packed rows, 4 with one boolean row; at 32 also 64 with an added mask."""
     made = []
     for n in range(0, len(inputs), 6):
         few, many, k, v, added, kept = inputs[n : n + 6]
         made += [decode(q, k, v, None, 0.1, True) for q in (few, many)]
-        made += [decode(many, k, v, added, 0.1), decode(few, k, v, kept, 0.1)]
+        made += [decode(few, k, v, kept, 0.1)]
+        made += [decode(many, k, v, added, 0.1)] if n == 0 else []
     return made
 
 
@@ -71,17 +72,25 @@ def shapes() -> list[Tensor]:
     return made
 
 
-def of_large_tiles(many: Tensor, k: Tensor, v: Tensor, added: Tensor, *others: Tensor) -> list[Tensor]:
-    """64 packed rows, without and with an added mask of each row: the most a program is given."""
-    made = [decode(many, k, v, None, 0.1, True), decode(many, k, v, added, 0.1)]
-    return made + of_large_tiles(*others) if others else made
+def of_large_tiles(*inputs: Tensor) -> list[Tensor]:
+    """What asks most of a program's registers: 32 and 64 packed rows, any number of keys, masks of each row."""
+    *of_both, lengths = inputs
+    narrow, wide = of_both[:6], of_both[6:]
+    few, many, k, v, added, kept = narrow
+    made = [decode(few, k, v, added[:, :1, :1], 0.1), decode(many, k, v, added, 0.1), decode(many, k, v, kept, 0.1)]
+    some, many, k, v, added, kept = wide
+    made += [decode(many, k, v, None, 0.1, True, 300, lengths), decode(many, k, v, added, 0.1)]
+    return [*made, decode(some, k, v, kept, 0.1)]
 
 
 def large_tiles() -> list[Tensor]:
     made: list[Tensor] = []
-    for dim in (128, 256):
-        made += [on_gpu(1, 32, 16, dim), *keys_and_values(dim), on_gpu(1, 32, 16, 4096, dtype=torch.float32)]
-    return made
+    for dim, rows, of_kept in ((128, 1, 16), (256, 8, 8)):
+        masks = [on_gpu(1, 32, 16, 4096, dtype=torch.float32), on_gpu(1, 32, of_kept, 4096, dtype=torch.bool)]
+        for mask in masks:
+            torch._dynamo.mark_dynamic(mask, 3)
+        made += [on_gpu(1, 32, rows, dim), on_gpu(1, 32, 16, dim), *keys_and_values(dim, dynamic=True), *masks]
+    return [*made, torch.empty(1, dtype=torch.int32, device="cuda")]
 
 
 def of_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
@@ -120,7 +129,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], An
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     found = {}
-    for name in sys.argv[2:] or [p for p in PROGRAMS if p != "large tiles"]:
+    for name in sys.argv[2:] or list(PROGRAMS):
         graph = lowered(capability, *PROGRAMS[name])
         kernels = {n: compiled(capability, *text) for n, text in graph.kernels.items()}
         found[name] = {**asdict(graph), "calls": graph.calls, "allocated": graph.allocated, "kernels": kernels}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -157,3 +158,9 @@ def test_the_worst_loss_is_over_all_lengths() -> None:
     found = worst_losses([few, many])
     assert found == {"leave": 3.0, "a": 2.0, "b": 1.2, "only here": 3.0}
     assert min(found, key=lambda name: found[name]) == "b"
+
+
+def test_nothing_is_as_good_as_what_costs_nothing() -> None:
+    free, costly = {"leave": 10.0, "free": 0.0, "also free": 0.0}, {"leave": 6.0, "free": 9.0, "also free": 3.0}
+    assert worst_losses([free]) == {"leave": math.inf, "free": 1.0, "also free": 1.0}
+    assert worst_losses([free, costly]) == {"leave": math.inf, "free": 3.0, "also free": 1.0}

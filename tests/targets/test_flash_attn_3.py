@@ -11,6 +11,22 @@ import flash_attn_3_stand_in as stand_in
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, randn, same
+from flash_attn_programs import (
+    BFLOAT,
+    HALF,
+    LONG,
+    SQUARE,
+    TAKEN,
+    causal,
+    keys,
+    lowest,
+    own,
+    plain,
+    site_of,
+    top_left,
+    weighted,
+    window,
+)
 
 import attn_pass
 from attn_pass.targets import flash_attn
@@ -19,7 +35,6 @@ from bench import stand_ins
 stand_ins.install()
 
 Tensor = torch.Tensor
-HALF, BFLOAT = torch.float16, torch.bfloat16
 OPERATOR = "flash_attn_3._flash_attn_forward.default"
 
 
@@ -29,48 +44,12 @@ def installed() -> Iterator[None]:
         yield
 
 
-def own(q: Tensor, k: Tensor) -> Tensor:
-    """(L, 1): the key that stands where each row does, counted from the last."""
-    return torch.arange(q.size(-2))[:, None] + k.size(-2) - q.size(-2)
-
-
-def keys(k: Tensor) -> Tensor:
-    return torch.arange(k.size(-2))
-
-
-def weighted(q: Tensor, k: Tensor, v: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return score(q @ k.mT * 0.3).softmax(-1).to(q.dtype) @ v
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(q, k, v, lambda s: s)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), NEG_INF))
-
-
-def window(left: int, right: int | None) -> Callable[..., Tensor]:
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keep = keys(k) >= own(q, k) - left
-        if right is not None:
-            keep = keep & (keys(k) <= own(q, k) + right)
-        return weighted(q, k, v, lambda s: s.masked_fill(~keep, NEG_INF))
-
-    return fn
-
-
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weighted(q, k, v, lambda s: 5.0 * torch.tanh(s / 5.0))
 
 
 def capped_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weighted(q, k, v, lambda s: (5.0 * torch.tanh(s / 5.0)).masked_fill(keys(k) > own(q, k), NEG_INF))
-
-
-def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(-q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), NEG_INF))
 
 
 def one_row(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -95,25 +74,13 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1))
 
 
-SQUARE, LONG = qkv(2, 4, 9, 9, 16, dtype=HALF), qkv(2, 4, 5, 12, 16, dtype=HALF)
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "plain": (plain, LONG),
-    "bfloat16": (plain, qkv(2, 4, 5, 12, 16, dtype=BFLOAT)),
-    "grouped": (plain, qkv(2, 8, 5, 12, 16, kv_heads=2, dtype=HALF)),
-    "one kv head": (causal, qkv(2, 4, 5, 12, 16, kv_heads=1, dtype=HALF)),
+    **TAKEN,
     "one row, causal": (one_row(causal), qkv(2, 4, 1, 12, 16, dtype=HALF)),
     "one row, a window": (one_row(window(3, 0)), qkv(2, 4, 1, 12, 16, dtype=HALF)),
     "one key": (plain, qkv(2, 4, 5, 1, 16, dtype=HALF)),
-    "causal": (causal, SQUARE),
-    "causal from the last key": (causal, LONG),
-    "causal, more rows than keys": (causal, qkv(2, 4, 12, 5, 16, dtype=HALF)),
-    "window": (window(3, 2), SQUARE),
-    "window from the last key": (window(3, 0), LONG),
-    "window without an end": (window(2, None), SQUARE),
-    "window wider than the keys": (window(30, 40), LONG),
     "soft cap": (capped, LONG),
     "soft cap, causal": (capped_causal, SQUARE),
-    "negative scale": (negative, SQUARE),
     "a head dim of 20": (causal, qkv(2, 4, 9, 9, 20, dtype=HALF)),
     "narrow values": (causal, qkv(2, 4, 9, 9, 40, value_dim=24, dtype=HALF)),
     "wide values": (plain, qkv(1, 2, 5, 7, 24, value_dim=300, dtype=HALF)),
@@ -195,11 +162,6 @@ def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weighted(q, k, v, lambda s: s - slopes * (keys(k) - own(q, k)).abs())
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = keys(k) <= torch.arange(q.size(-2))[:, None]
-    return weighted(q, k, v, lambda s: s.masked_fill(~keep, NEG_INF))
-
-
 def padding(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keep = (torch.arange(12) < torch.tensor([[12], [7]]))[:, None, None]
     return weighted(q, k, v, lambda s: s.masked_fill(~keep, NEG_INF))
@@ -212,10 +174,6 @@ def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def sinking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.cat([q @ k.mT * 0.3, q.new_ones(4, 1, 1).expand(2, -1, 5, -1)], -1)
     return scores.softmax(-1)[..., :-1] @ v
-
-
-def lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), -6e4))
 
 
 REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
@@ -239,10 +197,6 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a window with more rows than keys": ("more rows than keys", window(2, 0), qkv(2, 4, 12, 5, 16, dtype=HALF)),
     "an empty row of numbers": ("and 0 in flash_attn_3", lowest, qkv(2, 4, 12, 5, 16, dtype=HALF)),
 }
-
-
-def site_of(fn: Callable[..., Tensor] = plain, inputs: tuple[Tensor, ...] = LONG, **options: Any) -> Any:
-    return attn_pass.explain(fn, *inputs, attn_pass_options={"device": "H100", **options}).sites[0]
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -11,6 +11,21 @@ import flash_attn_stand_in
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, randn, same
+from flash_attn_programs import (
+    HALF,
+    LONG,
+    SQUARE,
+    TAKEN,
+    causal,
+    keys,
+    lowest,
+    own,
+    plain,
+    site_of,
+    top_left,
+    weighted,
+    window,
+)
 
 import attn_pass
 from attn_pass.targets import flash_attn as target
@@ -20,7 +35,6 @@ stand_ins.install()
 flash_attn_stand_in.import_or_skip()
 
 Tensor = torch.Tensor
-HALF = torch.float16
 LOWEST = torch.finfo(torch.float32).min
 OPERATOR = "flash_attn._flash_attn_forward.default"
 
@@ -29,42 +43,6 @@ OPERATOR = "flash_attn._flash_attn_forward.default"
 def installed() -> Iterator[None]:
     with flash_attn_stand_in.present():
         yield
-
-
-def own(q: Tensor, k: Tensor) -> Tensor:
-    """(L, 1): the key that stands where each row does, counted from the last."""
-    return torch.arange(q.size(-2))[:, None] + k.size(-2) - q.size(-2)
-
-
-def keys(k: Tensor) -> Tensor:
-    return torch.arange(k.size(-2))
-
-
-def repeated(q: Tensor, k: Tensor) -> Tensor:
-    return k.repeat_interleave(q.size(1) // k.size(1), 1)
-
-
-def weighted(q: Tensor, k: Tensor, v: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
-    k, v = repeated(q, k), repeated(q, v)
-    return score(q @ k.mT * 0.3).softmax(-1).to(q.dtype) @ v
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(q, k, v, lambda s: s)
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return weighted(q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), NEG_INF))
-
-
-def window(left: int, right: int | None, fill: float = NEG_INF) -> Callable[..., Tensor]:
-    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keep = keys(k) >= own(q, k) - left
-        if right is not None:
-            keep = keep & (keys(k) <= own(q, k) + right)
-        return weighted(q, k, v, lambda s: s.masked_fill(~keep, fill))
-
-    return fn
 
 
 def capped(cap: Callable[[Tensor], Tensor], masked: bool = False) -> Callable[..., Tensor]:
@@ -94,25 +72,13 @@ def alibi(bias: Callable[[Tensor, Tensor], Tensor], masked: bool = False) -> Cal
 SLOPES = randn(4, seed=5).abs()
 PER_HEAD = SLOPES[:, None, None]
 PER_BATCH = randn(2, 4, 1, 1, seed=6)
-SQUARE, LONG = qkv(2, 4, 9, 9, 16, dtype=HALF), qkv(2, 4, 5, 12, 16, dtype=HALF)
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-    "plain": (plain, LONG),
-    "bfloat16": (plain, qkv(2, 4, 5, 12, 16, dtype=torch.bfloat16)),
-    "grouped": (plain, qkv(2, 8, 5, 12, 16, kv_heads=2, dtype=HALF)),
-    "one kv head": (causal, qkv(2, 4, 5, 12, 16, kv_heads=1, dtype=HALF)),
+    **TAKEN,
     "one row": (plain, qkv(2, 4, 1, 12, 16, kv_heads=2, dtype=HALF)),
     "one row, causal": (causal, qkv(2, 4, 1, 12, 16, dtype=HALF)),
     "one row, a window": (window(3, 0), qkv(2, 4, 1, 12, 16, dtype=HALF)),
-    "causal": (causal, SQUARE),
-    "causal from the last key": (causal, LONG),
-    "causal, more rows than keys": (causal, qkv(2, 4, 12, 5, 16, dtype=HALF)),
-    "window": (window(3, 2), SQUARE),
-    "window from the last key": (window(3, 0), LONG),
-    "window without an end": (window(2, None), SQUARE),
-    "window wider than the keys": (window(30, 40), LONG),
     "window with a low fill": (window(2, 0, -6e4), LONG),
     "scores in float32": (lambda q, k, v: weighted(q, k, v, lambda s: s.float() * 0.5), LONG),
-    "negative scale": (lambda q, k, v: weighted(-q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), NEG_INF)), LONG),
     "temperature": (
         lambda q, k, v, t: weighted(q, k, v, lambda s: s / t),
         (*LONG, randn(4, 1, 1, dtype=HALF).abs() + 0.5),
@@ -334,11 +300,6 @@ def two_slopes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weighted(q, k, v, lambda s: s - PER_HEAD * d + 0.5 * torch.where(d > 3, -2.0, 0.0))
 
 
-def top_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = keys(k) <= torch.arange(q.size(-2))[:, None]
-    return weighted(q, k, v, lambda s: s.masked_fill(~keep, NEG_INF))
-
-
 def chunked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weighted(q, k, v, lambda s: s.masked_fill(keys(k) // 4 != own(q, k) // 4, NEG_INF))
 
@@ -366,7 +327,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "a window with more rows than keys": ("more rows than keys", window(2, 0), qkv(2, 4, 12, 5, 16, dtype=HALF)),
     "an empty row of numbers": (
         "the mean of the values",
-        lambda q, k, v: weighted(q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), -6e4)),
+        lowest,
         qkv(2, 4, 12, 5, 16, dtype=HALF),
     ),
     "a tilt without a mask": ("another distance", tilted, LONG),
@@ -395,10 +356,6 @@ def test_what_it_refuses(name: str) -> None:
     report = same(fn, *inputs, rewritten=0, grad=grad, device="H200", targets=("flash_attn",))
     (site,) = report.sites
     assert why in site.refusals.get("flash_attn", site.reason), site
-
-
-def site_of(fn: Callable[..., Tensor] = plain, inputs: tuple[Tensor, ...] = LONG, **options: Any) -> Any:
-    return attn_pass.explain(fn, *inputs, attn_pass_options={"device": "H200", **options}).sites[0]
 
 
 def test_only_where_it_is_installed_with_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
