@@ -84,14 +84,16 @@ def tiles_for(
 
     ``mask_bytes`` is the size of one of its elements, 0 without one; ``one_mask_row``: a row of them is read, and no
     block. What ptxas would put on the stack decides the rest: eight warps for 64 rows of 256, and for half as much
-    beside a block of the mask or before compute capability 9; from 10 on no more than 32 keys for 64 rows of 256.
+    beside a block of the mask or before compute capability 9; no more than 32 keys for 64 rows of 256 beside a block of
+    the mask, and without one from 10 on.
     """
     wide, wide_values = power(dim), power(value_dim)
     most = min(_MOST_ROWS, power(rows))
     reads_block = mask_bytes > 0 and not one_mask_row
     of_four_warps = _OF_FOUR_WARPS if room.major >= 9 and not reads_block else _OF_FOUR_WARPS // 2
     for block in (most, most // 2):
-        most_keys = 32 if room.major >= 10 and block * max(wide, wide_values) > _OF_FOUR_WARPS else 64
+        many = block * max(wide, wide_values) > _OF_FOUR_WARPS
+        most_keys = 32 if many and (reads_block or room.major >= 10) else 64
         for keys, stages in _TILES:
             loaded = stages * keys * (2 * (wide + wide_values) + (block if reads_block else 1) * mask_bytes)
             if keys <= most_keys and loaded + 2 * block * (wide + keys) <= room.shared_bytes:
