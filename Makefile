@@ -96,6 +96,8 @@ CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases te
     tests/kernels tests/hardware tests/calibrate tests/targets/test_kernel_rules.py tests/targets/test_kernels.py \
     tests/targets/test_cuda_decisions.py tests/targets/test_cuda_kernels.py tests/targets/test_decode.py \
     tests/targets/test_own_check.py tests/targets/test_added_masks.py tests/targets/test_flex_flash.py \
+    tests/targets/test_flex_cuda.py tests/targets/test_flash_attn_3.py tests/test_retry.py tests/test_emitted.py \
+    tests/test_bench_gpu.py \
     tests/test_engine.py tests/test_traps.py tests/test_training.py tests/test_dynamo.py tests/test_export.py \
     tests/test_hook.py tests/test_shield.py tests/test_options.py tests/test_report.py tests/test_capture.py
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from attn_pass.kernels import decode
 from bench import stand_ins
 from bench.frame.document import Column
-from bench.gpu import console, counters, decode_grid, floors, goals, probes, supervisor, toolchain
+from bench.gpu import console, counters, decode_grid, floors, goals, probes, smoke, supervisor, toolchain
 from bench.gpu.__main__ import PARTS, arguments, main
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
@@ -382,6 +382,13 @@ def test_a_toolchain_without_its_parts_says_what_is_missing(tmp_path: Path, monk
     assert driver == str(tmp_path / "libcuda.so.1")
     assert wanted["LIBRARY_PATH"] == f"{tmp_path / 'links'}:{tmp_path}"
     assert (tmp_path / "links" / "libcuda.so").resolve() == tmp_path / "libcuda.so.1"
+
+
+def test_the_smoke_stage_fails_where_a_package_would_not_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "find", lambda: toolchain.Toolchain("/usr/bin/g++", "", ""))
+    with pytest.raises(RuntimeError, match="will not link here: not tried: CUDA's headers"):
+        smoke.tools(Environment("cuda"))
+    assert smoke.tools(Environment("cpu"))["linking"].startswith("not tried")
 
 
 def test_counters_are_read_from_behind_the_notices_of_the_tool() -> None:

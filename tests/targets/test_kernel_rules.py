@@ -325,7 +325,9 @@ def test_what_torch_picks(picked: str | None, given: dict[str, Any]) -> None:
         ({"dim": 256, "device": gpu(10, 0, 92600)}, ((2, 13), "flash"), ((2, 14), "cudnn")),
         ({"dropout": 0.1}, ((2, 11), "cudnn"), ((2, 13), "flash")),
         ({"batch": 65536}, ((2, 11), "cudnn"), ((2, 13), "flash")),
+        ({"dim": 160, "grad": True, "device": gpu(9, 0, 92600)}, ((2, 13), "cudnn"), ((2, 14), "flash")),
         ({"q_len": 1, "device": gpu(10, 0)}, ((2, 14), "cudnn"), ((2, 15), "flash")),
+        ({"kv_len": 704, "grad": True}, ((2, 14), "cudnn"), ((2, 15), "flash")),
     ],
 )
 def test_what_torch_picks_by_its_version(
