@@ -35,7 +35,7 @@ from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
-from attn_pass.patterns import calls, composite, flash_attn_calls, joined_scores, npu_calls, softmax
+from attn_pass.patterns import by_slices, calls, composite, flash_attn_calls, joined_scores, npu_calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
 from attn_pass.patterns.softmax_forms import read_softmax
@@ -154,6 +154,7 @@ class _Graph:
         try:
             with self._observed():
                 self.pieces += allowed.put_in_pieces(self.gm, self.sizes, self.outer, self.is_body)
+                self.pieces += by_slices.put_together(self.gm, self.sizes, self.outer, self.is_body)
                 self.pieces += vmapped.without_vmap(self.gm, self.sizes, self.outer, self.is_body)
                 self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
         except Exception as error:

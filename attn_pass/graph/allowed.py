@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.edit import Plan, SizeNodes
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand
+from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand, without_values
 from attn_pass.graph.memory import storages
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, tensor_value
@@ -39,6 +41,7 @@ class InPieces:
             old.replace_all_uses_with(new)
             pass_name(old, new)
         self.call.args, self.call.kwargs = (), {}
+        self._values = without_values(self.idle)
 
     @property
     def idle(self) -> tuple[Node, ...]:
@@ -53,6 +56,8 @@ class InPieces:
                 graph.erase_node(node)
             return True
         self.call.args, self.call.kwargs = self.arguments
+        for node, meta in zip(self.idle, self._values, strict=True):
+            node.meta.update(meta)
         for old, new in self.expansion.results:
             new.replace_all_uses_with(old, delete_user_cb=lambda user: user not in self.expansion.nodes)
             pass_name(new, old)
@@ -125,9 +130,8 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _Watching(Recorder):
-    """Allows what computes new tensors alone: no write to what was given, no draw, no switch of the state around it.
-
-    That covers an ``autograd.Function``: its forward runs with gradients off.
+    """Allows what computes new tensors alone: no write to what was given, no draw, no switch of the state around it, no
+    backward of its own.
     """
 
     def run(self, function: Callable[..., Any]) -> Any:
@@ -141,7 +145,9 @@ class _Watching(Recorder):
                 self._around = Region.ambient()
             return function(*args, **kwargs)
 
-        return super().run(watched)
+        outputs = super().run(watched)
+        self._check_backward(outputs, given)
+        return outputs
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,6 +168,19 @@ class _Watching(Recorder):
         written = [*args[:1], kwargs.get("out")] if in_place or "out" in kwargs else []
         if name == "__set__" or any(key in self._given for value in written for key in storages(value) or ()):
             raise CannotExpand(f"{name} writes what it was given")
+
+    def _check_backward(self, outputs: Any, given: list[torch.Tensor]) -> None:
+        """The forward of an ``autograd.Function`` may have been recorded, and its backward was not."""
+        seen = {v.grad_fn for v in given}
+        waiting = [v.grad_fn for v in torch.utils._pytree.tree_leaves(outputs) if isinstance(v, torch.Tensor)]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, BackwardCFunction):
+                raise CannotExpand("it has a backward of its own")
+            waiting += [following for following, _ in node.next_functions]
 
     def check(self, results: list[tuple[Node, Node]]) -> None:
         new = [node for _, node in results]

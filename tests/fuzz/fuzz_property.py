@@ -72,7 +72,7 @@ _CLASSES = {  # by words in their rows
     "functions kept whole": ("kept whole",),
     "scores of heads or sets of keys joined": ("joined over keys", "stacked heads"),
     "sinks and joined scores": ("sink", "joined with"),
-    "other spellings of a softmax": ("logsumexp", "log_softmax", "inverse sum", "normalised exp"),
+    "other spellings of a softmax": ("by slices", "logsumexp", "log_softmax", "inverse sum", "normalised exp"),
 }
 
 
