@@ -7,7 +7,7 @@ which nothing is kept is the graph it was.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ from torch.overrides import TorchFunctionMode
 from attn_pass.graph.edit import Plan, Planned, erase_unused
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.index import Index
+
+
+def without_values(nodes: Iterable[Node]) -> list[dict[str, Any]]:
+    """Takes the fake values off nodes, whose memory is nobody's then; returns them, to be put back."""
+    return [{key: node.meta.pop(key) for key in ("example_value", "val") if key in node.meta} for node in nodes]
 
 
 class CannotExpand(Exception):
