@@ -35,7 +35,16 @@ from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
-from attn_pass.patterns import by_slices, calls, composite, flash_attn_calls, joined_scores, npu_calls, softmax
+from attn_pass.patterns import (
+    by_slices,
+    calls,
+    composite,
+    flash_attn_calls,
+    joined_scores,
+    npu_calls,
+    softmax,
+    summed_pieces,
+)
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
 from attn_pass.patterns.softmax_forms import read_softmax
@@ -180,6 +189,8 @@ class _Graph:
         self.reader.needed = frozenset(new for e in expansions for _, new in e.results)
         self.joined = joined_scores.join_scores(graph, self.reader)
         self.reader.find_reach(lambda node: read_softmax(self.reader, node) is not None)
+        self.summed = summed_pieces.join_sums(graph, self.reader)
+        self.pieces += self.summed
         self.replaced: dict[Node, Node] = {}
         self.context_parallel = context_parallel_is_active()
         self.size_nodes: SizeNodes | None = None
@@ -406,8 +417,8 @@ class _Graph:
         def copied(hint: Callable[[Index], int]) -> int:
             return sum(_bytes(n, self.sizes, hint) for n in described.copies)
 
-        keys = {n for one in self.joined for n in one.operands}
-        joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in keys)
+        made = {n for one in self.joined for n in one.operands} | {one.values for one in self.summed}
+        joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in made)
         stays = bool(site.weights_stay)
         written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, weights_stay=stays)
         rule, measure = rule_for(site, record, self.options), None

@@ -690,7 +690,7 @@ def differentiated(q: Tensor, k: Tensor, v: Tensor) -> Any:
         (autocast_disabled_inside, 1),
         (autocast_of_all, 1),
         (only_math_allowed, 0),
-        (vectorised, 0),
+        (vectorised, 1),
         (differentiated, 0),
     ],
 )

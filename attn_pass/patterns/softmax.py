@@ -244,6 +244,7 @@ def _lift(
     if read.scale != 1:
         score = apply("mul", score, Const(read.scale))
         sink = None if sink is None else apply("mul", sink, Const(read.scale))
+    internal |= dict.fromkeys(reader.instead.get(node, ()))
     internal |= dict.fromkeys(p.times for p in (product, inner) if p.times is not None)
     score = with_product(reader, scores, inner, score)
     if sink is not None:

@@ -113,6 +113,7 @@ class Reader:
         self.known: dict[Node, tuple[str, torch.Tensor]] = {}  # tensors that keep the values they have, by their names
         self.needed: frozenset[Node] = frozenset()  # nodes without users that will have some: of calls taken apart
         self.known_used: list[str] = []  # those that something was concluded from, for the present site
+        self.instead: dict[Node, tuple[Node, ...]] = {}  # nodes that another stands in the place of, and nobody uses
         self.products: dict[Node, frozenset[Node]] = {}
         self.softmaxes: dict[Node, frozenset[Node]] = {}
         self.read_times: dict[

@@ -378,6 +378,11 @@ def _first_key_written(w: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------- times the values
 
+
+def _in_pieces(w: Tensor, v: Tensor) -> Tensor:
+    return w @ v if v.shape[-2] == 1 else w[..., :1] @ v[..., :1, :] + w[..., 1:] @ v[..., 1:, :]
+
+
 VALUES: Table = {
     "matmul": Row(lambda c, w, e: torch.matmul(w, c.v)),
     "operator": Row(lambda c, w, e: w @ c.v),
@@ -391,6 +396,7 @@ VALUES: Table = {
     "bmm": Row(
         lambda c, w, e: torch.bmm(_folded(c, w, c.v), _folded(c, c.v, w)).view(*c.lead, w.shape[-2], c.v.shape[-1])
     ),
+    "in pieces": Row(lambda c, w, e: _in_pieces(w, c.v)),
     "twice": Row(lambda c, w, e: w @ c.v + w @ (c.v * 2), miss=True),
     "in a chain": Row(lambda c, w, e: w @ (w @ c.v), miss=True, square=True),
     "weights transposed": Row(lambda c, w, e: w.mT @ c.v, miss=True, square=True),

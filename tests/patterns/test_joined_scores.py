@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from against_eager import qkv, randn, same
 from torch import Tensor
 
@@ -280,6 +281,111 @@ def test_dynamic_verified_and_in_half_precision(name: str) -> None:
     same(READ[name], *inputs(), dynamic=True, rewritten=1)
     same(READ[name], *inputs(), rewritten=1, verify="graph")
     same(READ[name], *(x.bfloat16() for x in inputs()), rewritten=1)
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Weights of memory and of keys, apart again after one softmax."""
+    weights = torch.cat([q @ m.mT, q @ k.mT], -1).softmax(-1)
+    before, own = weights.split([5, 8], -1)
+    return before @ w + own @ v
+
+
+def sliced(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """In another order, of three, with values that no tensor holds together."""
+    weights = (q @ torch.cat([k, m, m + 1], -2).mT * 0.25).softmax(-1).to(v.dtype)
+    return weights[..., 13:] @ (w * 2) + (weights[..., 8:13] @ w + torch.matmul(weights[..., :8], v))
+
+
+def narrowed(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = (m @ q.mT * 0.25).softmax(-2)
+    return torch.einsum("bhji,bhjd->bhid", weights.narrow(-2, 0, 2), w[:, :, :2]) + torch.einsum(
+        "bhji,bhjd->bhid", weights[:, :, 2:], w[:, :, 2:]
+    )
+
+
+SPLIT: dict[str, Program] = {"split": split, "sliced": sliced, "narrowed": narrowed}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", list(SPLIT))
+def test_weights_in_pieces(name: str, grad: bool) -> None:
+    same(SPLIT[name], *inputs(grad), grad=grad, rewritten=1)
+
+
+@pytest.mark.parametrize("name", list(SPLIT))
+def test_weights_in_pieces_verified_and_in_half_precision(name: str) -> None:
+    same(SPLIT[name], *inputs(), rewritten=1, verify="graph")
+    same(SPLIT[name], *inputs(), dynamic=name != "split", rewritten=1)
+    same(SPLIT[name], *(x.bfloat16() for x in inputs()), rewritten=1)
+
+
+def overlapping(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    return weights[..., :5] @ w + weights[..., 4:] @ v[..., 4:, :]
+
+
+def swapped(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """Not the end of the weights."""
+    weights = (q @ k.mT).softmax(-1)
+    return weights[..., :3] @ v[..., :3, :] + weights[..., 3:6] @ v[..., 5:, :]
+
+
+def subtracted(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    return torch.add(weights[..., :3] @ v[..., :3, :], weights[..., 3:] @ v[..., 3:, :], alpha=-1)
+
+
+def of_two_softmaxes(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    a, b = (q @ k.mT).softmax(-1), (q @ k.mT * 2).softmax(-1)
+    return a[..., :3] @ v[..., :3, :] + b[..., 3:] @ v[..., 3:, :]
+
+
+def piece_also_used(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = F.dropout((q @ k.mT).softmax(-1), 0.5, training=False)
+    first = weights[..., :3] @ v[..., :3, :]
+    return first + weights[..., 3:] @ v[..., 3:, :] + first
+
+
+def piece_of_weights_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    first = weights[..., :3]
+    first.mul_(2)
+    return first @ v[..., :3, :] + weights[..., 3:] @ v[..., 3:, :]
+
+
+NOT_SPLIT: dict[str, Program] = {
+    "overlapping": overlapping,
+    "not all of the weights": swapped,
+    "subtracted": subtracted,
+    "of two softmaxes": of_two_softmaxes,
+    "a product used twice": piece_also_used,
+    "a piece is written": piece_of_weights_written,
+}
+
+
+@pytest.mark.parametrize("name", list(NOT_SPLIT))
+def test_other_pieces_of_weights(name: str) -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return NOT_SPLIT[name](*given)
+
+    same(NOT_SPLIT[name], *inputs(), rewritten=0)
+    program = torch.export.export(Module(), inputs())
+    before = [(n.op, str(n.target), n.name) for n in program.graph.nodes]
+    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
+    assert not report.rewritten and [(n.op, str(n.target), n.name) for n in program.graph.nodes] == before
+
+
+def test_pieces_that_no_target_takes_are_as_they_were() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return sliced(*given)
+
+    program = torch.export.export(Module(), inputs())
+    before = [(n.op, str(n.target), n.name) for n in program.graph.nodes]
+    report = attn_pass.rewrite(program, targets=("flex",), choose="fused", on_error="raise")
+    assert [s.outcome for s in report.sites] == ["left"], str(report)
+    assert [(n.op, str(n.target), n.name) for n in program.graph.nodes] == before
 
 
 def each_head_of_a_stack(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
