@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import tempfile
+import typing
 from collections.abc import Iterator
 
 import once
@@ -14,16 +16,12 @@ import pytest
 # Before torch reads it: Inductor would build six libraries in every process that compiles, ten seconds of a core, to
 # learn that the compiler knows this CPU's vector instructions.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# What calls the kernels of a package, and runs once: kernels themselves are optimised as always.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import torch
-import torch._dynamo.guards as guards
 
 from attn_pass import store
-
-# Dynamo measures how long the guards of each graph take, and flushes the processor's caches before it does: half of
-# what a small compile costs.
-assert callable(guards.profile_guard_manager)
-guards.profile_guard_manager = lambda *_: 0.0
 
 # pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
 # the code of each graph at each stage, which takes as long as many tests do.
@@ -39,6 +37,23 @@ _SHARED = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ.setdefault(once.VARIABLE, _SHARED.name)
 
 
+def pytest_configure() -> None:
+    """What torch does at every call and changes no result is done once, or not at all: half of what small calls cost.
+
+    Dynamo measures how long the guards of each graph take, and flushes the processor's caches before it does. And
+    ``run_decompositions`` asks for all operators that C++ has decompositions of (this makes no new ones), and overrides
+    each in Python through an annotation that is built again each time.
+    """
+    from torch import _ops
+    from torch._dynamo import guards
+    from torch._export import utils
+
+    assert callable(guards.profile_guard_manager) and callable(utils._materialize_cpp_cia_ops)
+    guards.profile_guard_manager = lambda *_: 0.0
+    utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+    _ops.Callable = typing.Callable  # the same to all but `[...]`, which this one remembers
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector need not look through it again and again."""
     gc.collect()
@@ -48,7 +63,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def quiet_torch() -> Iterator[None]:
-    """No caches (tests of caches turn them on), little parallelism, nothing compiled before, a seed."""
+    """No caches of graphs (tests of them turn them on), little parallelism, nothing compiled before, a seed.
+
+    A C++ kernel is compiled once: its library is found by its source and its compiler's command.
+    """
     from torch._dynamo.utils import counters
     from torch._inductor import config
 
@@ -57,7 +75,7 @@ def quiet_torch() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
-    with config.patch(force_disable_caches=True, compile_threads=1):
+    with config.patch(fx_graph_cache=False, compile_threads=1):
         yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)

@@ -35,16 +35,18 @@ def test_generated_programs(part: int) -> None:
 def test_every_class_of_programs_is_drawn() -> None:
     drawn: Counter[str] = Counter()
 
-    for number in range(8):  # programs of one seed come in clumps
+    for number in range(32):  # programs of one seed come in clumps
+        if all(drawn[name] for name in belonging(Case(Program()))):
+            return
 
-        @settings(max_examples=200, deadline=None, database=None, phases=[Phase.generate])
+        @settings(max_examples=50, deadline=None, database=None, phases=[Phase.generate])
         @seed(number)
         @given(cases())
         def draw(case: Case) -> None:
             drawn.update(classes(case))
 
         draw()
-    assert all(drawn[name] for name in belonging(Case(Program()))), drawn
+    pytest.fail(f"of 1,600 programs: {drawn}")
 
 
 @pytest.mark.parametrize(("target", "change"), [("local", windowed), ("decomposed", called)])
@@ -59,7 +61,7 @@ def test_generated_programs_through_dynamo_and_export(through: str) -> None:
     tally = Tally()
     batch(
         100,
-        100,
+        50,  # a program that Dynamo or export writes costs as much as five that are written directly
         tally,
         through,
         accepts=lambda case: (

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import attn_pass
 Tensor = torch.Tensor
 
 SCRIPT = r"""
-import json, sys
+import json, os, sys, traceback
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -33,9 +34,10 @@ from torch import nn
 import attn_pass
 from test_composes import Layer, Stack, randn
 
-what, rank, port = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+everything = [randn(2, 7, 32, seed=r) for r in range(2)]
 
 
 def plain_gradients(model, x):
@@ -49,58 +51,69 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-reference, model = Stack(2), Stack(2)
-mine = randn(2, 7, 32, seed=rank)
-everything = [randn(2, 7, 32, seed=r) for r in range(2)]
-wanted = [sum(g) / 2 for g in zip(*(plain_gradients(reference, x) for x in everything))]
+def ddp(model):
+    from torch.nn.parallel import DistributedDataParallel
 
-with attn_pass.record() as report:
-    if what == "ddp":
-        from torch.nn.parallel import DistributedDataParallel
+    return torch.compile(DistributedDataParallel(model), backend=backend)
 
-        wrapped = DistributedDataParallel(model)
-        run = torch.compile(wrapped, backend=backend)
-    elif what == "fsdp":
-        from torch.distributed.fsdp import fully_shard
 
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
-        for layer in model.layers:
-            layer.compile(backend=backend)
-        run = model
+def fsdp(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model
+
+
+def tensor_parallel(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        # Rows of q, k and v lie one after another: heads of each belong together.
+        weight = layer.qkv.weight.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+        bias = layer.qkv.bias.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten().contiguous()
+        layer.qkv.weight, layer.qkv.bias = nn.Parameter(weight), nn.Parameter(bias)
+        layer.heads //= 2
+        parallelize_module(layer, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+    return torch.compile(model, backend=backend)
+
+
+def sites(parallel):
+    # Of a model run in parallel, whose results and gradients are those of one process.
+    torch._dynamo.reset()
+    shares_batch = parallel is not tensor_parallel
+    reference, model = Stack(2), Stack(2)
+    mine = everything[rank if shares_batch else 0]
+    with attn_pass.record() as report:
+        out = parallel(model)(mine)
+        out.square().mean().backward()
+    torch.testing.assert_close(out, reference(mine), rtol=1e-4, atol=1e-5)
+    if shares_batch:
+        wanted = [sum(g) / 2 for g in zip(*(plain_gradients(reference, x) for x in everything))]
+        torch.testing.assert_close([full(p.grad) for p in model.parameters()], wanted, rtol=1e-4, atol=1e-5)
     else:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        named = dict(zip((n for n, _ in reference.named_parameters()), plain_gradients(reference, mine)))
+        for name, parameter in model.named_parameters():
+            want = named[name]
+            if "qkv" in name:
+                want = want.unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2)
+            torch.testing.assert_close(full(parameter.grad), want, rtol=1e-4, atol=1e-5)
+    return [[s.outcome, s.target, s.reason] for s in report.sites]
 
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in model.layers:
-            # Rows of q, k and v lie one after another: heads of each belong together.
-            weight = layer.qkv.weight.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2).contiguous()
-            bias = layer.qkv.bias.detach().unflatten(0, (3, 2, -1)).transpose(0, 1).flatten().contiguous()
-            layer.qkv.weight, layer.qkv.bias = nn.Parameter(weight), nn.Parameter(bias)
-            layer.heads //= 2
-            parallelize_module(layer, mesh, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
-        run = torch.compile(model, backend=backend)
-        mine = everything[0]
-        wanted = None
-    out = run(mine)
-    out.square().mean().backward()
 
-expected = reference(mine)
-torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-if wanted is not None:
-    found = [full(p.grad) for p in model.parameters()]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-else:
-    given = plain_gradients(reference, mine)
-    named = dict(zip((n for n, _ in reference.named_parameters()), given))
-    for name, parameter in model.named_parameters():
-        gradient, want = full(parameter.grad), named[name]
-        if "qkv" in name:
-            want = want.unflatten(0, (3, 2, -1)).transpose(0, 1).flatten(0, 2)
-        torch.testing.assert_close(gradient, want, rtol=1e-4, atol=1e-5)
-print(json.dumps([[s.outcome, s.target, s.reason] for s in report.sites]))
+for parallel in (ddp, fsdp, tensor_parallel):
+    try:
+        told = sites(parallel)
+    except Exception:
+        told = traceback.format_exc()
+    print(json.dumps([parallel.__name__, told]), flush=True)
+    if isinstance(told, str):
+        os._exit(1)  # the other process may wait for this one for ever
 dist.destroy_process_group()
 """
 
@@ -111,11 +124,10 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo")
-@pytest.mark.parametrize("what", ["ddp", "fsdp", "tensor parallel"])
-def test_two_processes(what: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+@pytest.fixture(scope="module")
+def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes tells of each kind of parallelism: its sites, or what went wrong."""
+    script = tmp_path_factory.mktemp("distributed") / "script.py"
     script.write_text(SCRIPT)
     here = Path(__file__).resolve()
     paths = [str(here.parent), str(here.parents[1]), *filter(None, sys.path)]
@@ -123,7 +135,7 @@ def test_two_processes(what: str, tmp_path: Path) -> None:
     port = str(_free_port())
     running = [
         subprocess.Popen(
-            [sys.executable, str(script), what.split()[0], str(rank), port],
+            [sys.executable, str(script), str(rank), port],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -131,11 +143,21 @@ def test_two_processes(what: str, tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    told = [process.communicate(timeout=900) for process in running]
-    for process, (_, errors) in zip(running, told):
-        assert process.returncode == 0, errors[-3000:]
-    for out, _ in told:
-        sites = json.loads(out.splitlines()[-1])
+    told = []
+    for process in running:
+        out, errors = process.communicate(timeout=900)
+        lines = [line for line in out.splitlines() if line.startswith("[")]
+        told.append({"errors": errors[-3000:], **dict(map(json.loads, lines))})
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="gloo")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor_parallel"])
+def test_two_processes(kind: str, in_two_processes: list[dict[str, Any]]) -> None:
+    for told in in_two_processes:
+        sites = told.get(kind, f"not reached: {told['errors']}")
+        assert isinstance(sites, list), sites
         assert sites and all(outcome == "rewritten" for outcome, _, _ in sites), sites
 
 
