@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._functorch import predispatch
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -67,7 +66,7 @@ def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
 
     A level that does anything but compute is left, and what is in it says that it runs inside vmap.
     """
-    if not any(node.target is predispatch._vmap_increment_nesting for node in gm.graph.nodes):
+    if not any(_is(node, "_vmap_increment_nesting") for node in gm.graph.nodes):
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
     made = []
@@ -76,7 +75,7 @@ def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
         size_nodes.made.clear()
         try:
             _check(level, region, regions)
-            results = [n for n in level if n.target is predispatch._remove_batch_dim and not set(n.users) <= set(level)]
+            results = [n for n in level if _is(n, "_remove_batch_dim") and not set(n.users) <= set(level)]
             plan = Plan(gm, results[-1], region, size_nodes, effects, in_body)
             made.append(_unbatched(plan, level, results, sizes))
         except Exception:  # whatever an operator that has no batching rule raises
@@ -84,14 +83,19 @@ def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
     return made
 
 
+def _is(node: Node, name: str) -> bool:
+    """Whether it calls functorch's function of that name, of torch._C._functorch or torch._functorch.predispatch."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == name
+
+
 def _levels(gm: GraphModule) -> Iterator[tuple[Node, ...]]:
     """The nodes of each outermost level, the ones that open and close it included."""
     depth, level = 0, list[Node]()
     for node in gm.graph.nodes:
-        depth += node.target is predispatch._vmap_increment_nesting
+        depth += _is(node, "_vmap_increment_nesting")
         if depth:
             level.append(node)
-        depth -= node.target is predispatch._vmap_decrement_nesting
+        depth -= _is(node, "_vmap_decrement_nesting")
         if level and not depth:
             yield tuple(level)
             level = []
@@ -107,7 +111,7 @@ def _check(level: tuple[Node, ...], region: Region, regions: Regions) -> None:
         vmaps = all(kind.startswith("vmap") for kind in state.functorch)
         if not vmaps or replace(state, functorch=()) != region or node.op not in ("call_function", "call_method"):
             raise CannotExpand(f"{node.name} switches a state")
-        if node.target is not predispatch._remove_batch_dim and any(user not in inside for user in node.users):
+        if not _is(node, "_remove_batch_dim") and any(user not in inside for user in node.users):
             raise CannotExpand(f"{node.name} is used outside of the level")
 
 

@@ -399,6 +399,16 @@ def test_values_of_each_head_are_attention_of_that_head(grad: bool) -> None:
     assert [s.shapes["query"] for s in report.sites] == [(2, 1, 8, 16)] * 2
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 1, 1), (0, 0, 1)])
+def test_heads_in_any_order(order: tuple[int, ...]) -> None:
+    """As one tensor where each is a step further in it, as a stack where not."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([q[:, a] @ k[:, b].mT for a, b in enumerate(order)], 1).softmax(-1) @ v
+
+    same(program, *qkv(heads=3), rewritten=1)
+
+
 def test_views_of_one_tensor_are_no_copy() -> None:
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> Tensor:
