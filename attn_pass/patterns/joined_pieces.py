@@ -44,9 +44,7 @@ def piece_of(reader: Reader, value: object, user: Node) -> Piece | None:
         found = _with_bias(reader, value, call)
     elif call.op in ("masked_fill", "where", "method_where"):
         found = _masked(reader, value, call)
-    if found is None or _type_and_shape(reader, value) != _type_and_shape(reader, found.product.node):
-        return None
-    return replace(found, nodes=(*found.nodes, value))
+    return None if found is None else replace(found, nodes=(*found.nodes, value))
 
 
 def _scaled(reader: Reader, value: Node, call: Call) -> Piece | None:
@@ -89,8 +87,3 @@ def _masked(reader: Reader, value: Node, call: Call) -> Piece | None:
     if piece is None or piece.mask is not None or product is None or held.device != product.device:
         return None
     return replace(piece, mask=mask, keeps=keeps, fill=float(fill))
-
-
-def _type_and_shape(reader: Reader, node: Node) -> tuple[object, ...]:
-    value = tensor_value(node)
-    return (None if value is None else value.dtype, reader.shape(node))

@@ -131,6 +131,13 @@ def test_left(name: str) -> None:
     assert [s.outcome for s in report.sites] == ["left"] and re.search(reason, report.sites[0].reason), str(report)
 
 
+def test_weights_that_are_dropped_out_are_those_of_the_program_on_any_device() -> None:
+    """A kernel of a GPU would draw other numbers than the weights that are returned were drawn with."""
+    inputs = qkv(q_len=64, kv_len=64, dim=64, dtype=torch.bfloat16)
+    report = attn_pass.explain(dropped, *inputs, attn_pass_options={"device": "H200", "choose": "fused"})
+    assert [s.reason for s in report.sites] == ["the attention weights are returned by the model"], str(report)
+
+
 def large(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return qkv(batch=1, heads=2, q_len=256, kv_len=256, dim=64, dtype=dtype)
 

@@ -353,7 +353,22 @@ def piece_of_weights_written(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tens
     return first @ v[..., :3, :] + weights[..., 3:] @ v[..., 3:, :]
 
 
+def shifted(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    """As many as there are, one of them twice and the last one never."""
+    weights = (q @ k.mT).softmax(-1)
+    return weights[..., :4] @ v[..., :4, :] + weights[..., 3:7] @ v[..., 4:, :]
+
+
+def weights_written_between(q: Tensor, k: Tensor, v: Tensor, m: Tensor, w: Tensor) -> Tensor:
+    weights = (q @ k.mT).softmax(-1)
+    first = weights[..., :3] @ v[..., :3, :]
+    weights.mul_(2)
+    return first + weights[..., 3:] @ v[..., 3:, :]
+
+
 NOT_SPLIT: dict[str, Program] = {
+    "shifted": shifted,
+    "weights written between": weights_written_between,
     "overlapping": overlapping,
     "not all of the weights": swapped,
     "subtracted": subtracted,
