@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import reduce
+
+import torch
 from torch.fx import Node
 
 from attn_pass.graph.regions import Region
-from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, contains_dot, expression_axes
+from attn_pass.graph.values import tensor_value
+from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, contains_dot, expression_axes
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.patterns.softmax_forms import Softmax
 from attn_pass.patterns.weights import maximum_of
@@ -14,26 +19,54 @@ from attn_pass.reading.spine import Spine
 from attn_pass.reading.views import Position, broadcast_position
 
 
-def read_sink(
-    reader: Reader, scores: Spine, score: Expr, node: Node, position: Position, keys: Axis, region: Region, time: int
+def read_sinks(
+    reader: Reader,
+    scores: Spine,
+    score: Expr,
+    node: Node,
+    positions: tuple[Position, ...],
+    keys: Axis,
+    region: Region,
+    time: int,
 ) -> tuple[Expr, Expr, tuple[Node, ...]]:
-    """``(score, sink, nodes)``: the element at ``position``, beside the keys, is a logit that no product enters.
+    """``(score, sink, nodes)``: the elements beside the keys are logits that no product enters, as one logit.
 
-    Raises `Unreadable` for anything else. A maximum taken off both scores and sink is left out of both.
+    Raises `Unreadable` for anything else. A maximum taken off both scores and sinks is left out of both.
     """
-    spine = Spine(reader, scores.leaf, reader.products, region)
-    sink = spine.read(node, position, time)
-    nodes: tuple[Node, ...] = tuple(spine.internal)
-    if isinstance(score, Apply) and isinstance(sink, Apply) and score.op == sink.op == "sub":
-        taken = score.args[1]
-        if taken == sink.args[1] and isinstance(taken, Load) and taken in scores.loads:
-            chain = maximum_of(reader, scores.loads[taken].written, scores)
-            if chain is not None:
-                score, sink, nodes = score.args[0], sink.args[0], (*nodes, *chain)
-    if contains_dot(sink) or keys in expression_axes(sink):
-        raise Unreadable("more than one logit of a row is no product of queries and keys", node)
-    scores.loads |= spine.loads
-    return score, sink, nodes
+    sinks: list[Expr] = []
+    nodes: dict[Node, None] = {}
+    plain = score
+    for position in positions:
+        spine = Spine(reader, scores.leaf, reader.products, region)
+        sink = spine.read(node, position, time)
+        nodes |= dict.fromkeys(spine.internal)
+        if isinstance(score, Apply) and isinstance(sink, Apply) and score.op == sink.op == "sub":
+            taken = score.args[1]
+            if taken == sink.args[1] and isinstance(taken, Load) and taken in scores.loads:
+                chain = maximum_of(reader, scores.loads[taken].written, scores)
+                if chain is not None:
+                    plain, sink = score.args[0], sink.args[0]
+                    nodes |= dict.fromkeys(chain)
+        if contains_dot(sink) or keys in expression_axes(sink):
+            raise Unreadable("more than one logit of a row is no product of queries and keys", node)
+        scores.loads |= spine.loads
+        sinks.append(sink)
+    value = tensor_value(node)
+    return plain, sinks[0] if len(sinks) == 1 else _as_one(sinks, None if value is None else value.dtype), tuple(nodes)
+
+
+def _as_one(sinks: list[Expr], dtype: torch.dtype | None) -> Expr:
+    """The logarithm of the sum of their exponentials; -inf where all of them are."""
+    if all(isinstance(sink, Const) for sink in sinks):
+        return Const(float(torch.tensor([s.value for s in sinks if isinstance(s, Const)]).double().logsumexp(0)))
+    if dtype in (torch.bfloat16, torch.float16):
+        sinks = [apply("cast", sink, dtype=torch.float32) for sink in sinks]
+    if len(set(sinks)) == 1:
+        return apply("add", sinks[0], Const(math.log(len(sinks))))
+    most = reduce(lambda a, b: apply("maximum", a, b), sinks)
+    shares = [apply("exp", apply("sub", sink, most)) for sink in sinks]
+    total = apply("add", most, apply("log", reduce(lambda a, b: apply("add", a, b), shares)))
+    return apply("where", apply("eq", most, Const(-math.inf)), most, total)
 
 
 def added_sink(
@@ -63,17 +96,22 @@ def check_no_shift(score: Expr, keys: Axis, node: Node) -> None:
         check_no_shift(arg, keys, node)
 
 
-def sink_position(reader: Reader, softmax: Node, dim: int, at_softmax: Position, keys: Axis) -> Position | None:
-    """Where the softmax has its one entry before or behind the keys; None if it has none.
+def sink_positions(
+    reader: Reader, softmax: Node, dim: int, at_softmax: Position, keys: Axis
+) -> tuple[Position, ...] | None:
+    """Where the softmax has its entries before and behind the keys; None if it has none.
 
-    Raises `Unreadable` for several, and where the keys are not the others in their order.
+    Raises `Unreadable` for too many, and where the keys are not the others in their order.
     """
     extra: Index = reader.shape(softmax)[dim] - keys.size
     first = at_softmax[dim] - axis_index(keys)
-    if extra != 0 and extra != 1:
+    if not isinstance(extra, int) or not 0 <= extra <= _MOST:
         raise Unreadable("the product does not sum over the whole softmax", softmax)
-    if keys in axes(*at_softmax[:dim], *at_softmax[dim + 1 :]) or (first != 0 and (first != 1 or extra != 1)):
+    outside = keys in axes(*at_softmax[:dim], *at_softmax[dim + 1 :])
+    if outside or not isinstance(first, int) or not 0 <= first <= extra:
         raise Unreadable("the softmax runs over another dimension than the keys", softmax)
-    if extra == 0:
-        return None
-    return (*at_softmax[:dim], keys.size if first == 0 else 0, *at_softmax[dim + 1 :])
+    places: list[Index] = [*range(first), *(keys.size + n for n in range(first, extra))]
+    return tuple((*at_softmax[:dim], place, *at_softmax[dim + 1 :]) for place in places) or None
+
+
+_MOST = 8  # sinks of a row; further ones are keys by another name

@@ -26,7 +26,7 @@ from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_windo
 from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
 from attn_pass.patterns.shape_uses import remaining_shape_uses, with_shape_uses
 from attn_pass.patterns.shared_scores import with_partners
-from attn_pass.patterns.sinks import added_sink, check_no_shift, read_sink, sink_position
+from attn_pass.patterns.sinks import added_sink, check_no_shift, read_sinks, sink_positions
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
 from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts, describe
@@ -211,7 +211,7 @@ def _lift(
     at_softmax = spine.leaf_position
     if at_softmax is None:
         raise Unreadable("the weights do not come from the softmax", node)
-    behind = sink_position(reader, softmax, read.dim, at_softmax, keys)
+    beside_keys = sink_positions(reader, softmax, read.dim, at_softmax, keys)
     if reader.regions.of(softmax) != region:
         raise Unreadable("the softmax runs under another context than the product", softmax)
     internal |= dict.fromkeys(read.nodes)
@@ -230,10 +230,10 @@ def _lift(
     if made_of.zeroed is not None:
         score = masked_once(reader, score, scores, made_of.zeroed, value.dtype)
     sink = None
-    if (behind is not None) + (read.sink is not None) + (ending.factor is not None and not late) > 1:
+    if (beside_keys is not None) + (read.sink is not None) + (ending.factor is not None and not late) > 1:
         raise Unreadable("two sinks, each in a place of its own", node)
-    if behind is not None:
-        score, sink, beside = read_sink(reader, scores, score, read.input, behind, keys, region, time)
+    if beside_keys is not None:
+        score, sink, beside = read_sinks(reader, scores, score, read.input, beside_keys, keys, region, time)
     elif read.sink is not None:
         sink, beside = added_sink(reader, scores, read, at_softmax, keys, time)
     elif ending.factor is not None and not late:

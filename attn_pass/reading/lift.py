@@ -237,7 +237,7 @@ class Reader:
             values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []
         elif call.op in POINTWISE:
             values = [call.args.get(n) for n in POINTWISE[call.op]]
-        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind", "index_put"):
+        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind", "index_put", "pad"):
             values = [call.args.get("input")]
         else:
             return []

@@ -25,7 +25,7 @@ from attn_pass.model.expression import (
     is_boolean,
     rewrite_indices,
 )
-from attn_pass.model.index import Axis, Index, axis_index, is_less, is_nonnegative, substitute
+from attn_pass.model.index import Axis, Index, axis_index, is_at_most, is_less, is_nonnegative, substitute
 from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, rounded
 from attn_pass.reading.scores import is_small
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
@@ -100,6 +100,8 @@ class Spine:
             return self._put(defined, call, position, time)
         if call.op == "cat":
             return self._operand(*self._joined(defined, call, position), time)
+        if call.op == "pad":
+            return self._padded(defined, call, position, time)
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
         return self._noted(defined, reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
@@ -126,6 +128,22 @@ class Spine:
                     return piece, (*position[:dim], inside, *position[dim + 1 :])
                 start = start + size
         raise Unreadable(f"{_name(node)} joins the scores with something else", node)
+
+    def _padded(self, node: Node, call: Call, position: Position, time: int) -> Expr:
+        """An element of what ``F.pad`` gives: one of its input, or the number around it."""
+        widths, value = call["pad"], call["value"]
+        constant = call.get("mode", "constant") == "constant" and (value is None or isinstance(value, (int, float)))
+        if not isinstance(widths, (list, tuple)) or not constant or not all(isinstance(w, int) for w in widths):
+            raise Unreadable(f"{_name(node)} pads the scores with what cannot be told", node)
+        shape, at = self.reader.shape(call["input"]), list(position)
+        for number, before in enumerate(widths[::2]):
+            dim = len(at) - 1 - number
+            at[dim] = inside = position[dim] - before
+            if is_less(inside, 0) or is_at_most(shape[dim], inside):
+                return rounded(Const(0.0 if value is None else float(value)), node)
+            if not (is_nonnegative(inside) and is_less(inside, shape[dim])):
+                raise Unreadable(f"{_name(node)} joins the scores with something else", node)
+        return self._operand(call["input"], tuple(at), time)
 
     def _check_region(self, node: Node) -> None:
         region = self.reader.regions.of(node)

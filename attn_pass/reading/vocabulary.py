@@ -224,6 +224,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("scalar", "input, value", ".new_tensor"),
     ("cat", "input, dim=0", "torch.cat torch.concat torch.concatenate aten.cat.default aten.concat.default"),
     ("stack", "input, dim=0", "torch.stack aten.stack.default"),
+    ("pad", "input, pad, mode=constant, value=None", "torch.nn.functional.pad torch._C._nn.pad aten.pad.default"),
+    ("pad", "input, pad, value=0", "torch.constant_pad_nd aten.constant_pad_nd.default"),
     ("index", "input, index", "aten.index.Tensor"),
     ("index_put", "input, indices, values, accumulate=False", "torch.index_put .index_put aten.index_put.default"),
     ("triu_indices", "row, col, offset=0", "torch.triu_indices aten.triu_indices.default"),

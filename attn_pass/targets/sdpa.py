@@ -226,7 +226,9 @@ def joined_with_sink(lower: Lowering, out: Value, lse: Value) -> Value:
     """
     a, call = lower.attention, lower.plan.call
     assert a.sink is not None
-    sink = lower.expression(a.sink, (a.batch, a.heads, a.rows, a.value_dim))
+    sink: Value | float | None = lower.scalar(a.sink)  # a number has no type of its own: log(3) in float64
+    if sink is None:
+        sink = lower.expression(a.sink, (a.batch, a.heads, a.rows, a.value_dim))
     share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), sink)
     out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
     return call(aten.to.dtype, out, a.compute_dtype)

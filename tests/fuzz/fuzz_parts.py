@@ -319,21 +319,29 @@ SOFTMAXES: Table = {
     "queries": Row(lambda c, s, e: s.softmax(-2), miss=True),
     "first dimension": Row(lambda c, s, e: s.softmax(0), miss=True),
     "heads": Row(lambda c, s, e: s.softmax(-3 if s.dim() > 2 else -2), miss=True),
-    "softmin": Row(lambda c, s, e: F.softmin(s, -1), miss=True),
+    "softmin": Row(lambda c, s, e: F.softmin(s, -1)),
     "twice": Row(lambda c, s, e: s.softmax(-1).softmax(-1), miss=True),
     "sigmoid": Row(lambda c, s, e: s.sigmoid(), miss=True),
     "normalised sigmoid": Row(lambda c, s, e: _divided(s.sigmoid()), miss=True),
     "sum of queries": Row(lambda c, s, e: _divided(s.exp(), -2), miss=True),
     "off by one": Row(lambda c, s, e: s.exp() / (s.exp().sum(-1, keepdim=True) + 1), miss=True),
     "twice the exponent": Row(lambda c, s, e: s.exp() / (s * 2).exp().sum(-1, keepdim=True), miss=True),
-    "base 2": Row(lambda c, s, e: _divided(torch.exp2(s)), miss=True),
+    "base 2": Row(lambda c, s, e: _divided(torch.exp2(s))),
     "over all": Row(lambda c, s, e: s.flatten(-2).softmax(-1).view(s.shape), miss=True),
-    "with a sink": Row(
+    "with a sink": Row(lambda c, s, e: torch.cat([s, s.new_zeros((*c.lead, c.l, 1))], -1).softmax(-1)[..., :-1]),
+    "a sink in front": Row(lambda c, s, e: torch.cat([s.new_zeros((*c.lead, c.l, 1)), s], -1).softmax(-1)[..., 1:]),
+    "a sink made of the scores": Row(
         lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., :-1], miss=True
     ),
-    "a sink in front": Row(
-        lambda c, s, e: torch.cat([torch.zeros_like(s[..., :1]), s], -1).softmax(-1)[..., 1:], miss=True
+    "a sink padded in front": Row(lambda c, s, e: F.pad(s, (1, 0)).softmax(-1)[..., 1:]),
+    "a sink padded behind": Row(lambda c, s, e: F.pad(s, (0, 1), value=1.5).softmax(-1)[..., :-1]),
+    "sinks padded on both sides": Row(lambda c, s, e: F.pad(s, (2, 1)).softmax(-1)[..., 2:-1]),
+    "a sink of rows on each side": Row(
+        lambda c, s, e: torch.cat([e.t.expand(s[..., :1].shape), s, e.t.sin().expand(s[..., :1].shape)], -1)
+        .softmax(-1)[..., 1:-1],
+        "rows",
     ),
+    "a sink padded, cut wrong": Row(lambda c, s, e: F.pad(s, (1, 0)).softmax(-1)[..., :-1], miss=True),
     "a sink that is cut wrong": Row(
         lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., 1:], miss=True
     ),

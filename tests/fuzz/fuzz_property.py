@@ -72,7 +72,15 @@ _CLASSES = {  # by words in their rows
     "functions kept whole": ("kept whole",),
     "scores of heads or sets of keys joined": ("joined over keys", "stacked heads", "in pieces"),
     "sinks and joined scores": ("sink", "joined with"),
-    "other spellings of a softmax": ("by slices", "logsumexp", "log_softmax", "inverse sum", "normalised exp"),
+    "other spellings of a softmax": (
+        "softmin",
+        "base 2",
+        "by slices",
+        "logsumexp",
+        "log_softmax",
+        "inverse sum",
+        "normalised exp",
+    ),
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from against_eager import qkv, randn, same
 from torch import Tensor
 
@@ -17,6 +19,7 @@ NEG_INF = float("-inf")
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 KEEP[0, 0, 3] = False  # a row without a key
 SINK = randn(2, seed=4)
+TWO = randn(2, 2, 8, 2, seed=6)
 Program = Callable[..., Tensor]
 
 
@@ -91,6 +94,48 @@ def added_in_the_product(addend: Tensor) -> Program:
     return program
 
 
+READ |= {
+    "two logits": (
+        lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s.view(1, 2, 1, 1).expand(2, 2, 8, 2)], -1))[..., :-2] @ v,
+        (SINK,),
+    ),
+    "two logits that differ": (lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s], -1))[..., :-2] @ v, (TWO,)),
+    "one of them -inf": (
+        lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s], -1))[..., :-2] @ v,
+        (TWO.index_fill(-1, torch.tensor([1]), NEG_INF),),
+    ),
+    "both of them -inf": (lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s], -1))[..., :-2] @ v, (TWO - math.inf,)),
+    "one on each side": (lambda q, k, v, s: softmax(in_front(joined(q @ k.mT * 0.3, s), s))[..., 1:-1] @ v, (SINK,)),
+    "two zeros and a logit": (
+        lambda q, k, v, s: softmax(joined(F.pad(q @ k.mT * 0.3, (2, 0)), s))[..., 2:-1] @ v,
+        (SINK,),
+    ),
+    "two alike, masked scores": (
+        lambda q, k, v, s, m: softmax(joined(joined((q @ k.mT).masked_fill(~m, LOWEST), s), s))[..., :-2] @ v,
+        (SINK, KEEP),
+    ),
+    "another product's score": (
+        lambda q, k, v, s: softmax(joined(torch.cat([q @ k.mT, (k @ q.mT)[..., :1]], -1), s))[..., :-2] @ v,
+        (SINK,),
+    ),
+    "padded by less than nothing": (lambda q, k, v: softmax(F.pad(q @ k.mT, (0, -1)))[..., :] @ v[:, :, 1:], ()),
+    "padded in front": (lambda q, k, v: softmax(F.pad(q @ k.mT * 0.3, (1, 0)))[..., 1:] @ v, ()),
+    "padded behind": (lambda q, k, v: softmax(F.pad(q @ k.mT * 0.3, (0, 1)))[..., :-1] @ v, ()),
+    "padded behind by a number": (
+        lambda q, k, v: softmax(F.pad(q @ k.mT, (0, 2, 0, 0), "constant", 1.5))[..., :-2] @ v,
+        (),
+    ),
+    "zeros of their own": (
+        lambda q, k, v: softmax(torch.cat([q.new_zeros(2, 2, q.shape[2], 1), q @ k.mT], -1))[..., 1:] @ v,
+        (),
+    ),
+    "zeros expanded": (
+        lambda q, k, v: softmax(torch.cat([torch.zeros(1).expand(2, 2, q.shape[2], 1), q @ k.mT], -1))[..., 1:] @ v,
+        (),
+    ),
+}
+
+
 LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
     "one joined, and one in the sum": (
         lambda q, k, v, s: softmax_one(joined(q @ k.mT, s))[..., :-1] @ v,
@@ -129,9 +174,21 @@ LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
         (SINK,),
     ),
     "another weight thrown away": (lambda q, k, v, s: softmax(joined(q @ k.mT, s))[..., 1:] @ v, (SINK,)),
-    "two logits": (
-        lambda q, k, v, s: softmax(torch.cat([q @ k.mT, s.view(1, 2, 1, 1).expand(2, 2, 8, 2)], -1))[..., :-2] @ v,
+    "padded, another weight thrown away": (lambda q, k, v: softmax(F.pad(q @ k.mT, (1, 0)))[..., :-1] @ v, ()),
+    "padded by reflection": (
+        lambda q, k, v: softmax(F.pad(q @ k.mT, (1, 0, 0, 0), "reflect"))[..., 1:] @ v,
+        (),
+    ),
+    "a number added to padded scores alone": (lambda q, k, v: softmax(F.pad(q @ k.mT + 1, (1, 0)))[..., 1:] @ v, ()),
+    "a row in front": (lambda q, k, v: softmax(F.pad(q @ k.mT, (0, 0, 1, 0)))[..., :-1, 1:] @ v[:, :, 1:], ()),
+    "nine logits": (lambda q, k, v: softmax(F.pad(q @ k.mT, (9, 0)))[..., 9:] @ v, ()),
+    "two logits, one of them a score": (
+        lambda q, k, v, s: (lambda x: softmax(joined(torch.cat([x, x[..., :1]], -1), s))[..., :-2] @ v)(q @ k.mT),
         (SINK,),
+    ),
+    "two that differ, in a row that may have no key": (
+        lambda q, k, v, s, m: softmax(torch.cat([(q @ k.mT).masked_fill(~m, LOWEST), s], -1))[..., :-2] @ v,
+        (TWO, KEEP),
     ),
     "a logit in front, the last weight thrown away": (
         lambda q, k, v, s: softmax(in_front(q @ k.mT, s))[..., :-1] @ v,
@@ -168,6 +225,14 @@ def test_narrow_values() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     same(transformers, *qkv(dtype=dtype), SINK.to(dtype), rewritten=1, twice=3.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_several_in_any_type(dtype: torch.dtype) -> None:
+    program, _ = READ["two logits that differ"]
+    same(program, *qkv(dtype=dtype), TWO.to(dtype), rewritten=1)
+    same(READ["padded in front"][0], *qkv(dtype=dtype), rewritten=1)
+    same(lambda q, k, v: softmax(F.pad(q @ k.mT * 0.3, (3, 0)))[..., 3:] @ v, *qkv(dtype=dtype), rewritten=1)
 
 
 def test_training_is_left_with_the_reason() -> None:
