@@ -35,10 +35,11 @@ def graph_of(function: Function, inputs: Sequence[torch.Tensor], dialect: str, d
         if dialect == "dynamo":
             return _recorded(function, fakes)
         if dialect == "export":
-            return _sizes_of_inputs(make_fx(function, pre_dispatch=True)(*fakes))
-        functional = torch.func.functionalize(function, remove="mutations")
-        gm = make_fx(functional, decomposition_table=_decompositions())(*[x.detach() for x in fakes])
-        return _sizes_of_inputs(gm)
+            gm = make_fx(function, pre_dispatch=True)(*fakes)
+        else:
+            functional = torch.func.functionalize(function, remove="mutations")
+            gm = make_fx(functional, decomposition_table=_decompositions())(*[x.detach() for x in fakes])
+        return _sizes_of_inputs(gm) if is_dynamic else gm
 
 
 def values(gm: GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:

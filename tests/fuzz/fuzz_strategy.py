@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,10 +51,16 @@ class Case:
         return replace(p, lead=lead, q_len=self.later[1], kv_len=self.later[2])
 
 
+@cache
+def _one_of(options: tuple[Any, ...], types: tuple[type, ...]) -> st.SearchStrategy[Any]:
+    """Made once, since hypothesis checks each that is new; by type as well, since 0 is False to a dictionary."""
+    return st.sampled_from(options)
+
+
 @st.composite
 def cases(draw: Any) -> Case:
     """Any program of the tables: without a near miss, with one, or of rows drawn from everywhere."""
-    pick = lambda *options: draw(st.sampled_from(options))
+    pick = lambda *options: draw(_one_of(options, tuple(map(type, options))))
     program = draw(programs())
     later = None
     if pick(*[False] * 24, True) and program.q_len > 1 and program.kv_len > 1:
@@ -169,7 +176,7 @@ _MANY = {"query": (0, 0, 0, 1), "key": (0, 0, 0, 1), "value": (0, 0, 0, 0, 1), "
 
 @st.composite
 def programs(draw: Any) -> Program:
-    pick = lambda *options: draw(st.sampled_from(options))
+    pick = lambda *options: draw(_one_of(options, tuple(map(type, options))))
     kind = pick(*_KINDS)
     missed = pick("score", "score", "softmax", "after", "product", "times", "query", "key", "value", "result", "writes",
                   "returns", "grouping") if kind == "miss" else ""  # fmt: skip
