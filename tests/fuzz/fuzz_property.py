@@ -166,7 +166,8 @@ def _copy(gm: GraphModule) -> GraphModule:
 
 def _graph(case: Case, inputs: list[torch.Tensor]) -> GraphModule:
     p = case.program
-    if any(step.row == "other: no binary mask, lowest" for step in p.score):
+    infinite = any(step.row == "other: no binary mask, lowest" for step in p.score)
+    if infinite or any(step.row == "last is no number" for step in p.key):
         if p.softmax.row == "nan_to_num":
             raise NoProgram("infinite scores and a guard against NaN, of which the report says what it assumes")
     dims: list[Sequence[int]] = [()] * len(inputs)
