@@ -56,14 +56,20 @@ def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
 interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
+_JOINED: set[tuple[Any, ...]] = set()  # kinds of joins that ran without the logarithm as well
+
+
 def run(case: Case) -> dict[str, float]:
     """The largest errors of the kernel, and of the plain operators, against float64."""
     q, k, v, mask = inputs_of(case)
     inputs = Inputs(q, k, v, mask, case.scale, case.causal, case.window, lengths_of(case))
     tiles, splits = numbers_for(inputs, Room(case.shared_bytes), case.cores)
     found = launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
-    alone, none = launched(inputs, tiles, splits, with_lse=False, wrap=lambda kernel: kernel)
-    assert none is None and torch.equal(alone, found[0])
+    kind = (case.dtype, splits > 1, splits > 32, bool(case.lengths), case.mask == "empty")
+    if kind not in _JOINED:  # only the kernel that joins the splits knows of it
+        _JOINED.add(kind)
+        alone, none = launched(inputs, tiles, splits, with_lse=False, wrap=lambda kernel: kernel)
+        assert none is None and torch.equal(alone, found[0])
     errors: dict[str, float] = {"splits": splits, "one mask row": inputs.has_one_mask_row}
     right, right_lse = exact_with_lse(q, k, v, mask, case)
     for name, (out, lse) in {"kernel": found, "plain": reference_with_lse(inputs)}.items():
