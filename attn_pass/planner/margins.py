@@ -17,6 +17,7 @@ from attn_pass.targets.kernels import LIBRARY, order
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
 _FUSED = 1.25  # in place of a call that reaches a fused kernel
 _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
+_BY_INDUCTOR = ("flex", "flex_flash")
 # The kernels that a program calls by itself, and the target that writes the same call.
 _SAME_CALL = {
     LIBRARY: LIBRARY,
@@ -60,7 +61,7 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     if before is None:
         return Margin(1 / _TIE if offer.target in order(device) else _ROUNDING)
     unmeasured = f"since what {device.name} takes for it was not measured and the call reaches {before} already"
-    return Margin(_FLEX if offer.target == "flex" else _FUSED, unmeasured)
+    return Margin(_FLEX if offer.target in _BY_INDUCTOR else _FUSED, unmeasured)
 
 
 def ties_by_order(

@@ -40,6 +40,7 @@ def setting(device: Device, before: str | None = None) -> Setting:
         ("decode", "flash", 1.25),
         ("cudnn", "cudnn", 1.25),
         ("flex", "efficient", 2.0),
+        ("flex_flash", "flash", 2.0),
         ("flash_attn", "flash", 1.25),
         ("flash_attn", "flash_attn", 1 / 0.99),
         ("npu_fusion_attention", "npu_fusion_attention_v3", 1 / 0.99),

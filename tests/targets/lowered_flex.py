@@ -1,5 +1,7 @@
 """What Inductor makes of FlexAttention as the pass emits it for a GPU, every Triton template compiled, as JSON.
 
+    python lowered_flex.py CAPABILITY [PROGRAM ...]
+
 A process of its own, see `faked_gpu`.
 """
 
@@ -12,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from faked_gpu import compiled, lowered_graphs, on_gpu
+from faked_gpu import GPUS, compiled, lowered_graphs, on_gpu
 from test_flex_cuda import CASES, masked, softcap, window
 from torch.nn.attention import flex_attention
 
@@ -30,8 +32,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Sequence[Tensor], bool]] = {
 }
 
 
-def by_pass(inner: Callable[..., Any]) -> Any:
-    return attn_pass.wrap(inner, device="H200", targets=("flex",), choose="fused", on_error="raise")
+def by_pass(capability: int) -> Callable[[Callable[..., Any]], Any]:
+    options: dict[str, Any] = {"targets": ("flex",), "choose": "fused", "on_error": "raise"}
+    return lambda inner: attn_pass.wrap(inner, device=GPUS[capability][0], **options)
 
 
 def fakes(inputs: Sequence[Tensor], grad: bool) -> list[Tensor]:
@@ -48,21 +51,22 @@ def options_on_gpu(*operands_and_options: Any) -> Any:
 APPLY = flex_attention._apply_kernel_options
 
 
-def templates(name: str) -> list[tuple[str, str]]:
+def templates(capability: int, name: str) -> list[tuple[str, str]]:
     """The Triton templates of a program, the forward's first."""
     fn, inputs, grad = PROGRAMS[name]
     with torch.set_grad_enabled(grad), mock.patch.object(flex_attention, "_apply_kernel_options", options_on_gpu):
-        graphs = lowered_graphs(90, fn, lambda: fakes(inputs, grad), by_pass)
+        graphs = lowered_graphs(capability, fn, lambda: fakes(inputs, grad), by_pass(capability))
     texts = [text for graph in graphs for text in graph.kernels.values()]
     return [text for text in texts if "@triton_heuristics.template" in text[1]]
 
 
 if __name__ == "__main__":
+    capability = int(sys.argv[1])
     found: dict[str, list[dict[str, Any]]] = {}
-    for name in sys.argv[1:] or list(PROGRAMS):
+    for name in sys.argv[2:] or list(PROGRAMS):
         found[name] = []
-        for function, text in templates(name):
-            facts = compiled(90, function, text)
+        for function, text in templates(capability, name):
+            facts = compiled(capability, function, text)
             # A backward reads what the forward wrote: without it, it would read memory that nobody did.
             writes = {"writes_lse": "OUTPUT_LOGSUMEXP : tl.constexpr = True" in text}
             found[name] += [{key: value for key, value in (f | writes).items() if key != "ptx"} for f in facts]
