@@ -270,6 +270,24 @@ def test_half_a_line_is_no_line(tmp_path: Path) -> None:
     assert [row["name"] for row in journal.rows()["p"]] == ["one"]
 
 
+def test_a_case_that_was_begun_counts_as_lost_once_the_run_is_over(tmp_path: Path) -> None:
+    journals = [Journal(tmp_path / "run.jsonl", f"rules {n}/2") for n in (1, 2)]
+    for number, journal in enumerate(journals):
+        journal.add(part="rules", begin=f"case {number}")
+    journals[0].add(part="rules", row={"name": "case 0", "verdict": "same"})
+    part = _part(name="rules")
+    assert console.status(console.document(journals[0], [part])) == 0  # while it runs
+    found = console.document(journals[0], [part], over=True)
+    assert [(row["name"], row.get("lost")) for row in found["parts"]["rules"]["rows"]] == [
+        *(("case 0", None), ("case 1", True))
+    ]
+    assert main(["--collect", "--json", str(tmp_path / "run.json")]) == 2
+    assert list(json.loads((tmp_path / "run.json").read_text())["parts"]) == ["rules"]
+    journals[1].add(part="rules", begin="case 1")
+    journals[1].add(part="rules", row={"name": "case 1", "verdict": "same"})
+    assert main(["--collect", "--json", str(tmp_path / "run.json")]) == 0
+
+
 @pytest.mark.parametrize(
     "row, status",
     [
@@ -316,8 +334,11 @@ def test_a_run_killed_at_a_random_time_leaves_a_whole_json_and_goes_on_from_ther
     assert begun
     if file.exists():
         _complete(file)
-    assert main(["--collect", "--json", str(file)]) == 0
-    assert {row["name"] for row in _complete(file)["parts"]["rules"]["rows"]} >= begun
+    lost = journal.all_unfinished()
+    assert main(["--collect", "--json", str(file)]) == (2 if lost else 0)
+    kept = _complete(file)["parts"]["rules"]["rows"]
+    assert {row["name"] for row in kept} == begun | {name for _, name in lost}
+    assert [("rules", row["name"]) for row in kept if row.get("lost")] == lost
     orphan = len(journal.lines())
     time.sleep(1.0)
     assert len(journal.lines()) == orphan  # the process that measures ended with the one that was killed

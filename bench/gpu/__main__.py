@@ -149,7 +149,14 @@ def _write(file: Path | None, journal: Journal, parts: Sequence[Part]) -> None:
     """Keeps what the journal has: of these parts, and of those that other runs wrote to it."""
     if file is not None and file != Path():
         there = journal.rows()
-        console.write(file, journal, [p for p in PARTS if p in parts or p.name in there])
+        shown = [p for p in PARTS if p in parts or p.name in there]
+        console.write(file, console.document(journal, shown), shown)
+
+
+def _collected(journal: Journal) -> list[Part]:
+    """The parts that the journal has anything of."""
+    there = {*journal.rows(), *(part for part, _ in journal.all_unfinished())}
+    return [p for p in PARTS if p.name in there]
 
 
 def _terminated(*_: object) -> NoReturn:
@@ -174,7 +181,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal) -> int:
     began = time.time()
     end = began + args.seconds
-    parts = chosen(args)
+    parts = _collected(journal) if args.collect else chosen(args)
     if not args.collect:
         if not args.resume:
             journal.start_anew()
@@ -186,11 +193,12 @@ def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal
         finally:
             journal.add(head={"seconds": round(time.time() - began)})
             _write(args.json, journal, parts)
-    there = journal.rows()
-    found = console.document(journal, [p for p in PARTS if (p.name in there if args.collect else p in parts)])
+    found = console.document(journal, parts, over=args.collect)
     if args.json == Path():
         args.json = RESULTS / f"gpu-{str(found['run'].get('device', 'none')).replace(' ', '-').lower()}.json"
-    _write(args.json, journal, parts)
+        _write(args.json, journal, parts)
+    if args.collect:
+        console.write(args.json, found, parts)
     if args.json is None:
         _tell(console.markdown(found, parts))
     _tell(console.summary(found))

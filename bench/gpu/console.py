@@ -15,9 +15,15 @@ from bench.gpu.journal import Journal
 from bench.gpu.parts import Part, Row
 
 
-def document(journal: Journal, parts: Sequence[Part]) -> dict[str, Any]:
-    """Everything the journal holds: ``run``, ``goals``, and ``parts`` by name with ``rows`` and ``notes``."""
+def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> dict[str, Any]:
+    """Everything the journal holds: ``run``, ``goals``, and ``parts`` by name with ``rows`` and ``notes``.
+
+    ``over``: nothing runs any more, and a case that was begun and did not end was lost.
+    """
     rows, notes, head = journal.rows(), journal.notes(), journal.head()
+    for part, name in journal.all_unfinished() if over else ():
+        lost = {"name": name, "error": "the run ended before the case did", "lost": True}
+        rows[part] = [*(row for row in rows.get(part, ()) if row.get("name") != name), lost]
     return {
         "run": head,
         "goals": goals.measured(rows, bool(head.get("dry"))),
@@ -44,9 +50,8 @@ def markdown(found: dict[str, Any], parts: Sequence[Part]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(path: Path, journal: Journal, parts: Sequence[Part]) -> None:
+def write(path: Path, found: dict[str, Any], parts: Sequence[Part]) -> None:
     """Writes FILE and FILE with .md, each in one step: a run that is killed leaves the last whole one."""
-    found = document(journal, parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = {path: json.dumps(found, indent=1) + "\n", path.with_suffix(".md"): markdown(found, parts)}
     for target, text in texts.items():

@@ -77,12 +77,20 @@ class Journal:
 
     def unfinished(self) -> tuple[str, str] | None:
         """The part and the case that this run began and did not end."""
-        begun = None
-        for line in self.own():
+        return self._begun().get(self.run)
+
+    def all_unfinished(self) -> list[tuple[str, str]]:
+        """The part and the case that each run began and did not end: once all are over, what was lost with them."""
+        return list(self._begun().values())
+
+    def _begun(self) -> dict[str, tuple[str, str]]:
+        begun: dict[str, tuple[str, str]] = {}
+        for line in self.lines():
+            run = line.get("run", "")
             if line.get("begin"):
-                begun = (line["part"], line["begin"])
-            elif "row" in line and begun == (line["part"], line["row"].get("name")):
-                begun = None
+                begun[run] = (line["part"], line["begin"])
+            elif "row" in line and begun.get(run) == (line["part"], line["row"].get("name")):
+                del begun[run]
         return begun
 
     def progress(self) -> int:
