@@ -9,6 +9,7 @@ import os
 import tempfile
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 
 import once
 import pytest
@@ -31,6 +32,10 @@ logging.getLogger("torch.__trace").propagate = True
 # nor of one that a test of another process has just made.
 _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ[store.VARIABLE] = _RECORDS.name
+# But the CPU kernel, which takes the compiler seconds and is found by its source, is built once for all processes.
+_KERNELS = Path(tempfile.gettempdir()) / f"attn_pass_kernels_{os.getuid()}"
+_KERNELS.mkdir(exist_ok=True)
+(Path(_RECORDS.name) / "kernels").symlink_to(_KERNELS)
 
 # Of the process that starts the workers, who inherit it.
 _SHARED = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")

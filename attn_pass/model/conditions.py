@@ -24,17 +24,17 @@ from attn_pass.model.mask import ORDER, Band, Chunk, Either, Keys, Opaque, Part,
 def structure_of(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> Structure:
     """The structure of a keep-condition; what is not understood is in it as an `Opaque` part."""
     key, row = axis_index(keys), row_index(rows)
-    parts = tuple(_parted(c, key, row, keys) for c in _conjuncts(condition, False))
+    parts = tuple(_parted(c, key, row, keys) for c in conjuncts(condition))
     return Structure(key, row, _together([p for found in parts for p in found]))
 
 
-def _conjuncts(condition: Expr, negated: bool) -> list[Expr]:
+def conjuncts(condition: Expr, negated: bool = False) -> list[Expr]:
     """The conditions that must all hold, negations pushed inwards."""
     if isinstance(condition, Apply):
         if condition.op == "not":
-            return _conjuncts(condition.args[0], not negated)
+            return conjuncts(condition.args[0], not negated)
         if condition.op == ("or" if negated else "and"):
-            return [c for a in condition.args for c in _conjuncts(a, negated)]
+            return [c for a in condition.args for c in conjuncts(a, negated)]
         if negated and condition.op == "and":
             return [apply("or", *(apply("not", a) for a in condition.args))]
     condition = apply("not", condition) if negated else condition
@@ -54,7 +54,7 @@ def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:
         options = []
         for arg in condition.args:
             found: list[Part] = []
-            for c in _conjuncts(arg, False):
+            for c in conjuncts(arg):
                 part = _exact(c, key, row)
                 if part is None:
                     return None

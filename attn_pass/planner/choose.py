@@ -141,7 +141,7 @@ def choose(
         return Choice(reason=f"numerics='strict': {NAN_GUARD}")
     if attention.nan_guard and _may_be_infinite(attention.modified):
         return Choice(reason="a guard against NaN weights, beside scores that may become infinite")
-    asked: Sequence[Target] = [t for t in all_targets() if allowed is None or t.name in allowed]
+    asked: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed)]
     without = without or {}
     targets = [t for t in asked if t.name not in without]
     leaving = leave_cost(attention, setting, written)
@@ -199,6 +199,10 @@ def choose(
         elif not choice.reason:
             choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
     return choice
+
+
+def _is_asked(target: Target, allowed: tuple[str, ...] | None) -> bool:
+    return not getattr(target, "must_be_named", False) if allowed is None else target.name in allowed
 
 
 _OVERFLOWS = 1e30  # twice a mask's fill may be infinite in float32

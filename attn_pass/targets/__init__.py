@@ -6,6 +6,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 
 from attn_pass.targets.base import Target
+from attn_pass.targets.cpu_kernel import CpuKernel
 from attn_pass.targets.cudnn import Cudnn
 from attn_pass.targets.decode import Decode
 from attn_pass.targets.decomposed import Decomposed
@@ -35,7 +36,7 @@ def built_in() -> tuple[Target, ...]:
     cuda = (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn(), FlashAttn3())
     npu = (InferAttention(), FusionAttention())
     tpu = (PallasFlash(), PallasSplash())
-    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), FlexFlash())
+    return (*cuda, *npu, *tpu, Sdpa(), Values(), Local(), Recompute(), Decomposed(), Flex(), FlexFlash(), CpuKernel())
 
 
 def all_targets() -> tuple[Target, ...]:

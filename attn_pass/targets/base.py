@@ -95,7 +95,8 @@ class Target(Protocol):
 
     One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set. One
     that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, told apart by
-    their variants, where forms are measured.
+    their variants, where forms are measured. One that has a true attribute ``must_be_named`` is asked only where
+    `options.targets` names it.
     """
 
     name: str

@@ -1,0 +1,188 @@
+// What every instruction set shares: the call, memory that is kept between calls, and tasks on OpenMP's threads.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ATTN_INLINE static inline __attribute__((always_inline))
+#define ATTN_ONCE static __attribute__((noinline))  // large, and called from several places: the compiler's time counts
+
+namespace attn_pass_cpu {
+
+using i64 = int64_t;
+using i32 = int32_t;
+using u64 = uint64_t;
+using u32 = uint32_t;
+using u16 = uint16_t;
+using u8 = uint8_t;
+
+enum Element { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum FullyMasked { GIVES_NAN = 0, GIVES_ZERO = 1, GIVES_MEAN = 2 };  // what a fully masked row becomes
+
+// A tensor of four dimensions; strides count elements, and are 0 where it is broadcast.
+struct Operand {
+  const void* data;
+  i64 stride[4];
+};
+
+// A number for each row of the batch: an int64 tensor of one dimension, or null.
+struct PerBatch {
+  const i64* data;
+  i64 stride;
+  i64 at(i64 b, i64 otherwise) const { return data ? data[b * stride] : otherwise; }
+};
+
+// out = softmax(scale * query @ key^T + bias, over the keys that are kept) @ value.
+//
+// query (B, H, L, D), key (B, HK, S, D), value (B, HK, S, DV), out (B, H, L, DV); H is a multiple of HK. Row i of batch b
+// is at position i + shift[b], and keeps the keys in [position - before, position + after], [start, end) and
+// [starts[b], ends[b]) of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
+// kept counts for nothing, whatever it holds.
+struct Args {
+  Operand q, k, v, keep, bias;
+  void* out;
+  i64 out_stride[4];
+  float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials; or null
+  i64 B, H, HK, L, S, D, DV;
+  i64 before, after, start, end;
+  PerBatch shift, starts, ends;
+  float scale;
+  i32 bias_type, fully_masked, threads;
+};
+
+constexpr i64 UNBOUNDED = i64(1) << 60;
+
+// Memory that a thread keeps from call to call, as long as it is not much: fresh pages cost more than the kernel's work.
+class Arena {
+ public:
+  ~Arena() { std::free(data_); }
+  char* take(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = nullptr;
+      size_ = 0;
+      void* fresh = nullptr;
+      if (posix_memalign(&fresh, 64, bytes)) std::abort();
+      data_ = static_cast<char*>(fresh);
+      size_ = bytes;
+    }
+    return data_;
+  }
+  void give_back() {
+    if (size_ <= (size_t(64) << 20)) return;
+    std::free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+inline Arena& call_arena() {  // of the thread that calls: what all tasks read
+  static thread_local Arena arena;
+  return arena;
+}
+inline Arena& task_arena() {  // of each thread that works
+  static thread_local Arena arena;
+  return arena;
+}
+
+// Sizes of an arena's parts, each on a line of its own.
+struct Parts {
+  size_t bytes = 0;
+  size_t add(size_t n) {
+    const size_t at = bytes;
+    bytes += (n + 63) / 64 * 64;
+    return at;
+  }
+};
+
+using Task = void (*)(const void* job, i64 task);
+
+// Tasks do not depend on each other nor on who runs them, so that results are the same for any number of threads.
+inline void run_tasks(i64 count, Task task, const void* job, int threads) {
+#ifdef _OPENMP
+  if (threads > 1 && count > 1) {
+    const i64 chunk = std::max<i64>(1, count / (i64(threads) * 16));
+#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)
+    for (i64 t = 0; t < count; ++t) task(job, t);
+    return;
+  }
+#endif
+  for (i64 t = 0; t < count; ++t) task(job, t);
+}
+
+inline int threads_for(const Args& a) {
+  const double work = double(a.B) * a.H * a.L * a.S * (a.D + a.DV);
+  if (work < 3e5) return 1;  // less than waking a thread takes
+#ifdef _OPENMP
+  return a.threads > 0 ? a.threads : omp_in_parallel() ? 1 : omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+inline i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
+inline i64 blocks_of(i64 n, i64 size) { return (n + size - 1) / size; }
+
+// The bits of keys [key, key + 64) that lie in [lo, hi).
+inline u64 range_word(i64 lo, i64 hi, i64 key) {
+  const i64 a = lo - key, b = hi - key;
+  if (b <= 0 || a >= 64 || b <= a) return 0;
+  return (b >= 64 ? ~u64(0) : (u64(1) << b) - 1) & (a <= 0 ? ~u64(0) : ~((u64(1) << a) - 1));
+}
+
+inline float from_bf16(u16 x) {
+  const u32 bits = u32(x) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline u16 to_bf16(float f) {
+  u32 bits;
+  std::memcpy(&bits, &f, 4);
+  if (f != f) return 0x7fc0;
+  return u16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline float from_f16(u16 h) {
+  const u32 sign = u32(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 0) {
+    const float small = float(mantissa) * 5.9604644775390625e-8f;
+    return sign ? -small : small;
+  }
+  const u32 bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | (mantissa << 13);
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+inline u16 to_f16(float f) {
+  u32 x;
+  std::memcpy(&x, &f, 4);
+  const u32 sign = (x >> 16) & 0x8000, magnitude = x & 0x7fffffff;
+  if (magnitude > 0x7f800000) return u16(sign | 0x7e00);
+  if (magnitude >= 0x477ff000) return u16(sign | 0x7c00);  // rounds to infinity
+  if (magnitude < 0x38800000) {                            // below the smallest normal number
+    float m;
+    std::memcpy(&m, &magnitude, 4);
+    return u16(sign | u32(std::nearbyint(m * 16777216.0f)));
+  }
+  const u32 rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
+  return u16(sign | ((rounded - 0x38000000) >> 13));
+}
+inline float element_at(const void* p, i64 i, int type) {
+  if (type == FLOAT32) return static_cast<const float*>(p)[i];
+  const u16 x = static_cast<const u16*>(p)[i];
+  return type == BFLOAT16 ? from_bf16(x) : from_f16(x);
+}
+
+}  // namespace attn_pass_cpu

@@ -1,0 +1,291 @@
+// Few query rows (those of a KV head's group together): keys and values are read once, where they lie, by tasks that take
+// a part of the keys each; a second pass joins the parts in order.
+constexpr i64 FEW = 16, FETCH = 64;  // most rows; keys by which prefetches run ahead, into the second cache
+
+struct Few {
+  Args a;
+  Scale scale;
+  i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
+  float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
+  size_t at_q, at_s, at_o, at_keys, at_copies, at_room, task_bytes;
+};
+
+template <class T> ATTN_INLINE vec product(vec c, vec a, vec b) {
+  if constexpr (T::PAIR) return Isa::dot(c, a, b);
+  else return Isa::fma(a, b, c);
+}
+
+// Scores of one row and W keys, keys as they lie: dot products, summed across lanes together.
+template <class T>
+ATTN_INLINE vec dots(const i32* q, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, bool fetch) {
+  vec x[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; ++i) x[i] = Isa::zero();
+  const i64 whole = dim / (W * T::PER_COLUMN) * W;
+  for (i64 c = 0; c < whole; c += W) {
+    const vec row = Isa::load_bits(q + c);
+    if (n >= W) {
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) {
+        const auto* at = k + i * stride + c * T::PER_COLUMN;
+        if (fetch) __builtin_prefetch(at + FETCH * stride, 0, 2);
+        x[i] = product<T>(x[i], row, whole_columns<T>(at));
+      }
+    } else {
+      for (int i = 0; i < n; ++i) x[i] = product<T>(x[i], row, whole_columns<T>(k + i * stride + c * T::PER_COLUMN));
+    }
+  }
+  if (whole < columns) {
+    const vec row = Isa::load_bits(q + whole);
+    const i64 at = whole * T::PER_COLUMN;
+    for (int i = 0; i < std::min<i64>(n, W); ++i) x[i] = product<T>(x[i], row, some_columns<T>(k + i * stride + at, dim - at));
+  }
+  return Isa::sums(x);
+}
+
+// One row of weights times a panel's values, as they lie; NR vectors of columns, the last perhaps not whole.
+template <class T, int NR>
+ATTN_INLINE void add_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 elements, bool fetch, float* o) {
+  vec c[NR];
+#pragma GCC unroll 4
+  for (int j = 0; j < NR; ++j) c[j] = Isa::load(o + j * W);
+  const bool whole = elements >= NR * W && (!T::PAIR || NR > 1);
+  for (i64 k = 0; k < n; k += T::PER_COLUMN) {
+    vec x[NR];
+    const auto* at = v + k * stride;
+    if (fetch)
+      for (int i = 0; i < T::PER_COLUMN; ++i)
+        for (size_t byte = 0; byte < NR * W * sizeof(*at); byte += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(at + (FETCH + i) * stride) + byte, 0, 2);
+    if constexpr (T::PAIR) {
+      const bool two = k + 1 < n;
+#pragma GCC unroll 2
+      for (int j = 0; j < NR; j += 2) {
+        vec a, b = Isa::zero(), high;
+        if (whole) {
+          a = whole_columns<T>(at + j * W);
+          if (two) b = whole_columns<T>(at + stride + j * W);
+        } else {
+          a = some_columns<T>(at + j * W, elements - j * W);
+          if (two) b = some_columns<T>(at + stride + j * W, elements - j * W);
+        }
+        Isa::interleave(a, b, x[j], high);
+        if constexpr (NR > 1) x[j + 1] = high;
+      }
+    } else if (whole) {
+#pragma GCC unroll 4
+      for (int j = 0; j < NR; ++j) x[j] = whole_columns<T>(at + j * W);
+    } else {
+      for (int j = 0; j < NR; ++j) x[j] = some_columns<T>(at + j * W, elements - j * W);
+    }
+    const vec w = Isa::splat_bits(p + k / T::PER_COLUMN);
+#pragma GCC unroll 4
+    for (int j = 0; j < NR; ++j) c[j] = product<T>(c[j], w, x[j]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < NR; ++j) Isa::store(o + j * W, c[j]);
+}
+template <class T>
+ATTN_INLINE void add_all_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 dim, bool fetch, float* o) {
+  i64 d = 0;
+  while (d < dim) {
+    const i64 rest = dim - d;
+    if (Isa::NR >= 4 && rest >= 4 * W) {
+      add_lying<T, 4>(p, v + d, stride, n, rest, fetch, o + d);
+      d += 4 * W;
+    } else if (rest >= 2 * W) {
+      add_lying<T, 2>(p, v + d, stride, n, rest, fetch, o + d);
+      d += 2 * W;
+    } else {
+      add_lying<T, 1>(p, v + d, stride, n, rest, fetch, o + d);
+      d += W;
+    }
+  }
+}
+
+template <class T> bool all_finite(const typename T::st* v, i64 stride, i64 n, i64 dim) {
+  for (i64 s = 0; s < n; ++s)
+    for (i64 d = 0; d < dim; ++d) {
+      const float x = T::one(v[s * stride + d]);
+      if (!(x - x == 0)) return false;
+    }
+  return true;
+}
+
+template <class T> void part_task(const void* job, i64 task) {
+  const Few& j = *static_cast<const Few*>(job);
+  const Args& a = j.a;
+  using st = typename T::st;
+  const i64 bh = task / j.parts, b = bh / a.HK, hk = bh % a.HK, part = task % j.parts, R = j.rows;
+  char* memory = task_arena().take(j.task_bytes);
+  i32* q = reinterpret_cast<i32*>(memory + j.at_q);
+  float* s = reinterpret_cast<float*>(memory + j.at_s);
+  float* o = reinterpret_cast<float*>(memory + j.at_o);
+  i32* packed = reinterpret_cast<i32*>(memory + j.at_keys);
+  st* copies = reinterpret_cast<st*>(memory + j.at_copies);
+  st* room = reinterpret_cast<st*>(memory + j.at_room);
+
+  Row rows[FEW + 2];
+  Running running[FEW + 2];
+  u64 words[FEW + 2] = {};
+  vec top[FEW + 2];
+  const i64 padded = R / 6 * 6 + (R % 6 ? strip_rows(R % 6) : 0);
+  i64 lo = a.S, hi = 0, all_lo = 0, all_hi = a.S;
+  for (i64 r = 0; r < R; ++r) {
+    const i64 h = hk * j.group + r / a.L, i = r % a.L;
+    rows[r] = row_of(a, b, h, i);
+    lo = std::min(lo, rows[r].lo), hi = std::max(hi, rows[r].hi);
+    all_lo = std::max(all_lo, rows[r].lo), all_hi = std::min(all_hi, rows[r].hi);
+    const st* from = rows_at<T>(a.q, b, h, i);
+    for (i64 c = 0; c < j.columns; c += W) {
+      const i64 at = c * T::PER_COLUMN, rest = std::min<i64>(a.D - at, W * T::PER_COLUMN);
+      Isa::store_bits(q + r * j.packed_columns + c, some_columns<T>(contiguous<T>(from + at * a.q.stride[3], a.q.stride[3], rest, room), rest));
+    }
+    running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
+  }
+  for (i64 r = R; r < padded; ++r) {
+    rows[r] = {0, 0, nullptr, nullptr, nullptr};
+    std::memset(q + r * j.packed_columns, 0, size_t(j.packed_columns) * 4);
+  }
+  std::memset(o, 0, size_t(padded * j.ldv) * 4);
+  std::memset(s, 0, size_t(padded * PANEL) * 4);
+  const bool tensors = a.keep.data || a.bias.data, transposed = R >= (T::PAIR ? 4 : 8);
+  const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
+  for (i64 w = from; w < to; ++w) {
+    const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key);
+    bool full = n == PANEL && all_lo <= key && all_hi >= key + PANEL && !tensors;
+    u64 any = ~u64(0), all = ~u64(0);
+    if (!full) {
+      any = 0;
+      for (i64 r = 0; r < R; ++r) words[r] = word_of(a, rows[r], key), any |= words[r], all &= words[r];
+      if (!any) continue;
+      full = !~all;
+    }
+    const st* k = rows_at<T>(a.k, b, hk, key);
+    const st* v = rows_at<T>(a.v, b, hk, key);
+    i64 k_stride[4] = {0, 0, a.k.stride[2], a.k.stride[3]}, v_stride = a.v.stride[2];
+    if (a.v.stride[3] != 1) {
+      for (i64 x = 0; x < n; ++x) contiguous<T>(v + x * v_stride, a.v.stride[3], a.DV, copies + x * a.DV);
+      v = copies, v_stride = a.DV;
+    }
+    for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
+    if (transposed || k_stride[3] != 1) {
+      pack_keys<T>(k, k_stride, n, a.D, room, packed);
+      for (i64 r = 0; r < R; r += 6)
+        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, rows + r,
+                      std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r);
+    } else {
+      const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+      for (i64 g = 0; g < n; g += W)
+        for (i64 r = 0; r < R; ++r) {
+          vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r == 0);
+          if (!j.scale.as_they_are) {
+            c = Isa::mul(c, Isa::set1(j.scale.before));
+            if (rows[r].bias)
+              c = Isa::max(Isa::set1(-3.0e38f), Isa::fma(bias_at(a, rows[r], key + g, a.S - key - g), Isa::set1(LOG2E), c));
+          }
+          if (!full) c = Isa::keep(u32(words[r] >> g), c, lowest);
+          top[r] = Isa::max(c, top[r]);
+          Isa::store(s + r * PANEL + g, c);
+        }
+      for (i64 g = round_up(n, W); g < PANEL; g += W)
+        for (i64 r = 0; r < R; ++r) Isa::store(s + r * PANEL + g, lowest);
+    }
+    for (i64 r = 0; r < R; ++r) {
+      const vec off = Isa::set1(rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv));
+      float* at = s + r * PANEL;
+      running[r].sum += Isa::reduce_add(weigh<T>(at, reinterpret_cast<i32*>(at), j.scale.factor, off, Isa::zero()));
+    }
+    for (i64 r = R; r < padded; ++r) std::memset(s + r * PANEL, 0, PANEL * 4);
+    const i32* weights = reinterpret_cast<const i32*>(s);
+    if (R == 1 && (full || all_finite<T>(v, v_stride, n, a.DV))) {
+      add_all_lying<T>(weights, v, v_stride, n, a.DV, w + 1 < to, o);
+      continue;
+    }
+    i32* values = packed;  // the keys of this panel are done with
+    const i64 stride[4] = {0, 0, v_stride, 1};
+    if (w + 1 < to)
+      for (i64 x = 0; x < n; ++x)
+        for (size_t byte = 0; byte < size_t(a.DV) * sizeof(st); byte += 64)
+          __builtin_prefetch(reinterpret_cast<const char*>(v + (x + FETCH) * v_stride) + byte, 0, 2);
+    if (!pack_values<T>(v, stride, n, a.DV, j.ldv, room, values) && !full) {
+      for (i64 r = 0; r < R; ++r) add_kept<T>(weights + r * PANEL, words[r], values, j.ldv, a.DV, o + r * j.ldv);
+      continue;
+    }
+    const i64 columns = blocks_of(n, T::PER_COLUMN);
+    for (i64 r = 0; r < R; r += 6) {
+#define ATTN_CALL(MR) add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV)
+      ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
+#undef ATTN_CALL
+    }
+  }
+  if (!j.partial) {
+    for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, o + r * j.ldv);
+    return;
+  }
+  for (i64 r = 0; r < R; ++r) {
+    float* out = j.partial + (task * R + r) * (j.ldv + 2);
+    std::memcpy(out, o + r * j.ldv, size_t(j.ldv) * 4);
+    out[j.ldv] = running[r].top, out[j.ldv + 1] = running[r].sum;
+  }
+}
+
+template <class T> void join_task(const void* job, i64 task) {
+  const Few& j = *static_cast<const Few*>(job);
+  const Args& a = j.a;
+  const i64 bh = task / j.rows, r = task % j.rows, step = j.rows * (j.ldv + 2);
+  const float* in = j.partial + (bh * j.parts * j.rows + r) * (j.ldv + 2);
+  float* o = reinterpret_cast<float*>(task_arena().take(j.task_bytes) + j.at_o);
+  Running whole = {-std::numeric_limits<float>::infinity(), 0.0f};
+  for (i64 x = 0; x < j.parts; ++x) {
+    const float top = in[x * step + j.ldv];
+    if (top > whole.top || top != top) whole.top = top;
+  }
+  std::memset(o, 0, size_t(j.ldv) * 4);
+  for (i64 x = 0; x < j.parts; ++x) {
+    const float* one = in + x * step;
+    if (one[j.ldv + 1] == 0) continue;
+    const float by = std::exp2((one[j.ldv] - whole.top) * j.scale.factor);
+    whole.sum += by * one[j.ldv + 1];
+    const vec v = Isa::set1(by);
+    for (i64 d = 0; d < j.ldv; d += W) Isa::store(o + d, Isa::fma(v, Isa::load(one + d), Isa::load(o + d)));
+  }
+  write_row<T>(a, bh / a.HK, (bh % a.HK) * j.group + r / a.L, r % a.L, whole, j.scale.factor, o);
+}
+
+template <class T> void attend_few(const Args& a) {
+  Few j;
+  j.a = a;
+  j.scale = scale_of(a);
+  j.group = a.H / a.HK;
+  j.rows = j.group * a.L;
+  j.columns = blocks_of(a.D, T::PER_COLUMN);
+  j.packed_columns = round_up(j.columns, W);
+  j.ldv = round_up(a.DV, W);
+  // Parts follow from sizes alone, so that results do not depend on the number of threads.
+  const i64 panels = blocks_of(a.S, PANEL), heads = a.B * a.HK;
+  j.panels_each = std::max<i64>(4, blocks_of(panels * heads, 64));
+  j.panels_each = std::min(j.panels_each, std::max<i64>(1, panels));
+  j.parts = std::max<i64>(1, blocks_of(panels, j.panels_each));
+  Parts task;
+  const size_t as_keys = size_t(j.packed_columns * PANEL) * 4, as_values = size_t(PANEL / T::PER_COLUMN * j.ldv) * 4;
+  j.at_q = task.add(size_t((FEW + 2) * j.packed_columns) * 4);
+  j.at_s = task.add(size_t((FEW + 2) * PANEL) * 4);
+  j.at_o = task.add(size_t((FEW + 2) * j.ldv) * 4);
+  j.at_keys = task.add(std::max(as_keys, as_values));
+  j.at_copies = task.add(a.v.stride[3] != 1 ? size_t(PANEL * a.DV) * sizeof(typename T::st) : 0);
+  j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
+  j.task_bytes = task.bytes;
+  j.partial = nullptr;
+  if (j.parts > 1)
+    j.partial = reinterpret_cast<float*>(call_arena().take(size_t(heads * j.parts * j.rows * (j.ldv + 2)) * 4));
+  const int threads = threads_for(a);
+  run_tasks(heads * j.parts, part_task<T>, &j, threads);
+  if (j.partial) run_tasks(heads * j.rows, join_task<T>, &j, heads * j.rows * j.ldv * j.parts < 100000 ? 1 : threads);
+  call_arena().give_back();
+}
+
+template <class T> void attend_type(const Args& a) {
+  if (a.H / a.HK * a.L <= FEW) attend_few<T>(a);
+  else attend_many<T>(a);
+}

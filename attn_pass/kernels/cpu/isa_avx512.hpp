@@ -1,0 +1,122 @@
+// AVX-512 (F, BW, VL, DQ): vectors of 16. With ATTN_BF16_DOTS also products of bfloat16 pairs.
+struct Isa {
+  using vec = __m512;
+  static constexpr int W = 16, NR = 4;
+  static constexpr bool PAIRS = ATTN_BF16_DOTS;  // whether pairs of bfloat16 are multiplied as they are
+
+  ATTN_INLINE vec zero() { return _mm512_setzero_ps(); }
+  ATTN_INLINE vec set1(float x) { return _mm512_set1_ps(x); }
+  ATTN_INLINE vec load(const float* p) { return _mm512_loadu_ps(p); }
+  ATTN_INLINE void store(float* p, vec x) { _mm512_storeu_ps(p, x); }
+  ATTN_INLINE vec load_bits(const i32* p) { return _mm512_castsi512_ps(_mm512_loadu_si512(p)); }
+  ATTN_INLINE void store_bits(i32* p, vec x) { _mm512_storeu_si512(p, _mm512_castps_si512(x)); }
+  ATTN_INLINE vec splat_bits(const i32* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(*p)); }
+  ATTN_INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
+  ATTN_INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+  ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+  ATTN_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+  ATTN_INLINE vec round(vec a) { return _mm512_roundscale_ps(a, 8); }
+  ATTN_INLINE vec times_exp2(vec a, vec n) {  // n whole; below the normal numbers, which stall the processor, 0
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), a, n);
+  }
+  ATTN_INLINE float reduce_add(vec a) { return _mm512_reduce_add_ps(a); }
+  ATTN_INLINE float reduce_max(vec a) { return _mm512_reduce_max_ps(a); }
+  ATTN_INLINE vec keep(u32 bits, vec a, vec otherwise) { return _mm512_mask_mov_ps(otherwise, __mmask16(bits), a); }
+  ATTN_INLINE u32 above(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // or NaN
+
+  ATTN_INLINE vec load_f16(const u16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  ATTN_INLINE vec load_bf16(const u16* p) {
+    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  }
+  ATTN_INLINE void store_f16(u16* p, vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  ATTN_INLINE void store_bf16(u16* p, vec x) {
+    const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    rounded = _mm512_srli_epi32(rounded, 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+  }
+  ATTN_INLINE u64 nonzero_bytes(const u8* p) {  // a bit for each of 64
+    const __m512i x = _mm512_loadu_si512(p);
+    return _mm512_test_epi8_mask(x, x);
+  }
+
+  ATTN_INLINE void transpose(vec (&x)[W]) {
+    __m512i r[16], t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_castps_si512(x[i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+      t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+      r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+      r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+      t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+      t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+      t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      x[i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i], t[8 + i], 0x88));
+      x[8 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd));
+      x[4 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88));
+      x[12 + i] = _mm512_castsi512_ps(_mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd));
+    }
+  }
+  ATTN_INLINE vec sums(vec (&x)[W]) {  // lane i: the sum of x[i]
+    vec t[8], u[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      t[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+      u[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const vec v0 = add(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    const vec v1 = add(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
+  }
+
+#if ATTN_BF16_DOTS
+  ATTN_INLINE vec dot(vec c, vec a, vec b) {
+    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+  ATTN_INLINE void store_pairs(i32* p, vec even_half, vec odd_half) {  // 32 floats in order as bfloat16
+    _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd_half, even_half)));
+  }
+  ATTN_INLINE void interleave(vec a, vec b, vec& low, vec& high) {  // 32 elements of two rows -> 32 pairs
+    const __m512i x = _mm512_castps_si512(a), y = _mm512_castps_si512(b);
+    const __m512i lo = _mm512_unpacklo_epi16(x, y), hi = _mm512_unpackhi_epi16(x, y);
+    const __m512i first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i second = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    low = _mm512_castsi512_ps(_mm512_permutex2var_epi64(lo, first, hi));
+    high = _mm512_castsi512_ps(_mm512_permutex2var_epi64(lo, second, hi));
+  }
+  ATTN_INLINE bool finite_pairs(vec a) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    return !_mm512_cmpeq_epi16_mask(_mm512_and_si512(_mm512_castps_si512(a), exponent), exponent);
+  }
+#else
+  ATTN_INLINE vec dot(vec c, vec a, vec b) { return fma(a, b, c); }
+  ATTN_INLINE void store_pairs(i32*, vec, vec) {}
+  ATTN_INLINE void interleave(vec a, vec b, vec& low, vec& high) { low = a, high = b; }
+  ATTN_INLINE bool finite_pairs(vec) { return true; }
+#endif
+};

@@ -1,0 +1,231 @@
+// Many query rows: tasks of ROWS of them against panels of keys and values that are packed once for a KV head. The heads
+// of a group are rows of the same task, so that grouped heads share what is packed.
+constexpr i64 ROWS = 96, PANELS = 4, STRIP = 6, AHEAD_OF_STORES = 2;
+
+struct Many {
+  Args a;
+  Scale scale;
+  i64 group, rows, blocks, panels, columns, packed_columns, ldv, key_panel, value_panel;
+  i32 *keys, *values;  // null where a task packs for itself
+  u8* finite;
+  u64* words;          // of `keep`, read once in the order of memory: (batch, head, row, panel), where they are not broadcast
+  i64 word_stride[3];
+  size_t at_keys, at_values, at_q, at_s, at_o, at_room, task_bytes;
+};
+
+template <class T> ATTN_INLINE const typename T::st* rows_at(const Operand& x, i64 b, i64 h, i64 row) {
+  return static_cast<const typename T::st*>(x.data) + b * x.stride[0] + h * x.stride[1] + row * x.stride[2];
+}
+
+template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64 panel, i32* keys, i32* values, u8* finite, char* room) {
+  const Args& a = j.a;
+  auto* space = reinterpret_cast<typename T::st*>(room);
+  const i64 n = std::min<i64>(PANEL, a.S - panel * PANEL);
+  pack_keys<T>(rows_at<T>(a.k, b, hk, panel * PANEL), a.k.stride, n, a.D, space, keys);
+  *finite = pack_values<T>(rows_at<T>(a.v, b, hk, panel * PANEL), a.v.stride, n, a.DV, j.ldv, space, values);
+}
+template <class T> void pack_task(const void* job, i64 task) {
+  const Many& j = *static_cast<const Many*>(job);
+  char* room = task_arena().take(j.task_bytes) + j.at_room;
+  const i64 bh = task / j.panels, panel = task % j.panels;
+  pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, panel, j.keys + task * j.key_panel, j.values + task * j.value_panel, j.finite + task, room);
+}
+
+inline void words_task(const void* job, i64 task) {
+  const Many& j = *static_cast<const Many*>(job);
+  const Args& a = j.a;
+  const i64* s = a.keep.stride;
+  const i64 rows = s[2] ? a.L : 1, heads = s[1] ? a.H : 1;
+  const i64 i = task % rows, h = task / rows % heads, b = task / rows / heads;
+  const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2];
+  for (i64 p = 0; p < j.panels; ++p)
+    j.words[task * j.panels + p] = kept_word(keep + p * PANEL * s[3], s[3], std::min<i64>(PANEL, a.S - p * PANEL));
+}
+
+struct Strip {
+  i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
+  u32 active;                             // panels with kept keys
+};
+
+template <class T> void rows_task(const void* job, i64 task) {
+  const Many& j = *static_cast<const Many*>(job);
+  const Args& a = j.a;
+  using st = typename T::st;
+  // The last rows of a causal mask have the most keys: they go first.
+  const i64 bh = task / j.blocks, b = bh / a.HK, hk = bh % a.HK, block = j.blocks - 1 - task % j.blocks;
+  const i64 first = block * ROWS, n = std::min<i64>(ROWS, j.rows - first), padded = round_up(n, STRIP);
+  char* memory = task_arena().take(j.task_bytes);
+  i32* q = reinterpret_cast<i32*>(memory + j.at_q);
+  float* s = reinterpret_cast<float*>(memory + j.at_s);
+  float* o = reinterpret_cast<float*>(memory + j.at_o);
+  st* room = reinterpret_cast<st*>(memory + j.at_room);
+  constexpr i64 LD = PANELS * PANEL;
+
+  Row rows[ROWS + STRIP];
+  Running running[ROWS + STRIP];
+  vec top[ROWS + STRIP];
+  u64 words[PANELS][ROWS + STRIP];
+  Strip strips[ROWS / STRIP + 1];
+  const i64 count = blocks_of(n, STRIP);
+  i64 lo = a.S, hi = 0;
+  for (i64 x = 0; x < count; ++x) {
+    Strip& strip = strips[x];
+    strip = {x * STRIP, std::min<i64>(STRIP, n - x * STRIP), a.S, 0, 0, a.S, 0};
+    for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
+      const i64 g = (first + r) / a.L, i = (first + r) % a.L;
+      rows[r] = row_of(a, b, hk * j.group + g, i);
+      if (j.words) rows[r].words = j.words + b * j.word_stride[0] + (hk * j.group + g) * j.word_stride[1] + i * j.word_stride[2];
+      strip.lo = std::min(strip.lo, rows[r].lo), strip.hi = std::max(strip.hi, rows[r].hi);
+      strip.all_lo = std::max(strip.all_lo, rows[r].lo), strip.all_hi = std::min(strip.all_hi, rows[r].hi);
+      const st* from = rows_at<T>(a.q, b, hk * j.group + g, i);
+      for (i64 c = 0; c < j.columns; c += W) {
+        const i64 at = c * T::PER_COLUMN, rest = std::min<i64>(a.D - at, W * T::PER_COLUMN);
+        const st* part = contiguous<T>(from + at * a.q.stride[3], a.q.stride[3], rest, room);
+        Isa::store_bits(q + r * j.packed_columns + c, some_columns<T>(part, rest));
+      }
+    }
+    lo = std::min(lo, strip.lo), hi = std::max(hi, strip.hi);
+  }
+  for (i64 r = n; r < padded; ++r) {
+    rows[r] = {0, 0, nullptr, nullptr, nullptr};
+    std::memset(q + r * j.packed_columns, 0, size_t(j.packed_columns) * 4);
+    for (i64 p = 0; p < PANELS; ++p) words[p][r] = 0;
+  }
+  for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
+  std::memset(o, 0, size_t(padded * j.ldv) * 4);
+  const bool tensors = a.keep.data || a.bias.data;
+
+  for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
+    const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
+    const i32 *keys[PANELS], *values[PANELS];
+    u8 finite[PANELS];
+    for (i64 p = 0; p < panels; ++p) {
+      const i64 at = bh * j.panels + w0 + p;
+      if (j.keys) {
+        keys[p] = j.keys + at * j.key_panel, values[p] = j.values + at * j.value_panel, finite[p] = j.finite[at];
+        continue;
+      }
+      i32* to_keys = reinterpret_cast<i32*>(memory + j.at_keys) + p * j.key_panel;
+      i32* to_values = reinterpret_cast<i32*>(memory + j.at_values) + p * j.value_panel;
+      pack_panel<T>(j, b, hk, w0 + p, to_keys, to_values, finite + p, memory + j.at_room);
+      keys[p] = to_keys, values[p] = to_values;
+    }
+    for (i64 x = 0; x < count; ++x) strips[x].active = 0;
+    for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
+    u32 careful[ROWS / STRIP + 1] = {};  // panels whose values are not all finite, of which not all rows keep all keys
+
+    for (i64 p = 0; p < panels; ++p) {
+      const i64 key = (w0 + p) * PANEL;
+      for (i64 x = 0; x < count; ++x) {
+        Strip& strip = strips[x];
+        if (strip.lo >= key + PANEL || strip.hi <= key) continue;
+        bool full = strip.all_lo <= key && strip.all_hi >= key + PANEL && !tensors;
+        if (!full) {
+          u64 any = 0, all = ~u64(0);
+          for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
+            words[p][r] = word_of(a, rows[r], key);
+            any |= words[p][r], all &= words[p][r];
+          }
+          if (!any) continue;
+          full = !~all;
+          if (!full && !finite[p]) careful[x] |= 1u << p;
+        }
+        strip.active |= 1u << p;
+        const i64 r = strip.row;
+        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, rows + r, strip.rows,
+                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r);
+      }
+    }
+    for (i64 x = 0; x < count; ++x) {
+      const Strip& strip = strips[x];
+      if (!strip.active) continue;
+      for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
+        const vec off = Isa::set1(rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv));
+        vec sum = Isa::zero();
+        for (u32 m = strip.active; m; m &= m - 1) {
+          float* at = s + r * LD + __builtin_ctz(m) * PANEL;
+          sum = weigh<T>(at, reinterpret_cast<i32*>(at), j.scale.factor, off, sum);
+        }
+        running[r].sum += Isa::reduce_add(sum);
+      }
+      for (i64 r = strip.row + strip.rows; r < strip.row + strip_rows(strip.rows); ++r)
+        for (u32 m = strip.active; m; m &= m - 1) std::memset(s + r * LD + __builtin_ctz(m) * PANEL, 0, PANEL * 4);
+    }
+    const i32* weights = reinterpret_cast<const i32*>(s);
+    for (i64 p = 0; p < panels; p += AHEAD_OF_STORES)
+      for (i64 x = 0; x < count; ++x) {
+        const Strip& strip = strips[x];
+        const u32 now = (strip.active >> p) & ((1u << AHEAD_OF_STORES) - 1);
+        if (!now) continue;
+        const i64 r = strip.row;
+        i64 counts[AHEAD_OF_STORES];
+        u32 plain = 0;
+        for (u32 m = now; m; m &= m - 1) {
+          const int y = __builtin_ctz(m);
+          const i64 key = (w0 + p + y) * PANEL;
+          counts[y] = blocks_of(std::min<i64>(PANEL, std::min(strip.hi, a.S) - key), T::PER_COLUMN);
+          if (!(careful[x] >> (p + y) & 1)) {
+            plain |= 1u << y;
+            continue;
+          }
+          for (i64 row = r; row < r + strip.rows; ++row)
+            add_kept<T>(weights + row * LD + (p + y) * PANEL, words[p + y][row], values[p + y], j.ldv, a.DV, o + row * j.ldv);
+        }
+        if (!plain) continue;
+#define ATTN_CALL(MR) \
+  add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV)
+        ATTN_FOR_ROWS(strip_rows(strip.rows), ATTN_CALL)
+#undef ATTN_CALL
+      }
+  }
+  for (i64 r = 0; r < n; ++r)
+    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, o + r * j.ldv);
+}
+
+template <class T> void attend_many(const Args& a) {
+  Many j;
+  j.a = a;
+  j.scale = scale_of(a);
+  j.group = a.H / a.HK;
+  j.rows = j.group * a.L;
+  j.blocks = blocks_of(j.rows, ROWS);
+  j.panels = blocks_of(a.S, PANEL);
+  j.columns = blocks_of(a.D, T::PER_COLUMN);
+  j.packed_columns = round_up(j.columns, W);
+  j.ldv = round_up(a.DV, W);
+  j.key_panel = j.packed_columns * PANEL;
+  j.value_panel = PANEL / T::PER_COLUMN * j.ldv;
+  const bool own = j.blocks == 1;  // each panel is used by one task alone
+  Parts task;
+  j.at_keys = task.add(own ? size_t(PANELS * j.key_panel) * 4 : 0);
+  j.at_values = task.add(own ? size_t(PANELS * j.value_panel) * 4 : 0);
+  j.at_q = task.add(size_t(ROWS * j.packed_columns) * 4);
+  j.at_s = task.add(size_t(ROWS * PANELS * PANEL) * 4);
+  j.at_o = task.add(size_t(ROWS * j.ldv) * 4);
+  j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
+  j.task_bytes = task.bytes;
+  j.keys = j.values = nullptr;
+  j.words = nullptr;
+  const i64* ks = a.keep.stride;
+  const i64 mask_rows = a.keep.data ? (ks[0] ? a.B : 1) * (ks[1] ? a.H : 1) * (ks[2] ? a.L : 1) : 0;
+  const i64 all = own ? 0 : a.B * a.HK * j.panels;
+  Parts call;
+  const size_t keys = call.add(size_t(all * j.key_panel) * 4), values = call.add(size_t(all * j.value_panel) * 4);
+  const size_t finite = call.add(size_t(all)), words = call.add(size_t(mask_rows * j.panels) * 8);
+  char* memory = call.bytes ? call_arena().take(call.bytes) : nullptr;
+  const int threads = threads_for(a);
+  if (mask_rows) {
+    j.words = reinterpret_cast<u64*>(memory + words);
+    j.word_stride[2] = ks[2] ? j.panels : 0;
+    j.word_stride[1] = ks[1] ? j.panels * (ks[2] ? a.L : 1) : 0;
+    j.word_stride[0] = ks[0] ? j.panels * (ks[2] ? a.L : 1) * (ks[1] ? a.H : 1) : 0;
+    run_tasks(mask_rows, words_task, &j, mask_rows * a.S < 200000 ? 1 : threads);
+  }
+  if (!own) {
+    j.keys = reinterpret_cast<i32*>(memory + keys), j.values = reinterpret_cast<i32*>(memory + values);
+    j.finite = reinterpret_cast<u8*>(memory + finite);
+    run_tasks(all, pack_task<T>, &j, threads);
+  }
+  run_tasks(a.B * a.HK * j.blocks, rows_task<T>, &j, threads);
+  call_arena().give_back();
+}

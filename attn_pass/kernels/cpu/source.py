@@ -1,0 +1,111 @@
+"""The kernel's source as one text: the parts that all share, and the kernel once for each instruction set.
+
+Each instruction set is a namespace, compiled for it whatever the compiler is told for the rest of the file, so that one
+library or package holds several and chooses when it runs (`dispatch.hpp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_KERNEL = ("tiles.hpp", "many.hpp", "few.hpp")
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One of `dispatch.hpp`'s: its name there, the file of its vectors, and what the compiler is told."""
+
+    name: str
+    file: str
+    features: str = ""  # as GCC's and Clang's attribute ``target`` takes them
+    has_bf16_dots: bool = False
+
+
+_AVX512 = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+ALL = (
+    InstructionSet("avx512_bf16", "isa_avx512.hpp", f"{_AVX512},avx512bf16", has_bf16_dots=True),
+    InstructionSet("avx512", "isa_avx512.hpp", _AVX512),
+    InstructionSet("avx2", "isa_avx2.hpp", "avx2,fma,f16c"),
+    InstructionSet("plain", "isa_plain.hpp"),
+)
+
+
+@cache
+def of_this_machine() -> tuple[InstructionSet, ...]:
+    """The one that `dispatch.hpp` chooses here: what is compiled for this process alone needs no other."""
+    from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+
+    if _is_avx512_supported():
+        name = "avx512_bf16" if _is_avx512_bf16_supported() and _is_amd() else "avx512"
+    else:
+        name = "avx2" if _is_avx2_supported() else "plain"
+    return tuple(s for s in ALL if s.name == name)
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+_BEGIN = """
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("{features}"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("{features}")
+#endif
+"""
+_END = """
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+"""
+
+
+def kernel_source(sets: Sequence[InstructionSet] = ALL) -> str:
+    """Everything but an entry, in C++17; ``attn_pass_cpu::SET::attend_type<F32>(args)`` are the kernels."""
+    return "\n".join((_text("common.hpp"), *map(_namespace, sets), _text("dispatch.hpp")))
+
+
+def call_of(dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: str = "attend_type") -> str:
+    """Statements that run the kernel on ``args``; the last of ``sets`` where the processor has none of the others."""
+    cases = [
+        f"    case attn_pass_cpu::{s.name.upper()}: attn_pass_cpu::{s.name}::{kernel}<attn_pass_cpu::{s.name}::"
+        f"{ELEMENTS[dtype]}>(args); break;"
+        for s in sets
+    ]
+    cases[-1] = cases[-1].replace(f"case attn_pass_cpu::{sets[-1].name.upper()}", "default")
+    lines = ["  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set();", "  switch (set) {", *cases, "  }"]
+    return "\n".join(lines)
+
+
+def _namespace(which: InstructionSet) -> str:
+    body = "\n".join(_text(name) for name in (which.file, *_KERNEL))
+    told = which.features != ""
+    return "".join(
+        (
+            "\n#if defined(__x86_64__)\n" if told else "",
+            f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n",
+            _BEGIN.format(features=which.features) if told else "",
+            f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\n{body}\n}}\n}}\n",
+            _END if told else "",
+            "#undef ATTN_BF16_DOTS\n",
+            "#endif\n" if told else "",
+        )
+    )
+
+
+@cache
+def _text(name: str) -> str:
+    return (_HERE / name).read_text()

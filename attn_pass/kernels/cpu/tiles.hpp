@@ -1,0 +1,429 @@
+// Packing, the micro-kernel, and what becomes of a tile of scores. All in columns of 32 bits: a float, or a pair of
+// bfloat16 where the instruction set multiplies them as they are.
+using vec = Isa::vec;
+constexpr int W = Isa::W, PANEL = 64;  // keys of a panel, one bit of a word each
+constexpr int WIDE = Isa::NR * W;      // columns of the micro-kernel
+
+struct F32 {
+  using st = float;
+  static constexpr int CODE = FLOAT32, PER_COLUMN = 1, DEGREE = 5;
+  static constexpr bool PAIR = false;
+  ATTN_INLINE vec widen(const st* p) { return Isa::load(p); }
+  ATTN_INLINE void narrow(st* p, vec x) { Isa::store(p, x); }
+  ATTN_INLINE float one(st x) { return x; }
+};
+struct BF16 {
+  using st = u16;
+  static constexpr int CODE = BFLOAT16, PER_COLUMN = Isa::PAIRS ? 2 : 1, DEGREE = 3;
+  static constexpr bool PAIR = Isa::PAIRS;
+  ATTN_INLINE vec widen(const st* p) { return Isa::load_bf16(p); }
+  ATTN_INLINE void narrow(st* p, vec x) { Isa::store_bf16(p, x); }
+  ATTN_INLINE float one(st x) { return from_bf16(x); }
+};
+struct F16 {
+  using st = u16;
+  static constexpr int CODE = FLOAT16, PER_COLUMN = 1, DEGREE = 4;
+  static constexpr bool PAIR = false;
+  ATTN_INLINE vec widen(const st* p) { return Isa::load_f16(p); }
+  ATTN_INLINE void narrow(st* p, vec x) { Isa::store_f16(p, x); }
+  ATTN_INLINE float one(st x) { return from_f16(x); }
+};
+
+// W columns from contiguous elements, of which `elements` are there; zeros behind them.
+template <class T> ATTN_INLINE vec whole_columns(const typename T::st* p) {
+  if constexpr (T::PAIR) return Isa::load_bits(reinterpret_cast<const i32*>(p));
+  else return T::widen(p);
+}
+template <class T> ATTN_INLINE vec some_columns(const typename T::st* p, i64 elements) {
+  if (elements >= W * T::PER_COLUMN) return whole_columns<T>(p);
+  typename T::st part[W * T::PER_COLUMN] = {};
+  std::memcpy(part, p, size_t(elements > 0 ? elements : 0) * sizeof(part[0]));
+  return whole_columns<T>(part);
+}
+template <class T> ATTN_INLINE void narrow_some(typename T::st* p, vec x, i64 elements) {
+  if (elements >= W) return T::narrow(p, x);
+  typename T::st part[W];
+  T::narrow(part, x);
+  std::memcpy(p, part, size_t(elements) * sizeof(part[0]));
+}
+
+// A row that is not contiguous, gathered: most are, and this returns the row itself.
+template <class T>
+ATTN_INLINE const typename T::st* contiguous(const typename T::st* row, i64 stride, i64 n, typename T::st* room) {
+  if (stride == 1) return row;
+  for (i64 i = 0; i < n; ++i) room[i] = row[i * stride];
+  return room;
+}
+
+// ---- 2^t, by a polynomial on [-1/2, 1/2] as exact as the type needs; 0 for -inf, NaN for NaN
+template <int DEGREE> ATTN_INLINE vec exp2_of(vec t) {
+  t = Isa::max(Isa::set1(-200.0f), t);
+  const vec n = Isa::round(t), f = Isa::add(t, Isa::mul(n, Isa::set1(-1.0f)));
+  vec p;
+  if constexpr (DEGREE == 3) {
+    p = Isa::fma(Isa::set1(5.5170568e-2f), f, Isa::set1(2.4261441e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.9326098e-1f));
+    p = Isa::fma(p, f, Isa::set1(9.9992448e-1f));
+  } else if constexpr (DEGREE == 4) {
+    p = Isa::fma(Isa::set1(9.5677341e-3f), f, Isa::set1(5.5862851e-2f));
+    p = Isa::fma(p, f, Isa::set1(2.4023996e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.9313675e-1f));
+    p = Isa::fma(p, f, Isa::set1(9.9999995e-1f));
+  } else {
+    p = Isa::fma(Isa::set1(1.3276472e-3f), f, Isa::set1(9.6755413e-3f));
+    p = Isa::fma(p, f, Isa::set1(5.5507134e-2f));
+    p = Isa::fma(p, f, Isa::set1(2.4022120e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.9314697e-1f));
+    p = Isa::fma(p, f, Isa::set1(1.0000001f));
+  }
+  return Isa::times_exp2(p, n);
+}
+
+// ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns)
+template <bool PAIR, int MR, int NR>
+ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, vec (&c)[MR][NR]) {
+  for (i64 k = 0; k < K; ++k) {
+    vec b[NR];
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) b[n] = Isa::load_bits(B + k * ldb + n * W);
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m) {
+      const vec x = Isa::splat_bits(A + m * lda + k);
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; ++n) {
+        if constexpr (PAIR) c[m][n] = Isa::dot(c[m][n], x, b[n]);
+        else c[m][n] = Isa::fma(x, b[n], c[m][n]);
+      }
+    }
+  }
+}
+
+// ---- packing
+// n keys of a panel -> [column][PANEL], zeros behind them; `columns` is rounded up to W in `out`.
+template <class T>
+void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typename T::st* room, i32* out) {
+  const i64 columns = blocks_of(dim, T::PER_COLUMN);
+  for (i64 g = 0; g < PANEL; g += W) {
+    for (i64 c = 0; c < columns; c += W) {
+      vec x[W];
+      const i64 at = c * T::PER_COLUMN;
+      if (g + W <= n && stride[3] == 1 && dim - at >= W * T::PER_COLUMN) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) x[i] = whole_columns<T>(k + (g + i) * stride[2] + at);
+      } else {
+        for (int i = 0; i < W; ++i) {
+          if (g + i >= n) {
+            x[i] = Isa::zero();
+            continue;
+          }
+          const auto* row = k + (g + i) * stride[2] + at * stride[3];
+          const i64 rest = std::min<i64>(dim - at, W * T::PER_COLUMN);
+          x[i] = some_columns<T>(contiguous<T>(row, stride[3], rest, room), rest);
+        }
+      }
+      Isa::transpose(x);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) Isa::store_bits(out + (c + i) * PANEL + g, x[i]);
+    }
+  }
+}
+// n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite.
+template <class T>
+bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64 ld, typename T::st* room, i32* out) {
+  vec check = Isa::zero();
+  bool finite = true;
+  for (i64 s = 0; s < n; s += T::PER_COLUMN) {
+    const auto* row = contiguous<T>(v + s * stride[2], stride[3], dim, room);
+    if constexpr (T::PAIR) {
+      const bool two = s + 1 < n;
+      const auto* next = two ? contiguous<T>(v + (s + 1) * stride[2], stride[3], dim, room + round_up(dim, 2 * W)) : row;
+      for (i64 d = 0; d < dim; d += 2 * W) {
+        const vec a = some_columns<T>(row + d, dim - d), b = two ? some_columns<T>(next + d, dim - d) : Isa::zero();
+        finite = finite && Isa::finite_pairs(a) && Isa::finite_pairs(b);
+        vec low, high;
+        Isa::interleave(a, b, low, high);
+        Isa::store_bits(out + s / 2 * ld + d, low);
+        if (d + W < ld) Isa::store_bits(out + s / 2 * ld + d + W, high);
+      }
+    } else {
+      for (i64 d = 0; d < dim; d += W) {
+        const vec x = some_columns<T>(row + d, dim - d);
+        check = Isa::fma(x, Isa::zero(), check);
+        Isa::store_bits(out + s * ld + d, x);
+      }
+    }
+  }
+  const float sum = Isa::reduce_add(check);
+  return finite && sum == sum;
+}
+
+// ---- what a query row sees
+struct Row {
+  i64 lo, hi;         // keys, before tensors are asked
+  const u8* keep;     // of the row, or null
+  const u64* words;   // the same in bits, a word for each panel, where that was done beforehand
+  const void* bias;   // of the row, or null
+};
+
+ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
+  Row r;
+  const i64 position = i + a.shift.at(b, 0);
+  r.lo = std::max<i64>({0, a.start, a.starts.at(b, 0), position - a.before});
+  r.hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), position + a.after + 1});
+  if (r.hi <= r.lo) r.lo = r.hi = 0;
+  const i64* s = a.keep.stride;
+  r.keep = a.keep.data ? static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2] : nullptr;
+  r.words = nullptr;
+  s = a.bias.stride;
+  const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
+  r.bias = a.bias.data ? static_cast<const char*>(a.bias.data) + (b * s[0] + h * s[1] + i * s[2]) * size : nullptr;
+  return r;
+}
+
+// W biases from key on, of which n are there, as floats.
+ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
+  const i64 stride = a.bias.stride[3];
+  if (stride == 1 && n >= W) {
+    if (a.bias_type == FLOAT32) return Isa::load(static_cast<const float*>(r.bias) + key);
+    const u16* p = static_cast<const u16*>(r.bias) + key;
+    return a.bias_type == BFLOAT16 ? Isa::load_bf16(p) : Isa::load_f16(p);
+  }
+  float part[W] = {};
+  for (i64 i = 0; i < std::min<i64>(n, W); ++i) part[i] = element_at(r.bias, (key + i) * stride, a.bias_type);
+  return Isa::load(part);
+}
+
+// What a row of `keep` says of a panel, a bit for each key; n of them are there.
+ATTN_INLINE u64 kept_word(const u8* keep, i64 stride, i64 n) {
+  if (stride == 0) return keep[0] ? ~u64(0) : 0;
+  if (stride == 1 && n == PANEL) return Isa::nonzero_bytes(keep);
+  u64 kept = 0;
+  for (i64 i = 0; i < n; ++i) kept |= u64(keep[i * stride] != 0) << i;
+  return kept;
+}
+// The keys of a panel that a row keeps, a bit each.
+ATTN_INLINE u64 word_of(const Args& a, const Row& r, i64 key) {
+  u64 word = range_word(r.lo, r.hi, key);
+  if (!word) return 0;
+  const i64 n = std::min<i64>(PANEL, a.S - key);
+  if (r.words) word &= r.words[key / PANEL];
+  else if (r.keep) word &= kept_word(r.keep + key * a.keep.stride[3], a.keep.stride[3], n);
+  if (r.bias && word) {
+    if (a.bias.stride[3] == 1) {  // what the row reads next: rows are too far apart for the processor to see it
+      const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
+      const char* next = static_cast<const char*>(r.bias) + (key + PANEL) * size;
+      for (i64 byte = 0; byte < PANEL * size; byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    }
+    const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+    u64 kept = 0;
+    for (i64 i = 0; i < n; i += W) kept |= u64(Isa::above(bias_at(a, r, key + i, n - i), lowest)) << i;
+    word &= kept;
+  }
+  return word;
+}
+
+constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+
+// How scores enter the exponential: as they are, times `factor`; or, where something is added, as 2's exponents already.
+struct Scale {
+  float before, factor;
+  bool as_they_are;
+};
+ATTN_INLINE Scale scale_of(const Args& a) {
+  const float scale2 = a.scale * LOG2E;
+  // The largest score decides what is taken off: a negative factor would turn them round, and 0 times -inf is NaN.
+  if (a.bias.data || !(scale2 > 0)) return {scale2, 1.0f, false};
+  return {1.0f, scale2, true};
+}
+
+// A strip's micro-kernel for the number of rows it has: rows of zeros make up for what is not there.
+ATTN_INLINE int strip_rows(i64 n) { return n >= 5 ? 6 : n == 3 ? 4 : int(n); }
+#define ATTN_FOR_ROWS(rows, CALL) \
+  switch (rows) {                 \
+    case 1: CALL(1); break;       \
+    case 2: CALL(2); break;       \
+    case 4: CALL(4); break;       \
+    default: CALL(6); break;      \
+  }
+
+// Scores that are more than products: scaled, biased, and -inf where a key is not kept. Returns the largest.
+ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, float* s, vec top) {
+  const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+  const vec by = Isa::set1(scale.before), log2e = Isa::set1(LOG2E), least = Isa::set1(-3.0e38f);
+#pragma GCC unroll 4
+  for (int n = 0; n < PANEL; n += W) {
+    vec x = Isa::load(s + n);
+    if (!scale.as_they_are) {
+      x = Isa::mul(x, by);
+      if (row.bias) x = Isa::max(least, Isa::fma(bias_at(a, row, key + n, a.S - key - n), log2e, x));
+    }
+    x = Isa::keep(u32(word >> n), x, lowest);
+    Isa::store(s + n, x);
+    top = Isa::max(x, top);
+  }
+  return top;
+}
+
+// ---- one panel of keys for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
+template <bool PAIR, int MR>
+ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, bool done, float* s, i64 ld, vec* top) {
+#pragma GCC unroll 1
+  for (int at = 0; at < PANEL; at += WIDE) {
+    vec c[MR][Isa::NR];
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+      for (int n = 0; n < Isa::NR; ++n) c[m][n] = Isa::zero();
+    multiply<PAIR, MR, Isa::NR>(q, ldq, keys + at, PANEL, columns, c);
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < Isa::NR; ++n) Isa::store(s + m * ld + at + n * W, c[m][n]);
+      if (done) {
+#pragma GCC unroll 4
+        for (int n = 0; n < Isa::NR; ++n) top[m] = Isa::max(c[m][n], top[m]);
+      }
+    }
+  }
+}
+template <class T>
+ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key,
+                            const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top) {
+  const bool done = full && scale.as_they_are;
+#define ATTN_CALL(MR) score_panel<T::PAIR, MR>(q, ldq, columns, keys, done, s, ld, top)
+  ATTN_FOR_ROWS(strip_rows(count), ATTN_CALL)
+#undef ATTN_CALL
+  if (done) return;
+  for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, s + r * ld, top[r]);
+}
+
+// PANEL scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`.
+template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, float factor, vec off, vec sum) {
+  const vec by = Isa::set1(factor);
+#pragma GCC unroll 4
+  for (int i = 0; i < PANEL; i += 2 * W) {
+    const vec e0 = exp2_of<T::DEGREE>(Isa::fma(Isa::load(s + i), by, off));
+    const vec e1 = exp2_of<T::DEGREE>(Isa::fma(Isa::load(s + i + W), by, off));
+    if constexpr (T::PAIR) {
+      Isa::store_pairs(p + i / 2, e0, e1);
+    } else {
+      Isa::store(reinterpret_cast<float*>(p) + i, e0);
+      Isa::store(reinterpret_cast<float*>(p) + i + W, e1);
+    }
+    sum = Isa::add(sum, Isa::add(e0, e1));
+  }
+  return sum;
+}
+
+// A row's running maximum (of scores before their factor) and sum of exponentials.
+struct Running {
+  float top, sum;
+};
+// Takes a larger maximum in: what was summed is made smaller. Returns what is to be added to scores times their factor.
+ATTN_INLINE float rescale(Running& r, float top, float factor, float* o, i64 ld) {
+  const float m = top > r.top || top != top ? top : r.top;
+  const float off = m == -std::numeric_limits<float>::infinity() ? 0.0f : m * factor;
+  if (m != r.top) {
+    const float by = r.top == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp2(r.top * factor - off);
+    r.sum *= by;
+    const vec v = Isa::set1(by);
+    for (i64 d = 0; d < ld; d += W) Isa::store(o + d, Isa::mul(v, Isa::load(o + d)));
+    r.top = m;
+  }
+  return -off;
+}
+
+// Weights times values where some value is no number: row by row, kept keys alone.
+template <class T>
+void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float* o) {
+  for (; word; word &= word - 1) {
+    const int k = __builtin_ctzll(word);
+    float by;
+    if constexpr (T::PAIR) by = from_bf16(reinterpret_cast<const u16*>(p)[k]);
+    else std::memcpy(&by, p + k, 4);
+    for (i64 d = 0; d < dim; ++d) {
+      float x;
+      if constexpr (T::PAIR) x = from_bf16(reinterpret_cast<const u16*>(values + k / 2 * ld + d)[k % 2]);
+      else std::memcpy(&x, values + k * ld + d, 4);
+      o[d] += by * x;
+    }
+  }
+}
+
+// Strips of rows, times NR vectors of value columns.
+template <bool PAIR, int MR, int NR>
+ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo) {
+  vec c[MR][NR];
+#pragma GCC unroll 6
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) c[m][n] = Isa::load(o + m * ldo + n * W);
+  for (u32 x = active; x; x &= x - 1) {
+    const int panel = __builtin_ctz(x);
+    multiply<PAIR, MR, NR>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c);
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
+}
+
+// The result of a row: what was summed, over the sum of the weights.
+template <class T>
+void write_row(const Args& a, i64 b, i64 h, i64 i, const Running& r, float factor, const float* o) {
+  using st = typename T::st;
+  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = r.sum > 0 || r.sum != r.sum ? r.top * factor * LN2 + std::log(r.sum) : -INFINITY;
+  st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
+  const i64 stride = a.out_stride[3];
+  float mean[1024];
+  vec by = Isa::set1(1.0f / r.sum);
+  if (r.sum == 0) {  // fully masked
+    by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
+    if (a.fully_masked == GIVES_MEAN && a.S) {
+      const i64 hk = h / (a.H / a.HK);
+      const st* v = static_cast<const st*>(a.v.data) + b * a.v.stride[0] + hk * a.v.stride[1];
+      for (i64 d0 = 0; d0 < a.DV; d0 += 1024) {
+        const i64 n = std::min<i64>(1024, a.DV - d0);
+        for (i64 d = 0; d < n; ++d) mean[d] = 0;
+        for (i64 s = 0; s < a.S; ++s)
+          for (i64 d = 0; d < n; ++d) mean[d] += T::one(v[s * a.v.stride[2] + (d0 + d) * a.v.stride[3]]);
+        for (i64 d = 0; d < n; ++d) {
+          st part[W];
+          T::narrow(part, Isa::set1(mean[d] / float(a.S)));
+          to[(d0 + d) * stride] = part[0];
+        }
+      }
+      return;
+    }
+  }
+  for (i64 d = 0; d < a.DV; d += W) {
+    const vec x = Isa::mul(by, Isa::load(o + d));
+    if (stride == 1) {
+      narrow_some<T>(to + d, x, a.DV - d);
+    } else {
+      st part[W];
+      T::narrow(part, x);
+      for (i64 j = 0; j < std::min<i64>(W, a.DV - d); ++j) to[(d + j) * stride] = part[j];
+    }
+  }
+}
+
+template <bool PAIR, int MR>
+ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim) {
+  const i32* at[8];
+  i64 d = 0;
+  while (d < dim) {
+    for (u32 x = active; x; x &= x - 1) at[__builtin_ctz(x)] = values[__builtin_ctz(x)] + d;
+    const i64 rest = blocks_of(dim - d, W);
+    if (Isa::NR >= 4 && rest >= 4) {
+      add_columns<PAIR, MR, 4>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      d += 4 * W;
+    } else if (rest >= 2) {
+      add_columns<PAIR, MR, 2>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      d += 2 * W;
+    } else {
+      add_columns<PAIR, MR, 1>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      d += W;
+    }
+  }
+}

@@ -1,0 +1,218 @@
+"""`attn_pass::attention` in eager: drawn calls against float64, on every instruction set this machine has."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_pass.kernels.cpu import build, operator
+from attn_pass.kernels.cpu.operator import OPERATOR
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ERRORS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of numbers of about 1
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
+    """The operator in float64, as its docstring says it."""
+    batch, heads, q_len, _ = query.shape
+    kv_len, groups = key.size(2), heads // key.size(1)
+    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
+    scores = q @ k.mT * scale
+    if (bias := given.get("bias")) is not None:
+        scores = scores + bias.double()
+
+    def each(name: str, otherwise: int) -> Tensor:
+        found = given.get(name)
+        return (torch.tensor([otherwise]) if found is None else found).expand(batch)[:, None, None]
+
+    at = torch.arange(kv_len)[None, None]
+    position = torch.arange(q_len)[None, :, None] + each("shift", 0)
+    kept = (at >= each("starts", 0)) & (at < each("ends", kv_len))
+    for name, keeps in (
+        ("before", lambda n: at >= position - n),
+        ("after", lambda n: at <= position + n),
+        ("start", lambda n: at >= n),
+        ("end", lambda n: at < n),
+    ):
+        if given.get(name) is not None:
+            kept = kept & keeps(given[name])
+    kept = kept[:, None].expand(scores.shape)
+    if given.get("keep") is not None:
+        kept = kept & given["keep"]
+    scores = torch.where(kept, scores, float("-inf"))
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    out = scores.softmax(-1).masked_fill(~kept, 0.0) @ v
+    otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
+    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].double(), out)
+
+
+def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int) -> Tensor:
+    """An operand as it may lie: heads last, transposed, with gaps, expanded, or dense."""
+    make = {
+        "heads last": lambda: torch.randn(batch, length, heads, dim).to(dtype).transpose(1, 2),
+        "transposed": lambda: torch.randn(batch, heads, dim, length).to(dtype).mT,
+        "with gaps": lambda: torch.randn(batch, heads, length, dim + 3).to(dtype)[..., 1 : dim + 1],
+        "expanded": lambda: torch.randn(1, heads, length, dim).to(dtype).expand(batch, heads, length, dim),
+        "dense": lambda: torch.randn(batch, heads, length, dim).to(dtype),
+    }
+    return make[rng.choice(list(make))]()
+
+
+def draw(rng: random.Random, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor, float], dict[str, Any]]:
+    """A call: sizes around those of tiles and panels, and any of the bounds and masks together."""
+    batch, kv_heads, groups = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4))
+    heads, q_len = kv_heads * groups, rng.choice((1, 1, 2, 3, 5, 7, 16, 17, 49, 97, 130))
+    kv_len = rng.choice((1, 2, 15, 16, 17, 49, 63, 64, 65, 128, 257, 300))
+    dim = rng.choice((1, 3, 8, 16, 24, 32, 33, 40, 64, 72, 80, 128, 130))
+    operands = (
+        laid_out(rng, dtype, batch, heads, q_len, dim),
+        laid_out(rng, dtype, batch, kv_heads, kv_len, dim),
+        laid_out(rng, dtype, batch, kv_heads, kv_len, rng.choice((dim, dim, 1, 20, 64, 100))),
+    )
+    scale = rng.choice((dim**-0.5, dim**-0.5, dim**-0.5, 0.0, -0.3, 0.02))
+    given: dict[str, Any] = {"fully_masked": rng.choice(operator.FULLY_MASKED)}
+
+    def sometimes(name: str, share: float, make: Any) -> None:
+        if rng.random() < share:
+            given[name] = make()
+
+    def broadcast() -> list[int]:
+        return [rng.choice((1, n)) for n in (batch, heads, q_len, kv_len)]
+
+    def bias() -> Tensor:
+        made = torch.randn(broadcast())
+        if rng.random() < 0.5:
+            made = made.masked_fill(torch.rand(made.shape) < 0.4, float("-inf"))
+        return made.to(rng.choice((torch.float32, dtype)))
+
+    sometimes("after", 0.4, lambda: rng.choice((0, kv_len - q_len, 3, -1)))
+    sometimes("before", 0.25, lambda: rng.choice((0, 1, 10, 100)))
+    sometimes("start", 0.1, lambda: rng.randrange(kv_len + 1))
+    sometimes("end", 0.1, lambda: rng.randrange(kv_len + 2))
+    sometimes("shift", 0.2, lambda: torch.randint(-5, kv_len, (rng.choice((1, batch)),)))
+    sometimes("ends", 0.2, lambda: torch.randint(0, kv_len + 1, (batch,)))
+    sometimes("starts", 0.1, lambda: torch.randint(0, kv_len, (batch,)))
+    sometimes("keep", 0.25, lambda: torch.rand(broadcast()) < rng.choice((0.1, 0.5, 0.9)))
+    sometimes("bias", 0.25, bias)
+    return (*operands, scale), given
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    """The largest, relative to numbers above 1; infinite where one is NaN and the other is not."""
+    if not torch.equal(got.isnan(), expected.isnan()):
+        return float("inf")
+    return float(((got.double() - expected).abs() / (1 + expected.abs())).nan_to_num(0.0).max()) if got.numel() else 0.0
+
+
+def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
+    """Drawn calls that come out wrong, in words."""
+    rng, found = random.Random(seed), []
+    torch.manual_seed(seed)
+    for n in range(count):
+        operands, given = draw(rng, dtype)
+        wrong = difference(OPERATOR(*operands, **given), reference(*operands, **given))
+        if wrong > ERRORS[dtype]:
+            shapes = [tuple(x.shape) for x in operands[:3]]
+            found.append(f"{dtype} {seed}.{n}: {wrong:.1e} {shapes} scale {operands[3]} {sorted(given)}")
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drawn_calls_are_right(dtype: torch.dtype) -> None:
+    assert failures(dtype, 150, seed=7) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx2", "plain"])
+def test_every_instruction_set_is_right(name: str) -> None:
+    """In a process that is told to take it; one that this machine lacks is compiled, and its own runs."""
+    script = (
+        "from attn_pass.kernels.cpu import build, source\n"
+        f"told = [s for s in source.ALL if s.name == {name!r}]\n"
+        "build.of_this_machine = lambda: (*told, *(s for s in source.of_this_machine() if s not in told))\n"
+        "build._FLAGS = ('-O1', *build._FLAGS[1:])\n"  # half the compiler's time
+        "import test_cpu_attention as t\n"
+        "found = t.failures(t.torch.bfloat16, 100, seed=8)\n"
+        "assert not found, found\n"
+    )
+    here = Path(__file__).parent
+    told = {**os.environ, "ATTN_PASS_CPU_ISA": name, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=told, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 300), (4, 129), (100, 129), (200, 700)])
+def test_a_masked_key_counts_for_nothing_whatever_it_holds(dtype: torch.dtype, q_len: int, kv_len: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, n, 40).to(dtype) for n in (q_len, kv_len, kv_len))
+    keep = torch.rand(2, 1, q_len, kv_len) < 0.5
+    keep[..., 0], keep[..., 70:75] = True, False
+    given = {"keep": keep, "after": kv_len - q_len}
+    clean = OPERATOR(query, key, value, 0.2, **given)
+    key[:, :, 70:75] = float("nan")
+    value[:, :, 70] = float("nan")
+    value[:, :, 71:75] = float("inf")
+    assert difference(OPERATOR(query, key, value, 0.2, **given), clean.double()) <= ERRORS[dtype]
+
+
+def test_a_row_that_keeps_a_key_which_is_no_number_is_none_and_others_are() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 150, 24) for _ in range(3))
+    value[:, :, 100] = float("nan")
+    out = OPERATOR(query, key, value, 0.2, after=0)
+    assert out[:, :, 100:].isnan().all()
+    assert out[:, :, :100].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    for q_len, kv_len in ((1, 3000), (3, 3000), (300, 500)):
+        query, key, value = (torch.randn(1, 2, n, 64).to(dtype) for n in (q_len, kv_len, kv_len))
+        outs = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            outs.append(OPERATOR(query, key, value, 0.1, after=kv_len - q_len))
+        torch.set_num_threads(before)
+        assert all(torch.equal(outs[0], other) for other in outs[1:])
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4, 8), (2, 2, 0, 4, 8), (2, 2, 3, 0, 8), (2, 2, 3, 4, 0)])
+def test_sizes_of_nothing(sizes: tuple[int, ...]) -> None:
+    batch, heads, q_len, kv_len, dim = sizes
+    query, key, value = (torch.randn(batch, heads, n, dim) for n in (q_len, kv_len, kv_len))
+    expected = (query @ key.mT).softmax(-1) @ value
+    assert difference(OPERATOR(query, key, value, 1.0), expected.double()) < 1e-6
+
+
+def test_what_it_does_not_take_is_named() -> None:
+    query = torch.randn(1, 1, 2, 8)
+    with pytest.raises(TypeError, match="attention takes"):
+        OPERATOR(query.double(), query.double(), query.double(), 1.0)
+    with pytest.raises(TypeError, match="keep takes"):
+        OPERATOR(query, query, query, 1.0, keep=torch.ones(1, 1, 2, 2))
+    with pytest.raises(TypeError, match="ends takes"):
+        OPERATOR(query, query, query, 1.0, ends=torch.ones(1, dtype=torch.int32))
+
+
+def test_the_operator_passes_torch_s_own_checks() -> None:
+    query, key = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16)
+    given = {"after": 6, "ends": torch.tensor([5, 9]), "keep": torch.rand(2, 1, 3, 9) < 0.9}
+    torch.library.opcheck(OPERATOR, (query, key, key, 0.25), given)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
+    with pytest.raises(build.NoCompilerError, match="/bin/false could not build the CPU kernel"):
+        build.entry.__wrapped__(torch.float32)

@@ -1,0 +1,81 @@
+"""`attn_pass::attention` through Inductor: in compiled graphs, and in packages that run without attn_pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import attn_pass
+
+pytestmark = pytest.mark.slow
+OPTIONS = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+
+
+class Block(nn.Module):
+    """One layer: operands are views of one product, the last keys are padding, the result is merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(64, 3 * 64)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        """(B, L, 64) and (B, L), true where a key is kept."""
+        query, key, value = self.project(x).view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)
+        scores = query @ key.mT * 32**-0.5
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        weights = scores.masked_fill(~(causal & kept[:, None, None]), float("-inf")).softmax(-1)
+        return torch.relu((weights @ value).transpose(1, 2).flatten(2)) + 1
+
+
+def inputs(length: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(length)
+    kept = torch.ones(2, length, dtype=torch.bool)
+    kept[0, length - 5 :] = False
+    return torch.randn(2, length, 64), kept
+
+
+def is_right(got: Callable[..., Tensor], model: Block, length: int) -> bool:
+    x, kept = inputs(length)
+    expected = model.double()(x.double(), kept)
+    model.float()
+    return bool((got(x, kept).double() - expected).abs().max() < 1e-5)
+
+
+def test_compiled_once_for_all_lengths() -> None:
+    model = Block().eval()
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(model, backend=attn_pass.backend, dynamic=True, options=OPTIONS)
+        assert all(is_right(compiled, model, length) for length in (40, 9, 200))
+    assert [s.target for s in report.sites] == ["cpu_kernel"]
+
+
+def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path) -> None:
+    model = Block().eval()
+    length = torch.export.Dim("length", min=6, max=1000)
+    package = attn_pass.aot_compile(
+        model, inputs(40), dynamic_shapes=({1: length}, {1: length}), package_path=tmp_path / "m.pt2", options=OPTIONS
+    )
+    report = attn_pass.package_report(package)
+    assert report is not None and [s.target for s in report.sites] == ["cpu_kernel"]
+    x, kept = inputs(77)
+    torch.save((x, kept, model(x, kept)), tmp_path / "case.pt")
+    script = (
+        "import sys, torch\n"
+        "model = torch._inductor.aoti_load_package(sys.argv[1])\n"
+        "x, kept, expected = torch.load(sys.argv[2])\n"
+        "assert not hasattr(torch.ops.attn_pass, 'attention') and 'attn_pass' not in sys.modules\n"
+        "assert (model(x, kept) - expected).abs().max() < 1e-5\n"
+    )
+    for name in ("", "avx2", "plain"):
+        told = {**os.environ, "ATTN_PASS_CPU_ISA": name}
+        command = [sys.executable, "-c", script, str(package), str(tmp_path / "case.pt")]
+        done = subprocess.run(command, capture_output=True, text=True, env=told, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]

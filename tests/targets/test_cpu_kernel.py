@@ -1,0 +1,164 @@
+"""The target `cpu_kernel`: masks as bounds of its loops, what stays a tensor, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import NEG_INF, qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+from attn_pass.kernels.cpu import build
+
+Keep = Callable[[Tensor, Tensor], Tensor]
+HALF = (torch.bfloat16, torch.float16)
+
+KEEPS: dict[str, Keep] = {
+    "causal": lambda i, j: j <= i,
+    "causal to the last key": lambda i, j: j <= i + 37,
+    "window": lambda i, j: (j <= i) & (i - j < 9),
+    "both sides": lambda i, j: (i - j).abs() <= 5,
+    "some keys": lambda i, j: (j >= 3) & (j < 11),
+    "chunks": lambda i, j: i // 16 == j // 16,
+    "empty rows": lambda i, j: (j > i + 2) & (j < i + 9),
+}
+IN_BOUNDS = ("causal", "causal to the last key", "window", "both sides", "some keys", "empty rows")
+
+
+def masked(keep: Keep, fill: float = NEG_INF) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = q @ k.mT * 0.3
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        return torch.softmax(scores.masked_fill(~keep(i, j), fill), -1) @ v
+
+    return run
+
+
+def on_kernel(fn: Callable[..., Tensor], *inputs: Tensor, rewritten: int = 1, **more: object) -> attn_pass.Report:
+    return same(fn, *inputs, rewritten=rewritten, choose="fused", targets=("cpu_kernel",), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fill", [NEG_INF, -1e30])
+@pytest.mark.parametrize("name", KEEPS)
+def test_masks_of_positions(name: str, fill: float) -> None:
+    for kv_heads, q_len, kv_len in ((2, 40, 40), (4, 33, 70), (1, 2, 50)):
+        on_kernel(masked(KEEPS[name], fill), *qkv(2, 4, q_len, kv_len, kv_heads=kv_heads))
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_lengths_that_are_not_known(name: str) -> None:
+    on_kernel(masked(KEEPS[name]), *qkv(2, 4, 33, 70, kv_heads=2), dynamic=True)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "empty rows"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    on_kernel(masked(KEEPS[name]), *qkv(2, 4, 33, 70, kv_heads=2, value_dim=24, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_bounds_take_no_tensor_of_scores(name: str) -> None:
+    """A mask of positions alone is handed over as numbers, where it is an interval of keys for each row."""
+    graphs: list[str] = []
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm.code)
+        return gm
+
+    fn = torch.compile(masked(KEEPS[name]), backend=attn_pass.wrap(seen, choose="fused", targets=("cpu_kernel",)))
+    with torch.no_grad():
+        fn(*qkv(1, 2, 33, 70))
+    assert ("keep = " not in graphs[-1]) == (name in IN_BOUNDS)
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    keep = causal & kept[:, None, None].bool()
+    return (q @ k.mT * 0.2).masked_fill(~keep, -1e9).softmax(-1) @ v
+
+
+def test_padding_stays_a_tensor_and_the_causal_mask_beside_it_does_not() -> None:
+    kept = torch.ones(2, 50, dtype=torch.long)
+    kept[0, :20] = 0
+    report = on_kernel(padded, *qkv(2, 4, 50, 50), kept)
+    assert report.sites[0].mask == "causal and padding"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_what_is_added(dtype: torch.dtype) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2 + bias).softmax(-1) @ v
+
+    holes = randn(2, 1, 17, 70) < 0
+    for bias in (
+        randn(2, 1, 1, 70),
+        randn(4, 17, 70),
+        torch.zeros(2, 1, 17, 70).masked_fill(holes, NEG_INF),
+        torch.zeros(2, 1, 17, 70).masked_fill(holes, torch.finfo(dtype).min),
+        torch.full((2, 1, 17, 70), torch.finfo(dtype).min),
+    ):
+        on_kernel(run, *qkv(2, 4, 17, 70, dtype=dtype), bias.to(dtype))
+
+
+def test_a_key_the_fill_hides_may_hold_anything() -> None:
+    """As `masked_fill` does it: nothing is assumed of masked keys, also under numerics='strict'."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2).masked_fill(hidden, NEG_INF).softmax(-1) @ v.masked_fill(hidden.mT, 0.0)
+
+    q, k, v = qkv(1, 2, 33, 70)
+    hidden = torch.zeros(1, 1, 1, 70, dtype=torch.bool)
+    hidden[..., 40:] = True
+    k[:, :, 45] = float("nan")
+    report = on_kernel(run, q, k, v, hidden, numerics="strict")
+    assert report.sites[0].assumptions == ()
+
+
+def test_calls_are_taken_too() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    on_kernel(run, *qkv(2, 4, 33, 70, kv_heads=2), reference=masked(KEEPS["causal"]) and False)
+
+
+@pytest.mark.parametrize(
+    ("why", "options", "change"),
+    [
+        ("the CPU kernel has no backward", {"grad": True}, {}),
+        ("the CPU kernel computes in float32, and this is float64", {}, {"dtype": torch.float64}),
+    ],
+)
+def test_refusals(why: str, options: dict[str, object], change: dict[str, object]) -> None:
+    inputs = qkv(1, 2, 9, 9, grad=bool(options), **change)  # type: ignore[arg-type]
+    report = on_kernel(masked(KEEPS["causal"]), *inputs, rewritten=0, **options)
+    assert why in report.sites[0].refusals["cpu_kernel"]
+
+
+def test_dropout_is_refused() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v
+
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report:
+        torch.compile(run, backend=attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",)))(*qkv())
+    assert report.sites[0].refusals["cpu_kernel"] == "the CPU kernel draws no dropout"
+
+
+def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise build.NoCompilerError("no C++ compiler was found")
+
+    monkeypatch.setattr(build, "compiler", none)
+    report = on_kernel(masked(KEEPS["causal"]), *qkv(), rewritten=0)
+    assert report.sites[0].refusals["cpu_kernel"] == "no C++ compiler was found"
+
+
+def test_it_is_asked_only_where_it_is_named() -> None:
+    report = same(masked(KEEPS["window"]), *qkv(2, 2, 300, 300), choose="fused")
+    assert "cpu_kernel" not in report.sites[0].refusals
+    assert report.sites[0].target != "cpu_kernel"
