@@ -108,7 +108,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def wrapped(**options: Any) -> Any:
-    return attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **options)
+    return attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise", **options)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

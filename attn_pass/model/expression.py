@@ -299,6 +299,24 @@ def as_index(value: Expr) -> Index | None:
     return None
 
 
+def _differ(a: Index, b: Index) -> bool:
+    return is_less(a, b) or is_less(b, a)
+
+
+def _equal(a: Index, b: Index) -> bool:
+    return a == b
+
+
+_PROOFS: dict[str, tuple[Callable[[Index, Index], bool], ...]] = {  # that it holds for every value, and for none
+    "lt": (is_less, lambda a, b: is_at_most(b, a)),
+    "le": (is_at_most, lambda a, b: is_less(b, a)),
+    "gt": (lambda a, b: is_less(b, a), is_at_most),
+    "ge": (lambda a, b: is_at_most(b, a), is_less),
+    "eq": (_equal, _differ),
+    "ne": (_differ, _equal),
+}
+
+
 def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
     if isinstance(left, Const) and isinstance(right, Const):
         return _compared(op, left.value, right.value)
@@ -314,16 +332,8 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
     a, b = as_index(left), as_index(right)
     if a is None or b is None:
         return _distributed(op, left, right) or _of_truth(op, left, right)
-    proofs: dict[str, tuple[bool, bool]] = {
-        "lt": (is_less(a, b), is_at_most(b, a)),
-        "le": (is_at_most(a, b), is_less(b, a)),
-        "gt": (is_less(b, a), is_at_most(a, b)),
-        "ge": (is_at_most(b, a), is_less(a, b)),
-        "eq": (a == b, is_less(a, b) or is_less(b, a)),
-        "ne": (is_less(a, b) or is_less(b, a), a == b),
-    }
-    holds, fails = proofs[op]
-    return TRUE if holds else FALSE if fails else None
+    holds, fails = _PROOFS[op]
+    return TRUE if holds(a, b) else FALSE if fails(a, b) else None
 
 
 def _of_truth(op: str, left: Expr, right: Expr) -> Expr | None:

@@ -157,7 +157,8 @@ def test_comparisons_are_decided_by_ranges() -> None:
     """Bidirectional masks (``q >= 0``), prefixes as long as the keys, and what stays open."""
     i, j = IndexValue(axis_index(I)), IndexValue(axis_index(J))
     assert apply("ge", i, Const(0)) == TRUE and apply("lt", j, Const(4)) == TRUE and apply("gt", i, Const(4)) == FALSE
-    assert apply("ne", i, Const(7)) == TRUE and apply("eq", i, i) == TRUE
+    assert apply("ne", i, Const(7)) == TRUE and apply("eq", i, i) == TRUE and apply("eq", i, Const(7)) == FALSE
+    assert apply("ne", i, i) == FALSE and apply("le", i, Const(4)) == TRUE and apply("le", Const(5), i) == FALSE
     assert apply("le", j, i) == Apply("le", (j, i)) and apply("eq", i, Const(2)) == Apply("eq", (i, Const(2)))
 
 

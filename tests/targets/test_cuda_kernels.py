@@ -310,7 +310,9 @@ def test_dropout_in_training_keeps_the_mean(target: str) -> None:
         return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25) @ v
 
     torch._dynamo.reset()
-    backend = attn_pass.wrap("aot_eager", device="H200", targets=(target,), choose="fused", on_error="raise")
+    backend = attn_pass.wrap(
+        "aot_eager_default_partitioner", device="H200", targets=(target,), choose="fused", on_error="raise"
+    )
     compiled = torch.compile(program, backend=backend)
     with attn_pass.record() as report:
         compiled(q, k, v)

@@ -181,7 +181,9 @@ def test_sizes_may_be_symbolic(name: str) -> None:
     with attn_pass.record() as report:
         compiled = torch.compile(
             fn,
-            backend=attn_pass.wrap("aot_eager", choose="fused", device="H200", targets=("flash_attn",)),
+            backend=attn_pass.wrap(
+                "aot_eager_default_partitioner", choose="fused", device="H200", targets=("flash_attn",)
+            ),
         )
         for n in (0, 1):
             if n:
@@ -373,7 +375,10 @@ def test_an_empty_row_is_an_assumption() -> None:
     many = qkv(2, 4, 12, 5, 16, dtype=HALF)
     with attn_pass.record() as report:
         torch.compile(
-            causal, backend=attn_pass.wrap("aot_eager", device="H200", choose="fused", targets=("flash_attn",))
+            causal,
+            backend=attn_pass.wrap(
+                "aot_eager_default_partitioner", device="H200", choose="fused", targets=("flash_attn",)
+            ),
         )(*many)
     assert report.sites[0].assumptions == ("a row masked out with -inf gives 0, where the program gives NaN",)
     strict = site_of(causal, many, numerics="strict")
@@ -404,7 +409,9 @@ def test_a_package_cannot_hold_it(tmp_path: Path) -> None:
 def test_an_installation_that_cannot_be_used_leaves_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # makes its import fail
     with pytest.warns(attn_pass.AttnPassWarning, match="cannot be used"), attn_pass.record() as report:
-        backend = attn_pass.wrap("aot_eager", device="H200", choose="fused", targets=("flash_attn",))
+        backend = attn_pass.wrap(
+            "aot_eager_default_partitioner", device="H200", choose="fused", targets=("flash_attn",)
+        )
         fn = torch.compile(plain, backend=backend)
         torch.testing.assert_close(fn(*LONG), plain(*LONG))
     assert report.sites[0].outcome == "left"

@@ -136,7 +136,7 @@ def test_lengths_may_be_symbolic() -> None:
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 2)
     torch._dynamo.reset()
-    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+    backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise")
     with torch.no_grad(), attn_pass.record() as report:
         compiled = torch.compile(causal, backend=backend)
         for given in (inputs, qkv(q_len=5, kv_len=5), qkv(q_len=700, kv_len=700)):
@@ -180,7 +180,7 @@ def of_unknown_length(fn: Callable[..., Tensor], *inputs: Tensor, **options: Any
     torch._dynamo.reset()
     for x in inputs:
         torch._dynamo.mark_dynamic(x, [n for n, size in enumerate(x.shape) if size not in (1, 2, 16)])  # not heads
-    backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **options)
+    backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise", **options)
     with torch.no_grad(), attn_pass.record() as report:
         torch.testing.assert_close(torch.compile(fn, backend=backend)(*inputs), fn(*inputs), atol=1e-5, rtol=1e-5)
     return report

@@ -506,7 +506,7 @@ def test_unknown_heads_are_left_and_an_unknown_batch_is_not() -> None:
             torch._dynamo.mark_dynamic(x, dim)
         torch._dynamo.reset()
         with attn_pass.record() as report:
-            backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **ON_CUDA)
+            backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise", **ON_CUDA)
             torch.compile(masked(window, cap=True), backend=backend)(*inputs)
         site = report.sites[0]
         assert (site.target == "flex") == (not text) and text in site.reason
@@ -519,7 +519,7 @@ def test_a_captured_tensor_of_unknown_size_is_taken() -> None:
         torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.reset()
     with torch.no_grad(), attn_pass.record() as report:
-        backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise", **ON_CUDA)
+        backend = attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise", **ON_CUDA)
         torch.testing.assert_close(torch.compile(added, backend=backend)(*inputs), added(*inputs), atol=1e-5, rtol=1e-5)
     assert report.sites[0].target == "flex"
 
