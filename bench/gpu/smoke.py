@@ -20,6 +20,8 @@ from bench.machine import relative_error
 _CLOCKS = (
     "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,utilization.gpu,memory.used"
 )
+# One package is not worth compiling torch's headers ahead for, which takes longer than the package.
+_OF_A_DRY_RUN = {"aot_inductor.precompile_headers": False, "cpp_cache_precompile_headers": False}
 # A kind of `correctness.KINDS`, the target it is forced on, whether gradients are asked for, all through Inductor.
 PATHS: tuple[tuple[str, str, bool], ...] = (
     ("five queries", "decode", False),
@@ -55,7 +57,8 @@ def tools(env: Environment) -> Row:
 
 def packaged_shared_keys(env: Environment) -> Row:
     """Seed S4 as a package, with its batch open, against float64."""
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+    quick = torch._inductor.config.patch(_OF_A_DRY_RUN if env.dry else {})
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quick:
         half = not env.dry
         model = shared_keys.SharedKeys(env.device, half).eval()
         inputs = shared_keys.make_inputs(7, env.device)
