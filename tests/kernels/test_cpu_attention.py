@@ -164,6 +164,16 @@ def test_a_masked_key_counts_for_nothing_whatever_it_holds(dtype: torch.dtype, q
     assert difference(OPERATOR(query, key, value, 0.2, **given), clean.double()) <= ERRORS[dtype]
 
 
+def test_numbers_that_mask_keep_their_order_and_infinite_scores_stay_infinite() -> None:
+    query, key, value = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 3, 4), torch.eye(3)[None, None]
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.tensor([[lowest, lowest, -2e38], [lowest, lowest, lowest]])
+    out = OPERATOR(query, key, value, 0.5, bias=bias)
+    assert torch.allclose(out[0, 0], torch.tensor([[0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3]]))
+    key[:] = float("-inf")
+    assert OPERATOR(query, key, value, 0.5, bias=torch.zeros(2, 3), fully_masked="zero").eq(0).all()
+
+
 def test_a_row_that_keeps_a_key_which_is_no_number_is_none_and_others_are() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 150, 24) for _ in range(3))

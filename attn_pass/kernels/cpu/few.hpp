@@ -180,9 +180,8 @@ template <class T> void part_task(const void* job, i64 task) {
         for (i64 r = 0; r < R; ++r) {
           vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r == 0);
           if (!j.scale.as_they_are) {
-            c = Isa::mul(c, Isa::set1(j.scale.before));
-            if (rows[r].bias)
-              c = Isa::max(Isa::set1(-3.0e38f), Isa::fma(bias_at(a, rows[r], key + g, a.S - key - g), Isa::set1(LOG2E), c));
+            const vec by = Isa::set1(j.scale.before);
+            c = rows[r].bias ? Isa::fma(c, by, bias_at(a, rows[r], key + g, a.S - key - g)) : Isa::mul(c, by);
           }
           if (!full) c = Isa::keep(u32(words[r] >> g), c, lowest);
           top[r] = Isa::max(c, top[r]);
@@ -192,7 +191,7 @@ template <class T> void part_task(const void* job, i64 task) {
         for (i64 r = 0; r < R; ++r) Isa::store(s + r * PANEL + g, lowest);
     }
     for (i64 r = 0; r < R; ++r) {
-      const vec off = Isa::set1(rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv));
+      const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
       float* at = s + r * PANEL;
       running[r].sum += Isa::reduce_add(weigh<T>(at, reinterpret_cast<i32*>(at), j.scale.factor, off, Isa::zero()));
     }

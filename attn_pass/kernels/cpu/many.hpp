@@ -140,7 +140,7 @@ template <class T> void rows_task(const void* job, i64 task) {
       const Strip& strip = strips[x];
       if (!strip.active) continue;
       for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-        const vec off = Isa::set1(rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv));
+        const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
         vec sum = Isa::zero();
         for (u32 m = strip.active; m; m &= m - 1) {
           float* at = s + r * LD + __builtin_ctz(m) * PANEL;

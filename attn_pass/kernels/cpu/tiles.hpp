@@ -224,7 +224,7 @@ ATTN_INLINE u64 word_of(const Args& a, const Row& r, i64 key) {
 
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
 
-// How scores enter the exponential: as they are, times `factor`; or, where something is added, as 2's exponents already.
+// How scores enter the exponential of 2: times `factor`, either as products are, or multiplied by `before` and biased.
 struct Scale {
   float before, factor;
   bool as_they_are;
@@ -232,7 +232,7 @@ struct Scale {
 ATTN_INLINE Scale scale_of(const Args& a) {
   const float scale2 = a.scale * LOG2E;
   // The largest score decides what is taken off: a negative factor would turn them round, and 0 times -inf is NaN.
-  if (a.bias.data || !(scale2 > 0)) return {scale2, 1.0f, false};
+  if (a.bias.data || !(scale2 > 0)) return {a.scale, LOG2E, false};
   return {1.0f, scale2, true};
 }
 
@@ -249,13 +249,12 @@ ATTN_INLINE int strip_rows(i64 n) { return n >= 5 ? 6 : n == 3 ? 4 : int(n); }
 // Scores that are more than products: scaled, biased, and -inf where a key is not kept. Returns the largest.
 ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, float* s, vec top) {
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
-  const vec by = Isa::set1(scale.before), log2e = Isa::set1(LOG2E), least = Isa::set1(-3.0e38f);
+  const vec by = Isa::set1(scale.before);
 #pragma GCC unroll 4
   for (int n = 0; n < PANEL; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
-      x = Isa::mul(x, by);
-      if (row.bias) x = Isa::max(least, Isa::fma(bias_at(a, row, key + n, a.S - key - n), log2e, x));
+      x = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
     }
     x = Isa::keep(u32(word >> n), x, lowest);
     Isa::store(s + n, x);
@@ -298,12 +297,13 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
 }
 
 // PANEL scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`.
-template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, float factor, vec off, vec sum) {
-  const vec by = Isa::set1(factor);
+template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, float factor, float taken, vec sum) {
+  // Taken off first: multiplied, the lowest numbers that masks are made of are infinite.
+  const vec by = Isa::set1(factor), off = Isa::set1(-taken);
 #pragma GCC unroll 4
   for (int i = 0; i < PANEL; i += 2 * W) {
-    const vec e0 = exp2_of<T::DEGREE>(Isa::fma(Isa::load(s + i), by, off));
-    const vec e1 = exp2_of<T::DEGREE>(Isa::fma(Isa::load(s + i + W), by, off));
+    const vec e0 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
+    const vec e1 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
     if constexpr (T::PAIR) {
       Isa::store_pairs(p + i / 2, e0, e1);
     } else {
@@ -319,18 +319,17 @@ template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, float factor, v
 struct Running {
   float top, sum;
 };
-// Takes a larger maximum in: what was summed is made smaller. Returns what is to be added to scores times their factor.
+// Takes a larger maximum in: what was summed is made smaller. Returns what is to be taken off the row's scores.
 ATTN_INLINE float rescale(Running& r, float top, float factor, float* o, i64 ld) {
-  const float m = top > r.top || top != top ? top : r.top;
-  const float off = m == -std::numeric_limits<float>::infinity() ? 0.0f : m * factor;
+  const float lowest = -std::numeric_limits<float>::infinity(), m = top > r.top || top != top ? top : r.top;
   if (m != r.top) {
-    const float by = r.top == -std::numeric_limits<float>::infinity() ? 0.0f : std::exp2(r.top * factor - off);
+    const float by = r.top == lowest ? 0.0f : std::exp2((r.top - m) * factor);
     r.sum *= by;
     const vec v = Isa::set1(by);
     for (i64 d = 0; d < ld; d += W) Isa::store(o + d, Isa::mul(v, Isa::load(o + d)));
     r.top = m;
   }
-  return -off;
+  return m == lowest ? 0.0f : m;
 }
 
 // Weights times values where some value is no number: row by row, kept keys alone.
@@ -372,7 +371,7 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
 template <class T>
 void write_row(const Args& a, i64 b, i64 h, i64 i, const Running& r, float factor, const float* o) {
   using st = typename T::st;
-  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = r.sum > 0 || r.sum != r.sum ? r.top * factor * LN2 + std::log(r.sum) : -INFINITY;
+  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = r.sum > 0 || r.sum != r.sum ? r.top * (factor * LN2) + std::log(r.sum) : -INFINITY;
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
   float mean[1024];
