@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +136,11 @@ class Reader:
     def take_as(self, node: Node, call: Call) -> None:
         """Has a node read as another operation, which gives the same elements."""
         self._calls[node] = call
+
+    def read_again(self, nodes: Iterable[Node]) -> None:
+        """Forgets the operations of nodes that were given other inputs."""
+        for node in nodes:
+            self._calls.pop(node, None)
 
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
