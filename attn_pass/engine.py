@@ -359,8 +359,10 @@ class _Graph:
                 record.roofline[LEAVE] = roofline.as_left(attention, written, setting, as_it_is)
         by_rule = "" if rule is None else f" ({rule[0]})"
         record.reason = choice.reason + by_rule
-        if site.weights_stay:
-            record.reason = f"{site.weights_stay}; without them: {record.reason}{place_of(site.refused_at, site.node)}"
+        if site.needed_as_well:
+            record.reason = (
+                f"{site.needed_as_well}; without them: {record.reason}{place_of(site.refused_at, site.node)}"
+            )
         if choice.takes and self.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
             record.reason = "torch's compiler bisector left it out"
             return False
@@ -380,8 +382,8 @@ class _Graph:
                 continue
             offer = take.offer
             record.reason = take.reason + by_rule
-            if site.weights_stay:
-                record.reason += f"; {site.weights_stay}, and stay"
+            if site.needed_as_well:
+                record.reason += f"; {site.needed_as_well}, and stay"
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = _cases_of(offer)
@@ -419,8 +421,8 @@ class _Graph:
 
         made = {n for one in self.joined for n in one.operands} | {one.values for one in self.summed}
         joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in made)
-        stays = bool(site.weights_stay)
-        written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, weights_stay=stays)
+        stays = bool(site.needed_as_well)
+        written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, needed_as_well=stays)
         rule, measure = rule_for(site, record, self.options), None
         if self.measure is not None and rule is None and not stays:
             measure = functools.partial(self.measure, self._place(site, setting))

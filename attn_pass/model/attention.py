@@ -72,7 +72,9 @@ class AsWritten:
     causal: bool = False  # the call's own flag
     copied_bytes: int = 0  # operands copied before the products or the call
     joined_bytes: int = 0  # of operands that are joined for a kernel, and are not as it is written
-    weights_stay: bool = False  # the weights are needed as well: all that is saved is the product with the values
+    needed_as_well: bool = (
+        False  # weights or a log-sum-exp are: all that is saved for sure is the product with the values
+    )
     library: str = ""  # the kernel of a package that the call is, as `attn_pass.targets` names it
 
     @property

@@ -51,7 +51,7 @@ class Site:
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None
     unshared: Site | None = None  # of one refused because something else needs an inner node: the site without that
-    weights_stay: str = ""  # who needs the weights as well: they stay as written, and all that may go is the product
+    needed_as_well: str = ""  # who needs weights or a log-sum-exp as well: these stay as written, beside the result
     partners: tuple[Site, ...] = ()  # sites that share inner nodes, this one among them: all are rewritten, or none
     alone: str = ""  # why it is left if a partner is
     opaque: Opaque | None = None  # the call of one of torch's modules that hides it
@@ -117,12 +117,24 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
         for user in node.users if node is not result else ():
             if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue
-            what = "attention weights" if reader.softmaxes.get(node) else "attention scores"
             if user.op == "output":
-                raise UsedElsewhere(f"the {what} are returned by the model", user)
-            raise UsedElsewhere(f"the {what} are also used by {user.name}", user)
+                raise UsedElsewhere(f"{_told(reader, node)} returned by the model", user)
+            raise UsedElsewhere(f"{_told(reader, node)} also used by {user.name}", user)
         if node is not result and reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
             raise UsedElsewhere("an operation inside writes to memory that others can see", node)
+
+
+def _told(reader: Reader, node: Node) -> str:
+    """What an inner node is, as the beginning of a sentence."""
+    if reader.softmaxes.get(node):
+        return "the attention weights are"
+    return "the scores' log-sum-exp is" if is_logarithm(reader, node) else "the attention scores are"
+
+
+def is_logarithm(reader: Reader, node: Node) -> bool:
+    """Whether a node is a call of `logsumexp`."""
+    call = reader.call(node)
+    return call is not None and call.op == "logsumexp"
 
 
 def check_window(reader: Reader, described: Described, result: Node) -> None:

@@ -138,6 +138,6 @@ def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
                 site.refused_at = None
                 if site.refusal:
                     site.refusal = WEIGHTS_ARE_USED
-                elif site.weights_stay:
-                    site.weights_stay = WEIGHTS_ARE_USED
+                elif site.needed_as_well:
+                    site.needed_as_well = WEIGHTS_ARE_USED
     return found

@@ -21,7 +21,7 @@ from attn_pass.patterns.after_product import (
     reach_from,
     sink_of_share,
 )
-from attn_pass.patterns.also_used import with_weights_kept
+from attn_pass.patterns.also_used import with_what_else_is_needed
 from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_window, failed, refused, still_held
 from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
 from attn_pass.patterns.shape_uses import remaining_shape_uses, with_shape_uses
@@ -40,7 +40,7 @@ FORM = "eager"
 
 def find(reader: Reader) -> Iterator[Site]:
     """Every product with weights on one side, and every softmax of a product that reaches none."""
-    yield from with_weights_kept(reader, with_partners(reader, list(_find(reader))))
+    yield from with_what_else_is_needed(reader, with_partners(reader, list(_find(reader))))
 
 
 def _find(reader: Reader) -> Iterator[Site]:

@@ -65,7 +65,7 @@ class Choice:
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
     """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
-    if written.weights_stay:
+    if written.needed_as_well:
         return value_product_cost(attention, setting)
     return _as_it_is(attention, setting, written) - cost.traffic(setting.device, 2 * written.joined_bytes)
 

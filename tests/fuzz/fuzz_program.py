@@ -284,6 +284,8 @@ class _Run:
         s = self._all("score", s)
         if p.returns == "masked scores":
             self.extra.append(s)
+        if p.returns == "log-sum-exp":
+            self.extra.append(s.logsumexp(-1))
         w = self._step("softmax", 0, p.softmax, s)
         if w.dtype != self.v.dtype:
             w = w.to(self.dtype)

@@ -100,6 +100,7 @@ def belonging(case: Case) -> dict[str, bool]:
         "two fills": len({step.fill for step in p.score if SCORES[step.row].masks}) > 1,
         "a masked key that is no number": any("last is no number" in row for row in rows),
         "weights used as well": p.returns in ("softmax", "weights"),
+        "a log-sum-exp used as well": p.returns == "log-sum-exp",
         "an operand written after the result, in training": p.writes.endswith("after") and case.grad,
         **{name: any(word in row for word in words for row in rows) for name, words in _CLASSES.items()},
     }

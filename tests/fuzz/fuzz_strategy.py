@@ -169,7 +169,7 @@ _ROWS = {(place, miss): _rows(table, miss=miss) for place, table in TABLES.items
 _MISSES = {place: tuple(n for n, row in table.items() if row.miss) for place, table in TABLES.items()}
 _KINDS = ("plain", "plain", "plain", "miss", "miss", "anything")
 _WRITES = ("query", "key", "value", "value after", "query after", "key after")
-_RETURNS = ("scores", "masked scores", "softmax", "weights", "written query")
+_RETURNS = ("scores", "masked scores", "softmax", "weights", "log-sum-exp", "written query")
 _MANY = {"query": (0, 0, 0, 1), "key": (0, 0, 0, 1), "value": (0, 0, 0, 0, 1), "score": (1, 2, 0, 3, 1),
          "after": (0, 0, 0, 1, 2), "result": (0, 0, 1)}  # fmt: skip
 

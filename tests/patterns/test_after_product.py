@@ -110,7 +110,9 @@ def test_a_sinks_share(row: tuple[Program, tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("name", list(NO_SHARES))
 def test_no_share_of_a_sink(name: str) -> None:
-    same(NO_SHARES[name], *qkv(), SINKS, rewritten=0)
+    """The factor stays as it is written, and its log-sum-exp beside the kernel."""
+    report = same(NO_SHARES[name], *qkv(), SINKS, rewritten=int(name != "of other scores"))
+    assert all("also used by" in site.reason for site in report.sites)
 
 
 def test_a_softmax_one_divided_late() -> None:
@@ -133,7 +135,8 @@ def test_a_logarithm_that_is_returned_as_well() -> None:
         lse = s.logsumexp(-1, keepdim=True)
         return (s.softmax(-1) @ v) * torch.sigmoid(lse - sinks.view(-1, 1, 1)), lse
 
-    same(program, *qkv(), SINKS, rewritten=0)
+    report = same(program, *qkv(), SINKS, rewritten=1)
+    assert report.sites[0].reason.endswith(", and stay")
 
 
 def test_training_with_a_share_is_left_with_the_reason() -> None:
