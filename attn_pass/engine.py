@@ -463,6 +463,9 @@ class _Graph:
             before = plan.guards()
             try:
                 value = take.target.emit(plan, nodes, take.offer, setting)
+                if site.written_to is not None and self._is_seen(site.written_to, site.node):
+                    buffer = self.replaced.get(site.written_to, site.written_to)
+                    value = plan.call(torch.ops.aten.copy_.default, buffer, value)
             except LayoutError as error:
                 raise _HoldsForSome(str(error)) from None
             except GuardOnDataDependentSymNode as error:
@@ -493,6 +496,11 @@ class _Graph:
         self.effects.put_in_place_of(node, site.node)
         self.regions.add(node, site.region)
         return verified
+
+    def _is_seen(self, buffer: Node, writer: Node) -> bool:
+        """Whether anybody sees the tensor a result is written to but by the operation that writes it."""
+        is_own = buffer.op not in ("placeholder", "get_attr") and self.effects.aliases(buffer)[0] is buffer
+        return not is_own or set(buffer.users) != {writer}
 
     def _give_stand_ins(self, site: Site) -> None:
         """Gives what takes a shape from the site's inner nodes, and stays, other tensors of that shape."""

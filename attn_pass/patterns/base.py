@@ -47,6 +47,9 @@ class Site:
     refusal: str = ""
     refused_at: Node | None = None
     internal: tuple[Node, ...] = field(default_factory=tuple)
+    written_to: Node | None = (
+        None  # the tensor that the result is written to as well: ``out=``, or that of ``baddbmm_``
+    )
     shape_uses: tuple[ShapeUse, ...] = ()  # what stays and takes a shape from them
     kind: Literal["attention", "near miss"] = "attention"
     composite: Composite | None = None

@@ -147,7 +147,7 @@ def _read_to(
 ) -> Site:
     """The site that ends there."""
     node, region = ending.node, reader.regions.of(product.node)
-    site = Site(node, FORM, region)
+    site = Site(node, FORM, region, written_to=reader.written_by(node))
     best: Unreadable | None = None
     if region.functorch:
         return refused(node, FORM, region, Unreadable(f"it runs under {region.describe()}", product.node))

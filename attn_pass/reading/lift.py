@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, fake_value, memory_order, tensor_value, wants_gradient
+from attn_pass.graph.writes import call_writes
 from attn_pass.model.attention import Source, SourceKind
 from attn_pass.model.expression import (
     OPERATIONS,
@@ -133,6 +134,21 @@ class Reader:
             self._calls[node] = understand(node)
         return self._calls[node]
 
+    def product_call(self, node: Node) -> Call | None:
+        """The operation of a node, and that of a product as well that goes to a tensor it was given (``out=``)."""
+        call = self.call(node)
+        if call is not None or "out" not in node.kwargs:
+            return call
+        call = understand(node, into=self.written_by(node))
+        return call if call is not None and call.op in PRODUCTS else None
+
+    def written_by(self, node: Node) -> Node | None:
+        """The tensor whose elements a node replaces by its result, all of them: ``out=``, or that of ``baddbmm_``."""
+        if node.op not in ("call_function", "call_method"):
+            return None
+        written = [w for w in call_writes(node) if w.whole]
+        return written[0].target if len(written) == 1 else None
+
     def take_as(self, node: Node, call: Call) -> None:
         """Has a node read as another operation, which gives the same elements."""
         self._calls[node] = call
@@ -144,7 +160,7 @@ class Reader:
 
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
-        call = self.call(node)
+        call = self.product_call(node)
         if call is None or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
             return None
         if call.op == "sum":
@@ -219,20 +235,28 @@ class Reader:
         """
         none: frozenset[Node] = frozenset()
         for node in self.graph.nodes:
-            call = self.call(node)
+            call = self.product_call(node)
             if call is None:
                 continue
             if is_softmax(node):
                 self.softmaxes[node] = frozenset((node,))
                 continue
             if self._is_product(node, call):
-                self.products[node] = frozenset((node,))
+                self._reaches(node)
                 continue
             inputs = self.inputs(call)
             for reach in (self.products, self.softmaxes):
                 found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
                 if found and len(found) <= 8:
                     reach[node] = found
+
+    def _reaches(self, product: Node) -> None:
+        """Notes that a product reaches its own node, and what else sees the tensor that it is written to."""
+        self.products[product] = frozenset((product,))
+        buffer = self.written_by(product)
+        for alias in () if buffer is None else self.effects.aliases(buffer):
+            if self.order[alias] < self.order[product]:
+                self.products[alias] = self.products.get(alias, frozenset()) | {product}
 
     def inputs(self, call: Call) -> list[Node]:
         """The nodes whose elements those of the call are made of, one by one."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass.graph.effects import Mutation
+from attn_pass.graph.effects import Mutation, is_pure
 from attn_pass.graph.regions import Region
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import tensor_value, wants_gradient
+from attn_pass.graph.writes import draws_random_numbers
 from attn_pass.model.expression import (
     TRUE,
     Apply,
@@ -63,12 +64,12 @@ class Spine:
     def read(self, node: Node, position: Position, at: int) -> Expr:
         """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
         reader = self.reader
-        if node is self.leaf and reader.effects.last_mutation(node, at) is None:
-            self._check_region(node)
+        if self._is_leaf(node, at):
+            self._check_region(self.leaf)
             if self.leaf_position not in (None, position):
                 raise Unreadable("the scores are read at two places at once", node)
             self.leaf_position, self.leaf_at = position, at
-            self.internal[node] = None
+            self.internal |= dict.fromkeys((node, self.leaf, *written_into(reader, self.leaf)))
             return Dot()
         defined, call = reader.definition(node, at)
         if call is None:
@@ -105,6 +106,14 @@ class Spine:
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
         return self._noted(defined, reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
+
+    def _is_leaf(self, node: Node, at: int) -> bool:
+        """Whether the node holds what the leaf computed: it is the leaf, or what the leaf was written to."""
+        mutation = self.reader.effects.last_mutation(node, at)
+        if mutation is None or mutation.node is not self.leaf:
+            return mutation is None and node is self.leaf
+        stops = wants_gradient(self.leaf) and not wants_gradient(node)
+        return not stops and self.reader.effects.same_geometry(mutation.target, node)
 
     def _noted(self, node: Node, result: Expr) -> Expr:
         """What a node computes, its operands noted down that join the leaf and may mask it."""
@@ -166,7 +175,7 @@ class Spine:
                 return Const(value)
             raise Unreadable("an operand of the scores has no value that can be read")
         scalar = reader.scalar(value, at)
-        if scalar is not None and value is not self.leaf and self.leaf not in self.reach.get(value, ()):
+        if scalar is not None and not self._is_made_of_leaf(value, at):
             if isinstance(scalar, Load) and tensor_value(value) is not None:
                 self.loads[scalar] = SideLoad(value, at, value, scalar.index, at)
             return scalar
@@ -175,7 +184,7 @@ class Spine:
             raise Unreadable("an operand of the scores has no value that can be read", value)
         shape = reader.sizes.shape(held)
         position = broadcast_position(position, shape)
-        if value is self.leaf or self.leaf in self.reach.get(value, ()) or self._written_from_leaf(value, at):
+        if self._is_made_of_leaf(value, at) or self._written_from_leaf(value, at):
             return self.read(value, position, at)
         source, where, read_at = reader.through_views(value, position, at, self.region)
         defined, call = reader.definition(source, read_at)
@@ -289,10 +298,26 @@ class Spine:
             waiting += current.all_input_nodes
         return False
 
+    def _is_made_of_leaf(self, node: Node, at: int) -> bool:
+        """Whether the node may hold elements of the leaf at that time: never before the leaf is computed."""
+        return node is self.leaf or (self.leaf in self.reach.get(node, ()) and at > self.reader.order[self.leaf])
+
     def _written_from_leaf(self, node: Node, at: int) -> bool:
         """Whether the last in-place write of the node's memory put the leaf's elements there."""
         mutation = self.reader.effects.last_mutation(node, at)
         return mutation is not None and self.leaf in self.reach.get(mutation.node, ())
+
+
+def written_into(reader: Reader, product: Node) -> list[Node]:
+    """The tensor a product is written to, with what it is a view of, as long as nothing but its memory is in it."""
+    found: list[Node] = []
+    node = reader.written_by(product)
+    while node is not None and is_pure(node) and not draws_random_numbers(node):
+        found.append(node)
+        call = reader.call(node)
+        source = None if call is None or call.op not in VIEWS else call.args.get("input")
+        node = source if isinstance(source, Node) and call is not None and reader.is_alias(node, call) else None
+    return found
 
 
 _LOGIC = ("not", "and", "or", "eq", "ne")

@@ -345,6 +345,8 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         return _row_of(kind, overloads[0]) if all(len(o._schema.arguments) == 1 for o in overloads) else None
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target._schema.name.split("::")[1], target._overloadname
+        if overload == "out":
+            return _row_of(kind, _resolve(f"aten.{packet}.default"))
         if packet.endswith("_"):
             plain = _resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
             if plain in functions:
@@ -358,8 +360,11 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
     return None
 
 
-def understand(node: Node) -> Call | None:
-    """The operation a node is, or None for one that is not in the table."""
+def understand(node: Node, into: Node | None = None) -> Call | None:
+    """The operation a node is, or None for one that is not in the table.
+
+    None as well for one that writes its result to a tensor it was given (``out=``), unless that tensor is ``into``.
+    """
     if node.op not in ("call_function", "call_method"):
         return None
     try:
@@ -379,8 +384,10 @@ def understand(node: Node) -> Call | None:
         else:
             return None
     for name, value in node.kwargs.items():
+        if name == "out" and value is into and "out" not in row.names:
+            continue
         args[_SELF_NAMES.get(name, name) if _SELF_NAMES.get(name) in row.names else name] = value
-    if any(name not in args for name in row.names) or "out" in node.kwargs:
+    if any(name not in args for name in row.names) or node.kwargs.get("out") is not into:
         return None
     return Call(row.op, args, in_place or bool(args.get("inplace", False)))
 

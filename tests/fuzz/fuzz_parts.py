@@ -24,7 +24,7 @@ class Row:
     takes: str = ""  # a kind of input, see INPUTS
     miss: bool = False
     numbers: tuple[float, ...] = ()  # what e.x may be
-    writes: bool = False  # needs an operand that may be written: no leaf with a gradient
+    writes: bool = False  # writes to a tensor by ``out=``, which has no gradient
     random: bool = False  # draws random numbers
     masks: bool = False  # takes a mask
     square: bool = False  # as many queries as keys
@@ -237,6 +237,24 @@ def _stacked(c: Any, q: Tensor) -> Tensor:
     return torch.stack([q[..., h, :, :] @ k[..., h, :, :].mT for h in range(c.lead[-1])], -3)
 
 
+def _scores_of(c: Any, q: Tensor) -> Tensor:
+    return torch.zeros(c.n, c.l, c.s, dtype=q.dtype)
+
+
+def _into(c: Any, q: Tensor, scale: float, beta: int = 0) -> Tensor:
+    """A scaled product by ``out=``, which is read by the tensor it is written to."""
+    scores = _scores_of(c, q) + beta * q.sum()
+    torch.baddbmm(scores, _folded(c, q, c.k), _folded(c, c.k, q).mT, beta=beta, alpha=scale, out=scores)
+    return scores.view(*c.lead, c.l, c.s)
+
+
+def _into_more(c: Any, q: Tensor) -> Tensor:
+    """The product is half of a tensor, and the other half, of zeros, is added afterwards."""
+    both = torch.zeros(2, c.n, c.l, c.s, dtype=q.dtype)
+    torch.bmm(_folded(c, q, c.k), _folded(c, c.k, q).mT, out=both[1])
+    return both.sum(0).view(*c.lead, c.l, c.s)
+
+
 PRODUCTS: Table = {
     "matmul": Row(lambda c, q, e: torch.matmul(q, c.k.transpose(-2, -1))),
     "operator": Row(lambda c, q, e: q @ c.k.mT),
@@ -251,6 +269,12 @@ PRODUCTS: Table = {
         ).view(*c.lead, c.l, c.s),
         numbers=_SCALES,
     ),
+    "into a tensor": Row(lambda c, q, e: _into(c, q, e.x), numbers=_SCALES, writes=True),
+    "into a tensor, in place": Row(lambda c, q, e: _scores_of(c, q).baddbmm_(
+        _folded(c, q, c.k), _folded(c, c.k, q).mT, beta=0, alpha=e.x
+    ).view(*c.lead, c.l, c.s), numbers=_SCALES),
+    "into a tensor, added": Row(lambda c, q, e: _into(c, q, e.x, 1), numbers=_SCALES, writes=True, miss=True),
+    "into a tensor of more": Row(lambda c, q, e: _into_more(c, q), writes=True, miss=True),
     "baddbmm of a bias": Row(
         lambda c, q, e: torch.baddbmm(
             e.t.expand(*c.lead, c.l, c.s).reshape(c.n, c.l, c.s), _folded(c, q, c.k), _folded(c, c.k, q).mT,
@@ -391,6 +415,24 @@ def _in_pieces(w: Tensor, v: Tensor) -> Tensor:
     return w @ v if v.shape[-2] == 1 else w[..., :1] @ v[..., :1, :] + w[..., 1:] @ v[..., 1:, :]
 
 
+def _result_of(c: Any, w: Tensor) -> Tensor:
+    return torch.zeros(c.n, w.shape[-2], c.v.shape[-1], dtype=c.v.dtype)
+
+
+def _values_into(c: Any, w: Tensor, part: int = 0) -> Tensor:
+    """By ``out=``, into a tensor or a part of one; read by that."""
+    result = _result_of(c, w)
+    more = torch.stack([result, result]) if part else result
+    torch.bmm(_folded(c, w, c.v), _folded(c, c.v, w), out=more[1] if part else more)
+    return (more.sum(0) if part else more).view(*c.lead, w.shape[-2], c.v.shape[-1])
+
+
+def _values_added(c: Any, w: Tensor) -> Tensor:
+    result = _result_of(c, w)
+    result.baddbmm_(_folded(c, w, c.v), _folded(c, c.v, w))
+    return result.view(*c.lead, w.shape[-2], c.v.shape[-1])
+
+
 VALUES: Table = {
     "matmul": Row(lambda c, w, e: torch.matmul(w, c.v)),
     "operator": Row(lambda c, w, e: w @ c.v),
@@ -404,6 +446,9 @@ VALUES: Table = {
     "bmm": Row(
         lambda c, w, e: torch.bmm(_folded(c, w, c.v), _folded(c, c.v, w)).view(*c.lead, w.shape[-2], c.v.shape[-1])
     ),
+    "into a tensor": Row(lambda c, w, e: _values_into(c, w), writes=True),
+    "into a tensor, in place": Row(lambda c, w, e: _values_added(c, w)),
+    "into a part of a tensor": Row(lambda c, w, e: _values_into(c, w, 1), writes=True),
     "in pieces": Row(lambda c, w, e: _in_pieces(w, c.v)),
     "twice": Row(lambda c, w, e: w @ c.v + w @ (c.v * 2), miss=True),
     "in a chain": Row(lambda c, w, e: w @ (w @ c.v), miss=True, square=True),

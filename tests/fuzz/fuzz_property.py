@@ -69,6 +69,7 @@ _CLASSES = {  # by words in their rows
     ),
     "masks of the scores' shape": ("scores' shape", "new_ones", "full_like"),
     "scores assigned by index": ("boolean index", "part added"),
+    "products written to a tensor": ("into a ",),
     "functions kept whole": ("kept whole",),
     "scores of heads or sets of keys joined": ("joined over keys", "stacked heads", "in pieces"),
     "sinks and joined scores": ("sink", "joined with"),

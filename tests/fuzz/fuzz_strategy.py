@@ -68,7 +68,8 @@ def cases(draw: Any) -> Case:
     dialect = pick(*DIALECTS, "dynamo", "dynamo")
     if program.score and not program.call and pick(*[False] * 15, True):
         program = hidden(program)
-    grad = dialect == "dynamo" and program.writes in ("", *_AFTER) and pick(False, True)
+    may_train = program.writes in ("", *_AFTER) and not any(row.writes for _, _, row in program.steps())
+    grad = dialect == "dynamo" and may_train and pick(False, True)
     choose, targets = pick(*ENGINES[:1] * 4, *ENGINES)
     return Case(
         program,
