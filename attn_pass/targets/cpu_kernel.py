@@ -5,7 +5,9 @@ bounds of its loops, for lengths that are known and for those that are not. What
 of as many dimensions as it varies over, or one that is added. Grouped heads share the keys that are packed for them.
 
 A masked key counts for nothing, whatever it holds, and a fully masked row becomes what the program makes of it: the
-mean of the values where the fill is a number, zero or NaN where it is -inf.
+mean of the values where the fill is a number, zero or NaN where it is -inf. Soft caps and other functions of the scores
+are compiled into the kernel; what they read beside the product, tables or conditions, is a tensor each. A sink is one
+more score of the row.
 
 Offers in inference, in float32, bfloat16 and float16. It is new: it is asked only where ``targets`` names it.
 """
@@ -18,14 +20,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from attn_pass.graph.edit import Plan, Value
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
+from attn_pass.kernels.cpu.scores import MOST_CAPTURED, written
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import TRUE, Expr, apply
-from attn_pass.model.index import Index, is_at_most
+from attn_pass.model.index import Axis, Index, is_at_most
 from attn_pass.model.mask import Band, Keys
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.flex_score import amplifies, multiplied_once
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
@@ -60,9 +64,10 @@ class CpuKernel:
 
     name = "cpu_kernel"
     must_be_named = True
+    takes_any_score = True
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
-        """Takes any scaled product with a bias and a mask, without gradients."""
+        """Takes any function of the product with a bias and a mask, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
@@ -74,6 +79,7 @@ class CpuKernel:
             _microseconds(attention, setting),
             fused=True,
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
+            score_mod=_score(attention)[0],
             moved=problem_of(attention, setting.hint).moved_bytes,
         )
 
@@ -86,8 +92,6 @@ class CpuKernel:
             return "the CPU kernel has no backward"
         if a.dropout:
             return "the CPU kernel draws no dropout"
-        if a.sink is not None:
-            return "the CPU kernel has no attention sinks yet"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return "autocast would give the products another dtype"
         if setting.allowed_backends is not None:
@@ -98,7 +102,7 @@ class CpuKernel:
             return "there may be no heads"
         if a.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
             return STRICT_KEYS
-        return _cannot_be_built(setting)
+        return _refusal_of_score(a) or _cannot_be_built(setting)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
         """Plans the operator's call; operands are taken as they lie."""
@@ -109,7 +113,7 @@ class CpuKernel:
 
             del template  # importing it registers the lowering
         a = offer.attention
-        lower = Lowering(plan, nodes, a)
+        lower = Lowering(plan, nodes, replace(a, factors=()) if a.not_affine else a)
         query = lower.query(a.compute_dtype)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
@@ -126,7 +130,49 @@ class CpuKernel:
             given["keep"] = lower.condition(bounds.rest, lower.mask_groups())
         if a.bias is not None:
             given["bias"] = additive_mask(lower, setting)
+        score, captured = _score(a)
+        if score:
+            given |= {"score": score, "captured": [_in_float32(lower, e, lower.mask_groups()) for e in captured]}
+        if a.sink is not None:
+            given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
         return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
+
+
+def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
+    made = lower.expression(expression, groups)
+    return made if fake_of(made).dtype == torch.float32 else lower.plan.call(aten.to.dtype, made, torch.float32)
+
+
+def _score(a: Attention) -> tuple[str, tuple[Expr, ...]]:
+    """The score function's text and what it captures; nothing where the scores are a scaled product.
+
+    Raises:
+        NotImplementedError: the kernel has no such function.
+    """
+    if not a.not_affine:
+        return "", ()
+    found: list[Expr] = []
+
+    def number_of(e: Expr) -> int:
+        if e not in found:
+            found.append(e)
+        return found.index(e)
+
+    return written(multiplied_once(a.modified), number_of), tuple(found)
+
+
+def _refusal_of_score(a: Attention) -> str | None:
+    if not a.not_affine:
+        return None
+    if (reason := amplifies(a.modified)) is not None:
+        return reason
+    try:
+        captured = _score(a)[1]
+    except NotImplementedError as error:
+        return str(error)
+    return (
+        f"the scores read {len(captured)} tensors, more than {MOST_CAPTURED}" if len(captured) > MOST_CAPTURED else None
+    )
 
 
 def bounds_of(a: Attention) -> Bounds:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_pass.kernels.cpu import build, operator
+from attn_pass.kernels.cpu import build, operator, scores, source
 from attn_pass.kernels.cpu.operator import OPERATOR
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCORE = "add(mul(tanh(mul(x, number(0.25f))), number(5.0f)), where(captured(1), captured(0), number(0.5f)))"
 ERRORS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of numbers of about 1
 
 
@@ -26,6 +27,11 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: 
     kv_len, groups = key.size(2), heads // key.size(1)
     q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
     scores = q @ k.mT * scale
+    if given.get("score"):
+        assert given["score"] == SCORE
+        scores = 5.0 * torch.tanh(q @ k.mT * 0.25) + torch.where(
+            given["captured"][1] > 0, given["captured"][0].double(), 0.5
+        )
     if (bias := given.get("bias")) is not None:
         scores = scores + bias.double()
 
@@ -49,6 +55,9 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: 
         kept = kept & given["keep"]
     scores = torch.where(kept, scores, float("-inf"))
     empty = (scores == float("-inf")).all(-1, keepdim=True)
+    if (sink := given.get("sink")) is not None:
+        scores = torch.cat((scores, sink.double().expand(*scores.shape[:3], 1)), -1)
+        return scores.softmax(-1)[..., :-1].masked_fill(~kept, 0.0) @ v
     out = scores.softmax(-1).masked_fill(~kept, 0.0) @ v
     otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
     return torch.where(empty, otherwise[given.get("fully_masked", "nan")].double(), out)
@@ -66,7 +75,9 @@ def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, len
     return make[rng.choice(list(make))]()
 
 
-def draw(rng: random.Random, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor, float], dict[str, Any]]:
+def draw(
+    rng: random.Random, dtype: torch.dtype, scored: float
+) -> tuple[tuple[Tensor, Tensor, Tensor, float], dict[str, Any]]:
     """A call: sizes around those of tiles and panels, and any of the bounds and masks together."""
     batch, kv_heads, groups = rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4))
     heads, q_len = kv_heads * groups, rng.choice((1, 1, 2, 3, 5, 7, 16, 17, 49, 97, 130))
@@ -102,6 +113,9 @@ def draw(rng: random.Random, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, 
     sometimes("starts", 0.1, lambda: torch.randint(0, kv_len, (batch,)))
     sometimes("keep", 0.25, lambda: torch.rand(broadcast()) < rng.choice((0.1, 0.5, 0.9)))
     sometimes("bias", 0.25, bias)
+    sometimes("sink", 0.15, lambda: torch.randn([rng.choice((1, n)) for n in (batch, heads, q_len)] + [1]))
+    if rng.random() < scored:
+        given |= {"score": SCORE, "captured": [torch.randn(broadcast()), (torch.rand(broadcast()) < 0.5).float()]}
     return (*operands, scale), given
 
 
@@ -112,12 +126,12 @@ def difference(got: Tensor, expected: Tensor) -> float:
     return float(((got.double() - expected).abs() / (1 + expected.abs())).nan_to_num(0.0).max()) if got.numel() else 0.0
 
 
-def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
-    """Drawn calls that come out wrong, in words."""
+def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> list[str]:
+    """Drawn calls that come out wrong, in words; a share of them with a score function."""
     rng, found = random.Random(seed), []
     torch.manual_seed(seed)
     for n in range(count):
-        operands, given = draw(rng, dtype)
+        operands, given = draw(rng, dtype, scored)
         wrong = difference(OPERATOR(*operands, **given), reference(*operands, **given))
         if wrong > ERRORS[dtype]:
             shapes = [tuple(x.shape) for x in operands[:3]]
@@ -128,6 +142,31 @@ def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_drawn_calls_are_right(dtype: torch.dtype) -> None:
     assert failures(dtype, 150, seed=7) == []
+
+
+def test_score_functions_and_what_they_capture() -> None:
+    assert failures(torch.float32, 60, seed=9, scored=1.0) == []
+
+
+@pytest.mark.parametrize("text", ["x; abort()", "system(x)", "number(1.0f)\n#include <x>", ""])
+def test_what_is_no_score_function_is_not_compiled(text: str) -> None:
+    with pytest.raises(ValueError, match="is no score function"):
+        scores.checked(text)
+
+
+def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
+    """A package is one: everything is named by its function."""
+    sets = source.ALL[-1:]
+    text = "".join(
+        f"{source.kernel_source(sets, score)}\nvoid run{n}({source.namespace_of(score)}::Args& args) {{\n"
+        f"{source.call_of(torch.float32, sets, score=score)}\n}}\n"
+        for n, score in enumerate(("", SCORE))
+    )
+    file = tmp_path / "both.cpp"
+    file.write_text(text)
+    command = [build.compiler(), "-std=c++17", "-fsyntax-only", "-w", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
 
 
 @pytest.mark.slow

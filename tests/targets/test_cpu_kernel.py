@@ -126,6 +126,45 @@ def test_calls_are_taken_too() -> None:
     on_kernel(run, *qkv(2, 4, 33, 70, kv_heads=2), reference=masked(KEEPS["causal"]) and False)
 
 
+def soft_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = 30.0 * torch.tanh(q @ k.mT * 0.2 / 30.0)
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+    return scores.masked_fill(j > i, NEG_INF).softmax(-1) @ v
+
+
+def weak_fill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+    return torch.where(j <= i, q @ k.mT * 0.2, -4.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn", [soft_cap, weak_fill])
+def test_functions_of_the_scores(fn: Callable[..., Tensor]) -> None:
+    for q_len in (33, 3):
+        on_kernel(fn, *qkv(2, 4, q_len, 70))
+    on_kernel(fn, *qkv(2, 4, 33, 70), dynamic=True)
+
+
+def test_a_function_that_makes_jumps_is_refused() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.floor(q @ k.mT).softmax(-1) @ v
+
+    report = on_kernel(run, *qkv(), rewritten=0)
+    assert report.sites[0].outcome == "left"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks(dtype: torch.dtype) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.2
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        scores = scores.masked_fill(j > i, NEG_INF)
+        both = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:-1], 1)), -1)
+        return both.softmax(-1)[..., :-1] @ v
+
+    for q_len in (33, 3):
+        on_kernel(run, *qkv(2, 4, q_len, 70, dtype=dtype), randn(4, dtype=dtype))
+
+
 @pytest.mark.parametrize(
     ("why", "options", "change"),
     [

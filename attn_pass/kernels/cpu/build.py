@@ -18,7 +18,8 @@ from filelock import FileLock
 
 from attn_pass import store
 from attn_pass.errors import AttnPassError
-from attn_pass.kernels.cpu.source import ELEMENTS, call_of, kernel_source, of_this_machine
+from attn_pass.kernels.cpu.scores import checked
+from attn_pass.kernels.cpu.source import ELEMENTS, call_of, kernel_source, namespace_of, of_this_machine
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 _SECONDS = 600  # a compiler that takes longer hangs
@@ -44,16 +45,17 @@ def compiler() -> str:
 
 
 @cache
-def entry(dtype: torch.dtype) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    """The library's function for operands of this dtype; it takes a pointer to ``Args`` (`common.hpp`).
+def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """The library's function for operands of this dtype and a score function, which takes ``Args`` (`common.hpp`).
 
     Raises:
         NoCompilerError: there is no compiler, or it fails.
     """
     # One file for each type: the compiler takes seconds, and most programs have one.
     sets = of_this_machine()
-    function = f'extern "C" void attend(const attn_pass_cpu::Args& args) {{\n{call_of(dtype, sets)}\n}}\n'
-    text = f"{kernel_source(sets)}\n{function}"
+    body = call_of(dtype, sets, score=score)
+    function = f'extern "C" void attend(const {namespace_of(score)}::Args& args) {{\n{body}\n}}\n'
+    text = f"{kernel_source(sets, checked(score) if score else score)}\n{function}"
     command = (compiler(), *_FLAGS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
     folder = store.folder() / "kernels"

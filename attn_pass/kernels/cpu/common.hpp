@@ -27,6 +27,8 @@ using u8 = uint8_t;
 enum Element { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum FullyMasked { GIVES_NAN = 0, GIVES_ZERO = 1, GIVES_MEAN = 2 };  // what a fully masked row becomes
 
+constexpr int CAPTURED = 8;
+
 // A tensor of four dimensions; strides count elements, and are 0 where it is broadcast.
 struct Operand {
   const void* data;
@@ -45,9 +47,12 @@ struct PerBatch {
 // query (B, H, L, D), key (B, HK, S, D), value (B, HK, S, DV), out (B, H, L, DV); H is a multiple of HK. Row i of batch b
 // is at position i + shift[b], and keeps the keys in [position - before, position + after], [start, end) and
 // [starts[b], ends[b]) of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
-// kept counts for nothing, whatever it holds.
+// kept counts for nothing, whatever it holds. Where there is a score function it stands in the place of the scaled
+// product, and reads `captured`. A sink is one more score of every row, whose value is zero.
 struct Args {
   Operand q, k, v, keep, bias;
+  Operand sink;                  // (B, H, L, 1), float32
+  Operand captured[CAPTURED];    // (B, H, L, S), float32: what a score function reads beside the product
   void* out;
   i64 out_stride[4];
   float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials; or null
@@ -55,7 +60,7 @@ struct Args {
   i64 before, after, start, end;
   PerBatch shift, starts, ends;
   float scale;
-  i32 bias_type, fully_masked, threads;
+  i32 bias_type, fully_masked, threads, has_score;
 };
 
 constexpr i64 UNBOUNDED = i64(1) << 60;

@@ -144,7 +144,7 @@ template <class T> void part_task(const void* job, i64 task) {
     running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   }
   for (i64 r = R; r < padded; ++r) {
-    rows[r] = {0, 0, nullptr, nullptr, nullptr};
+    rows[r] = Row{};
     std::memset(q + r * j.packed_columns, 0, size_t(j.packed_columns) * 4);
   }
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
@@ -175,20 +175,15 @@ template <class T> void part_task(const void* job, i64 task) {
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, rows + r,
                       std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r);
     } else {
-      const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
+      const bool done = full && j.scale.as_they_are;
       for (i64 g = 0; g < n; g += W)
         for (i64 r = 0; r < R; ++r) {
-          vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r == 0);
-          if (!j.scale.as_they_are) {
-            const vec by = Isa::set1(j.scale.before);
-            c = rows[r].bias ? Isa::fma(c, by, bias_at(a, rows[r], key + g, a.S - key - g)) : Isa::mul(c, by);
-          }
-          if (!full) c = Isa::keep(u32(words[r] >> g), c, lowest);
-          top[r] = Isa::max(c, top[r]);
+          const vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r == 0);
+          if (done) top[r] = Isa::max(c, top[r]);
           Isa::store(s + r * PANEL + g, c);
         }
-      for (i64 g = round_up(n, W); g < PANEL; g += W)
-        for (i64 r = 0; r < R; ++r) Isa::store(s + r * PANEL + g, lowest);
+      for (i64 r = 0; r < R && !done; ++r)
+        top[r] = finish_row(a, j.scale, rows[r], full ? ~u64(0) : words[r], key, s + r * PANEL, top[r]);
     }
     for (i64 r = 0; r < R; ++r) {
       const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);

@@ -13,6 +13,7 @@ struct Isa {
   ATTN_INLINE vec splat_bits(const i32* p) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(p)); }
   ATTN_INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
   ATTN_INLINE vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+  ATTN_INLINE vec div(vec a, vec b) { return _mm256_div_ps(a, b); }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
   ATTN_INLINE vec max(vec a, vec b) { return _mm256_max_ps(a, b); }  // b where either is NaN
   ATTN_INLINE vec round(vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

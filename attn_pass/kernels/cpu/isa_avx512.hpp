@@ -13,6 +13,7 @@ struct Isa {
   ATTN_INLINE vec splat_bits(const i32* p) { return _mm512_castsi512_ps(_mm512_set1_epi32(*p)); }
   ATTN_INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
   ATTN_INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+  ATTN_INLINE vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
   ATTN_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
   ATTN_INLINE vec round(vec a) { return _mm512_roundscale_ps(a, 8); }

@@ -30,6 +30,7 @@ struct Isa {
   }
   ATTN_INLINE vec add(vec a, vec b) { return a + b; }
   ATTN_INLINE vec mul(vec a, vec b) { return a * b; }
+  ATTN_INLINE vec div(vec a, vec b) { return a / b; }
   ATTN_INLINE vec fma(vec a, vec b, vec c) { return a * b + c; }
   ATTN_INLINE vec chosen(whole lanes, vec a, vec b) { return (vec)(((whole)a & lanes) | ((whole)b & ~lanes)); }
   ATTN_INLINE vec max(vec a, vec b) { return chosen(a > b, a, b); }  // b where either is NaN

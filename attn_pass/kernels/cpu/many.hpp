@@ -87,7 +87,7 @@ template <class T> void rows_task(const void* job, i64 task) {
     lo = std::min(lo, strip.lo), hi = std::max(hi, strip.hi);
   }
   for (i64 r = n; r < padded; ++r) {
-    rows[r] = {0, 0, nullptr, nullptr, nullptr};
+    rows[r] = Row{};
     std::memset(q + r * j.packed_columns, 0, size_t(j.packed_columns) * 4);
     for (i64 p = 0; p < PANELS; ++p) words[p][r] = 0;
   }

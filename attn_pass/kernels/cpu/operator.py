@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_pass.kernels.cpu.build import entry
+from attn_pass.kernels.cpu.scores import MOST_CAPTURED
 from attn_pass.kernels.cpu.source import ELEMENTS
 
 FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
@@ -23,7 +24,7 @@ _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 SCHEMA = (
     "attention(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
     "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
-    "Tensor? keep=None, Tensor? bias=None, "
+    "Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
     "str fully_masked='nan') -> Tensor"
 )
 _LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
@@ -42,14 +43,15 @@ class _Args(ctypes.Structure):
     """``Args`` of `common.hpp`, member by member."""
 
     _fields_ = (
-        *((name, _Operand) for name in ("q", "k", "v", "keep", "bias")),
+        *((name, _Operand) for name in ("q", "k", "v", "keep", "bias", "sink")),
+        ("captured", _Operand * MOST_CAPTURED),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64 * 4),
         ("lse", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS)),
         *((name, _PerBatch) for name in BOUNDS),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads")),
+        *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads", "has_score")),
     )
 
 
@@ -81,6 +83,9 @@ def attention(
     *,
     keep: Tensor | None = None,
     bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    captured: Sequence[Tensor] | None = None,
+    score: str = "",
     fully_masked: str = "nan",
     **bounds: Any,
 ) -> Tensor:
@@ -103,6 +108,9 @@ def attention(
         ends: (B,) or (1,), int64: one past the last.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
+        sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).
+        captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
+        score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
         fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
 
     Returns:
@@ -123,6 +131,8 @@ def attention(
         v=_operand(value, value.shape),
         keep=_operand(keep, scores),
         bias=_operand(bias, scores),
+        sink=_operand(sink, (*scores[:3], 1)),
+        captured=(_Operand * MOST_CAPTURED)(*(_operand(x, scores) for x in captured or ())),
         out=out.data_ptr(),
         out_stride=(ctypes.c_int64 * 4)(*out.stride()),
         lse=None,
@@ -139,8 +149,9 @@ def attention(
         bias_type=0 if bias is None else _TYPES[bias.dtype],
         fully_masked=FULLY_MASKED.index(fully_masked),
         threads=torch.get_num_threads(),
+        has_score=bool(score),
     )
-    entry(query.dtype)(ctypes.byref(args))
+    entry(query.dtype, score)(ctypes.byref(args))
     return out
 
 
@@ -148,10 +159,18 @@ def _check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) 
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
-    wanted = {"keep": (torch.bool,), "bias": tuple(ELEMENTS), **dict.fromkeys(BOUNDS, (torch.int64,))}
+    wanted: dict[str, tuple[torch.dtype, ...]] = {
+        "keep": (torch.bool,),
+        "bias": tuple(ELEMENTS),
+        "sink": (torch.float32,),
+        "captured": (torch.float32,),
+        **dict.fromkeys(BOUNDS, (torch.int64,)),
+    }
     for name, dtypes in wanted.items():
-        if (x := given.get(name)) is not None and x.dtype not in dtypes:
-            raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
+        one_or_more = given.get(name)
+        for x in one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]:
+            if x is not None and x.dtype not in dtypes:
+                raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:

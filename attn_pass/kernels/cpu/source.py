@@ -6,6 +6,7 @@ library or package holds several and chooses when it runs (`dispatch.hpp`).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ import torch
 
 _HERE = Path(__file__).parent
 ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_OUTER = "attn_pass_cpu"
 _KERNEL = ("tiles.hpp", "many.hpp", "few.hpp")
 
 
@@ -73,12 +75,25 @@ _END = """
 """
 
 
-def kernel_source(sets: Sequence[InstructionSet] = ALL) -> str:
-    """Everything but an entry, in C++17; ``attn_pass_cpu::SET::attend_type<F32>(args)`` are the kernels."""
-    return "\n".join((_text("common.hpp"), *map(_namespace, sets), _text("dispatch.hpp")))
+def namespace_of(score: str) -> str:
+    """The namespace everything lies in: one for each score function, since a package is one file."""
+    return f"{_OUTER}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else _OUTER
 
 
-def call_of(dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: str = "attend_type") -> str:
+def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "") -> str:
+    """Everything but an entry, in C++17; ``NAMESPACE::SET::attend_type<...>(args)`` are the kernels.
+
+    ``score`` is a score function as `scores.written` writes it, or empty for the scaled product.
+    """
+    body = "\n".join(map(_namespace, sets))
+    if score:
+        body = f"#define ATTN_SCORE {score}\n{body}\n#undef ATTN_SCORE\n"
+    return "\n".join((_text("common.hpp"), body, _text("dispatch.hpp"))).replace(_OUTER, namespace_of(score))
+
+
+def call_of(
+    dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: str = "attend_type", score: str = ""
+) -> str:
     """Statements that run the kernel on ``args``; the last of ``sets`` where the processor has none of the others."""
     cases = [
         f"    case attn_pass_cpu::{s.name.upper()}: attn_pass_cpu::{s.name}::{kernel}<attn_pass_cpu::{s.name}::"
@@ -87,7 +102,7 @@ def call_of(dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: st
     ]
     cases[-1] = cases[-1].replace(f"case attn_pass_cpu::{sets[-1].name.upper()}", "default")
     lines = ["  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set();", "  switch (set) {", *cases, "  }"]
-    return "\n".join(lines)
+    return "\n".join(lines).replace(_OUTER, namespace_of(score))
 
 
 def _namespace(which: InstructionSet) -> str:
@@ -100,7 +115,7 @@ def _namespace(which: InstructionSet) -> str:
             _BEGIN.format(features=which.features) if told else "",
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\n{body}\n}}\n}}\n",
             _END if told else "",
-            "#undef ATTN_BF16_DOTS\n",
+            "#undef ATTN_BF16_DOTS\n#undef captured\n",
             "#endif\n" if told else "",
         )
     )

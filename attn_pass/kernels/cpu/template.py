@@ -18,19 +18,28 @@ from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
 from attn_pass.kernels.cpu.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR
-from attn_pass.kernels.cpu.source import ALL, ELEMENTS, InstructionSet, call_of, kernel_source, of_this_machine
+from attn_pass.kernels.cpu.scores import MOST_CAPTURED
+from attn_pass.kernels.cpu.source import (
+    ALL,
+    ELEMENTS,
+    InstructionSet,
+    call_of,
+    kernel_source,
+    namespace_of,
+    of_this_machine,
+)
 
-_OPERANDS = ("q", "k", "v", "keep", "bias")
+_OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
 _SOURCE = """
 {{template.header().getvalue()}}
-#ifndef ATTN_PASS_CPU
-#define ATTN_PASS_CPU
+#ifndef {{namespace}}_h
+#define {{namespace}}_h
 {{kernel_source}}
 #endif
 extern "C" {{export_declaration}}
 {{kernel.def_kernel(inputs=inputs, outputs={"out": out}, extra_sizevars=sizes)}}
 {
-  attn_pass_cpu::Args args{};
+  {{namespace}}::Args args{};
 {{filled}}
 {{call}}
 }
@@ -40,11 +49,13 @@ extern "C" {{export_declaration}}
 class Attention(CppTemplate):
     """One call: the operands that are there, by the names they have in ``Args``."""
 
-    def __init__(self, operands: dict[str, Any], layout: ir.Layout, scale: float, numbers: dict[str, Any]) -> None:
+    def __init__(
+        self, operands: dict[str, Any], layout: ir.Layout, scale: float, score: str, numbers: dict[str, Any]
+    ) -> None:
         # Operands may be views of one buffer, which is one argument.
         self.buffers = {x.get_name(): x for x in operands.values()}
         super().__init__("attn_pass_attention", list(self.buffers.values()), layout, 1)
-        self.operands, self.scale, self.numbers = operands, scale, numbers
+        self.operands, self.scale, self.score, self.numbers = operands, scale, score, numbers
 
     def argument(self, operand: Any) -> str:
         """The argument that an operand's memory is."""
@@ -64,10 +75,11 @@ class Attention(CppTemplate):
                 inputs={self.argument(x): x for x in self.buffers.values()},
                 out=out,
                 sizes=self._sizes(),
-                kernel_source=kernel_source(sets),
+                kernel_source=kernel_source(sets, self.score),
+                namespace=namespace_of(self.score),
                 export_declaration=get_export_declaration(),
                 filled=_Filled(self, kernel, out),
-                call=call_of(self.layout.dtype, sets, self._kernel()),
+                call=call_of(self.layout.dtype, sets, self._kernel(), self.score),
             )
         )
 
@@ -96,7 +108,7 @@ class _Filled:
         lines: list[str] = []
         for name in _OPERANDS:
             if name in operands:
-                shape = scores if name in ("keep", "bias") else operands[name].get_size()
+                shape = operands[name].get_size() if name in "qkv" else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self._number, _strides(operands[name], shape)))
                 lines.append(f"args.{name} = {{{self._pointer(name)}, {{{strides}}}}};")
         for name in BOUNDS:
@@ -147,7 +159,13 @@ def _laid_out(x: Any) -> Any:
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
     """The template's buffer."""
-    there = {"q": q, "k": k, "v": v, **{n: given.get(n) for n in (*_OPERANDS[3:], *BOUNDS) if given.get(n) is not None}}
+    there = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
+    }
+    there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
     operands = {name: _laid_out(x) for name, x in there.items()}
     q, v = operands["q"], operands["v"]
     batch, heads, q_len, _ = q.get_size()
@@ -160,7 +178,8 @@ def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
         "bias_type": list(ELEMENTS).index(operands["bias"].get_dtype()) if "bias" in operands else 0,
         "fully_masked": FULLY_MASKED.index(given.get("fully_masked", "nan")),
         "threads": 0,
+        "has_score": int(bool(given.get("score"))),
     }
-    out = Attention(operands, layout, float(scale), numbers).generate().output_node()  # type: ignore[no-untyped-call]
+    out = Attention(operands, layout, float(scale), given.get("score", ""), numbers).generate().output_node()  # type: ignore[no-untyped-call]
     V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
     return out

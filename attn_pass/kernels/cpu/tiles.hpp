@@ -160,6 +160,7 @@ bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64
 // ---- what a query row sees
 struct Row {
   i64 lo, hi;         // keys, before tensors are asked
+  i64 b, h, i;
   const u8* keep;     // of the row, or null
   const u64* words;   // the same in bits, a word for each panel, where that was done beforehand
   const void* bias;   // of the row, or null
@@ -167,6 +168,7 @@ struct Row {
 
 ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
   Row r;
+  r.b = b, r.h = h, r.i = i;
   const i64 position = i + a.shift.at(b, 0);
   r.lo = std::max<i64>({0, a.start, a.starts.at(b, 0), position - a.before});
   r.hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), position + a.after + 1});
@@ -232,6 +234,7 @@ struct Scale {
 ATTN_INLINE Scale scale_of(const Args& a) {
   const float scale2 = a.scale * LOG2E;
   // The largest score decides what is taken off: a negative factor would turn them round, and 0 times -inf is NaN.
+  if (a.has_score) return {1.0f, LOG2E, false};
   if (a.bias.data || !(scale2 > 0)) return {a.scale, LOG2E, false};
   return {1.0f, scale2, true};
 }
@@ -246,6 +249,36 @@ ATTN_INLINE int strip_rows(i64 n) { return n >= 5 ? 6 : n == 3 ? 4 : int(n); }
     default: CALL(6); break;      \
   }
 
+// ---- what a score function is made of (`scores.py` writes it)
+ATTN_INLINE vec number(float x) { return Isa::set1(x); }
+ATTN_INLINE vec add(vec a, vec b) { return Isa::add(a, b); }
+ATTN_INLINE vec mul(vec a, vec b) { return Isa::mul(a, b); }
+ATTN_INLINE vec div(vec a, vec b) { return Isa::div(a, b); }
+ATTN_INLINE vec neg(vec a) { return Isa::mul(a, number(-1.0f)); }
+ATTN_INLINE vec sub(vec a, vec b) { return Isa::add(a, neg(b)); }
+ATTN_INLINE vec maximum(vec a, vec b) { return Isa::keep(Isa::above(a, a), a, Isa::max(a, b)); }  // NaN stays
+ATTN_INLINE vec minimum(vec a, vec b) { return neg(maximum(neg(a), neg(b))); }
+ATTN_INLINE vec abs(vec a) { return maximum(a, neg(a)); }
+ATTN_INLINE vec where(vec condition, vec a, vec b) { return Isa::keep(Isa::above(condition, number(0.0f)), a, b); }
+ATTN_INLINE vec exp(vec a) { return exp2_of<5>(mul(a, number(LOG2E))); }
+ATTN_INLINE vec sigmoid(vec a) { return div(number(1.0f), add(number(1.0f), exp(neg(a)))); }
+ATTN_INLINE vec tanh(vec a) {
+  const vec e = exp(mul(minimum(maximum(a, number(-20.0f)), number(20.0f)), number(2.0f)));
+  return sub(number(1.0f), div(number(2.0f), add(e, number(1.0f))));
+}
+// W elements of a captured tensor from key on.
+ATTN_INLINE vec captured_at(const Args& a, const Row& r, int which, i64 key) {
+  const Operand& x = a.captured[which];
+  const float* p = static_cast<const float*>(x.data) + r.b * x.stride[0] + r.h * x.stride[1] + r.i * x.stride[2];
+  const i64 n = std::min<i64>(W, a.S - key);
+  if (x.stride[3] == 0) return number(*p);
+  if (x.stride[3] == 1 && n == W) return Isa::load(p + key);
+  float part[W] = {};
+  for (i64 j = 0; j < n; ++j) part[j] = p[(key + j) * x.stride[3]];
+  return Isa::load(part);
+}
+#define captured(which) captured_at(a, row, which, key + n)
+
 // Scores that are more than products: scaled, biased, and -inf where a key is not kept. Returns the largest.
 ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, float* s, vec top) {
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
@@ -254,7 +287,11 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
   for (int n = 0; n < PANEL; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
-      x = row.bias ? Isa::fma(x, by, bias_at(a, row, key + n, a.S - key - n)) : Isa::mul(x, by);
+      x = Isa::mul(x, by);
+#ifdef ATTN_SCORE
+      x = ATTN_SCORE;
+#endif
+      if (row.bias) x = Isa::add(x, bias_at(a, row, key + n, a.S - key - n));
     }
     x = Isa::keep(u32(word >> n), x, lowest);
     Isa::store(s + n, x);
@@ -367,15 +404,24 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
     for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
 }
 
-// The result of a row: what was summed, over the sum of the weights.
+// The result of a row: what was summed, over the sum of the weights, a sink's among them.
 template <class T>
-void write_row(const Args& a, i64 b, i64 h, i64 i, const Running& r, float factor, const float* o) {
+void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, const float* o) {
   using st = typename T::st;
+  float share = 1.0f;  // of the sum's own unit in the unit that a larger sink makes
+  if (a.sink.data) {
+    const i64* s = a.sink.stride;
+    const float sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]] / (factor * LN2);
+    const float top = sink > r.top || sink != sink ? sink : r.top;
+    share = r.sum > 0 || r.sum != r.sum ? std::exp2((r.top - top) * factor) : 0.0f;
+    r.sum = r.sum * share + (top == -INFINITY ? 0.0f : std::exp2((sink - top) * factor));
+    r.top = top;
+  }
   if (a.lse) a.lse[(b * a.H + h) * a.L + i] = r.sum > 0 || r.sum != r.sum ? r.top * (factor * LN2) + std::log(r.sum) : -INFINITY;
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
   float mean[1024];
-  vec by = Isa::set1(1.0f / r.sum);
+  vec by = Isa::set1(share / r.sum);
   if (r.sum == 0) {  // fully masked
     by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
     if (a.fully_masked == GIVES_MEAN && a.S) {
