@@ -47,7 +47,9 @@ def read_sinks(
                 if chain is not None:
                     plain, sink = score.args[0], sink.args[0]
                     nodes |= dict.fromkeys(chain)
-        if contains_dot(sink) or keys in expression_axes(sink):
+        if contains_dot(sink):
+            raise Unreadable(_NOT_WHOLE, node)
+        if keys in expression_axes(sink):
             raise Unreadable("more than one logit of a row is no product of queries and keys", node)
         scores.loads |= spine.loads
         sinks.append(sink)
@@ -106,12 +108,13 @@ def sink_positions(
     extra: Index = reader.shape(softmax)[dim] - keys.size
     first = at_softmax[dim] - axis_index(keys)
     if not isinstance(extra, int) or not 0 <= extra <= _MOST:
-        raise Unreadable("the product does not sum over the whole softmax", softmax)
+        raise Unreadable(_NOT_WHOLE, softmax)
     outside = keys in axes(*at_softmax[:dim], *at_softmax[dim + 1 :])
     if outside or not isinstance(first, int) or not 0 <= first <= extra:
-        raise Unreadable("the softmax runs over another dimension than the keys", softmax)
+        raise Unreadable(_NOT_WHOLE if extra else "the softmax runs over another dimension than the keys", softmax)
     places: list[Index] = [*range(first), *(keys.size + n for n in range(first, extra))]
     return tuple((*at_softmax[:dim], place, *at_softmax[dim + 1 :]) for place in places) or None
 
 
+_NOT_WHOLE = "the product does not sum over the whole softmax"
 _MOST = 8  # sinks of a row; further ones are keys by another name

@@ -359,6 +359,7 @@ def _rounded(case: Case, inputs: list[torch.Tensor]) -> list[Ran]:
 _EXACT = ("binary", "fills", "float32 fills", "counts", "no number")
 _ADDED = "bias: term"
 _MULTIPLIED = ("mask: one minus input", "other: no binary mask, lowest")  # their inputs, by a fill
+_FAR_DOWN = "bias: far down"  # 40,000 below the products, and further
 
 
 _UNITS_OF_GRADIENTS = 4  # torch's fused backward is worse than eager's where scores are large: docs/numerics.md
@@ -374,6 +375,8 @@ def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequ
     # What is added to whole rows cancels in the gradient of a number that divides them, to its own rounding.
     added = max([1.0, *(abs(step.x) for _, step, _ in case.program.steps() if step.row == _ADDED)])
     amplified = [lowest if rows.get(name) in _MULTIPLIED else added for name in names]
+    if _FAR_DOWN in rows.values():  # and so it does in that of a number that multiplies them
+        amplified = [max(a, 4e4) if rows.get(n, "").startswith("scale") else a for n, a in zip(names, amplified)]
     for what in ("results", "gradients", "inputs"):
         if what == "gradients" and _HALVES_GRADIENTS in {step.row for _, step, _ in case.program.steps()}:
             continue

@@ -44,9 +44,15 @@ def test_read(name: str, grad: bool) -> None:
     same(program(READ[name]), *qkv(grad=grad), grad=grad, rewritten=1)
 
 
+def is_not_undone(fn: Callable[..., Tensor]) -> bool:
+    """Whether the division stays: the site is left, or its weights stay beside the kernel."""
+    (site,) = same(fn, *qkv()).sites
+    return site.outcome == "left" or site.reason.endswith("and stay")
+
+
 @pytest.mark.parametrize("name", list(LEFT))
 def test_left(name: str) -> None:
-    same(program(LEFT[name]), *qkv(), rewritten=0)
+    assert is_not_undone(program(LEFT[name]))
 
 
 def test_what_a_sink_leaves_of_the_weights_does_not_sum_to_one() -> None:
@@ -60,8 +66,8 @@ def test_what_a_sink_leaves_of_the_weights_does_not_sum_to_one() -> None:
         weights = e / (1 + e.sum(-1, keepdim=True))
         return (weights / weights.sum(-1, keepdim=True)) @ v
 
-    for fn in (joined, softmax_one):
-        same(fn, *qkv(), rewritten=0)
+    assert is_not_undone(joined)
+    assert is_not_undone(softmax_one)
 
 
 def test_dropped_out_weights_do_not_sum_to_one() -> None:

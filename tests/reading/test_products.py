@@ -202,13 +202,17 @@ NEIGHBOURS = {
     summed_with_its_dimension_kept: PLAIN,
     written_before_it_is_summed: PLAIN,
     something_added: BATCHED,
-    a_product_used_twice: BATCHED,
 }
 
 
 @pytest.mark.parametrize("program", NEIGHBOURS)
 def test_neighbours_mean_something_else(program: Program) -> None:
     same(program, *inputs(NEIGHBOURS[program]), rewritten=0, reference=False)
+
+
+def test_a_product_that_is_used_again_stays_beside_the_kernel() -> None:
+    (site,) = same(a_product_used_twice, *inputs(BATCHED), reference=False).sites
+    assert site.reason.endswith("the attention weights are also used by amax, and stay")
 
 
 def test_a_layer_before_a_softmax_is_no_product_of_queries_and_keys() -> None:
