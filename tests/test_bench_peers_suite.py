@@ -40,10 +40,10 @@ class Template(unittest.TestCase):
         self._check_common(attention, has_dropout=True)
         self._check_common(attention, [torch.randn(1, 2, 8, 16)] * 3, has_dropout=True, check_train=False)
 
-    def _test_weights(self):
+    def _test_other_axis(self):
         @torch.compile(fullgraph=True)
         def attention(q, k, v):
-            weights = (q @ k.transpose(-2, -1)).softmax(-1)
+            weights = (q @ k.transpose(-2, -1)).softmax(-2)
             return weights @ v, weights
 
         result, (code,) = run_and_get_code(attention, *(torch.randn(2, 2, 8, 16) for _ in range(3)))
@@ -63,7 +63,7 @@ class Cpu(Template):
     test_plain_cpu = Template._test_plain
     test_plain_half_cpu = functools.partialmethod(Template._test_plain, dtype=torch.bfloat16)
     test_dropped_cpu = Template._test_dropped
-    test_weights_cpu = Template._test_weights
+    test_other_axis_cpu = Template._test_other_axis
     test_skipped_cpu = Template._test_skipped
 
 class CpuDynamic(Cpu):
@@ -89,7 +89,7 @@ def form(suite: Path, name: str, static: bool = True) -> Form:
 def test_every_call_is_a_form_with_its_facts(suite: Path) -> None:
     forms, others = forms_of(suite)
     found = {(f.test, f.number, f.static, f.named) for f in forms}
-    calls = [("plain", 1), ("plain_half", 1), ("dropped", 1), ("dropped", 2), ("weights", 1)]
+    calls = [("plain", 1), ("plain_half", 1), ("dropped", 1), ("dropped", 2), ("other_axis", 1)]
     assert found == {(*c, static, True) for c in calls for static in (True, False)} | {
         ("elsewhere", 1, static, False) for static in (True, False)
     }
@@ -109,11 +109,11 @@ def test_a_right_form_is_fused(suite: Path, static: bool, training: bool) -> Non
 
 
 def test_a_refusal_is_known_or_counts(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = peers_suite.check(form(suite, "weights"), False)
+    row = peers_suite.check(form(suite, "other_axis"), False)
     assert (row["verdict"], row["became"]) == (peers_suite.NOT_FUSED, "left")
-    known = peers_suite.Refusal("weights", "attention weights are returned", "they are")
+    known = peers_suite.Refusal("other_axis", "the softmax runs over another dimension", "it does")
     monkeypatch.setattr(peers_suite, "REFUSALS", (known,))
-    assert peers_suite.check(form(suite, "weights"), False)["verdict"] == peers_suite.REFUSED
+    assert peers_suite.check(form(suite, "other_axis"), False)["verdict"] == peers_suite.REFUSED
 
 
 def test_numbers_that_are_drawn_are_compared_from_one_seed(suite: Path) -> None:
@@ -151,7 +151,7 @@ def test_the_command_ends_with_one_where_something_is_wrong(suite: Path, tmp_pat
     fine = run(app, ["peers-suite", str(suite), "--only", "plain", "--json", str(tmp_path / "out.json")])
     assert fine.exit_code == 0, fine.output
     assert "plain_half 1" in (tmp_path / "out.md").read_text()
-    assert run(app, ["peers-suite", str(suite), "--only", "weights"]).exit_code == 1
+    assert run(app, ["peers-suite", str(suite), "--only", "other_axis"]).exit_code == 1
     assert run(app, ["peers-suite", str(tmp_path / "none.py")]).exit_code == 2
 
 
