@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import flash_attn_4_signatures as published
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, same
@@ -217,3 +221,28 @@ def test_it_is_predicted_faster_than_tritons_kernel() -> None:
         inputs = tuple(torch.empty(2, 16, 4096, 128, dtype=HALF) for _ in range(3))
     predicted = attn_pass.explain(softcap, *inputs, attn_pass_options={"device": "H100"}).sites[0].predicted_us
     assert predicted["flex_flash"] < predicted["flex"]
+
+
+@pytest.mark.parametrize(
+    ("template", "function", "takes", "operands"),
+    [
+        ("flash_attention", "_flash_attn_fwd", published.FORWARD, ["q", "k", "v"]),
+        ("flash_attention", "BlockSparseTensorsTorch", published.BLOCKS, published.BLOCKS[:4]),
+        ("flash_attention_backward", "_flash_attn_bwd", published.BACKWARD, published.BACKWARD[:6]),
+        ("flash_attention_backward", "BlockSparseTensorsTorch", published.BLOCKS, published.BLOCKS[:4]),
+    ],
+)
+def test_what_torch_calls_is_what_the_package_takes(
+    template: str, function: str, takes: list[str], operands: list[str]
+) -> None:
+    """The calls in the templates of the torch that is here, against the signatures that flash-attn-4 has published."""
+    flex = sys.modules["torch._inductor.kernel.flex.flex_flash_attention"]
+    text = (Path(str(flex.__file__)).parent / "templates" / f"{template}.py.jinja").read_text()
+    plain = re.sub(r"\{\{.*?\}\}", "0", re.sub(r"\{%.*?%\}", "", text))
+    calls = re.findall(rf"(?<!import ){function}\((?:[^()]|\([^()]*\))*\)", plain)
+    assert calls
+    for found in calls:
+        call = ast.parse(found, mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert takes[: len(call.args)] == operands[: len(call.args)] and len(call.args) == len(operands)
+        assert {k.arg for k in call.keywords if k.arg} <= set(takes[len(call.args) :])
