@@ -116,7 +116,7 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
     """Raises `UsedElsewhere` where an inner node is needed by anything but the site, and for more than its shape."""
     inside = set(internal) | {result}
     of_a_shape = {use.user for use in shape_uses}
-    for node in inside:
+    for node in sorted(inside, key=lambda n: reader.order.get(n, 0)):  # of several uses the first is told
         for user in node.users if node is not result else ():
             if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue

@@ -300,7 +300,7 @@ def _score_dtype(scores: Spine, score: Expr, softmax: torch.dtype, node: Node) -
         types = {d for d, term in joined if not (isinstance(term, Const) and math.isinf(term.value))}
     if torch.float16 not in types:
         return reduce(torch.promote_types, types, softmax)
-    if len(types) > 1:
+    if len(types) > 1 or scores.is_beyond_half:
         raise Unreadable("what may mask is added to the scores in float16, and in a wider type as well", node)
     return torch.float16
 

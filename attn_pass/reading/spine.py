@@ -60,6 +60,7 @@ class Spine:
     of_weights: bool = False  # what comes after a softmax, whose elements are between 0 and 1, or NaN
     loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
     joined: list[tuple[torch.dtype, Expr]] = field(default_factory=list)  # to the leaf, in which type; nothing small
+    is_beyond_half: bool = False  # something joined that is small in its own type, and in float16 would not be
 
     def read(self, node: Node, position: Position, at: int) -> Expr:
         """The element of ``node`` at ``position``; raises `Unreadable` for what cannot be passed."""
@@ -122,6 +123,7 @@ class Spine:
             operands = result.args[1:] if result.op == "where" else result.args  # its condition masks by the fill alone
             beside = [e for e in operands if not contains_dot(e) and not is_boolean(e)]
             self.joined += [(held.dtype, e) for e in beside if not is_small(e, held.dtype)]
+            self.is_beyond_half |= not all(is_small(e, torch.float16) for e in beside if is_small(e, held.dtype))
         return result
 
     def _joined(self, node: Node, call: Call, position: Position) -> tuple[Node, Position]:
@@ -275,6 +277,7 @@ class Spine:
             self.leaf_position, self.leaf_at = mine, other.leaf_at
         self.internal |= other.internal
         self.joined += [(dtype, rewrite_indices(e, places)) for dtype, e in other.joined]
+        self.is_beyond_half |= other.is_beyond_half
         for load, side in other.loads.items():
             self.loads[Load(load.source, moved(load.index))] = replace(
                 side, written_position=moved(side.written_position)

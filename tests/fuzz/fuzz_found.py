@@ -13,8 +13,20 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first thirteen were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first fourteen were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
+    (
+        "a mask in float16, and then a number in float32 that float16 has no room for",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=1,
+                dtype=torch.float16,
+                product=Step(row="joined over keys", mask=Mask()),
+                score=(Step(row="bias: far down, in float32", x=-20000.0),),
+            )
+        ),
+    ),
     (
         "weights in pieces, twice: the second layer was read with a query that stood in the graph no more",
         Case(
