@@ -303,7 +303,10 @@ class Spine:
 
     def _is_made_of_leaf(self, node: Node, at: int) -> bool:
         """Whether the node may hold elements of the leaf at that time: never before the leaf is computed."""
-        return node is self.leaf or (self.leaf in self.reach.get(node, ()) and at > self.reader.order[self.leaf])
+        if node is self.leaf or self.leaf not in self.reach.get(node, ()):
+            return node is self.leaf
+        # What is written beside the graph's own nodes shares a time with its product; a tensor given to one does not.
+        return at > self.reader.order[self.leaf] or self.reader.written_by(self.leaf) is None
 
     def _written_from_leaf(self, node: Node, at: int) -> bool:
         """Whether the last in-place write of the node's memory put the leaf's elements there."""
