@@ -54,7 +54,8 @@ def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ign
     # One file for each type: the compiler takes seconds, and most programs have one.
     sets = of_this_machine()
     body = call_of(dtype, sets, score=score)
-    function = f'extern "C" void attend(const {namespace_of(score)}::Args& args) {{\n{body}\n}}\n'
+    taken = f"const auto& args = *static_cast<const {namespace_of(score)}::Args*>(given);"
+    function = f'extern "C" void attend(const void* given) {{\n  {taken}\n{body}\n}}\n'
     text = f"{kernel_source(sets, checked(score) if score else score)}\n{function}"
     command = (compiler(), *_FLAGS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]

@@ -16,6 +16,7 @@
 #define ATTN_ONCE static __attribute__((noinline))  // large, and called from several places: the compiler's time counts
 
 namespace attn_pass_cpu {
+namespace {  // of each library its own: several may be loaded, of several versions
 
 using i64 = int64_t;
 using i32 = int32_t;
@@ -190,4 +191,5 @@ inline float element_at(const void* p, i64 i, int type) {
   return type == BFLOAT16 ? from_bf16(x) : from_f16(x);
 }
 
+}  // namespace
 }  // namespace attn_pass_cpu

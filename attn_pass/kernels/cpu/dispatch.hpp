@@ -1,6 +1,7 @@
 // Which instruction set runs: asked of the processor when the first attention runs, so that one binary serves many.
 // ATTN_PASS_CPU_ISA names a lesser one, for tests.
 namespace attn_pass_cpu {
+namespace {
 
 enum Set { AVX512_BF16, AVX512, AVX2, PLAIN };
 
@@ -24,4 +25,5 @@ inline Set best_set() {
   return best;
 }
 
+}  // namespace
 }  // namespace attn_pass_cpu

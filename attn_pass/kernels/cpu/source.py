@@ -113,7 +113,7 @@ def _namespace(which: InstructionSet) -> str:
             "\n#if defined(__x86_64__)\n" if told else "",
             f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n",
             _BEGIN.format(features=which.features) if told else "",
-            f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\n{body}\n}}\n}}\n",
+            f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
             _END if told else "",
             "#undef ATTN_BF16_DOTS\n#undef captured\n",
             "#endif\n" if told else "",
