@@ -36,7 +36,7 @@ from attn_pass.model.repeatable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
-from attn_pass.reading.scores import WEAKEST_FILL, Modified, NotAffine, Scores, is_bounded, modified, normalise
+from attn_pass.reading.scores import Modified, NotAffine, Scores, is_bounded, modified, normalise, weakest_fill
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
@@ -421,10 +421,11 @@ class _Assembly:
         assert value is not None
         score = self._whole_score(self.score)
         never_empty = named.rows_never_empty and is_bounded(function)
-        if self.sink is not None and not never_empty and any(_masks(e) for e in walk(self.sink)):
+        if self.sink is not None and not never_empty and any(_masks(e, parts.score_dtype) for e in walk(self.sink)):
             # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
             raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
-        if parts.by_logarithm and not never_empty and (named.bias is not None or any(map(_fills, walk(score)))):
+        fills = any(_fills(e, parts.score_dtype) for e in walk(score))
+        if parts.by_logarithm and not never_empty and (named.bias is not None or fills):
             # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.
             raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", result)
         compute_dtype = self._compute_dtype(value.dtype)
@@ -535,12 +536,12 @@ def _needs_grad(node: Node) -> bool:
     return value is None or value.requires_grad
 
 
-def _masks(expression: Expr) -> bool:
-    return isinstance(expression, Const) and expression.value <= WEAKEST_FILL
+def _masks(expression: Expr, dtype: torch.dtype) -> bool:
+    return isinstance(expression, Const) and expression.value <= weakest_fill(dtype)
 
 
-def _fills(expression: Expr) -> bool:
-    return _masks(expression) and isinstance(expression, Const) and expression.value != float("-inf")
+def _fills(expression: Expr, dtype: torch.dtype) -> bool:
+    return _masks(expression, dtype) and isinstance(expression, Const) and expression.value != float("-inf")
 
 
 def _moved(load: Load, position: dict[int, int]) -> Load:
