@@ -215,7 +215,8 @@ def test_read(row: tuple[Program, tuple[Any, ...]], dynamic: bool) -> None:
 @pytest.mark.parametrize("row", list(LEFT.values()), ids=list(LEFT))
 def test_left(row: tuple[Program, tuple[Any, ...]]) -> None:
     program, rest = row
-    same(program, *qkv(), *rest, rewritten=0)
+    (site,) = same(program, *qkv(), *rest).sites
+    assert site.outcome == "left" or site.reason.endswith("also used by logsumexp, and stay")
 
 
 def test_narrow_values() -> None:
