@@ -121,17 +121,17 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
             if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue
             if user.op == "output":
-                raise UsedElsewhere(f"{_told(reader, node)} returned by the model", user)
-            raise UsedElsewhere(f"{_told(reader, node)} also used by {user.name}", user)
+                raise UsedElsewhere(_told(reader, node, "returned by the model"), user)
+            raise UsedElsewhere(_told(reader, node, f"also used by {user.name}"), user)
         if node is not result and reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
             raise UsedElsewhere("an operation inside writes to memory that others can see", node)
 
 
-def _told(reader: Reader, node: Node) -> str:
-    """What an inner node is, as the beginning of a sentence."""
+def _told(reader: Reader, node: Node, how: str) -> str:
+    """That an inner node is needed, and how."""
     if reader.softmaxes.get(node):
-        return "the attention weights are"
-    return "the scores' log-sum-exp is" if is_logarithm(reader, node) else "the attention scores are"
+        return f"the attention weights are {how}"
+    return f"the scores' log-sum-exp is {how}" if is_logarithm(reader, node) else f"the attention scores are {how}"
 
 
 def is_logarithm(reader: Reader, node: Node) -> bool:
