@@ -26,7 +26,7 @@ from attn_pass.kernels.cpu.scores import MOST_CAPTURED, written
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import TRUE, Expr, apply
-from attn_pass.model.index import Axis, Index, is_at_most
+from attn_pass.model.index import Axis, Index, is_at_most, product
 from attn_pass.model.mask import Band, Keys
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex_score import amplifies, multiplied_once
@@ -98,7 +98,7 @@ class CpuKernel:
             return "sdpa_kernel allows torch's own kernels only"
         if setting.program == "export":
             return "an exported program would need attn_pass where it runs"
-        if any(setting.can_be_zero(n) for n in (a.query_heads, _kv_heads(a))):
+        if any(setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads))):
             return "there may be no heads"
         if a.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
             return STRICT_KEYS
@@ -224,13 +224,6 @@ def _fully_masked(a: Attention) -> str:
     if a.keep is not None and a.bias is None and a.keep.fill != float("-inf"):
         return "mean"
     return "nan" if a.empty_row_is_nan else "zero"
-
-
-def _kv_heads(a: Attention) -> Index:
-    total: Index = 1
-    for axis in a.kv_heads:
-        total = total * axis.size
-    return total
 
 
 def _cannot_be_built(setting: Setting) -> str | None:
