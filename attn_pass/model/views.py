@@ -161,7 +161,7 @@ def _inside(
     padding: list[Step] = []
     for axis, (before, after) in _outside(shape, index).items():
         number = next((n for n, g in enumerate(groups) if [a for a in g if a.size != 1] == [axis]), None)
-        if number is None or not isinstance(axis.size, int) or axis.size <= before + after:
+        if number is None or not is_less(before + after, axis.size):
             raise NoView(f"axis {axis.key} reaches outside the source")
         rest = Axis(f"{axis.key}+{before}", axis.size - before - after)
         index = [substitute(i, {axis: axis_index(rest) + before}) for i in index]
@@ -187,7 +187,8 @@ def _outside(shape: Sequence[Index], index: Sequence[Index]) -> dict[Axis, tuple
         if coefficient != 1 or len(monomial) != 1 or not isinstance(monomial[0], Axis):
             continue
         axis = monomial[0]
-        behind = axis.size + constant - size if isinstance(axis.size, int) and isinstance(size, int) else 0
+        reach = 0 if size is None else axis.size + constant - size
+        behind = reach if isinstance(reach, int) else 0  # of sizes that cannot be compared `_inside` proves nothing
         before, after = found.get(axis, (0, 0))
         if constant < 0 or behind > 0:
             found[axis] = (max(before, -constant), max(after, behind))

@@ -17,11 +17,12 @@ import torch
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, loads, walk
+from attn_pass.model.expression import Apply, Const, Expr, loads, walk
 from attn_pass.model.index import product
 from attn_pass.targets.lower import zero_with_gradient
 
 MASKING = -0.99e9  # -1e9 is -998244352 in bfloat16
+_NO_FILL = 1e3  # numbers that are smaller mask in no type, not even multiplied by a scale
 ABSORBING_FLOAT64 = -1e17  # weaker fills keep the scores' differences in float64, and the logarithm of a row's length
 
 
@@ -41,11 +42,15 @@ def cannot_be_told_apart(a: Attention) -> str | None:
 
 def replaced_and_added(a: Attention) -> str | None:
     """Why it would not be known which scores of such rows pass their gradient on, or None."""
-    if a.bias is None:
-        return None
-    if a.keep is not None or any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias)):
+    if a.bias is not None and (a.keep is not None or replaces_scores(a.bias)):
         return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
     return None
+
+
+def replaces_scores(bias: Expr) -> bool:
+    """Whether a fill of scores was made part of what is added; else a ``where`` in it chooses between two summands."""
+    choices = [e for e in walk(bias) if isinstance(e, Apply) and e.op == "where"]
+    return any(isinstance(x, Const) and not abs(x.value) < _NO_FILL for e in choices for x in e.args[1:])
 
 
 @dataclass

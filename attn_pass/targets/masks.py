@@ -9,7 +9,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Setting
-from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart
+from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -51,12 +51,8 @@ def hides_keys(a: Attention, setting: Setting) -> bool:
 
     Kernels add their masks. With their own causal flag they replace scores too, and leave most of them out.
     """
-    filled = a.keep is not None or (a.bias is not None and any(_is_where(e) for e in walk(a.bias)))
+    filled = a.keep is not None or (a.bias is not None and replaces_scores(a.bias))
     return filled and setting.eager_form
-
-
-def _is_where(e: Expr) -> bool:
-    return isinstance(e, Apply) and e.op == "where"
 
 
 def mask_refusal(a: Attention, setting: Setting) -> str | None:

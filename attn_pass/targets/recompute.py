@@ -26,8 +26,9 @@ from torch.fx import Graph, GraphModule, Node
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, loads, walk
+from attn_pass.model.expression import loads
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import moved_query_bytes, problem_of
@@ -70,7 +71,7 @@ class Recompute:
             return plain
         if not a.has_mask or a.is_causal or setting.fused_as_written:
             return "the plain call takes it"
-        if _replaced_inside(a) and not (a.rows_never_empty or setting.assume_nonempty_rows):
+        if a.bias is not None and replaces_scores(a.bias) and not (a.rows_never_empty or setting.assume_nonempty_rows):
             return "a row may be masked out entirely by scores that are replaced before a matrix is added"
         if setting.numerics == "strict" and hides_keys(a, setting):
             return STRICT_KEYS
@@ -107,10 +108,6 @@ class Recompute:
 
 # Of an unfused forward, what the backward adds to the program's own: one product, a softmax and its traffic.
 _SHARE_AGAIN = 0.6
-
-
-def _replaced_inside(a: Attention) -> bool:
-    return a.bias is not None and any(isinstance(e, Apply) and e.op == "where" for e in walk(a.bias))
 
 
 def _is_one(size: int | torch.SymInt) -> bool:

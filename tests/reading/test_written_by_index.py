@@ -10,6 +10,7 @@ from against_eager import NEG_INF, randn, same
 from torch import Tensor
 
 import attn_pass
+from attn_pass.targets.base import FINITE_KEYS
 
 Change = Callable[[Tensor, Tensor, Tensor], None]  # scores (2, 4, 8, 8), a tensor like them, a bias (2, 4, 7, 7)
 
@@ -124,9 +125,88 @@ def test_it_is_read_in_training(change: Change) -> None:
     same(attention(change), *inputs(grad=True), rewritten=1, grad=True)
 
 
-@pytest.mark.parametrize("change", [by_a_triangle, former, by_a_boolean, counted_from_behind])
+# ---- a part that something is added to: Graphormer's token for the graph has no place in the bias ----
+
+
+def rows_but_one(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:] += w[:, :, 1:]
+
+
+def between(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 2:-1, 3:-2] += b[:, :, 1:-1, 2:-2]
+
+
+ADDED = [graphormer, multiplied_in_part, more_dimensions_than_the_part, rows_but_one, between]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("change", [*ADDED, graphormer_by_numbers])
+def test_a_part_that_is_added_to_is_read_in_training(change: Change, learned: bool) -> None:
+    given = inputs(grad=True)
+    given[3:] = [x.requires_grad_(learned) for x in given[3:]]
+    report = same(attention(change), *given, rewritten=1, grad=True)
+    several = change is graphormer_by_numbers
+    assert report.sites[0].target == ("recompute" if learned or several else "sdpa")
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("change", [rows_but_one, graphormer, graphormer_by_numbers])
+def test_gradients_of_rows_that_the_part_empties(change: Change, learned: bool) -> None:
+    """The scores were added to, not replaced, so that their gradient is passed on where every key is masked."""
+    given = inputs(grad=True)
+    given[3][:, :, 3] = given[4][:, :, 2] = torch.finfo(torch.float32).min
+    given[3:] = [x.requires_grad_(learned) for x in given[3:]]
+    same(attention(change), *given, rewritten=1, grad=True)
+
+
+def filled_then_added(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s.masked_fill_(w > 1, torch.finfo(s.dtype).min)
+    s[:, :, 1:, 1:] += b
+
+
+def added_then_filled(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, 1:, 1:] += b
+    s.masked_fill_(w[:, :1, :1] > 1, NEG_INF)
+
+
+def test_scores_that_were_replaced_before_stay_apart_from_those_added_to() -> None:
+    given = inputs(grad=True)
+    given[3][0, 0, 3], given[4][0, 0, 4] = 2.0, torch.finfo(torch.float32).min
+    same(attention(filled_then_added), *given, rewritten=0, grad=True)
+    same(attention(added_then_filled), *given, rewritten=1, grad=True)
+
+
+@pytest.mark.parametrize(
+    "change, hides", [(graphormer, False), (filled_then_added, True), (added_then_filled, True), (by_a_boolean, True)]
+)
+def test_adding_to_a_part_hides_no_key(change: Change, hides: bool) -> None:
+    site = same(attention(change), *inputs(), rewritten=1).sites[0]
+    assert (FINITE_KEYS in site.assumptions) == hides
+
+
+@pytest.mark.parametrize(
+    "change",
+    [by_a_triangle, former, by_a_boolean, counted_from_behind, *ADDED, graphormer_by_numbers, added_then_filled],
+)
 def test_it_is_read_at_lengths_known_at_run_time(change: Change) -> None:
     same(attention(change), *inputs(), rewritten=1, dynamic=True)
+
+
+@pytest.mark.parametrize("change", [graphormer, graphormer_by_numbers, between])
+def test_one_program_adds_to_a_part_at_every_length(change: Change) -> None:
+    def given(length: int) -> list[Tensor]:
+        q, k, v = (randn(2, 4, length, 16, seed=n) for n in range(3))
+        return [q, k, v, randn(2, 4, length, length), randn(2, 4, length - 1, length - 1)]
+
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("eager", choose="fused", on_error="raise")
+    compiled = torch.compile(attention(change), backend=backend, dynamic=True)
+    with attn_pass.record() as report:
+        for length in (9, 13, 7, 31):
+            torch.testing.assert_close(
+                compiled(*given(length)), attention(change)(*given(length)), atol=1e-5, rtol=1e-5
+            )
+    assert len(report.rewritten) == len(report.sites) == 1, report
 
 
 @pytest.mark.parametrize("change", READ)
