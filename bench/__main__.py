@@ -19,6 +19,7 @@ from bench import (
 )
 from bench.census.__main__ import compile_time_command
 from bench.gpu import __main__ as gpu
+from bench.kernel import __main__ as kernel
 from bench.seeds import __main__ as seeds
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -33,6 +34,7 @@ for name, function in {
     "dynamic-query": dynamic_query.main,
     "decisions": decisions.main,
     "never-slower": never_slower.main,
+    "kernel": kernel.main,
     "training": training.main,
     "compile-time": compile_time_command,
     "pass-time": pass_time.main,

@@ -42,6 +42,7 @@ OTHERS = (
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("models-cpu.md", "15 whole models: time, error, compile time, memory"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
+    ("kernel-cpu.md", "the CPU kernel beside a large product's rate, a plain read and other kernels"),
     ("training-cpu.md", "training steps"),
     ("census.md", "how much of 600 models is found and rewritten"),
     ("cases.md", "collected bugs and wishes: which hold"),
