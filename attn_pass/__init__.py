@@ -4,10 +4,12 @@
 `attn_pass.explain(model, *inputs)` says what would be done, and why; `attn_pass.inspect(folder)` shows what was done.
 """
 
-from attn_pass.annotate import leave
-from attn_pass.artifacts.inspect import inspect
-from attn_pass.capture import explain
-from attn_pass.dynamo import backend, wrap
+from attn_pass.entries.annotate import leave
+from attn_pass.entries.dynamo import backend, wrap
+from attn_pass.entries.explain import explain
+from attn_pass.entries.export import aot_compile, rewrite
+from attn_pass.entries.hook import enabled, install, uninstall
+from attn_pass.entries.package import package_report
 from attn_pass.errors import (
     AttnPassError,
     AttnPassWarning,
@@ -17,12 +19,11 @@ from attn_pass.errors import (
     RewriteError,
     VersionError,
 )
-from attn_pass.export import aot_compile, rewrite
-from attn_pass.hook import enabled, install, uninstall
 from attn_pass.options import Options
-from attn_pass.package import package_report
-from attn_pass.recording import record, reports
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.history import record, reports
+from attn_pass.report.pages.inspect import inspect
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 __version__ = "0.1.0"
 

@@ -14,17 +14,14 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from attn_pass.artifacts import collect
-from attn_pass.artifacts.picture import Picture
-from attn_pass.channels import is_bisected_away, observed
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
-from attn_pass.emitted import Emission, operator_name
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
 from attn_pass.graph import allowed, vmapped
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.cut import Around, CannotExtract, Level
 from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, replace_arguments
 from attn_pass.graph.effects import Effects
+from attn_pass.graph.provenance import Emission, operator_name
 from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.stand_in import NoSize, give_stand_ins
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
@@ -51,15 +48,19 @@ from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.planner import roofline
 from attn_pass.planner.choose import AS_ASKED, Choice, Measured, Take, choose, score_product_cost
 from attn_pass.planner.lengths import lengths
-from attn_pass.planner.tune import Place, Tuner
+from attn_pass.planner.overrides import before_leave, check_names, rule_for
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.describe import Described
 from attn_pass.reading.lift import Reader
-from attn_pass.report import Report, SiteReport
-from attn_pass.rules import before_leave, check_names, rule_for
-from attn_pass.site_record import place_of, record_of
+from attn_pass.report.build import place_of, record_of
+from attn_pass.report.pages import collect
+from attn_pass.report.pages.picture import Picture
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
+from attn_pass.report.torch_logging import is_bisected_away, observed
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.kernels import as_written
+from attn_pass.tuning.tuner import Place, Tuner
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
 MeasurePlace = Callable[[Place, Sequence[str]], Measured | str]
@@ -423,7 +424,7 @@ class _Graph:
         joined = sum(_bytes(n, self.sizes, self.sizes.hint) for n in described.nodes if n in made)
         stays = bool(site.needed_as_well)
         written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, needed_as_well=stays)
-        rule, measure = rule_for(site, record, self.options), None
+        rule, measure = rule_for((site.node, *site.internal), record, self.options), None
         if self.measure is not None and rule is None and not stays:
             measure = functools.partial(self.measure, self._place(site, setting))
         choice = choose(
@@ -630,7 +631,7 @@ class _Graph:
         assert composite is not None
         record.kind, record.reason = "attention", composite.refusal or ""
         device = device_for(torch.device(record.device or "cpu"), self.options.device)
-        rule = rule_for(site, record, self.options)
+        rule = rule_for((site.node, *site.internal), record, self.options)
         allowed = self.options.targets if rule is None else before_leave(rule[1])
         if allowed is not None and composite.target not in allowed:
             asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"

@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 import attn_pass
 from attn_pass.hardware import catalog
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 from bench import cases, never_slower
 from bench.machine import command, versions
 

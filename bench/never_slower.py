@@ -26,7 +26,7 @@ import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
-from attn_pass.trial import backend_for
+from attn_pass.tuning.worker import backend_for
 from bench.frame.document import markdown_table
 from bench.machine import command, compiled, device_name, in_turns, percentile_10, versions
 

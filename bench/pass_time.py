@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from attn_pass.engine import rewrite_graph
 from attn_pass.options import make_options
-from attn_pass.report import Report
+from attn_pass.report.record import Report
 from bench.machine import command, device_name, versions
 
 LAYERS = (12, 24, 48)

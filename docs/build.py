@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that come from the code: `python docs/build.py`.
 
 Of `rewrites.md` what is said of poor cases and targets, from their docstrings; of `cuda.md` and `catalogue.md` the
-tables; of the README and `comparison.md` the numbers, from the committed runs.
+tables; of `architecture.md` the rooms; of the README and `comparison.md` the numbers, from the committed runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import ModuleType
 import catalogued
 import decisions
 import measured
+import rooms
 
 from attn_pass import poor_cases, targets
 
@@ -50,6 +51,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "from attn_pass/poor_cases": lambda: docstrings("poor_cases"),
         "from attn_pass/targets": lambda: docstrings("targets"),
     },
+    "architecture.md": {"rooms": lambda: table(rooms.rooms)},
     "../README.md": {"numbers": lambda: table(measured.numbers)},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 from attn_pass.targets.kernels import KERNELS
 from attn_pass.targets.kernels.rules import ALWAYS, NEVER, Rule
 

@@ -22,7 +22,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import torch
 
-from attn_pass import store
+from attn_pass.tuning import disk_cache
 
 # pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
 # the code of each graph at each stage, which takes as long as many tests do.
@@ -31,7 +31,7 @@ logging.getLogger("torch.__trace").propagate = True
 # Decisions that tests expect are those of the constants in the repository, and not of a calibration of this machine,
 # nor of one that a test of another process has just made.
 _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
-os.environ[store.VARIABLE] = _RECORDS.name
+os.environ[disk_cache.VARIABLE] = _RECORDS.name
 # But the CPU kernel, which takes the compiler seconds and is found by its source, is built once for all processes.
 _KERNELS = Path(tempfile.gettempdir()) / f"attn_pass_kernels_{os.getuid()}"
 _KERNELS.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from against_eager import NEG_INF
 from torch import Tensor
 
 import attn_pass
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 from attn_pass.targets.xla import PallasFlash
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 import attn_pass
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 from bench.__main__ import app
 from bench.decisions import differences, questions, site_of
 

@@ -137,7 +137,7 @@ def test_a_compiled_model_with_a_graph_break_is_captured_by_nobody_else(monkeypa
 def test_explaining_often_works_without_isolated_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 has none."""
     toy.use(monkeypatch, toy.left())
-    monkeypatch.setattr("attn_pass.capture._isolation", dict)
+    monkeypatch.setattr("attn_pass.entries.explain._isolation", dict)
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         assert len(attn_pass.explain(Model(), ones()).sites) == 1
 

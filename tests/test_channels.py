@@ -22,7 +22,7 @@ from torch._inductor import config
 from torch.fx import GraphModule
 
 import attn_pass
-from attn_pass import channels
+from attn_pass.report import torch_logging
 
 PROGRAM = """
     import torch, attn_pass
@@ -112,7 +112,7 @@ def test_control_characters_do_not_reach_the_log(caplog: pytest.LogCaptureFixtur
     report = attn_pass.Report(graphs=1)
     report.append(attn_pass.SiteReport(outcome="left", reason="red \x1b[31m\nline", where="a\x07.py:1"))
     with caplog.at_level(logging.DEBUG, "attn_pass"):
-        channels.tell(report)
+        torch_logging.tell(report)
     assert caplog.messages[-1] == "a.py:1: left: red [31m line"
 
 
@@ -127,10 +127,10 @@ def test_an_artifact_that_cannot_be_made_breaks_nothing(
     trace = logging.getLogger("torch.__trace")
     assert not any(isinstance(h, LogCaptureHandler) for h in trace.handlers)  # nobody listens in tests (conftest.py)
     monkeypatch.setattr(trace, "handlers", [])
-    channels.trace_graph("before", graph)
+    torch_logging.trace_graph("before", graph)
     assert not caplog.messages
     monkeypatch.setattr(trace, "handlers", [logging.NullHandler()])
-    channels.trace_graph("before", graph)
+    torch_logging.trace_graph("before", graph)
     told = "the artifact attn_pass_before could not be made: RuntimeError: no code for this graph"
     assert told in caplog.messages
 

@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import attn_pass
-from attn_pass.cli import app
+from attn_pass.cli.main import app
 from attn_pass.errors import CaptureError
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 from attn_pass.targets import all_targets
 
 MODEL = """
@@ -328,7 +329,7 @@ def test_compare_reads_json_in_any_encoding_of_json(encoding: str, tmp_path: Pat
 
 
 def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import package
+    from attn_pass.entries import package
 
     monkeypatch.setattr(package, "package_report", lambda path: Report([LEFT]))
     result = run("compare", "model.pt2", report_file(tmp_path, "a.json", FUSED), "--json")

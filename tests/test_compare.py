@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 
 def site(layer: int = 0, **changes: Any) -> SiteReport:

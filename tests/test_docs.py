@@ -23,8 +23,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import attn_pass
-from attn_pass import dynamo
-from attn_pass.cli import app
+from attn_pass.cli.main import app
+from attn_pass.entries import dynamo
 
 DOCS = ROOT / "docs"
 # Why a block may stay unrun.

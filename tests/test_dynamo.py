@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import symbolic_trace
 
 import attn_pass
-from attn_pass.snapshot import Snapshot
+from attn_pass.entries.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -227,8 +227,8 @@ def test_options_that_cannot_be_are_refused(given: dict[str, Any], message: str)
 
 
 def test_mode_and_options_reach_inductor_and_other_passes_stay() -> None:
-    from attn_pass.dynamo import inductor_patches
-    from attn_pass.shield import Shield, passes_of
+    from attn_pass.entries.dynamo import inductor_patches
+    from attn_pass.entries.shield import Shield, passes_of
 
     def theirs(graph: torch.fx.Graph) -> None: ...
 
@@ -465,7 +465,7 @@ def test_snapshot_keeps_what_dynamo_put_on_nodes_and_shares_parameters(monkeypat
 def test_a_mode_tunes_through_wrap_as_it_does_without(
     given: dict[str, Any], mode: str | None, tunes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attn_pass import dynamo
+    from attn_pass.entries import dynamo
 
     seen: list[attn_pass.Options] = []
     monkeypatch.setattr(dynamo, "compile_rewritten", lambda gm, inputs, options, *_: seen.append(options))

@@ -7,7 +7,7 @@ import torch
 from torch._inductor.exc import InductorError, LoweringException
 from torch.fx import Graph, GraphModule, Interpreter
 
-from attn_pass.emitted import Emission, culprits, operator_name
+from attn_pass.graph.provenance import Emission, culprits, operator_name
 
 FLEX = torch.ops.higher_order.flex_attention
 HERE, THERE = '  File "model.py", line 10, in forward\n', '  File "model.py", line 20, in forward\n'

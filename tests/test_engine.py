@@ -15,11 +15,11 @@ from torch.fx import Node
 from toy_engine import UNLOWERABLE, refused_by_inductor
 
 import attn_pass
-from attn_pass import rules
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.patterns import softmax
 from attn_pass.planner import choose as choose_module
+from attn_pass.planner import overrides
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.sdpa import Sdpa
 
@@ -115,7 +115,7 @@ class Unlowerable(Sdpa):
 def test_what_inductor_cannot_lower_compiles_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = (Unlowerable(),)
     monkeypatch.setattr(choose_module, "all_targets", lambda: targets)
-    monkeypatch.setattr(rules, "all_targets", lambda: targets)
+    monkeypatch.setattr(overrides, "all_targets", lambda: targets)
     args = inputs()
     torch._dynamo.reset()
     with (

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
-from attn_pass.export import _rename_outputs
+from attn_pass.entries.export import _rename_outputs
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -117,7 +117,7 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_shield_configs_and_mode_reach_inductor(no_compile: list[dict[str, Any]]) -> None:
-    from attn_pass.shield import Shield, passes_of
+    from attn_pass.entries.shield import Shield, passes_of
 
     configs = {"max_autotune": False}
     with pytest.raises(Reached):

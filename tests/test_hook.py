@@ -20,9 +20,9 @@ from torch._inductor.utils import fresh_cache
 
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
-from attn_pass.hook import RewritePass, is_root
+from attn_pass.entries.hook import RewritePass, is_root
+from attn_pass.entries.shield import Shield, Unshield, passes_of
 from attn_pass.options import make_options
-from attn_pass.shield import Shield, Unshield, passes_of
 
 SLOTS = ("pre_grad_custom_pass", "pre_grad_pass_timing", "joint_custom_pre_pass", "joint_custom_post_pass")
 
@@ -206,7 +206,7 @@ def test_identity_follows_sources_options_devices_and_torch(monkeypatch: pytest.
     assert RewritePass(make_options(choose="fused")).uuid() != identity
     for fact in ("_sources", "_devices"):
         with monkeypatch.context() as changed:
-            changed.setattr(f"attn_pass.hook.{fact}", lambda: "another")
+            changed.setattr(f"attn_pass.entries.hook.{fact}", lambda: "another")
             assert installed.uuid() != identity
     with monkeypatch.context() as changed:
         changed.setattr("torch.__version__", "2.99.0")

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass.artifacts.collect import Collection, collect
-from attn_pass.artifacts.html import page
-from attn_pass.artifacts.plot import HEIGHT, WIDTH, plots, short
-from attn_pass.artifacts.sides import side_by_side
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.pages.collect import Collection, collect
+from attn_pass.report.pages.html import page
+from attn_pass.report.pages.plot import HEIGHT, WIDTH, plots, short
+from attn_pass.report.pages.side_by_side import side_by_side
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 Tensor = torch.Tensor
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7 * 7 }}"
@@ -104,7 +105,7 @@ def collected() -> tuple[Report, Collection]:
 
 def test_a_page_is_well_formed_and_loads_nothing(collected: tuple[Report, Collection]) -> None:
     full = Report([site(), site(outcome="left", target=None), site(kind="near miss", outcome="left", target=None)])
-    for text in (page(*collected), full.to_html(), Report().to_html()):
+    for text in (page(collected[0], collected[1].graphs), full.to_html(), Report().to_html()):
         found = Page(text)
         assert not found.faults
         loading = [(t, a) for t, a in found.elements if t in ("script", "link", "img", "iframe", "object", "embed")]
@@ -116,7 +117,7 @@ def test_a_page_is_well_formed_and_loads_nothing(collected: tuple[Report, Collec
 
 
 def test_the_browser_is_told_to_run_the_pages_own_script_alone(collected: tuple[Report, Collection]) -> None:
-    found = Page(page(*collected))
+    found = Page(page(collected[0], collected[1].graphs))
     policy = next(a["content"] for t, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(found.inside["script"].encode()).digest()).decode()
     assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
@@ -215,7 +216,7 @@ def test_text_of_a_model_or_a_stored_report_is_only_text(stored: bool) -> None:
 def test_code_of_a_model_is_only_text(collected: tuple[Report, Collection]) -> None:
     report, collection = collected
     graph = collection.graphs[0]
-    evil = Collection([type(graph)(EVIL, report, before=f"x = 1  # {EVIL}\n", after=f"y = 2  # {EVIL}\n")])
+    evil = [type(graph)(EVIL, report, before=f"x = 1  # {EVIL}\n", after=f"y = 2  # {EVIL}\n")]
     text = page(report, evil)
     assert "<script" not in markup(text).lower() and "<img" not in text.lower() and not Page(text).faults
     assert Page(text).text.count(EVIL) == 3
@@ -254,7 +255,7 @@ def test_what_a_site_removed_and_added_is_marked(collected: tuple[Report, Collec
     assert "scaled_dot_product_attention" not in graph.before and "scaled_dot_product_attention" in graph.after
     assert "softmax: " in graph.before and "softmax: " not in graph.after
     assert "# File: " in graph.before and "test_html.py" in graph.before
-    found = Page(page(report, collection))
+    found = Page(page(report, collection.graphs))
     assert found.having("gone") and found.having("come")
     tags = {attrs["href"] for attrs in found.having("tag")}
     assert tags == {"#site-1"} and any(attrs.get("id") == "site-1" for _, attrs in found.elements)
@@ -286,9 +287,9 @@ def test_a_name_that_is_only_read_belongs_to_no_site() -> None:
 def test_a_graph_that_was_undone_says_so(collected: tuple[Report, Collection]) -> None:
     report = Report([site()])
     graph = type(collected[1].graphs[0])("compile", report, before="a", after="b")
-    assert "did not take" not in page(report, Collection([graph]))
+    assert "did not take" not in page(report, [graph])
     report.mark_left("the compiler could not lower it")
-    assert "did not take" in page(report, Collection([graph]))
+    assert "did not take" in page(report, [graph])
 
 
 # ---------------------------------------------------------------- the plot

@@ -17,9 +17,10 @@ import torch
 from against_eager import qkv
 
 import attn_pass
-from attn_pass.artifacts import collect, outputs
-from attn_pass.artifacts import inspect as inspecting
 from attn_pass.errors import AttnPassWarning
+from attn_pass.report.pages import collect, outputs
+from attn_pass.report.pages import inspect as inspecting
+from attn_pass.report.pages.graphs import change_of
 
 Tensor = torch.Tensor
 
@@ -167,7 +168,7 @@ def test_only_the_programs_own_sites_are_kept() -> None:
         for record in (own, aside):
             with collect.site(gm.graph, record, lambda: None):
                 pass
-    assert [c.record for c in seen.graphs[0].sites] == [own] and seen.change_of(aside) is None
+    assert [c.record for c in seen.graphs[0].sites] == [own] and change_of(seen.graphs, aside) is None
 
 
 # ---------------------------------------------------------------- depyf and graphviz, where they are
@@ -310,7 +311,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_jinja2_everything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass.artifacts import html
+    from attn_pass.report.pages import html
 
     html._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)

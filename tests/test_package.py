@@ -12,9 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import attn_pass
-from attn_pass.cli import app
-from attn_pass.package import KEY, with_report
-from attn_pass.report import Report, SiteReport
+from attn_pass.cli.main import app
+from attn_pass.entries.package import KEY, with_report
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

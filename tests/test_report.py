@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass import recording
-from attn_pass.recording import clear_reports, publish, record, reports
-from attn_pass.report import Report, SiteReport, module_path, source_line
+from attn_pass.report import history
+from attn_pass.report.history import clear_reports, publish, record, reports
+from attn_pass.report.places import module_path, source_line
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 
 @pytest.fixture(autouse=True)
@@ -234,9 +236,9 @@ def test_the_history_is_bounded_and_holds_each_report_once() -> None:
     publish(first)
     publish(first)
     assert reports() == [first]
-    for _ in range(recording._HISTORY_SIZE):
+    for _ in range(history._HISTORY_SIZE):
         publish(Report())
-    assert len(reports()) == recording._HISTORY_SIZE and first not in reports()
+    assert len(reports()) == history._HISTORY_SIZE and first not in reports()
 
 
 def test_a_recording_fills_when_torch_compiles_lazily_inside_it() -> None:

@@ -22,9 +22,9 @@ from torch.fx import GraphModule, Node
 
 import attn_pass
 from attn_pass import targets
-from attn_pass.artifacts.collect import collect
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
+from attn_pass.report.pages.collect import collect
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.sdpa import Sdpa
 

@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
-from attn_pass.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
+from attn_pass.entries.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -119,7 +119,7 @@ def test_patches_keep_what_others_put_there_and_add_the_shield_once() -> None:
 
 
 def test_one_callable_for_a_torch_without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_pass.shield.pre_grad_slot_takes_list", lambda: False)
+    monkeypatch.setattr("attn_pass.entries.shield.pre_grad_slot_takes_list", lambda: False)
     ran: list[str] = []
 
     class Theirs(CustomGraphPass):

@@ -19,7 +19,9 @@ from torch.fx import GraphModule, Node
 
 import attn_pass
 from attn_pass.options import Options
-from attn_pass.report import Report, SiteReport, source_line
+from attn_pass.report.places import source_line
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 _RELUS = {torch.relu, torch.nn.functional.relu, torch.ops.aten.relu.default, "relu"}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from attn_pass import store
 from attn_pass.hardware.device import Device, Shares, facts
-from attn_pass.stored import check_fields
+from attn_pass.report.json_schema import check_fields
+from attn_pass.tuning import disk_cache
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def applied(device: Device) -> Device:
 
 def load(device: Device) -> Calibration | None:
     """What was measured of this device with these versions; None if nothing was, or the record is not to be read."""
-    record = store.load(_key(device))
+    record = disk_cache.load(_key(device))
     if not isinstance(record, Mapping):
         return None
     try:
@@ -105,19 +105,19 @@ def load(device: Device) -> Calibration | None:
 
 def save(measured: Calibration) -> None:
     """Keeps it in the cache for the device and the versions it names."""
-    store.save(store.key_of([_KIND, measured.facts]), asdict(measured))
+    disk_cache.save(disk_cache.key_of([_KIND, measured.facts]), asdict(measured))
 
 
 def forget(device: Device) -> bool:
     """Drops what was measured of this device with these versions; False if nothing was."""
-    return store.drop(_key(device))
+    return disk_cache.drop(_key(device))
 
 
 _KIND = "calibration 1"  # the number changes with what the fields mean
 
 
 def _key(device: Device) -> str:
-    return store.key_of([_KIND, facts(device)])
+    return disk_cache.key_of([_KIND, facts(device)])
 
 
 def fitted(device: Device, kernel: str, share: str, predict: Callable[[Device], float], microseconds: float) -> float:

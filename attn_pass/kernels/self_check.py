@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_pass import store
 from attn_pass.errors import first_line
 from attn_pass.kernels.decode import Inputs, decode_with_lse, reference_with_lse
-from attn_pass.stored import fits
+from attn_pass.report.json_schema import fits
+from attn_pass.tuning import disk_cache
 
 Run = Callable[[Inputs], tuple[Tensor, Tensor]]
 
@@ -68,14 +68,14 @@ def failure(device: torch.device) -> str | None:
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
-    key = store.key_of({"check": "decode", **_facts(device)})
+    key = disk_cache.key_of({"check": "decode", **_facts(device)})
     with _LOCK:
         if key not in _KNOWN:
-            record = store.load(key)
+            record = disk_cache.load(key)
             if not isinstance(record, dict) or not fits(record.get("failure", 0), str | None):
                 record, lasts = _record(device)
                 if lasts:
-                    store.save(key, record)
+                    disk_cache.save(key, record)
             _KNOWN[key] = record["failure"]
         return _KNOWN[key]
 

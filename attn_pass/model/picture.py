@@ -8,12 +8,12 @@ from typing import cast
 
 import torch
 
-from attn_pass.artifacts.picture import ALL, NONE, SOME, UNKNOWN, Picture
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import OPERATIONS, TRUE, ZERO, Apply, Expr, Load, apply, expression_axes, walk
 from attn_pass.model.formula import condition_of
 from attn_pass.model.index import Axis, Index, Poly, Symbol
 from attn_pass.model.reference import Evaluation
+from attn_pass.report.pages.picture import ALL, NONE, SOME, UNKNOWN, Picture
 
 CELLS = 48  # a side
 _SAMPLES = 8  # rows and keys of a cell that are looked at, its first and last among them

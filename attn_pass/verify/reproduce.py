@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule
 
 from attn_pass.graph.cut import Cut
-from attn_pass.store import key_of
+from attn_pass.tuning.disk_cache import key_of
 
 VARIABLE = "ATTN_PASS_VERIFY_DIR"
 

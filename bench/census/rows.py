@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 Row = dict[str, Any]
 

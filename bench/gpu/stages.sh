@@ -81,7 +81,7 @@ case "$stage" in
         step 150 kernels,decode
         echo "== calibrate"
         if [ ${#how[@]} -eq 0 ]; then
-            ATTN_PASS_CACHE_DIR=$work/calibration timeout -k 5 60 "$python" -c 'from attn_pass.cli import main; main()' \
+            ATTN_PASS_CACHE_DIR=$work/calibration timeout -k 5 60 "$python" -c 'from attn_pass.cli.main import main; main()' \
                 calibrate --seconds 40 --keep-if-busy --json > "$out/calibration.json"
             ended calibrate $?
         fi

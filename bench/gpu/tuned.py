@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import attn_pass
-from attn_pass import store
+from attn_pass.tuning import disk_cache
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.floors import SPELLINGS
 from bench.gpu.kernels import chosen_by_hand
@@ -65,15 +65,15 @@ class _own_cache:
 
     def __enter__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._before = os.environ.get(store.VARIABLE)
-        os.environ[store.VARIABLE] = self._folder.name
+        self._before = os.environ.get(disk_cache.VARIABLE)
+        os.environ[disk_cache.VARIABLE] = self._folder.name
 
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
         if self._before is None:
-            del os.environ[store.VARIABLE]
+            del os.environ[disk_cache.VARIABLE]
         else:
-            os.environ[store.VARIABLE] = self._before
+            os.environ[disk_cache.VARIABLE] = self._before
 
 
 def cases(env: Environment) -> list[Case]:

@@ -14,18 +14,18 @@ import torch
 from host_events import Event
 from typer.testing import CliRunner
 
-from attn_pass import store
 from attn_pass.calibrate import clock, cpu
 from attn_pass.calibrate.clock import Reading
-from attn_pass.cli import app
+from attn_pass.cli.main import app
 from attn_pass.hardware.device import device_for
+from attn_pass.tuning import disk_cache
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
 
 
 def _reading(monkeypatch: pytest.MonkeyPatch, spread: float, us: float = 50.0) -> None:

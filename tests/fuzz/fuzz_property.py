@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 import attn_pass
 from attn_pass.engine import rewrite_graph
 from attn_pass.options import make_options
-from attn_pass.report import Report
+from attn_pass.report.record import Report
 from attn_pass.targets.base import FINITE_KEYS
 
 UNIT = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.float16: 2**-12}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass import store
 from attn_pass.hardware import calibration, catalog, cost_cuda
 from attn_pass.hardware.calibration import Calibration, fitted, with_calibration
 from attn_pass.hardware.cost import Problem
 from attn_pass.hardware.device import Device, cpu, device_for, facts
+from attn_pass.tuning import disk_cache
 
 BF16, FP32 = torch.bfloat16, torch.float32
 H100 = catalog.by_name("H100")
@@ -25,7 +25,7 @@ H100 = catalog.by_name("H100")
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -122,7 +122,7 @@ def test_a_rate_that_is_none_is_not_saved() -> None:
 
 
 def test_what_inductor_caches_was_decided_with_one_calibration() -> None:
-    from attn_pass.hook import RewritePass
+    from attn_pass.entries.hook import RewritePass
     from attn_pass.options import make_options
 
     before = RewritePass(make_options()).uuid()

@@ -140,11 +140,11 @@ def test_autocast(around: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes(mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from attn_pass.planner import tune
+    from attn_pass.tuning import tuner
 
     # What is measured is another test's matter, and takes a minute.
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tune, "_run", lambda job, program: {"us": {n: [1.0] for n in job["labels"]}, "failed": {}})
+    monkeypatch.setattr(tuner, "_run", lambda job, program: {"us": {n: [1.0] for n in job["labels"]}, "failed": {}})
     model = Stack(1)
     options = {"choose": "fused", "mode": mode}
     report = same_steps(model, torch.compile(model, backend=attn_pass.backend, options=options))

@@ -16,10 +16,9 @@ import torch
 from against_eager import qkv
 
 import attn_pass
-from attn_pass import store
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.errors import AttnPassWarning
-from attn_pass.planner import tune
+from attn_pass.tuning import disk_cache, tuner
 
 Tensor = torch.Tensor
 FAILURES: tuple[type[BaseException], ...] = (RuntimeError, MemoryError, RecursionError, KeyError, AssertionError)
@@ -58,9 +57,9 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "lengths": ("attn_pass.engine", "lengths", True),
     "the device": ("attn_pass.engine", "device_for", True),
     "planning": ("attn_pass.engine", "Plan", True),
-    "source lines": ("attn_pass.site_record", "source_line", False),
-    "module paths": ("attn_pass.site_record", "module_path", False),
-    "the record": ("attn_pass.site_record", "SiteReport", False),
+    "source lines": ("attn_pass.report.build", "source_line", False),
+    "module paths": ("attn_pass.report.build", "module_path", False),
+    "the record": ("attn_pass.report.build", "SiteReport", False),
     "bodies": ("attn_pass.engine", "bodies", False),
 }
 
@@ -175,7 +174,7 @@ WORKERS: dict[str, tuple[Callable[..., Any], str]] = {
 def test_a_worker_that_fails(worker: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
     run, words = WORKERS[worker]
-    monkeypatch.setattr(tune.subprocess, "run", run)
+    monkeypatch.setattr(tuner.subprocess, "run", run)
     torch._dynamo.reset()
     inputs = qkv(2, 3, 9, 9, 8)
     with attn_pass.record() as report, torch.no_grad(), warnings.catch_warnings():
@@ -194,9 +193,9 @@ def test_a_worker_that_fails(worker: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_torn_file_is_no_record(content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
     (tmp_path / "key.json").write_bytes(content)
-    assert store.load("key") is None
-    store.save("key", {"us": {}})
-    assert store.load("key") == {"us": {}}
+    assert disk_cache.load("key") is None
+    disk_cache.save("key", {"us": {}})
+    assert disk_cache.load("key") == {"us": {}}
 
 
 @pytest.mark.parametrize("record", ["[1]", '"text"', '{"us": 3, "failed": {}}', '{"us": {"leave": "x"}}', "{}"])
@@ -204,8 +203,8 @@ def test_a_record_of_another_shape_is_measured_again(
     record: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tune.store, "load", lambda key: json.loads(record))
-    monkeypatch.setattr(tune, "_run", lambda job, program: {"us": {n: [1.0] for n in job["labels"]}, "failed": {}})
+    monkeypatch.setattr(tuner.store, "load", lambda key: json.loads(record))
+    monkeypatch.setattr(tuner, "_run", lambda job, program: {"us": {n: [1.0] for n in job["labels"]}, "failed": {}})
     torch._dynamo.reset()
     with attn_pass.record() as report, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", AttnPassWarning)
@@ -219,8 +218,8 @@ def test_many_writers_leave_a_whole_record(monkeypatch: pytest.MonkeyPatch, tmp_
 
     def write(number: int) -> None:
         for turn in range(60):
-            store.save("key", {"writer": number, "turn": turn, "filling": "x" * 4000})
-            found = store.load("key")
+            disk_cache.save("key", {"writer": number, "turn": turn, "filling": "x" * 4000})
+            found = disk_cache.load("key")
             if found is None or len(found["filling"]) != 4000:
                 wrong.append(found)
 
@@ -235,8 +234,8 @@ def test_many_writers_leave_a_whole_record(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path / "file" / "below"))
-    store.save("key", {})
-    assert store.load("key") is None
+    disk_cache.save("key", {})
+    assert disk_cache.load("key") is None
 
 
 def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +245,14 @@ def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ATTN_PASS_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    store.save("key", {})
-    assert store.load("key") is None
+    disk_cache.save("key", {})
+    assert disk_cache.load("key") is None
 
 
 def test_a_record_that_cannot_be_put_in_place_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
     (tmp_path / "key.json" / "below").mkdir(parents=True)
-    store.save("key", {})
+    disk_cache.save("key", {})
     assert [p.name for p in tmp_path.iterdir()] == ["key.json"]
 
 

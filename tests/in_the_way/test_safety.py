@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import attn_pass
-from attn_pass.cli import app
+from attn_pass.cli.main import app
+from attn_pass.entries.package import KEY
 from attn_pass.errors import PackageError
-from attn_pass.package import KEY
 
 SOURCES = sorted(Path(attn_pass.__file__).parent.rglob("*.py"))
 

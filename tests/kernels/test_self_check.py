@@ -19,11 +19,11 @@ pytest.importorskip("triton")
 from checked_kernels import MISTAKES, RIGHT
 
 import attn_pass
-from attn_pass import store
 from attn_pass.hardware import catalog
 from attn_pass.kernels import self_check
 from attn_pass.kernels.decode import Inputs, reference_with_lse
 from attn_pass.targets.decode import Decode
+from attn_pass.tuning import disk_cache
 
 CPU = torch.device("cpu")
 Results = tuple[torch.Tensor, torch.Tensor]
@@ -60,7 +60,7 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def nothing_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As in a process that has checked nothing, with a disk of its own."""
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
     monkeypatch.setattr(self_check, "_KNOWN", {})
     return tmp_path
 

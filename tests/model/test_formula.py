@@ -11,7 +11,7 @@ import torch
 import attn_pass
 from attn_pass.model import formula
 from attn_pass.model.expression import DOT, Const, apply
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 
 Tensor = torch.Tensor
 

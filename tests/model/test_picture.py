@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass.artifacts.collect import collect
-from attn_pass.artifacts.picture import Picture
 from attn_pass.model.picture import CELLS
+from attn_pass.report.pages.collect import collect
+from attn_pass.report.pages.picture import Picture
 
 Tensor = torch.Tensor
 Mask = Callable[[Tensor, Tensor], Tensor]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import attn_pass
-from attn_pass.report import Report
+from attn_pass.report.record import Report
 
 Tensor = torch.Tensor
 INF = math.inf

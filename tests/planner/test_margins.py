@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
-from attn_pass import store
 from attn_pass.hardware import calibration, catalog
 from attn_pass.hardware.calibration import Calibration
 from attn_pass.hardware.device import Device, cpu, facts
@@ -20,6 +19,7 @@ from attn_pass.planner import choose as planner
 from attn_pass.planner import margins
 from attn_pass.targets import decode, flash, flex
 from attn_pass.targets.base import Offer, Setting
+from attn_pass.tuning import disk_cache
 
 BF16 = torch.bfloat16
 H200 = catalog.by_name("H200")
@@ -111,7 +111,7 @@ def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
 
 
 def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
     here = replace(H200, is_here=True)
     calibration.save(Calibration(facts(here), shares={"cudnn": {"prefill": 0.9}}))
     known = calibration.applied(here)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import attn_pass
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 
 Tensor = torch.Tensor
 B, H, KV, L, S, D = 2, 8, 2, 96, 160, 64

@@ -11,9 +11,9 @@ import torch
 from against_eager import qkv, randn
 
 import attn_pass
-from attn_pass import dynamo
-from attn_pass.planner import tune
-from attn_pass.trial import interleaved
+from attn_pass.entries import dynamo
+from attn_pass.tuning import tuner
+from attn_pass.tuning.worker import interleaved
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,7 @@ def test_what_is_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch
     taken = {(None, ()): "leave", ("sdpa", ()): "sdpa"}.get((site.target, site.poor_cases), "sdpa (grouped heads)")
     assert measured[taken] <= min(measured.values()) * 1.04
     assert len(list(tmp_path.iterdir())) == 1
-    monkeypatch.setattr(tune, "_run", lambda *_: pytest.fail("measured twice"))
+    monkeypatch.setattr(tuner, "_run", lambda *_: pytest.fail("measured twice"))
     with torch.no_grad():
         assert site_of(grouped, *inputs).measured_us == measured
 
@@ -55,20 +55,20 @@ def test_measurements_overrule_predictions(monkeypatch: pytest.MonkeyPatch) -> N
     def measured(job: dict[str, Any], _: object) -> dict[str, Any]:
         return {"us": {label: [1.0 if label == "sdpa" else 9.0] for label in job["labels"]}, "failed": {}}
 
-    monkeypatch.setattr(tune, "_run", measured)
+    monkeypatch.setattr(tuner, "_run", measured)
     with torch.no_grad():
         site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
         assert site.predicted_us["sdpa (grouped heads)"] < site.predicted_us["sdpa"]
         assert (site.target, site.poor_cases) == ("sdpa", ())
         monkeypatch.setattr(
-            tune, "_run", lambda job, _: {"us": {label: [2.0] for label in job["labels"]}, "failed": {}}
+            tuner, "_run", lambda job, _: {"us": {label: [2.0] for label in job["labels"]}, "failed": {}}
         )
         site = site_of(grouped, *qkv(2, 8, 4, 301, 64, kv_heads=2))
     assert site.outcome == "left" and "already the fastest" in site.reason
 
 
 def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "_LIMIT_SECONDS", 0.01)
+    monkeypatch.setattr(tuner, "_LIMIT_SECONDS", 0.01)
     with torch.no_grad():
         site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
     assert site.outcome == "rewritten" and "the model decides" in site.reason and not site.measured_us
@@ -88,7 +88,7 @@ def _jobs(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *inputs: Tens
         jobs.append(job)
         return "only looked at"
 
-    monkeypatch.setattr(tune, "_run", keep)
+    monkeypatch.setattr(tuner, "_run", keep)
     site = site_of(fn, *inputs, **options)
     assert "only looked at" in site.reason
     return jobs[0]

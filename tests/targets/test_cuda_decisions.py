@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEG_INF = float("-inf")

@@ -32,7 +32,7 @@ from pallas_programs import (
 from torch import Tensor
 
 import attn_pass
-from attn_pass.export import _rewritten
+from attn_pass.entries.export import _rewritten
 from attn_pass.hardware import catalog
 from attn_pass.hardware.device import device_for
 from attn_pass.options import Options

@@ -351,7 +351,7 @@ def test_a_failure_of_the_verification_leaves_the_site_alone(monkeypatch: pytest
 
 def test_the_compiled_site_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's fault that no graph shows: the code Inductor makes is run, not the graph."""
-    from attn_pass import dynamo
+    from attn_pass.entries import dynamo
 
     inputs = qkv(1, 2, 16, 16, 16, grad=True)
     torch._dynamo.reset()

@@ -11,9 +11,10 @@ import torch
 from chromium import Browser, find
 
 import attn_pass
-from attn_pass.artifacts.collect import collect
-from attn_pass.artifacts.html import page
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.pages.collect import collect
+from attn_pass.report.pages.html import page
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
 CHROMIUM = find()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found: install one, or name it in CHROMIUM")

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from attn_pass import store
 from attn_pass.errors import AttnPassError
 from attn_pass.kernels.cpu.scores import checked
 from attn_pass.kernels.cpu.source import ELEMENTS, call_of, kernel_source, namespace_of, of_this_machine
+from attn_pass.tuning import disk_cache
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 _SECONDS = 600  # a compiler that takes longer hangs
@@ -59,7 +59,7 @@ def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ign
     text = f"{kernel_source(sets, checked(score) if score else score)}\n{function}"
     command = (compiler(), *_FLAGS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
-    folder = store.folder() / "kernels"
+    folder = disk_cache.folder() / "kernels"
     library = folder / f"attention_{ELEMENTS[dtype].lower()}_{name}.so"
     if not library.exists():
         try:

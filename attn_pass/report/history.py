@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from attn_pass import channels
-from attn_pass.report import LOCK, Report
+from attn_pass.report import torch_logging
+from attn_pass.report.record import LOCK, Report
 
 _HISTORY_SIZE = 256
 
@@ -39,7 +39,7 @@ def publish(report: Report, *, compiled: bool = True) -> None:
         with LOCK:
             if not any(known is report for known in _HISTORY):
                 _HISTORY.append(report)
-    channels.tell(report)
+    torch_logging.tell(report)
 
 
 def reports() -> list[Report]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attn_pass.errors import PackageError
-from attn_pass.report import Report
+from attn_pass.report.record import Report
 
 KEY = "attn_pass"
 _SETTING = "aot_inductor.metadata"

@@ -20,7 +20,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from attn_pass.compat import require_inductor
-from attn_pass.dynamo import (
+from attn_pass.entries.dynamo import (
     Decision,
     cause_of,
     decide,
@@ -30,14 +30,14 @@ from attn_pass.dynamo import (
     patches_for,
     told,
 )
+from attn_pass.entries.package import with_report
+from attn_pass.entries.retry import Failure, leave_all, warn_failed
+from attn_pass.entries.snapshot import Snapshot
 from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
-from attn_pass.package import with_report
-from attn_pass.recording import publish
-from attn_pass.report import Report
-from attn_pass.retry import Failure, leave_all, warn_failed
-from attn_pass.snapshot import Snapshot
+from attn_pass.report.history import publish
+from attn_pass.report.record import Report
 
 
 def aot_compile(

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from attn_pass.artifacts.collect import Collection, GraphRecord, collect, told
-from attn_pass.artifacts.html import index_page, page
-from attn_pass.artifacts.outputs import Output, Outputs, decompiled, watching
+from attn_pass.report.pages.collect import Collection, collect, told
+from attn_pass.report.pages.graphs import GraphRecord
+from attn_pass.report.pages.html import index_page, page
+from attn_pass.report.pages.outputs import Output, Outputs, decompiled, watching
 
 _DRAWING_SECONDS = 60
 _NONE_DECIDED = (
@@ -74,10 +75,13 @@ class _Folder:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def write(self, collection: Collection, outputs: Outputs, *, draw: bool) -> None:
-        report = collection.report
+        report, graphs = collection.report, collection.graphs
         main = Section("Report")
         self._file(
-            main, "report.html", lambda: page(report, collection), "sites, masks, roofline, code before and after"
+            main,
+            "report.html",
+            lambda: page(report, graphs),
+            "sites, masks, roofline, code before and after",
         )
         self._file(main, "report.txt", lambda: f"{report.table(160, verbose=True)}\n", "the table")
         self._file(main, "report.json", report.to_json, "for attn-pass compare, and for programs")

@@ -19,8 +19,9 @@ import typer
 from attn_pass.errors import AttnPassError
 
 if TYPE_CHECKING:
-    from attn_pass.artifacts.collect import Collection
-    from attn_pass.report import Report, SiteReport
+    from attn_pass.report.pages.collect import Collection
+    from attn_pass.report.record import Report
+    from attn_pass.report.site import SiteReport
 
 _FAILED, _BAD_INPUT = 1, 2
 
@@ -92,7 +93,7 @@ def explain(
 
     Compiles nothing.
     """
-    from attn_pass.artifacts.collect import Collection, collect
+    from attn_pass.report.pages.collect import Collection, collect
 
     collection = Collection()
     if html is not None and not html.resolve().parent.is_dir():
@@ -151,7 +152,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print what is installed here, what for, how to get the rest, and which targets are on."""
-    found = importlib.import_module("attn_pass.doctor").diagnosis()
+    found = importlib.import_module("attn_pass.cli.doctor").diagnosis()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -246,8 +247,8 @@ def main() -> None:
 
 def _stored(path: str) -> Report:
     """The report in a JSON file or a package."""
-    from attn_pass.package import package_report
-    from attn_pass.report import Report
+    from attn_pass.entries.package import package_report
+    from attn_pass.report.record import Report
 
     try:
         if path.endswith(".pt2"):
@@ -262,10 +263,10 @@ def _stored(path: str) -> Report:
 
 
 def _write_page(path: Path, report: Report, collection: Collection) -> None:
-    from attn_pass.artifacts.html import page
+    from attn_pass.report.pages.html import page
 
     try:
-        path.write_text(page(report, collection), encoding="utf-8")
+        path.write_text(page(report, collection.graphs), encoding="utf-8")
     except OSError as error:
         _fail(f"--html {path} cannot be written: {error.strerror or error}")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+from torch.fx import Node
 
 from attn_pass.errors import OptionError, first_line
 from attn_pass.hardware import catalog
 from attn_pass.options import ANNOTATION, LEAVE, Options, annotated_targets, unknown_name
-from attn_pass.patterns.base import Site
 from attn_pass.poor_cases import CASES
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 from attn_pass.targets import all_targets
 
 
@@ -41,13 +41,13 @@ def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
             raise unknown_name(what, name, known)
 
 
-def rule_for(site: Site, record: SiteReport, options: Options) -> tuple[str, tuple[str, ...]] | None:
-    """The user's rule for a site: whose it is, in words, and its targets in order.
+def rule_for(nodes: Iterable[Node], record: SiteReport, options: Options) -> tuple[str, tuple[str, ...]] | None:
+    """The user's rule for the site that consists of these nodes: whose it is, in words, and its targets in order.
 
     An annotation of the program comes before `Options.rules`, which go by module path and by source line. Raises
     `OptionError` for an annotation that names no target.
     """
-    for node in (site.node, *site.internal):
+    for node in nodes:
         annotations = node.meta.get("custom")
         asked = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
         if asked is not None:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from attn_pass.artifacts.times import time_taken, times_of
-from attn_pass.report import Report, SiteReport, common_module, plain_table
+from attn_pass.report.pages.html import rendered
+from attn_pass.report.pages.times import time_taken, times_of
+from attn_pass.report.site import ReportView, SiteReport
+from attn_pass.report.text import common_module, plain_table
 
 Aspect = Literal["outcome", "target", "reason", "time"]
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -65,8 +67,8 @@ class Comparison:
         same: how many sites do not differ.
     """
 
-    before: Report
-    after: Report
+    before: ReportView
+    after: ReportView
     changes: tuple[Change, ...]
     same: int
 
@@ -137,15 +139,13 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from attn_pass.artifacts.html import comparison_fragment
-
-        return comparison_fragment(self)
+        return rendered("comparison.html", comparison=self)
 
 
 _COLUMNS = (("sites", None), ("where", 8), ("what", 3), ("before", 12), ("after", 12))
 
 
-def compared(before: Report, after: Report) -> Comparison:
+def compared(before: ReportView, after: ReportView) -> Comparison:
     """The comparison: sites are matched by module path, source line and order, then by module path and function.
 
     Where a line has more sites in one report than in the other, those of equal form, shapes and mask are matched first.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 
 WIDTH, HEIGHT = 520, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46

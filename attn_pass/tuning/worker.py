@@ -1,4 +1,4 @@
-"""A worker process that compiles one attention in several forms and times them: ``python -m attn_pass.trial``.
+"""A worker process that compiles one attention in several forms and times them: ``python -m attn_pass.tuning.worker``.
 
 Reads a job as JSON from its standard input and writes the result to its standard output. The forms are
 timed in turns, so that what disturbs the machine disturbs all of them.
@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from attn_pass import dynamo
+from attn_pass.entries import dynamo
 from attn_pass.errors import RewriteError
 from attn_pass.graph.cut import Input
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import only
-from attn_pass.report import Report
+from attn_pass.report.record import Report
 
 Run = Callable[[], Any]
 _BLOCK = 0.005  # seconds a form runs before the next one's turn

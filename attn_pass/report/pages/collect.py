@@ -19,64 +19,13 @@ from typing import Any
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule, Node
 
-from attn_pass.artifacts.picture import Picture
 from attn_pass.errors import AttnPassWarning, first_line
-from attn_pass.report import Report, SiteReport
+from attn_pass.report.pages.graphs import GraphRecord, SiteChange
+from attn_pass.report.pages.picture import Picture
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
 
-_PROGRAMS = {"compile": "torch.compile", "export": "torch.export", "aoti": "AOTInductor"}
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
-
-
-@dataclass(frozen=True, eq=False)
-class SiteChange:
-    """What deciding one site did to its graph.
-
-    Attributes:
-        record: the site's report.
-        removed, added: names of the nodes that went and came; the last of either has the site's own name.
-        picture: of the mask; None where there is nothing to show.
-    """
-
-    record: SiteReport
-    removed: tuple[str, ...] = ()
-    added: tuple[str, ...] = ()
-    picture: Picture | None = None
-
-
-@dataclass(eq=False)
-class GraphRecord:
-    """One root graph.
-
-    Attributes:
-        program: "compile", "export" or "aoti".
-        compile_id: Dynamo's, "0/0"; "" where it is no graph of Dynamo's.
-        report: its sites.
-        before, after: readable code, source lines as comments; "" where it could not be printed.
-        sites: a change for every site, in the order they were decided.
-        drawing: the graph afterwards as torch.fx's drawer describes it to graphviz; "" where nobody asked.
-        not_drawn: why there is none; "" otherwise.
-        seconds: what collecting took, which is no part of what the pass takes.
-    """
-
-    program: str
-    report: Report
-    before: str = ""
-    after: str = ""
-    sites: list[SiteChange] = field(default_factory=list)
-    drawing: str = ""
-    not_drawn: str = ""
-    compile_id: str = ""
-    seconds: float = 0.0
-
-    @property
-    def title(self) -> str:
-        """Where the graph comes from: "torch.compile 0/0"."""
-        return f"{_PROGRAMS.get(self.program, self.program)} {self.compile_id}".strip()
-
-    @property
-    def was_undone(self) -> bool:
-        """Whether the original was compiled after all, and what had been changed was not used."""
-        return self.before != self.after and not self.report.rewritten
 
 
 @dataclass(eq=False)
@@ -98,10 +47,6 @@ class Collection:
         for graph in self.graphs:
             whole.extend(graph.report)
         return whole
-
-    def change_of(self, record: SiteReport) -> SiteChange | None:
-        """What was collected of a site."""
-        return next((c for g in self.graphs for c in g.sites if c.record is record), None)
 
 
 _ACTIVE: ContextVar[tuple[Collection, ...]] = ContextVar("attn_pass_collections", default=())

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attn_pass.emitted import Emission, culprits
 from attn_pass.errors import AttnPassWarning
-from attn_pass.report import Report
+from attn_pass.graph.provenance import Emission, culprits
+from attn_pass.report.record import Report
 
 TORCHS_OWN = ("sdpa", "cudnn", "flash", "efficient")
 """Targets that are calls of torch's own: the last to be suspected."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attn_pass.capture import explain
+from attn_pass.entries.explain import explain
 from attn_pass.hardware import calibration, catalog
 from attn_pass.hardware import device as hardware
 from attn_pass.targets import all_targets

@@ -6,21 +6,21 @@ import base64
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attn_pass.artifacts.picture import WORDS, Picture
-from attn_pass.artifacts.plot import plots, short
-from attn_pass.artifacts.sides import Run, side_by_side
-from attn_pass.artifacts.times import form_taken, times_of
-from attn_pass.report import Report, SiteReport, common_module, printable, shape_lines
+from attn_pass.report.pages.graphs import GraphRecord, change_of
+from attn_pass.report.pages.picture import WORDS, Picture
+from attn_pass.report.pages.plot import plots, short
+from attn_pass.report.pages.side_by_side import Run, side_by_side
+from attn_pass.report.pages.times import form_taken, times_of
+from attn_pass.report.site import ReportView, SiteReport
+from attn_pass.report.text import common_module, printable, shape_lines
 
 if TYPE_CHECKING:
     import jinja2
-
-    from attn_pass.artifacts.collect import Collection, GraphRecord
-    from attn_pass.artifacts.compare import Comparison
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MOST_LINES = 6000  # of code on one page; what is longer shows its changes only
@@ -89,12 +89,12 @@ class GraphView:
     shortened: bool
 
 
-def page(report: Report, collection: Collection | None = None) -> str:
-    """The whole page; with a collection also the code before and after, and pictures of the masks."""
-    entries = entries_of(report, collection)
-    graphs = [] if collection is None else [_graph(n, g, entries) for n, g in enumerate(collection.graphs, 1)]
+def page(report: ReportView, collected: Sequence[GraphRecord] = ()) -> str:
+    """The whole page; with what was collected also the code before and after, and pictures of the masks."""
+    entries = entries_of(report, collected)
+    graphs = [_graph(n, g, entries) for n, g in enumerate(collected, 1)]
     shown = [(entry.number, entry.site) for entry in entries]
-    return _render(
+    return rendered(
         "report.html",
         report=report,
         entries=entries,
@@ -106,28 +106,23 @@ def page(report: Report, collection: Collection | None = None) -> str:
     )
 
 
-def fragment(report: Report) -> str:
+def fragment(report: ReportView) -> str:
     """The summary and a small table, for a notebook's cell."""
-    entries = entries_of(report, None)
-    return _render("fragment.html", report=report, entries=entries[:_FRAGMENT_ROWS], more=entries[_FRAGMENT_ROWS:])
-
-
-def comparison_fragment(comparison: Comparison) -> str:
-    """A comparison's table, for a notebook's cell."""
-    return _render("comparison.html", comparison=comparison)
+    entries = entries_of(report, ())
+    return rendered("fragment.html", report=report, entries=entries[:_FRAGMENT_ROWS], more=entries[_FRAGMENT_ROWS:])
 
 
 def index_page(title: str, summary: str, sections: Any, remarks: Any) -> str:
     """The page that links the files of `attn_pass.inspect`."""
-    return _render("index.html", title=title, summary=summary, sections=sections, remarks=remarks)
+    return rendered("index.html", title=title, summary=summary, sections=sections, remarks=remarks)
 
 
-def entries_of(report: Report, collection: Collection | None) -> list[Entry]:
+def entries_of(report: ReportView, collected: Sequence[GraphRecord]) -> list[Entry]:
     """The entries of a page, numbered."""
     found = []
     for number, group in enumerate(report.groups(), 1):
         site = group[0]
-        changes = [collection.change_of(s) for s in group] if collection is not None else []
+        changes = [change_of(collected, s) for s in group]
         picture = next((c.picture for c in changes if c is not None and c.picture is not None), None)
         times = times_of(site)
         slowest = max(times.values(), default=1.0) or 1.0
@@ -148,7 +143,7 @@ def entries_of(report: Report, collection: Collection | None) -> list[Entry]:
     return found
 
 
-def _counts(report: Report) -> list[tuple[str, int]]:
+def _counts(report: ReportView) -> list[tuple[str, int]]:
     sites = tuple(report.sites)
     kinds = ["near miss" if s.kind == "near miss" else s.outcome for s in sites]
     return [(kind, kinds.count(kind)) for kind in ("rewritten", "decomposed", "left", "near miss") if kind in kinds]
@@ -211,7 +206,7 @@ def _own(name: str) -> str:
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
 
-def _render(template: str, **values: Any) -> str:
+def rendered(template: str, **values: Any) -> str:
     return str(_environment().get_template(template).render(**values))
 
 

@@ -7,7 +7,8 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
 from attn_pass.patterns.base import Site
-from attn_pass.report import SiteReport, module_path, source_line
+from attn_pass.report.places import module_path, source_line
+from attn_pass.report.site import SiteReport
 
 
 def record_of(site: Site, count: int) -> SiteReport:

@@ -13,13 +13,13 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from attn_pass.dynamo import decide, known_buffers, told
+from attn_pass.entries.dynamo import decide, known_buffers, told
+from attn_pass.entries.export import exported, known_values
+from attn_pass.entries.snapshot import Snapshot
 from attn_pass.errors import AttnPassError, CaptureError
-from attn_pass.export import exported, known_values
 from attn_pass.options import Options, make_options
-from attn_pass.recording import publish
-from attn_pass.report import Report
-from attn_pass.snapshot import Snapshot
+from attn_pass.report.history import publish
+from attn_pass.report.record import Report
 
 
 def explain(

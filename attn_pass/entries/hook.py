@@ -20,9 +20,9 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
-from attn_pass.dynamo import DECIDED, decide
+from attn_pass.entries.dynamo import DECIDED, decide
 from attn_pass.options import Options, make_options
-from attn_pass.recording import publish
+from attn_pass.report.history import publish
 
 PRE_GRAD_SLOT, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
 
@@ -121,7 +121,7 @@ def _patches(options: Options) -> dict[str, Any]:
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    from attn_pass.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, shield_patches, slot_of, without
+    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, shield_patches, slot_of, without
 
     # A base class would make `import attn_pass` import Inductor, which takes seconds.
     CustomGraphPass.register(RewritePass)
@@ -141,7 +141,7 @@ def _cleared(installed: RewritePass) -> dict[str, Any]:
     """Values of the slots without ours: what was there before, if nobody else changed it since."""
     from torch._inductor import config
 
-    from attn_pass.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, passes_of, slot_of, without
+    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, passes_of, slot_of, without
 
     values: dict[str, Any] = {}
     for name in (PRE_GRAD_SLOT, PRE_SLOT, POST_SLOT):
@@ -157,7 +157,7 @@ def _installed() -> RewritePass | None:
     """The pass that is in the pre-grad slot of this thread's configuration."""
     from torch._inductor import config
 
-    from attn_pass.shield import passes_of
+    from attn_pass.entries.shield import passes_of
 
     return next((p for p in passes_of(config.pre_grad_custom_pass) if isinstance(p, RewritePass)), None)
 
@@ -174,8 +174,8 @@ def _identity(options: Options) -> str:
 def _sources() -> str:
     """A hash of this package's source files."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    root = Path(__file__).parents[1]
+    for path in sorted(p for kind in ("*.py", "*.hpp") for p in root.rglob(kind)):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
 

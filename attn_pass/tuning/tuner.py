@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from attn_pass import store
 from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.extract import Program, extract
@@ -27,6 +26,7 @@ from attn_pass.hardware.device import facts
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import Measured
 from attn_pass.targets.base import Setting
+from attn_pass.tuning import disk_cache
 
 _SECONDS = 2.0  # of timing, where the forms are hard to tell apart
 _LIMIT_SECONDS = 300.0  # for a site: starting the process and compiling every form included
@@ -62,13 +62,13 @@ class Tuner:
         except CannotExtract as error:
             return f"tune=True: not measured, {error}; the model decides"
         job = self._job(place, program, [LEAVE, *labels])
-        key = store.key_of([job, _digests(program), facts(place.setting.device)])
-        result = _checked(store.load(key))
+        key = disk_cache.key_of([job, _digests(program), facts(place.setting.device)])
+        result = _checked(disk_cache.load(key))
         if result is None:
             told = _run(job, program)
             if isinstance(told, str):
                 return f"tune=True: not measured, {told}; the model decides"
-            store.save(key, result := told)
+            disk_cache.save(key, result := told)
         found = {label: statistics.median(samples) for label, samples in result["us"].items()}
         if LEAVE not in found or len(found) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
@@ -100,7 +100,7 @@ def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:
             job = {**job, "values": str(Path(folder) / "values.pt")}
             torch.save(values, job["values"])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        command = [sys.executable, "-m", "attn_pass.trial"]
+        command = [sys.executable, "-m", "attn_pass.tuning.worker"]
         try:
             done = subprocess.run(
                 command, input=json.dumps(job), capture_output=True, text=True, env=environment, timeout=_LIMIT_SECONDS

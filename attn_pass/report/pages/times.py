@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from attn_pass.report import SiteReport
+from attn_pass.report.site import SiteReport
 
 
 def times_of(site: SiteReport) -> dict[str, float]:

@@ -15,7 +15,9 @@ from typing import Literal
 from torch._logging import trace_structured
 from torch.fx import GraphModule
 
-from attn_pass.report import Report, SiteReport, printable
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
+from attn_pass.report.text import printable
 
 NAME = "attn_pass"
 """Of the logger and of the pass in provenance; artifacts are attn_pass_report, attn_pass_before and attn_pass_after."""

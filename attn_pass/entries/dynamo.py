@@ -14,16 +14,8 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule, Node
 
-from attn_pass import channels
-from attn_pass.artifacts import collect
 from attn_pass.compat import require_inductor
-from attn_pass.emitted import Emission
-from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
-from attn_pass.graph.values import KNOWN_TENSORS
-from attn_pass.options import OPTION_NAMES, Options, Runner, make_options, split_options
-from attn_pass.recording import publish
-from attn_pass.report import Report
-from attn_pass.retry import (
+from attn_pass.entries.retry import (
     Failure,
     could_not_lower,
     failure_of,
@@ -32,7 +24,15 @@ from attn_pass.retry import (
     mark_retried,
     warn_failed,
 )
-from attn_pass.snapshot import Snapshot, tracing_state
+from attn_pass.entries.snapshot import Snapshot, tracing_state
+from attn_pass.errors import AttnPassWarning, OptionError, RewriteError
+from attn_pass.graph.provenance import Emission
+from attn_pass.graph.values import KNOWN_TENSORS
+from attn_pass.options import OPTION_NAMES, Options, Runner, make_options, split_options
+from attn_pass.report import torch_logging
+from attn_pass.report.history import publish
+from attn_pass.report.pages import collect
+from attn_pass.report.record import Report
 
 Backend = Callable[..., Callable[..., Any]]
 CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]
@@ -51,8 +51,8 @@ def backend(
     """A torch.compile backend: rewrite the attention of the graph, then compile it with Inductor.
 
     torch.compile takes `mode` or `options`, not both; so options may hold "mode". If Inductor cannot lower the
-    rewritten graph, the pass decides once more without the target it failed on (`attn_pass.retry`); if that fails too
-    the original is compiled and every site is reported left. One warning names the first site.
+    rewritten graph, the pass decides once more without the target it failed on (`attn_pass.entries.retry`); if that
+    fails too the original is compiled and every site is reported left. One warning names the first site.
     With mode="lite" Inductor runs no pattern passes at all; the rewriting is done all the same.
 
     Args:
@@ -200,7 +200,7 @@ def decide(
     """
     from attn_pass import engine
 
-    channels.trace_graph("before", gm)
+    torch_logging.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
     original = Snapshot(gm)
     emissions: list[Emission] = []
@@ -233,7 +233,7 @@ def decide(
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
     gm.meta[DECIDED] = True
     if changed:
-        channels.trace_graph("after", gm)
+        torch_logging.trace_graph("after", gm)
     return Decision(report, changed, original, emissions)
 
 
@@ -376,7 +376,7 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
     # torch's own wrapper also sets what CUDA graphs need in the environment.
     patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
     if options.shield:
-        from attn_pass.shield import POST_SLOT, PRE_SLOT, shield_patches
+        from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
 
         slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
         patches.update(shield_patches(slots))

@@ -1,0 +1,159 @@
+"""The report of one or more graphs: its sites, as a table, as JSON, as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_pass.report.json_schema import check_fields
+from attn_pass.report.pages.compare import Comparison, compared
+from attn_pass.report.pages.html import fragment, page
+from attn_pass.report.site import ReportView, SiteReport
+from attn_pass.report.text import COLUMNS, counted, plain_table, row_key, row_of
+
+LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
+
+
+@dataclass(eq=False)
+class Report:
+    """The sites of one or more graphs, in graph order. ``str(report)`` is a table.
+
+    Attributes:
+        sites: one SiteReport a site; other threads may be adding, so add by `append` and `extend`.
+        seconds: time attn_pass itself took, in seconds.
+        graphs: root graphs looked at.
+    """
+
+    sites: list[SiteReport] = field(default_factory=list)
+    seconds: float = 0.0
+    graphs: int = 0
+
+    @property
+    def rewritten(self) -> list[SiteReport]:
+        """The sites that changed: rewritten or decomposed."""
+        return [site for site in tuple(self.sites) if site.outcome != "left"]
+
+    @property
+    def left(self) -> list[SiteReport]:
+        """The sites that stay as they were, near misses included."""
+        return [site for site in tuple(self.sites) if site.outcome == "left"]
+
+    @property
+    def fixed_constants(self) -> tuple[str, ...]:
+        """Buffers and constants, by name, whose values were relied on: other values need another compile."""
+        return tuple(sorted({name for site in tuple(self.sites) for name in site.fixed}))
+
+    def append(self, site: SiteReport) -> None:
+        """Add one site; safe from any thread."""
+        with LOCK:
+            self.sites.append(site)
+
+    def extend(self, other: ReportView) -> None:
+        """Add the sites (the same records, not copies), seconds and graphs of another report."""
+        if other is self:
+            return
+        with LOCK:
+            known = {id(site) for site in self.sites}
+            self.sites.extend(site for site in other.sites if id(site) not in known)
+            self.seconds += other.seconds
+            self.graphs += other.graphs
+
+    def mark_left(self, reason: str) -> None:
+        """Record that the whole graph was left after all: every site that had changed is left for this reason."""
+        for site in self.rewritten:
+            site.mark_left(reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """{"graphs", "seconds", "rewritten", "left" (counts), "fixed_constants", "sites" (dicts)}, ready for JSON."""
+        with LOCK:
+            return {
+                "graphs": self.graphs,
+                "seconds": self.seconds,
+                "rewritten": len(self.rewritten),
+                "left": len(self.left),
+                "fixed_constants": list(self.fixed_constants),
+                "sites": [site.to_dict() for site in self.sites],
+            }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Report:
+        """The report that `to_dict` was taken of; else TypeError, ValueError, KeyError or AttributeError."""
+        sites = [SiteReport.from_dict(site) for site in stored["sites"]]
+        counts = {name: stored[name] for name in ("seconds", "graphs")}
+        check_fields(cls, counts)
+        return cls(sites=sites, **counts)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
+        return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    def summary(self) -> str:
+        """One line: how many sites, what became of them, how long it took."""
+        took = f"{counted(self.graphs, 'graph')}, {self.seconds:.3f} s in attn_pass"
+        sites = tuple(self.sites)
+        if not sites:
+            return f"attn_pass: no attention found ({took})"
+        outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
+        told = ", ".join(f"{number} {name}" for number, name in outcomes if number)
+        misses = sum(site.kind == "near miss" for site in sites)
+        what = counted(len(sites) - misses, "attention site")
+        if misses:
+            near = counted(misses, "near miss", "near misses")
+            what = near if misses == len(sites) else f"{what} and {near}"
+        return f"attn_pass: {what}: {told} ({took})"
+
+    def groups(self) -> list[list[SiteReport]]:
+        """The sites, with those that differ in nothing but the layer they are in put together."""
+        groups: dict[str, list[SiteReport]] = {}
+        for site in tuple(self.sites):
+            groups.setdefault(row_key(site), []).append(site)
+        return list(groups.values())
+
+    def table(self, width: int | None = None, *, verbose: bool = False) -> str:
+        """The table as plain text; equal rows are one row with how many they are.
+
+        Args:
+            width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+            verbose: what every target said against a site also where the site is rewritten.
+        """
+        groups = self.groups()
+        if not groups:
+            return self.summary()
+        lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
+        if fixed := self.fixed_constants:
+            lines.append(f"fixed, as their values are compiled in: {', '.join(fixed)}")
+        return "\n".join([self.summary(), *lines])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_html(self) -> str:
+        """The report as one page that loads nothing: summary, sites to filter and expand, formulas, a roofline."""
+        return page(self)
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the page of `to_html` to a file. `attn_pass.inspect` writes one that has the graphs as well."""
+        text = self.to_html()
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the summary and a small table."""
+        return fragment(self)
+
+    def compare(self, after: Report) -> Comparison:
+        """What is different in another report of the same model: of a later version, other options, another device."""
+        return compared(self, after)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,130 @@
+"""Reports as plain text: tables, and the cells in them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from io import StringIO
+
+from attn_pass.report.site import SiteReport
+
+_TABLE_WIDTH = 160
+_BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
+
+COLUMNS = (
+    ("sites", None),
+    ("outcome", 4),
+    ("form", 2),
+    ("where", 8),
+    ("shapes", 7),
+    ("mask", 4),
+    ("why", 14),
+)
+
+
+def plain_table(
+    columns: Sequence[tuple[str, int | None]], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """A table as lines of plain text.
+
+    Args:
+        columns: titles, and what share of the width each gets; None for what it needs.
+        rows: of cells, which may have several lines.
+        width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+    """
+    # Here, so that compiling needs no rich: only showing does.
+    from rich.box import Box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=Box(_BOX, ascii=True), pad_edge=False, padding=(0, 1, 0, 0), header_style="")
+    for title, ratio in columns:
+        table.add_column(title, overflow="fold", ratio=ratio, no_wrap=title == "sites")
+    for row in rows:
+        table.add_row(*(Text(printable(cell), overflow="fold") for cell in row))
+    out = StringIO()
+    console = Console(file=out, width=width or _width(), color_system=None, force_terminal=False, force_jupyter=False)
+    console.print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return [line for line in lines if line]
+
+
+def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
+    site = group[0]
+    number = f"x{len(group)}" if len(group) > 1 else "1"
+    if site.count > 1:
+        number += f" ({site.count} calls)"
+    module = common_module([member.module for member in group])
+    return (
+        number,
+        site.became,
+        site.form,
+        "\n".join(filter(None, (site.where, module))),
+        "\n".join(filter(None, (*shape_lines(site), f"{site.dtype} {site.device}".strip()))),
+        site.mask,
+        "\n".join(_why(site, verbose)),
+    )
+
+
+def row_key(site: SiteReport) -> str:
+    """Equal for sites whose rows may be shown as one: all fields but the layer they are in."""
+    told = site.to_dict()
+    del told["node"], told["module"]
+    told["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
+    return json.dumps(told, sort_keys=True) + "/".join(_pattern(site.module))
+
+
+def printable(text: str) -> str:
+    """Without control characters but line ends: a stored report may come from anywhere, and a terminal obeys them."""
+    return "".join(c for c in text if c == "\n" or c.isprintable())
+
+
+def common_module(modules: Sequence[str]) -> str:
+    """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
+    parts = [module.split(".") for module in modules]
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*parts, strict=True))
+
+
+def shape_lines(site: SiteReport) -> list[str]:
+    """One line for each shape, with the operands that have it: "query (1, 8, 1, 64)", "key, value (1, 8, 77, 64)"."""
+    names: dict[str, list[str]] = {}
+    for name, shape in site.shapes.items():
+        names.setdefault(f"({', '.join(map(str, shape))})", []).append(name)
+    return [f"{', '.join(having)} {shape}" if len(names) > 1 else shape for shape, having in names.items()]
+
+
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
+    yield site.reason
+    if site.poor_cases:
+        yield f"poor cases: {', '.join(site.poor_cases)}"
+    if site.score_mod:
+        yield f"score function: {site.score_mod.partition('return ')[2]}"
+    if site.assumptions:
+        yield f"assumed: {'; '.join(site.assumptions)}"
+    if site.predicted_us:
+        cheapest_first = sorted(site.predicted_us.items(), key=lambda offer: offer[1])
+        yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
+    if site.verified_error is not None:
+        yield f"verified: error {site.verified_error:.2g}"
+    if site.not_verified:
+        yield f"not verified: {site.not_verified}"
+    if verbose or site.outcome == "left":
+        same: dict[str, list[str]] = {}
+        for target, why in site.refusals.items():
+            same.setdefault(why, []).append(target)
+        yield from (f"{', '.join(targets)}: {why}" for why, targets in same.items() if why != site.reason)
+
+
+def _pattern(module: str) -> list[str]:
+    return ["*" if part.isdigit() else part for part in module.split(".")]
+
+
+def _width() -> int:
+    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH

@@ -1,0 +1,1 @@
+"""Measuring instead of predicting: the job, the worker process, the disk cache."""
