@@ -10,6 +10,7 @@ from attn_pass.graph.effects import is_metadata_assertion, is_pure
 from attn_pass.graph.stand_in import ShapeUse, can_stand_in
 from attn_pass.graph.writes import draws_random_numbers
 from attn_pass.reading.lift import Reader
+from attn_pass.reading.views import VIEWS
 
 _MOST = 64
 
@@ -70,7 +71,20 @@ def _takes_a_shape(reader: Reader, user: Node, node: Node) -> ShapeUse | None:
         return ShapeUse(user, node, strides=False) if user.args[1] in _ATTRIBUTES else None
     if name in _OF_A_DTYPE or name in _SIZES:
         return ShapeUse(user, node, strides=False)
-    return ShapeUse(user, node, strides=True) if name in _AS_LARGE else None
+    return ShapeUse(user, node, strides=True) if name in _AS_LARGE or _is_view_for_a_shape(reader, user) else None
+
+
+def _is_view_for_a_shape(reader: Reader, node: Node, steps: int = 4) -> bool:
+    """Whether a node is a view that is taken for its shape alone: ``zeros_like(scores[..., :1])``.
+
+    A slice lies in memory with gaps, so it is the whole that gets another tensor; the view is then one of that.
+    """
+    call = reader.call(node)
+    if call is None or steps == 0 or call.op not in VIEWS or not reader.is_alias(node, call):
+        return False
+    return all(
+        _takes_a_shape(reader, u, node) is not None or _is_view_for_a_shape(reader, u, steps - 1) for u in node.users
+    )
 
 
 def _name(user: Node) -> str:

@@ -99,16 +99,17 @@ def check_no_shift(score: Expr, keys: Axis, node: Node) -> None:
 
 
 def sink_positions(
-    reader: Reader, softmax: Node, dim: int, at_softmax: Position, keys: Axis
+    reader: Reader, softmax: Node, read: Softmax, at_softmax: Position, keys: Axis
 ) -> tuple[Position, ...] | None:
     """Where the softmax has its entries before and behind the keys; None if it has none.
 
     Raises `Unreadable` for too many, and where the keys are not the others in their order.
     """
+    dim = read.dim
     extra: Index = reader.shape(softmax)[dim] - keys.size
     first = at_softmax[dim] - axis_index(keys)
     if not isinstance(extra, int) or not 0 <= extra <= _MOST:
-        raise Unreadable(_NOT_WHOLE, softmax)
+        raise Unreadable(OTHER_KEYS if len(reader.products.get(read.input, ())) > 1 else _NOT_WHOLE, softmax)
     outside = keys in axes(*at_softmax[:dim], *at_softmax[dim + 1 :])
     if outside or not isinstance(first, int) or not 0 <= first <= extra:
         raise Unreadable(_NOT_WHOLE if extra else "the softmax runs over another dimension than the keys", softmax)
@@ -116,5 +117,6 @@ def sink_positions(
     return tuple((*at_softmax[:dim], place, *at_softmax[dim + 1 :]) for place in places) or None
 
 
+OTHER_KEYS = "the weights are a part of the softmax, whose other scores are of keys that cannot be joined to these"
 _NOT_WHOLE = "the product does not sum over the whole softmax"
 _MOST = 8  # sinks of a row; further ones are keys by another name

@@ -26,7 +26,7 @@ from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_windo
 from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
 from attn_pass.patterns.shape_uses import remaining_shape_uses, with_shape_uses
 from attn_pass.patterns.shared_scores import with_partners
-from attn_pass.patterns.sinks import added_sink, check_no_shift, read_sinks, sink_positions
+from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, read_sinks, sink_positions
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
 from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts, describe
@@ -211,7 +211,7 @@ def _lift(
     at_softmax = spine.leaf_position
     if at_softmax is None:
         raise Unreadable("the weights do not come from the softmax", node)
-    beside_keys = sink_positions(reader, softmax, read.dim, at_softmax, keys)
+    beside_keys = sink_positions(reader, softmax, read, at_softmax, keys)
     if reader.regions.of(softmax) != region:
         raise Unreadable("the softmax runs under another context than the product", softmax)
     internal |= dict.fromkeys(read.nodes)
@@ -223,6 +223,8 @@ def _lift(
     assert value is not None
     internal |= dict.fromkeys(scores.internal)
     inner = reader.product(scores_product)
+    if scores.leaf_position is None and keys.size != reader.shape(softmax)[read.dim]:
+        raise Unreadable(OTHER_KEYS, scores_product)
     if inner is None or scores.leaf_position is None:
         raise Unreadable("the product of queries and keys cannot be read", scores_product)
     if scores.dropout:

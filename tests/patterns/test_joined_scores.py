@@ -391,6 +391,25 @@ def test_other_pieces_of_weights(name: str) -> None:
     assert not report.rewritten and [(n.op, str(n.target), n.name) for n in program.graph.nodes] == before
 
 
+def axial(q: Tensor, k: Tensor, v: Tensor, text: Tensor) -> Tensor:
+    """DALL-E's: every row of an image attends to itself and to one text, of which each row would need a copy."""
+    both = torch.cat((torch.einsum("bxid,bjd->bxij", q, text), torch.einsum("bxid,bxjd->bxij", q, k)), -1)
+    weights = both.softmax(-1)
+    to_text, to_row = weights[..., : text.shape[1]], weights[..., text.shape[1] :]
+    return torch.einsum("bxij,bxjd->bxid", to_row, v) + torch.einsum("bxij,bjd->bxid", to_text, text)
+
+
+def test_keys_of_another_shape_are_left_with_the_reason() -> None:
+    report = same(axial, *qkv(), randn(2, 11, 16, seed=9), rewritten=0)
+    assert len(report.sites) == 2, report
+    assert all("other scores are of keys that cannot be joined" in s.reason for s in report.sites), report
+
+
+def test_one_key_of_another_shape_is_a_sink_whose_weight_stays() -> None:
+    report = same(axial, *qkv(), randn(2, 1, 16, seed=9), rewritten=1)
+    assert "the attention weights are also used" in report.rewritten[0].reason
+
+
 def test_pieces_that_no_target_takes_are_as_they_were() -> None:
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> Tensor:

@@ -54,7 +54,12 @@ def of_permuted_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.masked_fill(torch.ones_like(scores).tril() == 0, NEG_INF).softmax(-1) @ v
 
 
-CAUSAL = [new_ones, ones_like, boolean_ones_like, full_like, full_like_in_place, filled, of_permuted_scores]
+def of_a_slice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    return scores.masked_fill(torch.ones_like(scores[:1, 0]).tril() == 0, NEG_INF).softmax(-1) @ v
+
+
+CAUSAL = [of_a_slice, new_ones, ones_like, boolean_ones_like, full_like, full_like_in_place, filled, of_permuted_scores]
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -118,8 +123,19 @@ def of_the_weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return weights @ v + torch.ones_like(weights).sum(-1, keepdim=True)
 
 
+def strips_of_a_slice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A slice lies in memory with gaps, and what is as large as it is does not."""
+    scores = (q.transpose(0, 1).contiguous() @ k.transpose(0, 1).mT).transpose(0, 1)
+    mask = torch.ones_like(scores[:1, :, :, 2:].mT[0]).cumsum(-2).mT
+    bias = torch.nn.functional.pad(mask.sin(), (2, 0))
+    return (scores + bias).softmax(-1) @ v + mask.stride(0) + 10 * mask.stride(1)
+
+
+STAYING = [strips, strips_of_permuted_scores, strips_of_a_slice, used_again, by_their_size, of_the_weights]
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("program", [strips, strips_of_permuted_scores, used_again, by_their_size, of_the_weights])
+@pytest.mark.parametrize("program", STAYING)
 def test_what_is_made_of_the_shape_stays_without_the_scores(program: Program, dynamic: bool | None) -> None:
     same(program, *qkv(q_len=7, kv_len=9), rewritten=1, dynamic=dynamic, targets=("sdpa",))
 
@@ -162,7 +178,23 @@ def drawn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores * scores.bernoulli(0.5)).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("program", [values_of_the_scores, a_fill_from_the_scores, cloned, drawn])
+def a_slice_of_them(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    first = scores[..., :1]
+    return (scores + torch.zeros_like(first)).softmax(-1) @ v + first
+
+
+def a_slice_that_is_written(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    first = scores[..., :1]
+    first.mul_(torch.ones_like(first) * scores.sum())
+    return scores.softmax(-1) @ v
+
+
+USED = [values_of_the_scores, a_fill_from_the_scores, cloned, drawn, a_slice_of_them, a_slice_that_is_written]
+
+
+@pytest.mark.parametrize("program", USED)
 def test_a_use_of_their_values_is_one(program: Program) -> None:
     torch._dynamo.reset()
     with attn_pass.record() as report:

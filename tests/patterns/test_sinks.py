@@ -51,6 +51,10 @@ def transformers(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor | N
     return torch.nn.functional.softmax(logits, dim=-1, dtype=logits.dtype)[..., :-1] @ v
 
 
+def zero_like(scores: Tensor, part: slice) -> Tensor:
+    return softmax(torch.cat([torch.zeros_like(scores[..., part]), scores], -1))[..., 1:]
+
+
 def with_bias(bias: Callable[[], Tensor]) -> Program:
     return lambda q, k, v, sink: softmax(joined(q @ k.mT + bias(), sink))[..., :-1] @ v
 
@@ -129,6 +133,14 @@ READ |= {
         lambda q, k, v: softmax(torch.cat([q.new_zeros(2, 2, q.shape[2], 1), q @ k.mT], -1))[..., 1:] @ v,
         (),
     ),
+    "zeros like a slice of the scores": (lambda q, k, v: zero_like(q @ k.mT * 0.3, slice(0, 1)) @ v, ()),
+    "zeros like the last of the scores": (lambda q, k, v: zero_like(q @ k.mT * 0.3, slice(-1, None)) @ v, ()),
+    "numbers like one score": (
+        lambda q, k, v: (
+            softmax(torch.cat([torch.full_like((x := q @ k.mT)[..., 0], 0.5)[..., None], x], -1))[..., 1:] @ v
+        ),
+        (),
+    ),
     "zeros expanded": (
         lambda q, k, v: softmax(torch.cat([torch.zeros(1).expand(2, 2, q.shape[2], 1), q @ k.mT], -1))[..., 1:] @ v,
         (),
@@ -137,6 +149,16 @@ READ |= {
 
 
 LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
+    "a slice of the scores themselves": (
+        lambda q, k, v: softmax(torch.cat([(x := q @ k.mT)[..., :1], x], -1))[..., 1:] @ v,
+        (),
+    ),
+    "a multiple of zeros like a slice": (
+        lambda q, k, v: (
+            softmax(torch.cat([torch.zeros_like((x := q @ k.mT)[..., :1]).add_(x[..., 1:2]), x], -1))[..., 1:] @ v
+        ),
+        (),
+    ),
     "one joined, and one in the sum": (
         lambda q, k, v, s: softmax_one(joined(q @ k.mT, s))[..., :-1] @ v,
         (SINK,),

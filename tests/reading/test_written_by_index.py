@@ -136,7 +136,11 @@ def between(s: Tensor, w: Tensor, b: Tensor) -> None:
     s[:, :, 2:-1, 3:-2] += b[:, :, 1:-1, 2:-2]
 
 
-ADDED = [graphormer, multiplied_in_part, more_dimensions_than_the_part, rows_but_one, between]
+def all_but_the_last(s: Tensor, w: Tensor, b: Tensor) -> None:
+    s[:, :, :-2] += w[:, :, 2:]
+
+
+ADDED = [graphormer, multiplied_in_part, more_dimensions_than_the_part, rows_but_one, between, all_but_the_last]
 
 
 @pytest.mark.parametrize("learned", [False, True])
@@ -192,7 +196,7 @@ def test_it_is_read_at_lengths_known_at_run_time(change: Change) -> None:
     same(attention(change), *inputs(), rewritten=1, dynamic=True)
 
 
-@pytest.mark.parametrize("change", [graphormer, graphormer_by_numbers, between])
+@pytest.mark.parametrize("change", [graphormer, graphormer_by_numbers, between, all_but_the_last])
 def test_one_program_adds_to_a_part_at_every_length(change: Change) -> None:
     def given(length: int) -> list[Tensor]:
         q, k, v = (randn(2, 4, length, 16, seed=n) for n in range(3))
