@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class AttnPassError(Exception):
     """Base of every error attn_pass raises on purpose; anything else that escapes is a defect of attn_pass."""
@@ -34,3 +36,26 @@ class AttnPassWarning(UserWarning):
 def first_line(error: Exception) -> str:
     """What a table has room for of a message."""
     return (str(error).splitlines() or [""])[0][:200]
+
+
+def cause_of(error: BaseException) -> str:
+    """Type and first line of what went wrong, from under the wrappers the compiler puts around an exception."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """What a capture error says, on one line: without torch's hints on how to log more, and nothing said twice."""
+    text = _LOGGING_HINTS.sub("", re.split(_AFTERTHOUGHTS, str(error))[0])
+    lines = dict.fromkeys(line.strip() for line in text.splitlines())
+    words = " ".join(line for line in lines if line)
+    return f"{type(error).__name__}: {words if len(words) <= 800 else words[:797] + '...'}"
+
+
+_AFTERTHOUGHTS = "The error above occurred when calling|\n *from user code:"
+_LOGGING_HINTS = re.compile(
+    r"^\s*(Developer debug context|For more |For extended logs|If you suspect|Set TORCH).*$"
+    r"|For more information, run with \S+|\(Size-like symbols: none\)",
+    re.MULTILINE,
+)

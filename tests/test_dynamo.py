@@ -227,7 +227,7 @@ def test_options_that_cannot_be_are_refused(given: dict[str, Any], message: str)
 
 
 def test_mode_and_options_reach_inductor_and_other_passes_stay() -> None:
-    from attn_pass.entries.dynamo import inductor_patches
+    from attn_pass.entries.inductor import inductor_patches
     from attn_pass.entries.shield import Shield, passes_of
 
     def theirs(graph: torch.fx.Graph) -> None: ...

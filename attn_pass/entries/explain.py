@@ -13,10 +13,10 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from attn_pass.entries.dynamo import decide, known_buffers, told
 from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.snapshot import Snapshot
-from attn_pass.errors import AttnPassError, CaptureError
+from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.errors import AttnPassError, CaptureError, in_one_line
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
 from attn_pass.report.record import Report
@@ -109,7 +109,7 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
             compiled(*args, **kwargs)
     except Exception as error:
         raise CaptureError(
-            f"{name} could not be captured: {told(error)}\nCheck that it runs eagerly with these inputs "
+            f"{name} could not be captured: {in_one_line(error)}\nCheck that it runs eagerly with these inputs "
             "(explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
             "torch.compile(model, backend='eager') says"
         ) from error

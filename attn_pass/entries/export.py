@@ -20,20 +20,12 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from attn_pass.compat import require_inductor
-from attn_pass.entries.dynamo import (
-    Decision,
-    cause_of,
-    decide,
-    failed,
-    inductor_patches,
-    next_decision,
-    patches_for,
-    told,
-)
+from attn_pass.entries.inductor import inductor_patches, patches_for
 from attn_pass.entries.package import with_report
 from attn_pass.entries.retry import Failure, leave_all, warn_failed
 from attn_pass.entries.snapshot import Snapshot
-from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError
+from attn_pass.entries.transaction import Decision, decide, failed, next_decision
+from attn_pass.errors import CaptureError, OptionError, PackageError, RewriteError, cause_of, in_one_line
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO
 from attn_pass.options import Options, Runner, make_options, split_options, unknown_name
 from attn_pass.report.history import publish
@@ -204,7 +196,7 @@ def exported(
         if dynamic_shapes is not None:
             given += f" and dynamic_shapes={dynamic_shapes!r}"
         raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__} with {given}: {told(error)}\nCheck that "
+            f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}\nCheck that "
             "the model runs with these inputs, and that every size declared dynamic may really differ from the "
             "example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
         ) from error

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
-from attn_pass.entries.dynamo import DECIDED, decide
+from attn_pass.entries.transaction import DECIDED, decide
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from attn_pass.entries import dynamo
-from attn_pass.errors import RewriteError
+from attn_pass.entries.inductor import compile_with_inductor
+from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.errors import RewriteError, cause_of
 from attn_pass.graph.cut import Input
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import LEAVE, Options
@@ -45,16 +46,16 @@ def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = (
     """
 
     def compile_as(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        known = dynamo.known_buffers(gm, example_inputs, options)
+        known = known_buffers(gm, example_inputs, options)
         names = (n.name for n in gm.graph.nodes if n.op == "placeholder")
         kept = {n: ("a buffer", x) for n, x in zip(names, example_inputs) if any(x is v for v in values)}
         known[KNOWN_TENSORS] = {**known[KNOWN_TENSORS], **kept}
         report = Report()
         if label != LEAVE:
-            report = dynamo.decide(gm, options, "compile", "inductor", known, measure=only(label)).report
+            report = decide(gm, options, "compile", "inductor", known, measure=only(label)).report
             if not report.rewritten:
                 raise RewriteError(f"nothing takes the form {label}")
-        return dynamo.compile_with_inductor(gm, example_inputs, options, report)
+        return compile_with_inductor(gm, example_inputs, options, report)
 
     return compile_as
 
@@ -167,7 +168,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
                 run()
                 runs[label] = run
             except Exception as error:
-                failed[label] = dynamo.cause_of(error)
+                failed[label] = cause_of(error)
         samples = interleaved(runs, job["seconds"]) if len(runs) > 1 else {}
     return {"us": samples, "failed": failed}
 

@@ -753,7 +753,7 @@ def test_a_long_window_is_chosen_by_cost() -> None:
 
 def measured_by(found: Callable[[Sequence[str]], dict[str, float]], **shape: int) -> tuple[Any, list[str]]:
     """The call that is emitted where forms are timed like that, and the labels that were to be timed."""
-    from attn_pass.entries import dynamo
+    from attn_pass.entries import transaction
     from attn_pass.options import make_options
 
     asked: list[str] = []
@@ -766,7 +766,7 @@ def measured_by(found: Callable[[Sequence[str]], dict[str, float]], **shape: int
 
     def compile_as(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         options = make_options(device="H200", on_error="raise")
-        reports.append(dynamo.decide(gm, options, "compile", "inductor", measure=measure).report)
+        reports.append(transaction.decide(gm, options, "compile", "inductor", measure=measure).report)
         graphs.append(gm)
         return gm.forward
 
@@ -796,10 +796,12 @@ def test_the_worker_gives_a_form_by_its_label() -> None:
     found: list[Any] = []
 
     def compile_as(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        from attn_pass.entries import dynamo
+        from attn_pass.entries import transaction
         from attn_pass.options import make_options
 
-        found.append(dynamo.decide(gm, make_options(device="H200"), "compile", "inductor", measure=only(label)).report)
+        found.append(
+            transaction.decide(gm, make_options(device="H200"), "compile", "inductor", measure=only(label)).report
+        )
         return gm.forward
 
     torch._dynamo.reset()

@@ -351,7 +351,7 @@ def test_a_failure_of_the_verification_leaves_the_site_alone(monkeypatch: pytest
 
 def test_the_compiled_site_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's fault that no graph shows: the code Inductor makes is run, not the graph."""
-    from attn_pass.entries import dynamo
+    from attn_pass.entries import transaction
 
     inputs = qkv(1, 2, 16, 16, 16, grad=True)
     torch._dynamo.reset()
@@ -359,8 +359,8 @@ def test_the_compiled_site_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compile(plain, backend=attn_pass.backend, options={"verify": "kernel", "choose": "fused"})(*inputs)
     assert report.sites[0].verified_error is not None
     torch._dynamo.reset()
-    compiled = dynamo._compiled_site
-    monkeypatch.setattr(dynamo, "_compiled_site", lambda *a: lambda *x: tuple(y * 2 for y in compiled(*a)(*x)))
+    compiled = transaction.compiled_site
+    monkeypatch.setattr(transaction, "compiled_site", lambda *a: lambda *x: tuple(y * 2 for y in compiled(*a)(*x)))
     with attn_pass.record() as report, pytest.warns(AttnPassWarning, match="verification failed"):
         torch.compile(plain, backend=attn_pass.backend, options={"verify": "kernel", "choose": "fused"})(*inputs)
     assert report.sites[0].outcome == "left"

@@ -1,0 +1,99 @@
+"""Inductor: the settings a compile gets, a site compiled alone, and a backward that runs without it where it fails."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule
+
+from attn_pass.entries.retry import (
+    first_where,
+)
+from attn_pass.entries.snapshot import Snapshot
+from attn_pass.errors import AttnPassWarning, cause_of
+from attn_pass.options import Options
+from attn_pass.report.record import Report
+
+
+def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | None) -> dict[str, Any]:
+    """Inductor config patches for one compile: those of the mode, the user's over them, and the shield."""
+    from torch._inductor import config
+
+    # torch's own wrapper also sets what CUDA graphs need in the environment.
+    patches: dict[str, Any] = {**torch._TorchCompileInductorWrapper(mode, None, None).config, **inductor}
+    if options.shield:
+        from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
+
+        slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
+        patches.update(shield_patches(slots))
+    return patches
+
+
+def patches_for(report: Report) -> dict[str, Any]:
+    """Inductor config patches that what was emitted needs.
+
+    With max-autotune or without, the C++ template of FlexAttention lets Inductor fuse what follows into it and then
+    raises NotImplementedError (torch 2.13.0).
+    """
+    on_cpu = any(site.target == "flex" and site.device == "cpu" for site in report.rewritten)
+    return {"epilogue_fusion": False} if on_cpu else {}
+
+
+def compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
+) -> Callable[..., Any]:
+    """Compile a graph that was decided already, with what its report says was emitted."""
+    given = report if report.rewritten else None
+    return compile_under(inductor_patches(options, {}, None), gm, example_inputs, given)
+
+
+def compiled_site(options: Options, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A rewritten site alone, compiled as the graph it is part of will be; to verify what is generated for it."""
+    from torch._inductor import config
+
+    with config.patch(fx_graph_cache=False):
+        return compile_with_inductor(module, inputs, options, Report())
+
+
+def compile_under(
+    patches: dict[str, Any], gm: GraphModule, example_inputs: Sequence[Any], report: Report | None
+) -> Callable[..., Any]:
+    """Compile with Inductor under these patches, which then hold for the backward that is compiled later, too."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    inner = compile_fx_inner if report is None else _with_eager_backward(compile_fx_inner, report)
+    if report is not None:
+        patches = patches | patches_for(report)
+    compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
+
+
+def _with_eager_backward(compile_inner: Callable[..., Any], report: Report) -> Callable[..., Any]:
+    """Inductor's inner compile, for which a backward graph it cannot lower runs as the plain ops it consists of.
+
+    The backward is compiled at the first call of backward(), when it is too late to go back to the original graph.
+    """
+
+    @functools.wraps(compile_inner)
+    def compile_forgiving(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if not kwargs.get("is_backward"):
+            return compile_inner(gm, example_inputs, **kwargs)
+        plain = Snapshot(gm)
+        try:
+            return compile_inner(gm, example_inputs, **kwargs)
+        except Exception as error:
+            from torch._functorch.aot_autograd import make_boxed_func
+
+            warnings.warn(
+                f"attn_pass: the backward of the graph with the attention at {first_where(report)} runs without "
+                f"Inductor, which could not lower it ({cause_of(error)})",
+                AttnPassWarning,
+                stacklevel=2,
+            )
+            return make_boxed_func(plain.module())
+
+    return compile_forgiving

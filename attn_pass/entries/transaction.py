@@ -1,0 +1,216 @@
+"""Deciding on a graph with its original kept: once more without the target the compiler failed on, or as it was."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attn_pass import engine
+from attn_pass.entries.inductor import compiled_site
+from attn_pass.entries.retry import (
+    Failure,
+    could_not_lower,
+    failure_of,
+    leave_all,
+    mark_retried,
+    warn_failed,
+)
+from attn_pass.entries.snapshot import Snapshot, tracing_state
+from attn_pass.errors import OptionError, RewriteError, cause_of
+from attn_pass.graph.provenance import Emission
+from attn_pass.graph.values import KNOWN_TENSORS
+from attn_pass.options import Options, Runner
+from attn_pass.report import torch_logging
+from attn_pass.report.history import publish
+from attn_pass.report.pages import collect
+from attn_pass.report.record import Report
+
+CompileGraph = Callable[[GraphModule, Sequence[Any], Report | None], Callable[..., Any]]
+
+
+DECIDED = "attn_pass_decided"
+"""Key in a root graph's meta: it was rewritten once, so a hook or an inner backend leaves it alone."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of a root graph: the sites' report, whether it is another one now, what it was, what was put in."""
+
+    report: Report
+    changed: bool
+    original: Snapshot
+    emissions: Sequence[Emission] = ()
+
+
+def decide(
+    gm: GraphModule,
+    options: Options,
+    program: str,
+    runner: Runner = "other",
+    known: Mapping[str, Any] | None = None,
+    measure: Callable[..., Any] | None = None,
+    without: Mapping[str, str] | None = None,
+) -> Decision:
+    """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
+
+    Args:
+        gm: the root graph.
+        options: what the user asked for.
+        program: "compile", "export" or "aoti", where the graph comes from.
+        runner: what becomes of it, see `attn_pass.options.Runner`.
+        known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
+        measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
+        without: targets that are not to be taken, and why.
+
+    Raises:
+        OptionError: an option names something that does not exist.
+        Exception: what went wrong, if options.on_error is "raise". The graph is as it was then, too.
+    """
+    torch_logging.trace_graph("before", gm)
+    began, report, aside = time.perf_counter(), Report(), 0.0
+    original = Snapshot(gm)
+    emissions: list[Emission] = []
+    gm.meta |= known or {}
+    try:
+        with collect.root_graph(gm, report, program) as collected:
+            changed = engine.rewrite_graph(
+                gm,
+                options=options,
+                report=report,
+                program=program,
+                runner=runner,
+                measure=measure,
+                compile_site=functools.partial(compiled_site, options),
+                emissions=emissions,
+                without=without,
+            )
+        aside = collected.seconds
+    except Exception as error:
+        told = isinstance(error, OptionError) or options.on_error == "raise"
+        if report.rewritten or not told:  # the nodes of a graph that is as it was stay themselves
+            original.restore()
+        if told:
+            raise
+        changed = False
+        leave_all(report, f"attn_pass failed on this graph ({cause_of(error)})")
+    finally:
+        for name in known or {}:
+            gm.meta.pop(name, None)
+    report.seconds, report.graphs = time.perf_counter() - began - aside, 1
+    gm.meta[DECIDED] = True
+    if changed:
+        torch_logging.trace_graph("after", gm)
+    return Decision(report, changed, original, emissions)
+
+
+def compile_rewritten(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    compile_graph: CompileGraph,
+    runner: Runner = "other",
+) -> Callable[..., Any]:
+    """Rewrite a Dynamo graph and compile it. Publishes the report once compiled.
+
+    On failure it is decided once more without the target that failed, and then the original is compiled.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: Dynamo's example inputs.
+        options: what the user asked for.
+        compile_graph: compiles (graph, inputs, the report if the graph was rewritten and None if it is the user's).
+        runner: what compiles it, see `attn_pass.options.Runner`.
+
+    Raises:
+        RewriteError: the rewritten graph failed to compile and options.on_error is "raise".
+        Exception: what compile_graph raises on the original graph.
+    """
+    if gm.meta.get(DECIDED):
+        return compile_graph(gm, example_inputs, None)
+    known = known_buffers(gm, example_inputs, options)
+    decision = decide(gm, options, "compile", runner, known)
+    restore_tracing = tracing_state()
+    failures: list[Failure] = []
+    compiled: Callable[..., Any] | None = None
+    while decision.changed and compiled is None:
+        try:
+            compiled = compile_graph(gm, list(example_inputs), decision.report)
+        except _control_flow():
+            raise
+        except Exception as error:
+            failures.append(failed(error, decision, options))
+        if compiled is None:
+            restore_tracing()
+            gm = decision.original.module()
+            again = functools.partial(decide, gm, options, "compile", runner, known)
+            decision = next_decision(decision, failures, again)
+    if compiled is None:
+        gm.meta[DECIDED] = True
+        compiled = compile_graph(gm, example_inputs, None)
+    if failures:
+        warn_failed(decision.report, failures)
+    publish(decision.report)
+    return compiled
+
+
+def failed(error: Exception, decision: Decision, options: Options) -> Failure:
+    """What is to be known of a failure to compile. Raises `RewriteError` where the user asked for that."""
+    cause = cause_of(error)
+    if options.on_error == "raise":
+        raise RewriteError(
+            f"the rewritten graph does not compile: {cause}; use on_error='warn' to compile the original instead"
+        ) from error
+    return failure_of(error, cause, decision.report, decision.emissions)
+
+
+def next_decision(decision: Decision, failures: Sequence[Failure], again: Callable[..., Decision]) -> Decision:
+    """What to compile after a failure: what is decided without the target that failed, once, or the original.
+
+    Args:
+        decision: what failed to compile.
+        failures: all failures so far.
+        again: decides on the original anew; called with ``without``.
+    """
+    first = failures[0]
+    if len(failures) > 1 or not first.without:
+        decision.report.mark_left(could_not_lower(failures))
+        return replace(decision, changed=False)
+    collect.forget(decision.report)
+    retried = again(without=first.without)
+    mark_retried(retried.report, decision.report, first)
+    return retried
+
+
+def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
+    """With ``assume_constant_buffers``: what the engine is told of the buffers among a Dynamo graph's inputs."""
+    found: dict[str, tuple[str, torch.Tensor]] = {}
+    inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
+    for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
+        of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
+            found[node.name] = (_attribute_path(node), value)
+    return {KNOWN_TENSORS: found}
+
+
+def _attribute_path(node: Node) -> str:
+    """``buffer layers.0.mask`` for a placeholder that Dynamo made of it, ``attribute layers.0.mask`` of a plain one."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    text = name() if callable(name) else name
+    words = re.findall(r"\['?(\w+)'?\]|\.(\w+)", text)[1:]
+    path = ".".join(w for pair in words for w in pair if w not in ("", "_modules", "_buffers"))
+    return f"{'buffer' if '_buffers' in text else 'attribute'} {path or node.name}"
+
+
+def _control_flow() -> tuple[type[Exception], ...]:
+    """Exceptions by which a backend talks to Dynamo: trace again, or run this frame eagerly."""
+    from torch._dynamo import exc
+
+    return (exc.RestartAnalysis, exc.SkipFrame)
