@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from attn_pass.kernels.cpu import build, operator, scores, source
-from attn_pass.kernels.cpu.operator import OPERATOR
+from attn_pass.kernels.cpu.operator import OPERATOR, WITH_LSE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCORE = "add(mul(tanh(mul(x, number(0.25f))), number(5.0f)), where(captured(1), captured(0), number(0.5f)))"
 ERRORS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of numbers of about 1
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
-    """The operator in float64, as its docstring says it."""
+def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
+    """The operator in float64, as its docstring says it: the result, and the log-sum-exp."""
     batch, heads, q_len, _ = query.shape
     kv_len, groups = key.size(2), heads // key.size(1)
     q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
@@ -54,13 +54,13 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: 
     if given.get("keep") is not None:
         kept = kept & given["keep"]
     scores = torch.where(kept, scores, float("-inf"))
-    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    empty, lse = (scores == float("-inf")).all(-1, keepdim=True), scores.logsumexp(-1)
     if (sink := given.get("sink")) is not None:
         scores = torch.cat((scores, sink.double().expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1)[..., :-1].masked_fill(~kept, 0.0) @ v
+        return scores.softmax(-1)[..., :-1].masked_fill(~kept, 0.0) @ v, lse
     out = scores.softmax(-1).masked_fill(~kept, 0.0) @ v
     otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
-    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].double(), out)
+    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].double(), out), lse
 
 
 def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int) -> Tensor:
@@ -120,10 +120,13 @@ def draw(
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
-    """The largest, relative to numbers above 1; infinite where one is NaN and the other is not."""
-    if not torch.equal(got.isnan(), expected.isnan()):
+    """The largest, relative to numbers above 1; infinite where one is NaN or infinite and the other is not."""
+    finite = expected.isfinite()
+    if not torch.equal(got[~finite].double().nan_to_num(7e9), expected[~finite].nan_to_num(7e9)):
         return float("inf")
-    return float(((got.double() - expected).abs() / (1 + expected.abs())).nan_to_num(0.0).max()) if got.numel() else 0.0
+    got, expected = got[finite], expected[finite]
+    apart = (got.double() - expected).abs() / (1 + expected.abs())
+    return float(apart.nan_to_num(float("inf")).max()) if got.numel() else 0.0
 
 
 def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> list[str]:
@@ -132,7 +135,12 @@ def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> 
     torch.manual_seed(seed)
     for n in range(count):
         operands, given = draw(rng, dtype, scored)
-        wrong = difference(OPERATOR(*operands, **given), reference(*operands, **given))
+        expected, expected_lse = reference(*operands, **given)
+        if n % 2:
+            out, lse = WITH_LSE(*operands, **given)
+            wrong = max(difference(out, expected), difference(lse, expected_lse))
+        else:
+            wrong = difference(OPERATOR(*operands, **given), expected)
         if wrong > ERRORS[dtype]:
             shapes = [tuple(x.shape) for x in operands[:3]]
             found.append(f"{dtype} {seed}.{n}: {wrong:.1e} {shapes} scale {operands[3]} {sorted(given)}")
@@ -236,6 +244,23 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> N
         assert all(torch.equal(outs[0], other) for other in outs[1:])
 
 
+@pytest.mark.parametrize("q_len", [2, 200])
+def test_the_log_sum_exp_of_scores_that_are_infinite(q_len: int) -> None:
+    """As `torch.logsumexp` has it; of no score at all it is -inf, with a sink too."""
+    query, key, value = torch.ones(1, 1, q_len, 4), torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4)
+    for rows in ([0.0, 1.0, float("inf")], [float("-inf")] * 3, [float("-inf"), 2.0, 1.0], [0.0, float("nan"), 1.0]):
+        bias = torch.tensor(rows)
+        _, lse = WITH_LSE(query, key, value, 0.5, bias=bias, sink=torch.zeros(1, 1, 1, 1), fully_masked="zero")
+        assert torch.allclose(lse, (bias + 2).logsumexp(-1).expand(1, 1, q_len), equal_nan=True)
+
+
+def test_the_log_sum_exp_where_there_are_no_values_or_no_keys() -> None:
+    query, key = torch.randn(2, 2, 3, 8), torch.randn(2, 2, 5, 8)
+    out, lse = WITH_LSE(query, key, torch.randn(2, 2, 5, 0), 1.0)
+    assert out.shape == (2, 2, 3, 0) and torch.allclose(lse, (query @ key.mT).logsumexp(-1), atol=1e-5)
+    assert WITH_LSE(query, key[:, :, :0], key[:, :, :0], 1.0)[1].eq(float("-inf")).all()
+
+
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 4, 8), (2, 2, 0, 4, 8), (2, 2, 3, 0, 8), (2, 2, 3, 4, 0)])
 def test_sizes_of_nothing(sizes: tuple[int, ...]) -> None:
     batch, heads, q_len, kv_len, dim = sizes
@@ -257,7 +282,8 @@ def test_what_it_does_not_take_is_named() -> None:
 def test_the_operator_passes_torch_s_own_checks() -> None:
     query, key = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16)
     given = {"after": 6, "ends": torch.tensor([5, 9]), "keep": torch.rand(2, 1, 3, 9) < 0.9}
-    torch.library.opcheck(OPERATOR, (query, key, key, 0.25), given)
+    for operator_ in (OPERATOR, WITH_LSE):
+        torch.library.opcheck(operator_, (query, key, key, 0.25), given)
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

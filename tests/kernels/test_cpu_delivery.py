@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import attn_pass
+from attn_pass.kernels.cpu import template  # noqa: F401, importing it registers the lowering
+from attn_pass.kernels.cpu.operator import WITH_LSE
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
@@ -55,6 +58,36 @@ def test_compiled_once_for_all_lengths() -> None:
         compiled = torch.compile(model, backend=attn_pass.backend, dynamic=True, options=OPTIONS)
         assert all(is_right(compiled, model, length) for length in (40, 9, 200))
     assert [s.target for s in report.sites] == ["cpu_kernel"]
+
+
+def both(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """The kernel's two results, and something behind each that Inductor would fuse."""
+    out, lse = WITH_LSE(query, key, value, 0.2, after=3)
+    return torch.relu(out) + 1, lse.exp() * 2
+
+
+def few_rows() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, 3, n, 40, dtype=torch.bfloat16) for n in (4, 33, 33))
+
+
+def test_the_log_sum_exp_beside_the_result_and_each_alone() -> None:
+    programs = (both, lambda *given: both(*given)[0], lambda *given: both(*given)[1])
+    # The kernel's source is no part of the key by which Inductor keeps a graph.
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        for fn in programs:
+            assert_close(torch.compile(fn)(*few_rows()), fn(*few_rows()))
+
+
+def test_the_log_sum_exp_in_a_package(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return both(query, key, value)
+
+    with torch.no_grad():
+        program = torch.export.export(Model(), few_rows())
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "m.pt2"))
+        assert_close(torch._inductor.aoti_load_package(package)(*few_rows()), both(*few_rows()))
 
 
 def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ struct Args {
   Operand q, k, v, keep, bias;
   Operand sink;                  // (B, H, L, 1), float32
   Operand captured[CAPTURED];    // (B, H, L, S), float32: what a score function reads beside the product
-  void* out;
+  void* out;  // or null where the log-sum-exp is all that is wanted
   i64 out_stride[4];
-  float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials; or null
+  float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials, without a sink; or null
   i64 B, H, HK, L, S, D, DV;
   i64 before, after, start, end;
   PerBatch shift, starts, ends;

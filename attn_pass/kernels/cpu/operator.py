@@ -21,14 +21,15 @@ BOUNDS = ("shift", "starts", "ends")
 """Those that are tensors of a number for each row of the batch."""
 _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 
-SCHEMA = (
-    "attention(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
+_ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
     "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
     "Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
-    "str fully_masked='nan') -> Tensor"
+    "str fully_masked='nan')"
 )
 _LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
-_LIBRARY.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 class _Operand(ctypes.Structure):
@@ -75,6 +76,11 @@ def result_like(query: Tensor, value: Tensor) -> Tensor:
     return query.new_empty((batch, q_len, heads, value.size(-1))).transpose(1, 2)
 
 
+def lse_like(query: Tensor) -> Tensor:
+    """The memory of the log-sum-exp."""
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -87,6 +93,7 @@ def attention(
     captured: Sequence[Tensor] | None = None,
     score: str = "",
     fully_masked: str = "nan",
+    lse: Tensor | None = None,
     **bounds: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.mT + bias, over the keys that are kept) @ value``.
@@ -112,6 +119,8 @@ def attention(
         captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
         score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
         fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
+        lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
+            kept; a sink is not among the scores.
 
     Returns:
         (B, H, L, Dv), heads after positions in memory.
@@ -122,7 +131,7 @@ def attention(
     batch, heads, q_len, dim = query.shape
     kv_len = key.size(2)
     out = result_like(query, value)
-    if out.numel() == 0:
+    if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
     scores = (batch, heads, q_len, kv_len)
     args = _Args(
@@ -135,7 +144,7 @@ def attention(
         captured=(_Operand * MOST_CAPTURED)(*(_operand(x, scores) for x in captured or ())),
         out=out.data_ptr(),
         out_stride=(ctypes.c_int64 * 4)(*out.stride()),
-        lse=None,
+        lse=None if lse is None else lse.data_ptr(),
         B=batch,
         H=heads,
         HK=key.size(1),
@@ -178,11 +187,25 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: An
     return attention(query, key, value, scale, **given)
 
 
+def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, given)
+    lse = lse_like(query)
+    return attention(query, key, value, scale, lse=lse, **given), lse
+
+
 def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
     _check(query, key, value, given)
     return result_like(query, value)
 
 
+def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
+    return _fake(query, key, value, scale, **given), lse_like(query)
+
+
 _LIBRARY.impl("attention", _on_cpu, "CPU")
 _LIBRARY.impl("attention", _fake, "Meta")
+_LIBRARY.impl("attention_with_lse", _with_lse_on_cpu, "CPU")
+_LIBRARY.impl("attention_with_lse", _with_lse_fake, "Meta")
 OPERATOR = torch.ops.attn_pass.attention.default
+WITH_LSE = torch.ops.attn_pass.attention_with_lse.default
+"""The same with a second result: the log-sum-exp of every row's scores, (B, H, L) in float32."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-import torch._inductor.lowering  # noqa: F401, first: the modules of templates import each other
+import torch
+import torch._inductor.lowering  # first: the modules of templates import each other
 from torch._inductor import ir
 from torch._inductor.codegen.cpp import get_export_declaration
 from torch._inductor.codegen.cpp_template import CppTemplate
 from torch._inductor.codegen.cpp_utils import cexpr_index
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import empty_strided, register_lowering
 from torch._inductor.virtualized import V
 
-from attn_pass.kernels.cpu.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR
+from attn_pass.kernels.cpu.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
 from attn_pass.kernels.cpu.scores import MOST_CAPTURED
 from attn_pass.kernels.cpu.source import (
     ALL,
@@ -30,6 +31,7 @@ from attn_pass.kernels.cpu.source import (
 )
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
+_LSE = "lse"
 _SOURCE = """
 {{template.header().getvalue()}}
 #ifndef {{namespace}}_h
@@ -37,7 +39,7 @@ _SOURCE = """
 {{kernel_source}}
 #endif
 extern "C" {{export_declaration}}
-{{kernel.def_kernel(inputs=inputs, outputs={"out": out}, extra_sizevars=sizes)}}
+{{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
 {
   {{namespace}}::Args args{};
 {{filled}}
@@ -73,7 +75,7 @@ class Attention(CppTemplate):
                 template=self,
                 kernel=kernel,
                 inputs={self.argument(x): x for x in self.buffers.values()},
-                out=out,
+                outputs={"out": out} if _is_wanted(out) else {},
                 sizes=self._sizes(),
                 kernel_source=kernel_source(sets, self.score),
                 namespace=namespace_of(self.score),
@@ -115,7 +117,9 @@ class _Filled:
             if name in operands:
                 (stride,) = _strides(operands[name], (q[0],))
                 lines.append(f"args.{name} = {{{self._pointer(name)}, {self._number(stride)}}};")
-        lines.append("args.out = out;")
+        lines.append(f"args.out = {'out' if _is_wanted(self.out) else 'nullptr'};")
+        if _LSE in operands:  # a buffer that is written: to Inductor's arguments it is one that is read
+            lines.append(f"args.lse = const_cast<float*>({self.template.argument(operands[_LSE])});")
         for n, stride in enumerate(self.out.get_layout().stride):
             lines.append(f"args.out_stride[{n}] = {self._number(stride)};")
         sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
@@ -132,6 +136,11 @@ class _Filled:
         start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
         at = f"{start} + {size} * ({self._number(node.get_layout().offset)})"
         return f"reinterpret_cast<const int64_t*>({at})" if name in BOUNDS else at
+
+
+def _is_wanted(out: Any) -> bool:
+    """Whether anything reads the result: Inductor allocates it only then, and the log-sum-exp may be wanted alone."""
+    return out.get_name() not in V.graph.removed_buffers
 
 
 def _strides(node: Any, shape: Any) -> list[Any]:
@@ -156,9 +165,45 @@ def _laid_out(x: Any) -> Any:
     return x
 
 
+class _Buffer(ir.CppTemplateBuffer):
+    """The template's result, and what it writes beside it: Inductor's templates for CPUs know one result."""
+
+    def __init__(self, caller: Any, written: Any) -> None:
+        super().__init__(
+            layout=caller.layout,
+            inputs=caller.input_nodes,
+            make_kernel_render=caller.make_kernel_render,
+            template=caller.template,
+            choice=caller,
+        )
+        self._written = ir.MutationOutput(ir.NoneLayout(device=caller.layout.device), written, self)
+
+    def get_outputs(self) -> list[ir.Buffer]:
+        return [self, self._written]
+
+
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
     """The template's buffer."""
+    return _keep_apart(_template(q, k, v, scale, given).generate().output_node())  # type: ignore[no-untyped-call]
+
+
+@register_lowering(WITH_LSE, type_promotion_kind=None)
+def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **given: Any) -> tuple[Any, Any]:
+    """The template's buffer, and one that it writes to."""
+    lse = empty_strided(q.get_size()[:3], None, dtype=torch.float32, device=q.get_device())
+    template = _template(q, k, v, scale, given, lse)
+    caller = template.generate()  # type: ignore[no-untyped-call]
+    return _keep_apart(ir.TensorBox.create(_Buffer(caller, template.operands[_LSE]))), lse
+
+
+def _keep_apart(out: Any) -> Any:
+    """Nothing is fused into the template: it has no room for an epilogue."""
+    V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
+    return out
+
+
+def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], lse: Any = None) -> Attention:
     there = {
         "q": q,
         "k": k,
@@ -166,6 +211,8 @@ def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
         **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
     }
     there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
+    if lse is not None:
+        there[_LSE] = lse
     operands = {name: _laid_out(x) for name, x in there.items()}
     q, v = operands["q"], operands["v"]
     batch, heads, q_len, _ = q.get_size()
@@ -180,6 +227,4 @@ def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
         "threads": 0,
         "has_score": int(bool(given.get("score"))),
     }
-    out = Attention(operands, layout, float(scale), given.get("score", ""), numbers).generate().output_node()  # type: ignore[no-untyped-call]
-    V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
-    return out
+    return Attention(operands, layout, float(scale), given.get("score", ""), numbers)

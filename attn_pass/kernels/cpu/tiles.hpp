@@ -404,10 +404,19 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
     for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
 }
 
+// The natural logarithm of the sum of a row's exponentials; -inf where no key is kept.
+inline float log_of_sum(Running r, float factor) {
+  const float infinite = std::numeric_limits<float>::infinity();
+  if (r.top == infinite) return infinite;
+  return r.sum == 0 ? -infinite : r.top * (factor * LN2) + std::log(r.sum);
+}
+
 // The result of a row: what was summed, over the sum of the weights, a sink's among them.
 template <class T>
 void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, const float* o) {
   using st = typename T::st;
+  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = log_of_sum(r, factor);
+  if (!a.out) return;
   float share = 1.0f;  // of the sum's own unit in the unit that a larger sink makes
   if (a.sink.data) {
     const i64* s = a.sink.stride;
@@ -417,7 +426,6 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, cons
     r.sum = r.sum * share + (top == -INFINITY ? 0.0f : std::exp2((sink - top) * factor));
     r.top = top;
   }
-  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = r.sum > 0 || r.sum != r.sum ? r.top * (factor * LN2) + std::log(r.sum) : -INFINITY;
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
   float mean[1024];
