@@ -63,7 +63,7 @@ class Denominator:
 
 def read_softmax(reader: Reader, node: Node) -> Softmax | None:
     """The softmax a node computes; None when it is none."""
-    call, value = reader.call(node), tensor_value(node)
+    call, value = reader.result_call(node), tensor_value(node)
     if call is None or value is None or value.dim() == 0 or call.in_place:
         return None
     read = _FORMS.get(call.op)

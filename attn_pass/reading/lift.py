@@ -131,16 +131,29 @@ class Reader:
     def call(self, node: Node) -> Call | None:
         """The operation of a node, remembered."""
         if node not in self._calls:
-            self._calls[node] = understand(node)
+            self._calls[node] = self._into_a_tensor(node) if "out" in node.kwargs else understand(node)
         return self._calls[node]
 
-    def product_call(self, node: Node) -> Call | None:
-        """The operation of a node, and that of a product as well that goes to a tensor it was given (``out=``)."""
+    def _into_a_tensor(self, node: Node) -> Call | None:
+        """A pointwise operation that writes to a tensor of its operands' type (``out=``): like one in place."""
+        call, made = understand(node, into=self.written_by(node)), tensor_value(node)
+        if call is None or made is None or call.op not in POINTWISE:
+            return None
+        held = [tensor_value(call.args.get(name)) for name in POINTWISE[call.op] if name not in ("condition", "mask")]
+        alike = all(v.dtype == made.dtype for v in held if v is not None)
+        return Call(call.op, call.args, True) if alike and made.is_floating_point() else None
+
+    def result_call(self, node: Node) -> Call | None:
+        """The operation of a node, and that of a product or softmax as well that writes to a tensor (``out=``)."""
         call = self.call(node)
         if call is not None or "out" not in node.kwargs:
             return call
-        call = understand(node, into=self.written_by(node))
-        return call if call is not None and call.op in PRODUCTS else None
+        call, made = understand(node, into=self.written_by(node)), tensor_value(node)
+        if call is None or call.op != "softmax" or made is None:
+            return call if call is not None and call.op in PRODUCTS else None
+        held = tensor_value(call["input"])
+        of_its_type = held is not None and held.dtype == made.dtype and call.get("dtype") in (None, made.dtype)
+        return call if of_its_type else None
 
     def written_by(self, node: Node) -> Node | None:
         """The tensor whose elements a node replaces by its result, all of them: ``out=``, or that of ``baddbmm_``."""
@@ -160,7 +173,7 @@ class Reader:
 
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
-        call = self.product_call(node)
+        call = self.result_call(node)
         if call is None or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
             return None
         if call.op == "sum":
@@ -235,28 +248,29 @@ class Reader:
         """
         none: frozenset[Node] = frozenset()
         for node in self.graph.nodes:
-            call = self.product_call(node)
+            call = self.result_call(node)
             if call is None:
                 continue
             if is_softmax(node):
-                self.softmaxes[node] = frozenset((node,))
+                self._reaches(node, self.softmaxes, frozenset((node,)))
                 continue
             if self._is_product(node, call):
-                self._reaches(node)
+                self._reaches(node, self.products, frozenset((node,)))
                 continue
             inputs = self.inputs(call)
             for reach in (self.products, self.softmaxes):
                 found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
                 if found and len(found) <= 8:
-                    reach[node] = found
+                    self._reaches(node, reach, found)
 
-    def _reaches(self, product: Node) -> None:
-        """Notes that a product reaches its own node, and what else sees the tensor that it is written to."""
-        self.products[product] = frozenset((product,))
-        buffer = self.written_by(product)
+    def _reaches(self, node: Node, reach: dict[Node, frozenset[Node]], found: frozenset[Node]) -> None:
+        """Notes what reaches a node, and with it what else sees the tensor that it is written to."""
+        reach[node] = found
+        is_own = "out" in node.kwargs or found == {node}  # else it writes what it reads, which is reached already
+        buffer = self.written_by(node) if is_own else None
         for alias in () if buffer is None else self.effects.aliases(buffer):
-            if self.order[alias] < self.order[product]:
-                self.products[alias] = self.products.get(alias, frozenset()) | {product}
+            if self.order[alias] < self.order[node]:
+                reach[alias] = reach.get(alias, frozenset()) | found
 
     def inputs(self, call: Call) -> list[Node]:
         """The nodes whose elements those of the call are made of, one by one."""

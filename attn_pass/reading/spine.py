@@ -77,7 +77,7 @@ class Spine:
             return self._partly_written(node, position, at)
         self._check_region(defined)
         self.internal[node] = None
-        self.internal[defined] = None
+        self.internal |= dict.fromkeys((defined, *(written_into(reader, defined) if "out" in defined.kwargs else ())))
         time = reader.order[defined]
         if call.op in VIEWS:
             found = view_of(defined, call, position, reader.sizes)

@@ -345,8 +345,10 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         return _row_of(kind, overloads[0]) if all(len(o._schema.arguments) == 1 for o in overloads) else None
     if isinstance(target, torch._ops.OpOverload):
         packet, overload = target._schema.name.split("::")[1], target._overloadname
-        if overload == "out":
-            return _row_of(kind, _resolve(f"aten.{packet}.default"))
+        if overload == "out" or overload.endswith("_out"):
+            names = (overload[:-4],) if overload != "out" else ("default", "Tensor")
+            found = [functions[p] for name in names if (p := _resolve(f"aten.{packet}.{name}")) in functions]
+            return (found[0], False) if found else None
         if packet.endswith("_"):
             plain = _resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
             if plain in functions:

@@ -15,6 +15,7 @@ from attn_pass.model.expression import Expr, apply, as_index, index_value
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most, is_nonnegative
 from attn_pass.reading.lift import POINTWISE, Reader
 from attn_pass.reading.views import VIEWS, Position
+from attn_pass.reading.vocabulary import Call
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor)
 _TRIANGLES = {"triu_indices": "ge", "tril_indices": "le"}
@@ -80,12 +81,17 @@ def _views(reader: Reader, mutation: Mutation) -> list[Node]:
     found = [mutation.target]
     while True:
         call = reader.call(found[-1])
-        source = None if call is None else call.args.get("input")
+        source = None if call is None else _viewed(reader, found[-1], call)
         if call is None or not isinstance(source, Node):
             return found
         if not call.in_place and (call.op not in VIEWS or not reader.is_alias(found[-1], call)):
             return found
         found.append(source)  # what an operation in place gives back is what it was given
+
+
+def _viewed(reader: Reader, node: Node, call: Call) -> Any:
+    """What a view is of, or what an operation in place gives back."""
+    return reader.written_by(node) if "out" in node.kwargs else call.args.get("input")
 
 
 def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -> Part | None:

@@ -278,31 +278,6 @@ def test_scores_whose_gradient_is_stopped_are_left() -> None:
     same(run, *(t.requires_grad_() for t in inputs()), rewritten=0, grad=True)
 
 
-def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT
-    return torch.mul(scores, 0.25, out=scores).softmax(-1) @ v
-
-
-def weights(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT
-    return torch.softmax(scores, -1, out=scores) @ v
-
-
-def written_over(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = q @ k.mT
-    weights = scores.softmax(-1)
-    torch.mul(weights, 2.0, out=weights)
-    return weights @ v
-
-
-@pytest.mark.parametrize("attend", [scaled, weights, written_over])
-def test_other_operations_by_out_are_not_read(attend: Attend) -> None:
-    report = same(attend, *inputs(), rewritten=0)
-    assert all("mul stands between the scores and the softmax" in site.reason for site in report.sites) or (
-        attend is not scaled
-    )
-
-
 @pytest.mark.parametrize("resized", ["scores", "result"])
 def test_a_tensor_that_is_resized_is_not_read(resized: str) -> None:
     class Model(torch.nn.Module):
