@@ -390,9 +390,9 @@ class _Graph:
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = _cases_of(offer)
-            assumed = () if site.opaque is None else site.opaque.assumes
-            record.assumptions = (*offer.assumptions, *assumed, *described.assumptions)
-            record.fixed = described.fixed
+            assumed, fixed = ((), ()) if site.opaque is None else (site.opaque.assumes, site.opaque.fixed)
+            record.assumptions = tuple(dict.fromkeys((*offer.assumptions, *assumed, *described.assumptions)))
+            record.fixed = tuple(dict.fromkeys((*fixed, *described.fixed)))
             with self._details(record):
                 record.roofline[offer.target] = roofline.as_taken(offer, setting)
             if verified is not None:
@@ -418,8 +418,8 @@ class _Graph:
         """Why a call of FlexAttention that was read stays the call it is; empty for anything else."""
         if site.opaque is None or site.opaque.form != flex_calls.FORM:
             return ""
-        if site.opaque.assumes and self.options.numerics == "strict":
-            return f"numerics='strict' does not assume that {', '.join(site.opaque.assumes)}"
+        if flex_calls.ONCE_LISTED in site.opaque.assumes and self.options.numerics == "strict":
+            return f"numerics='strict' does not assume that {flex_calls.ONCE_LISTED}"
         return flex_calls.stays(attention, self._device_of(attention).type)
 
     def _device_of(self, attention: Attention) -> Device:

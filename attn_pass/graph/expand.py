@@ -71,7 +71,7 @@ class Expansion:
                 node.graph.erase_node(node)
 
 
-def expand(plan: Plan, function: Callable[..., Any], recorder: type[Recorder] | None = None) -> Expansion:
+def expand(plan: Plan, function: Callable[..., Any], recorder: Callable[[Plan], Recorder] | None = None) -> Expansion:
     """What the call that ``plan`` is for computes, recorded while ``function`` runs on its arguments' fake values.
 
     ``function`` is called with the arguments of the call, and returns what the call does. It may use any function and
@@ -142,6 +142,13 @@ _OPERATORS = {
 }
 
 
+def run_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a node's function or method gives for other values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 class Recorder(TorchFunctionMode):
     """Makes a node of every function of torch that gives a tensor, in the spelling of a Dynamo graph."""
 
@@ -174,10 +181,7 @@ class Recorder(TorchFunctionMode):
     def again(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call in a body of the recorded call gives for these values; it becomes a node in its own spelling."""
         with torch._C.DisableTorchFunction():
-            if node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = run_again(node, args, kwargs)
         if isinstance(result, torch.Tensor):
             given = self._argument(args), self._argument(kwargs)
             self._note(result, self._insert(node.op, node.target, *given, result))

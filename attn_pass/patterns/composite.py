@@ -69,6 +69,7 @@ class Opaque:
     also: str = WEIGHTS_ARE_USED  # what it means that its second result is used
     written: AsWritten | None = None  # what the call runs if nothing is done; None where that is what is in it
     assumes: tuple[str, ...] = ()  # what its expansion rests on
+    fixed: tuple[str, ...] = ()  # tensors whose values it rests on, by name
 
     @property
     def nodes(self) -> tuple[Node, ...]:

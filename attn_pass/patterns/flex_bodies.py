@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from attn_pass.graph.expand import CannotExpand, Recorder
-from attn_pass.graph.subgraphs import attribute, operator_name
+from attn_pass.graph.expand import CannotExpand
+from attn_pass.graph.subgraphs import indexed_by_export
 from attn_pass.reading.lift import POINTWISE
 from attn_pass.reading.vocabulary import understand
 
@@ -27,8 +27,6 @@ aten = torch.ops.aten
 RANK = 4  # batch, head, query, key
 _OF_ONE_ELEMENT = ("cast", "copy", "detach", "zeros", "ones", "full", "scalar")
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat)
-# How torch.export writes an element of a captured tensor: torch/_dynamo/_trace_wrapped_higher_order_op.py, `ModIndex`.
-_INDEX_FUNCTION = "ModIndex"
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,15 @@ class _Captured:
     at: tuple[Any, ...] = ()
 
 
-def on_grid(recorder: Recorder, body: GraphModule, elements: Sequence[Tensor], captured: Sequence[Any]) -> Any:
-    """What a score or mask function gives for elements, tensors of four dimensions, and what it captures; recorded.
+class Runs(Protocol):
+    """Who computes: a `Recorder`, or nobody but torch."""
+
+    def again(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call in a function's graph gives for these values."""
+
+
+def on_grid(runs: Runs, body: GraphModule, elements: Sequence[Tensor], captured: Sequence[Any]) -> Any:
+    """What a score or mask function gives for elements, tensors of four dimensions, and what it captures.
 
     Raises:
         CannotExpand: it does something else than compute element by element, in words.
@@ -53,7 +58,7 @@ def on_grid(recorder: Recorder, body: GraphModule, elements: Sequence[Tensor], c
         elif node.op == "output":
             return values[node.args[0]] if isinstance(node.args[0], Node) else node.args[0]
         elif node.op != "get_attr":
-            values[node] = _computed(recorder, node, values)
+            values[node] = _computed(runs, node, values)
     raise CannotExpand("a function of its scores gives nothing")
 
 
@@ -68,19 +73,19 @@ def _four(value: Tensor) -> Tensor:
     return made
 
 
-def _computed(recorder: Recorder, node: Node, values: dict[Node, Any]) -> Any:
+def _computed(runs: Runs, node: Node, values: dict[Node, Any]) -> Any:
     indexed = _indexed(node)
     if indexed is not None:
         source, at = values.get(indexed[0]), map_arg(indexed[1], lambda n: values[n])
         if isinstance(source, _Captured):
             return _element_of(node, replace(source, at=(*source.at, *at)))
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else n)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
     leaves = pytree.tree_leaves((args, kwargs))
     if any(isinstance(x, (_Captured, Node)) for x in leaves):
         raise CannotExpand(f"{node.name} of its functions takes a captured tensor as a whole")
     if any(isinstance(x, Tensor) for x in leaves) and not _is_elementwise(node):
         raise CannotExpand(f"{node.name} of its functions is not computed element by element")
-    result = recorder.again(node, args, kwargs)
+    result = runs.again(node, args, kwargs)
     if isinstance(result, _NUMBERS):
         return result
     if not isinstance(result, Tensor) or result.dim() not in (0, RANK):
@@ -94,14 +99,7 @@ def _indexed(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     if call is not None and call.op in ("getitem", "index") and isinstance(call["input"], Node):
         at = call["index"]
         return call["input"], tuple(at) if isinstance(at, (tuple, list)) else (at,)
-    if operator_name(node) != "flat_apply" or not isinstance(node.args[1], Node):
-        return None
-    spec = attribute(node.args[1])
-    name, *flat = node.args[2:]
-    if not isinstance(spec, pytree.TreeSpec) or not str(name).endswith(_INDEX_FUNCTION) or len(flat) < 2:
-        return None
-    (_, source, at), kwargs = pytree.tree_unflatten([name, *flat], spec)
-    return None if kwargs or not isinstance(source, Node) else (source, tuple(at))
+    return indexed_by_export(node)
 
 
 def _element_of(node: Node, captured: _Captured) -> Any:

@@ -22,11 +22,13 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute_module, operator_name
-from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.graph.values import KNOWN_TENSORS, Sizes, fake_value, tensor_value
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.index import Index
 from attn_pass.model.mask import Band
 from attn_pass.patterns.composite import Opaque
 from attn_pass.patterns.flex_bodies import on_grid
+from attn_pass.patterns.flex_constants import Known, known_to_agree
 from attn_pass.patterns.flex_lists import Lists, is_one_block, is_same_mask, kept, made_from
 from attn_pass.reading.lift import PLAIN_TENSORS, Reader
 
@@ -57,11 +59,12 @@ class _Call:
     node: Node
     given: Mapping[str, Any]
     whole: bool  # one block holds everything
-    mask: Node | None  # what the lists were made from in this program
+    mask: Node | None = None  # what the lists were made from in this program
+    known: tuple[str, ...] = ()  # lists and tensors that keep their values, by which the lists say what mask_mod says
 
     @property
     def reads_lists(self) -> bool:
-        return not self.whole and self.mask is None
+        return not self.whole and self.mask is None and not self.known
 
 
 def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
@@ -70,6 +73,8 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
     if not found:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
+    values = gm.meta.get(KNOWN_TENSORS, {})
+    known = {n: values[n.name] for n in gm.graph.nodes if n.name in values and not effects.mutations(n)}
 
     def taken_apart(call: _Call, region: Region) -> tuple[Expansion, Node]:
         size_nodes.made.clear()  # of another call's expansion, which may not stay
@@ -81,7 +86,7 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
     for node in found:
         region = regions.of(node)
         try:
-            call = _read(node, region, sizes, effects)
+            call = _read(node, region, sizes, effects, known)
             expansion, keep = taken_apart(call, region)
             result.append(_opaque(call, region, expansion))
             if call.mask is not None:
@@ -114,7 +119,8 @@ def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:
         expansion,
         also=LOGARITHM_IS_USED,
         written=AsWritten(fused=True, library=FORM),
-        assumes=(ONCE_LISTED,) if call.reads_lists else (),
+        assumes=(ONCE_LISTED,) if call.reads_lists else tuple(f"{n} keeps the values it has now" for n in call.known),
+        fixed=tuple(name.partition(" ")[2] for name in call.known),  # without "buffer" or "constant"
     )
 
 
@@ -138,9 +144,9 @@ def stays(attention: Attention, device: str) -> str:
 # ---------------------------------------------------------------- what a call says
 
 
-def _read(node: Node, region: Region, sizes: Sizes, effects: Effects) -> _Call:
+def _read(node: Node, region: Region, sizes: Sizes, effects: Effects, known: Known) -> _Call:
     """The call, where what it asks for is what its parts would compute. Raises `CannotExpand`."""
-    given = {**dict(zip(_PARAMETERS, node.args)), **node.kwargs}
+    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args)), **node.kwargs}
     query, key, value = (tensor_value(given[name]) for name in _PARAMETERS[:3])
     if query is None or key is None or value is None or not query.dtype == key.dtype == value.dtype:
         raise CannotExpand("query, key and value are not of one type")
@@ -154,8 +160,24 @@ def _read(node: Node, region: Region, sizes: Sizes, effects: Effects) -> _Call:
     _check_options(given.get("kernel_options") or {})
     lists = Lists.of(given["block_mask"])
     scores = _scores(given, sizes)
-    whole = is_one_block(lists, *scores[2:], effects)
-    return _Call(node, given, whole, None if whole else made_from(lists, sizes))
+    if is_one_block(lists, scores[2], scores[3], effects):
+        return _Call(node, given, True)
+    if any(n not in (1, wanted) for n, wanted in zip(_shape(lists.partial, sizes), scores[:2])):
+        raise CannotExpand("its block lists are for another batch or another number of heads")
+    if lists.full is not None and _shape(lists.full_at, sizes) != _shape(lists.partial_at, sizes):
+        raise CannotExpand("its lists of partial and of full blocks have different shapes")
+    mask = made_from(lists, sizes)
+    agree = None if mask is not None else known_to_agree(lists, function_of(given["block_mask"]), given, scores, known)
+    return _Call(node, given, False, mask, agree or ())
+
+
+def function_of(argument: Any) -> GraphModule:
+    """The graph of a score function, or of the mask function that is the last thing in a block mask."""
+    holder = argument[-1] if isinstance(argument, (tuple, list)) else argument
+    body = attribute_module(holder) if isinstance(holder, Node) else None
+    if body is None:
+        raise CannotExpand("a function of its scores is not part of the program")
+    return body
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -164,7 +186,12 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise CannotExpand(f"kernel_options asks for {name}={asked!r}")
 
 
-def _scores(given: Mapping[str, Any], sizes: Sizes) -> tuple[Any, ...]:
+def _shape(node: Any, sizes: Sizes) -> tuple[Index, ...]:
+    value = tensor_value(node)
+    return () if value is None else sizes.shape(value)
+
+
+def _scores(given: Mapping[str, Any], sizes: Sizes) -> tuple[Index, ...]:
     """(B, H, L, S)."""
     query, key = (tensor_value(given[name]) for name in ("query", "key"))
     assert query is not None and key is not None
@@ -205,7 +232,7 @@ class _Parts(Recorder):
         scores = aten.mul.Tensor(product, _number(scale))
         grid = self._grid(scores)
         scores = self._scored(scores, grid, score_mod_other_buffers, wide)
-        keep = on_grid(self, self._body("block_mask"), grid, mask_mod_other_buffers)
+        keep = on_grid(self, function_of(self.call.given["block_mask"]), grid, mask_mod_other_buffers)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             raise CannotExpand("its mask_mod gives no truth value")
         if self.call.reads_lists:
@@ -213,7 +240,6 @@ class _Parts(Recorder):
                 Lists.of(block_mask),
                 keep,
                 (aten.view.default(grid[2], [-1, 1]), aten.view.default(grid[3], [-1])),
-                key.shape[2],
             )
         self.mask = self.node_of(keep)
         scores = aten.where.ScalarOther(keep, scores, -math.inf)
@@ -224,17 +250,10 @@ class _Parts(Recorder):
         return out, aten.div.Tensor(aten.logsumexp.default(scores, [-1]), math.log(2))
 
     def _scored(self, scores: Tensor, grid: tuple[Tensor, ...], captured: tuple[Any, ...], wide: torch.dtype) -> Tensor:
-        found = on_grid(self, self._body("score_mod"), (scores, *grid), captured)
+        found = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)
         if not isinstance(found, Tensor) or torch.promote_types(found.dtype, wide) != wide:
             raise CannotExpand(f"its score_mod gives no {str(wide)[6:]}")
         return _in(found, wide)
-
-    def _body(self, argument: str) -> GraphModule:
-        given = self.call.given[argument]
-        body = attribute_module(given[-1] if isinstance(given, (tuple, list)) else given)
-        if body is None:
-            raise CannotExpand(f"the function in {argument} is not part of the program")
-        return body
 
     def _for_all_heads(self, x: Tensor, query: Tensor) -> Tensor:
         """Keys or values with a head for each of the query's, and a batch entry for each of its."""

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.model.expression import loads
+from attn_pass.model.expression import Apply, Expr, apply, is_boolean, loads, may_be_boolean
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most
 from attn_pass.reading.lift import Reader, tensor_dims
 from attn_pass.reading.views import broadcast_position
@@ -70,7 +70,7 @@ def _holds(node: Any, op: str, effects: Effects) -> bool:
 
 
 def made_from(lists: Lists, sizes: Sizes) -> Node | None:
-    """The mask (B, H, L, S) that `create_block_mask` counted to make these lists; None where they are from elsewhere."""
+    """The mask (B, H, L, S) that `create_block_mask` counted for these lists; None where they are from elsewhere."""
     partial = _ordered(lists.partial, lists.partial_at)
     full = None if lists.full is None else _ordered(lists.full, lists.full_at)
     if partial is None or (lists.full is not None and full is None):
@@ -175,18 +175,35 @@ def is_same_mask(reader: Reader, keep: Node, mask: Node, scores: Sequence[Index]
     places = tuple(axis_index(a) for a in axes)
     one, other = (reader.element(node, broadcast_position(places, reader.shape(node)), at) for node in (keep, mask))
     written = any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(one))
-    return one == other and not written
+    return _in_one_form(one) == _in_one_form(other) and not written
+
+
+def _in_one_form(e: Expr) -> Expr:
+    """The expression as it is with or without the casts and the order in which `torch.vmap` calls an operator."""
+    if not isinstance(e, Apply):
+        return e
+    args = [_in_one_form(a) for a in e.args]
+    if e.op in ("add", "sub", "mul") and len(args) == 2:
+        # Beside a number a truth value is one as well, whether a cast says so or not.
+        args = [a if may_be_boolean(other) else _without_cast(a) for a, other in zip(args, reversed(args))]
+    if e.op in ("add", "mul", "and", "or"):
+        args = sorted(args, key=str)
+    return apply(e.op, *args, dtype=e.dtype)
+
+
+def _without_cast(e: Expr) -> Expr:
+    cast = isinstance(e, Apply) and e.op == "cast" and e.dtype in (torch.int64, torch.int32)
+    return e.args[0] if isinstance(e, Apply) and cast and is_boolean(e.args[0]) else e
 
 
 # ---------------------------------------------------------------- read when the program runs
 
 
-def kept(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor], kv_len: Any) -> Tensor:
+def kept(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     """``keep`` in listed blocks, everything in those that are listed as full, at rows and keys (L, 1) and (S,)."""
-    columns = (kv_len + lists.keys - 1) // lists.keys
-    table = _table(lists.partial, lists.partial_at, columns, _PARTIAL)
+    table = _table(lists.partial, lists.partial_at, _PARTIAL)
     if lists.full is not None:
-        table = aten.maximum.default(table, _table(lists.full, lists.full_at, columns, _FULL))
+        table = aten.maximum.default(table, _table(lists.full, lists.full_at, _FULL))
     row, key = (aten.floor_divide.Scalar(i, n) for i, n in zip(at, (lists.rows, lists.keys)))
     kind = aten.index.Tensor(table, [None, None, row, key])
     partial = aten.logical_and.default(aten.eq.Scalar(kind, _PARTIAL), keep)
@@ -194,9 +211,22 @@ def kept(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor], kv_len: Any) -> 
     return made
 
 
-def _table(number: Tensor, at: Tensor, columns: Any, kind: int) -> Tensor:
-    """(B, H, rows of blocks, columns of blocks), ``kind`` where the block is listed and 0 elsewhere."""
-    places = aten.arange.default(at.shape[-1], dtype=at.dtype, device=at.device)
+def listed_once(lists: Lists) -> bool:
+    """Whether every block is listed once at most, of lists that hold values."""
+    table, listed = _table(lists.partial, lists.partial_at, 1), lists.partial.sum()
+    if lists.full is not None:
+        table = aten.maximum.default(table, _table(lists.full, lists.full_at, 1))
+        listed = listed + lists.full.sum()
+    return bool(table.sum() == listed)
+
+
+def _table(number: Tensor, at: Tensor, kind: int) -> Tensor:
+    """(B, H, rows of blocks, columns of blocks), ``kind`` where the block is listed and 0 elsewhere.
+
+    A list has room for a row of all blocks, as Inductor's template for CPUs asks for.
+    """
+    columns = at.shape[-1]
+    places = aten.arange.default(columns, dtype=at.dtype, device=at.device)
     listed = aten.lt.Tensor(places, aten.unsqueeze.default(number, -1))
     # Behind the last block of a row a list holds anything.
     inside = aten.logical_and.default(listed, aten.lt.Scalar(at, columns))
