@@ -26,7 +26,7 @@ from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.stand_in import NoSize, give_stand_ins
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, Sizes, tensor_value, value_key, wants_gradient
-from attn_pass.hardware.device import Device, device_for
+from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
@@ -37,7 +37,6 @@ from attn_pass.patterns import (
     calls,
     composite,
     flash_attn_calls,
-    flex_calls,
     joined_scores,
     npu_calls,
     softmax,
@@ -168,7 +167,6 @@ class _Graph:
                 self.pieces += by_slices.put_together(self.gm, self.sizes, self.outer, self.is_body)
                 self.pieces += vmapped.without_vmap(self.gm, self.sizes, self.outer, self.is_body)
                 self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
-                self.opaque += flex_calls.take_apart(self.gm, self.sizes, self.outer, self.is_body)
         except Exception as error:
             self._complain(None, "calls of torch's modules could not be taken apart", error)
         try:
@@ -342,7 +340,7 @@ class _Graph:
         described = site.described
         assert described is not None
         attention = described.attention
-        if reason := self._not_here(attention) or self._call_stays(site, attention):
+        if reason := self._not_here(attention):
             record.reason = reason
             return False
         decision = self._decision(site, described, record)
@@ -390,9 +388,8 @@ class _Graph:
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = _cases_of(offer)
-            assumed, fixed = ((), ()) if site.opaque is None else (site.opaque.assumes, site.opaque.fixed)
-            record.assumptions = tuple(dict.fromkeys((*offer.assumptions, *assumed, *described.assumptions)))
-            record.fixed = tuple(dict.fromkeys((*fixed, *described.fixed)))
+            record.assumptions = (*offer.assumptions, *described.assumptions)
+            record.fixed = described.fixed
             with self._details(record):
                 record.roofline[offer.target] = roofline.as_taken(offer, setting)
             if verified is not None:
@@ -413,17 +410,6 @@ class _Graph:
         if self.context_parallel:
             return _OF_A_SHARD if attention.has_mask or attention.not_affine else _WITHIN_A_SHARD
         return ""
-
-    def _call_stays(self, site: Site, attention: Attention) -> str:
-        """Why a call of FlexAttention that was read stays the call it is; empty for anything else."""
-        if site.opaque is None or site.opaque.form != flex_calls.FORM:
-            return ""
-        if flex_calls.ONCE_LISTED in site.opaque.assumes and self.options.numerics == "strict":
-            return f"numerics='strict' does not assume that {flex_calls.ONCE_LISTED}"
-        return flex_calls.stays(attention, self._device_of(attention).type)
-
-    def _device_of(self, attention: Attention) -> Device:
-        return device_for(attention.sources[attention.query.source].device, self.options.device)
 
     def _decision(self, site: Site, described: Described, record: SiteReport) -> _Decision:
         """What is chosen for a site, and what for: nothing is changed yet."""
@@ -464,7 +450,7 @@ class _Graph:
             if not changed:
                 opaque.take_back()
         if changed:
-            self.replaced.update(opaque.expansion.keep(self.replaced))
+            self.replaced.update(opaque.expansion.keep())
         return changed
 
     def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
@@ -473,8 +459,7 @@ class _Graph:
             passing = {n for o in self.opaque for n in o.nodes} | {n for p in self.pieces for n in p.idle}
             self.size_nodes = SizeNodes(self.gm, self.sizes, passing)
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
-        stands_for = None if site.opaque is None else site.opaque.stands_for(site.node)
-        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body, stands_for)
+        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
         with plan.running():
             before = plan.guards()
             try:

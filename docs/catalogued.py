@@ -18,7 +18,7 @@ from torch import Tensor
 import attn_pass
 from attn_pass import patterns, poor_cases, targets
 from attn_pass.model import mask
-from attn_pass.patterns import calls, composite, flash_attn_calls, flex_calls, npu_calls, softmax
+from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
 from attn_pass.reading import vocabulary
 
 
@@ -49,7 +49,6 @@ FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
     (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
     (composite.FORM, composite, ["F.multi_head_attention_forward", "_native_multi_head_attention"]),
     (composite.ENCODER_LAYER, composite, ["_transformer_encoder_layer_fwd"]),
-    (flex_calls.FORM, flex_calls, ["torch.ops.higher_order.flex_attention"]),
     (flash_attn_calls.FORM, flash_attn_calls, [flash_attn_calls._FORWARD]),
     (npu_calls.FORM, npu_calls, [f"npu::{name}" for name in (*npu_calls._FUSION, npu_calls._INFERENCE)]),
 )

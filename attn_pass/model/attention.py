@@ -109,6 +109,7 @@ class Attention:
     compute_dtype: torch.dtype  # holds every operand and the result as they are; the kernel's products are exact in it
     output_dtype: torch.dtype
     score_dtype: torch.dtype = torch.float32  # of the scores where bias and mask join them
+    rescaled: float = 1.0  # the part of ``scale`` by which float16 scores were multiplied once the bias had joined them
     factors: tuple[Factor, ...] = ()
     result_factors: tuple[Factor, ...] = ()  # of the result's rows, over batch, heads and rows: a head mask
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero

@@ -132,8 +132,10 @@ def reference(
     around = Evaluation((*outer, *attention.rows), tensors, known)
     scores = scores.expand(dot.shape)
     if masked_from is not None and keys:
-        masked = scores.amax(-1, keepdim=True) <= masked_from
-        scores = torch.where(masked, scores.to(attention.score_dtype).to(torch.float64), scores)
+        joined = scores / attention.rescaled
+        masked = joined.amax(-1, keepdim=True) <= masked_from
+        rounded = joined.to(attention.score_dtype).to(torch.float64) * attention.rescaled
+        scores = torch.where(masked, rounded, scores)
     empty = (scores == float("-inf")).all(-1, keepdim=True) & (not attention.empty_row_is_nan)
     scores = scores.masked_fill(empty, 0.0)  # before the softmax, whose gradient of such a row is NaN as well
     if attention.sink is None:

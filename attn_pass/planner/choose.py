@@ -14,8 +14,8 @@ from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
-from attn_pass.targets import all_targets, flex
-from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets import all_targets
+from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import cost_of, problem_of
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
@@ -66,12 +66,7 @@ class Choice:
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
     """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
     if written.needed_as_well:
-        saved = value_product_cost(attention, setting)
-        if setting.kernel_as_written == FLEX:
-            # The call gives the log-sum-exp as well; beside a kernel all but the second product is computed for it.
-            problem = problem_of(attention, setting.hint)
-            return _as_it_is(attention, setting, written) - cost.unfused(setting.device, problem) + saved
-        return saved
+        return value_product_cost(attention, setting)
     return _as_it_is(attention, setting, written) - cost.traffic(setting.device, 2 * written.joined_bytes)
 
 
@@ -87,8 +82,6 @@ def _as_it_is(attention: Attention, setting: Setting, written: AsWritten) -> flo
         if setting.device.type == "npu" and not written.from_library:
             elements = 0 if written.mask == "none" else written.mask_elements
             around = cost_npu.stock_mask(setting.device, problem, causal=written.causal, elements=elements)
-        if kernel == FLEX:
-            return flex.as_written(attention, problem, setting) + copies
         return cost_of(kernel, attention, problem, setting) + copies + around
     if setting.device.type in ("cuda", "npu") and not setting.eager_form:
         problem = replace(problem, dtype=torch.float32)  # torch's unfused form widens half precision

@@ -34,9 +34,18 @@ from attn_pass.model.index import (
 )
 from attn_pass.model.repeatable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
+from attn_pass.reading import half
 from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
-from attn_pass.reading.scores import Modified, NotAffine, Scores, is_bounded, modified, normalise, weakest_fill
+from attn_pass.reading.scores import (
+    Modified,
+    NotAffine,
+    Scores,
+    is_bounded,
+    modified,
+    normalise,
+    weakest_fill,
+)
 from attn_pass.reading.spine import SideLoad
 from attn_pass.reading.views import Position
 
@@ -282,6 +291,10 @@ class _Assembly:
             self.modified = modified(self.score, self.parts.keys, self.parts.score_dtype, reason)
         except NotAffine as error:
             raise Unreadable(str(error), self.parts.result) from None
+        if self.parts.score_dtype == torch.float16:
+            inside = half.refusal_of_function(self._deep_of(self.modified.function))
+            if inside is not None:
+                raise Unreadable(inside, self.parts.result)
         for number, (factor, _) in enumerate(self.factors):
             if self.parts.dim in expression_axes(factor):
                 name = "query" if number < len(self.forms["query"].factors) else "key"
@@ -290,9 +303,10 @@ class _Assembly:
         return self.modified.around
 
     def _deep(self, expression: Expr | None) -> Expr | None:
+        return None if expression is None else self._deep_of(expression)
+
+    def _deep_of(self, expression: Expr) -> Expr:
         """The expression with every load lifted down to index arithmetic where that is possible."""
-        if expression is None:
-            return None
         reader = self.parts.reader
         live = {v: self.parts.side[k] for k, v in self._live.items()}
         values: dict[Load, Expr] = {}
@@ -366,6 +380,10 @@ class _Assembly:
         deep_bias = self._deep(scores.bias)
         deep_keep = None if scores.keep is None else self._deep(scores.keep.condition)
         named = name_mask(scores.bias, scores.keep, deep_bias, deep_keep, parts.keys, rows, parts.score_dtype)
+        if parts.score_dtype == torch.float16:
+            reason = half.refusal(scores, self._deep_of, nan_guard=parts.nan_guard)
+            if reason is not None:
+                raise Unreadable(reason, parts.result)
         distance = self._distance(named, scores, batch, heads, rows)
         computed = self._computed(named, deep_bias, deep_keep)
         operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
@@ -430,11 +448,13 @@ class _Assembly:
             raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", result)
         compute_dtype = self._compute_dtype(value.dtype)
         if parts.score_dtype == torch.float64 != compute_dtype and named.bias is not None:
-            # Where scores are only added to, a row can be shifted to what float32 keeps of it.
+            # Where scores are only added to, a row can be shifted to what float32 keeps of it, and a sink cannot.
             if self.modified is not None or (named.keep is not None and named.keep.fill != float("-inf")):
                 raise Unreadable(
                     "a matrix is added to float64 scores of narrower operands, beside another mask", result
                 )
+            if self.sink is not None:
+                raise Unreadable("a matrix is added to float64 scores of narrower operands, beside a sink", result)
         attention = Attention(
             batch=batch,
             heads=heads,
@@ -452,6 +472,7 @@ class _Assembly:
             compute_dtype=compute_dtype,
             output_dtype=value.dtype,
             score_dtype=parts.score_dtype,
+            rescaled=scores.rescaled,
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
             result_factors=tuple(Factor(renumber(f.value), f.inverse) for f in self.result_factors),
             sink=None if self.sink is None else renumber(self.sink),

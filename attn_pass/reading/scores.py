@@ -40,11 +40,21 @@ class NotAffine(Exception):
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What was added to float16 scores, and multiplied, before something else joined them."""
+
+    bias: Expr  # multiplied
+    rescaled: float
+
+
+@dataclass(frozen=True)
 class Scores:
     """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere.
 
     ``shift`` is added to all of it: the softmax does not see it, a choice between two forms of the scores does.
     ``turned``: what was added, of a size that is not known, was multiplied by a negative number with the scores.
+    ``rescaled``: what float16 scores were multiplied by since something was added that may mask; NaN for a tensor.
+    ``earlier``: the same of what had been added before, and is part of the bias.
     """
 
     scale: float = 1.0
@@ -53,6 +63,8 @@ class Scores:
     keep: Keep | None = None
     shift: float = 0.0
     turned: bool = False
+    rescaled: float = 1.0
+    earlier: tuple[Earlier, ...] = ()
 
 
 def is_masking(fill: float, dtype: torch.dtype) -> bool:
@@ -68,6 +80,12 @@ def weakest_fill(dtype: torch.dtype) -> float:
 def is_small(term: Expr, dtype: torch.dtype) -> bool:
     """Whether a term of constants and indices alone leaves the scores it is added to what they are."""
     return _size(term) < (torch.finfo(torch.float16).max / 2 if dtype == torch.float16 else _SMALL)
+
+
+def is_small_times(term: Expr, number: float) -> bool:
+    """Whether a term that was multiplied by a number left float16 scores what they were; -inf is the same anywhere."""
+    finite = _replaced(term, Const(NEGATIVE_INFINITY), Const(0.0))
+    return _size(finite) < abs(number) * torch.finfo(torch.float16).max / 2
 
 
 def _size(term: Expr) -> float:
@@ -211,6 +229,7 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
         # The same for every key: the softmax does not see it, and it is too small to undo a mask.
         return replace(scores, shift=scores.shift + float(term.value))
     scores = _without_keep(scores, dtype)
+    scores = scores if is_small(term, dtype) else _joined_anew(scores)
     bias = term if scores.bias is None else apply("add", _wide(scores.bias, dtype), _wide(term, dtype))
     return replace(scores, bias=bias)
 
@@ -261,14 +280,34 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
         bias = None if scores.bias is None else apply("mul", _wide(scores.bias, dtype), Const(number))
         turned = scores.turned or (number < 0 and scores.bias is not None and not is_small(scores.bias, dtype))
         shift = scores.shift * number
-        return replace(scores, scale=scores.scale * number, bias=bias, keep=keep, shift=shift, turned=turned)
+        scores = replace(
+            scores, scale=scores.scale * number, shift=shift, turned=turned, rescaled=_rescaled(scores, number, dtype)
+        )
+        return replace(scores, bias=bias, keep=keep)
     if keys in expression_axes(factor):
         raise NotAffine("the scores are multiplied by something that differs from key to key")
     if keep is not None:
         raise NotAffine("masked scores are multiplied by a tensor")
     scores = _shifted(scores)
+    scores = replace(scores, rescaled=_rescaled(scores, math.nan, dtype))
     bias = None if scores.bias is None else apply(op, _wide(scores.bias, dtype), _wide(factor, dtype))
     return replace(scores, factors=(*scores.factors, Factor(factor, inverse)), bias=bias)
+
+
+def _rescaled(scores: Scores, number: float, dtype: torch.dtype) -> float:
+    """What float16 scores were multiplied by in all, once they are multiplied by ``number`` as well."""
+    return number * scores.rescaled if _may_mask_half(scores, dtype) else scores.rescaled
+
+
+def _may_mask_half(scores: Scores, dtype: torch.dtype) -> bool:
+    return dtype == torch.float16 and scores.bias is not None and not is_small(scores.bias, dtype)
+
+
+def _joined_anew(scores: Scores) -> Scores:
+    """The same scores, for something to join them in float16 that is not multiplied as what joined them before."""
+    if scores.rescaled == 1 or scores.bias is None:
+        return scores
+    return replace(scores, rescaled=1.0, earlier=(*scores.earlier, Earlier(scores.bias, scores.rescaled)))
 
 
 def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -296,7 +335,9 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if scores.keep is not None and scores.bias is None and value == NEGATIVE_INFINITY:
         # Nothing but -inf comes after this fill, so that it may be low enough to absorb any score.
         scores = replace(scores, bias=_as_bias(scores.keep, None, min(scores.keep.fill, LOWEST)), keep=None)
-    return replace(_without_keep(scores, dtype), keep=Keep(condition, value))
+    scores = _without_keep(scores, dtype)
+    scores = scores if value == NEGATIVE_INFINITY else _joined_anew(scores)
+    return replace(scores, keep=Keep(condition, value))
 
 
 def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Scores:
@@ -309,7 +350,14 @@ def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Sco
     if yes.bias is no.bias is None:
         return yes
     zero = Const(0.0)
-    return replace(yes, bias=apply("where", condition, yes.bias or zero, no.bias or zero))
+    by = {x.rescaled for x in (yes, no) if _may_mask_half(x, dtype)} or {1.0}
+    return replace(
+        yes,
+        bias=apply("where", condition, yes.bias or zero, no.bias or zero),
+        turned=yes.turned or no.turned,
+        rescaled=by.pop() if len(by) == 1 else math.nan,
+        earlier=yes.earlier + no.earlier,
+    )
 
 
 def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
@@ -319,7 +367,7 @@ def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     scores = normalise(inner, keys, dtype)
     if scores.keep is not None and scores.bias is None:
         return replace(scores, keep=replace(scores.keep, fill=max(scores.keep.fill, float(bound.value))))
-    scores = _without_keep(scores, dtype)
+    scores = _joined_anew(_without_keep(scores, dtype))
     if scores.bias is None:
         return scores
     return replace(scores, bias=apply("maximum", scores.bias, bound))

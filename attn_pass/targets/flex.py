@@ -32,7 +32,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.model.mask import Band
 from attn_pass.model.text import score_mod_source
-from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.flex_blocks import Sides, block_mask, share
 from attn_pass.targets.flex_lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex_rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
@@ -67,8 +67,6 @@ class Flex:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
         if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
             return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
-        if setting.kernel_as_written == FLEX:
-            return Refusal(self.name, "the program calls FlexAttention itself")
         function = function_of(attention, setting)
         reason = refusal(Case(attention, setting, function))
         if reason is not None:
@@ -193,16 +191,6 @@ def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
     if setting.device.type == "cuda":
         return replace(problem, mask_elements=bytes_of(a, function.loads(), setting.hint), mask_bytes=1)
     return problem if loads(function.score) else replace(problem, mask_elements=0)
-
-
-def as_written(attention: Attention, problem: Problem, setting: Setting) -> float:
-    """Predicted microseconds of a call that the program makes itself, whose blocks are torch's own of 128 by 128."""
-    if setting.runner == "other":
-        return 2 * cost.unfused(setting.device, problem)
-    visited = share(attention.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["cuda"])
-    if setting.device.type == "cuda":
-        return cost_cuda.flex(setting.device, problem, visited, splits_keys=no_decoding(attention) is None)
-    return cost.flex(setting.device, problem, visited, as_written=True)
 
 
 def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:

@@ -102,15 +102,18 @@ def _bias(a: Attention) -> Expr | None:
         return None
     bias = apply("cast", _cheapest(a, "bias"), dtype=torch.float32)
     if a.score_dtype == torch.float16:
-        return _as_in_half(bias, LOWEST_CUDA)
+        return _as_in_half(bias, LOWEST_CUDA, a.rescaled)
     low = apply("and", apply("le", bias, Const(LOWEST_CUDA)), apply("gt", bias, Const(float("-inf"))))
     return apply("where", low, Const(LOWEST_CUDA), bias)
 
 
-def _as_in_half(bias: Expr, lowest: float) -> Expr:
-    """A float32 bias of float16 scores: a masking fill absorbs any score there, not in the float32 of the kernel."""
-    low = apply("where", apply("le", bias, Const(_HALF)), Const(lowest), bias)
-    return apply("where", apply("le", bias, Const(OVERFLOWS_HALF)), Const(float("-inf")), low)
+def _as_in_half(bias: Expr, lowest: float, rescaled: float) -> Expr:
+    """A float32 bias of float16 scores: a masking fill absorbs any score there, not in the float32 of the kernel.
+
+    What counts is what was added, before the scores were multiplied by ``rescaled``.
+    """
+    low = apply("where", apply("le", bias, Const(_HALF * rescaled)), Const(lowest), bias)
+    return apply("where", apply("le", bias, Const(OVERFLOWS_HALF * rescaled)), Const(float("-inf")), low)
 
 
 # ---------------------------------------------------------------- the CPU's
@@ -141,7 +144,7 @@ def score_of(a: Attention) -> Expr:
     if a.bias is not None:
         bias = a.bias
         if a.score_dtype == torch.float16:
-            bias = _as_in_half(apply("cast", bias, dtype=torch.float32), _LOWEST)
+            bias = _as_in_half(apply("cast", bias, dtype=torch.float32), _LOWEST, a.rescaled)
         score = apply("add", score, bias)
     if a.keep is not None:
         score = apply("where", a.keep.condition, score, Const(float(a.keep.fill)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_pass.graph.edit import Value, aten, fake_of
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
@@ -121,7 +121,7 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     elif a.score_dtype == torch.float16 and added is not None and not setting.fused_as_written:
         mask = _as_in_half(lower, mask)
     else:
-        mask = _in_kernel_dtype(lower, mask, shifts=over is None)
+        mask = _in_kernel_dtype(lower, mask)
     if setting.autocast is not None and not setting.fused_as_written and fake_of(mask).dtype != setting.autocast:
         # Autocast would round float32's lowest number to -inf.
         mask = plan.call(aten.clamp.default, mask, torch.finfo(setting.autocast).min)
@@ -133,13 +133,16 @@ def _as_in_half(lower: Lowering, mask: Value) -> Value:
 
     Below -32752 two numbers of float16 are the same, or so far apart that the higher takes all of a row; so they are
     multiplied by as much as makes them absorb any score. What float16 cannot hold is -inf, as the program's sum is.
+    Where the scores were multiplied after that, what counts is what was added, before it was multiplied.
     """
     a, plan = lower.attention, lower.plan
     wide = plan.call(aten.to.dtype, mask, torch.float32)
-    rounded = plan.call(aten.to.dtype, mask, torch.float16)
+    joined = wide if a.rescaled == 1 else plan.call(aten.div.Tensor, wide, a.rescaled)
+    rounded = plan.call(aten.to.dtype, mask if joined is wide else joined, torch.float16)
     if a.bias is not None and Const(_LOWEST) in walk(a.bias):
         # What the reader made of a finite fill before one of -inf (`reading.scores`): no number of the program's.
-        lowest = plan.call(aten.eq.Scalar, wide, _LOWEST)
+        low = plan.call(aten.le.Scalar, wide, 0.99 * _LOWEST * min(a.rescaled, 1.0))
+        lowest = plan.call(aten.logical_and.default, low, plan.call(aten.gt.Scalar, wide, float("-inf")))
         rounded = plan.call(aten.masked_fill.Scalar, rounded, lowest, torch.finfo(torch.float16).min)
     masked = plan.call(aten.le.Scalar, rounded, torch.finfo(torch.float16).min / 2)
     learned = a.bias is not None and wants_mask_gradient(a)
@@ -153,26 +156,40 @@ def _as_in_half(lower: Lowering, mask: Value) -> Value:
     return plan.call(aten.masked_fill.Scalar, mask, infinite, float("-inf"))
 
 
-def _in_kernel_dtype(lower: Lowering, mask: Value, *, shifts: bool) -> Value:
+def _in_kernel_dtype(lower: Lowering, mask: Value) -> Value:
     """The mask in the compute dtype, or in float32 beside half precision.
 
     Of float64 scores a fill down to -1e17 absorbs nothing, and in float32 it would. Shifting all of a row is nothing to
-    a softmax, so the row's largest element is taken off first; what is below is float32's lowest number.
+    a softmax, so the row's largest element is taken off first. One beyond 1e17 absorbs its scores and what is below
+    it in the row: it stays, as near as float32 comes to it, and what is below it is masked out.
     """
     a, plan = lower.attention, lower.plan
     made = fake_of(mask).dtype
     wide = torch.promote_types(a.compute_dtype, torch.float32)
-    if shifts and a.bias is not None and a.score_dtype == torch.float64 != wide:
+    if shifts_rows(a):
         mask = plan.call(aten.to.dtype, mask, torch.float64)
         top = plan.call(aten.amax.default, plan.call(aten.detach.default, mask), [-1], True)
-        absorbs = plan.call(aten.lt.Scalar, top, ABSORBING_FLOAT64)
+        absorbs = plan.call(aten.gt.Scalar, plan.call(aten.abs.default, top), -ABSORBING_FLOAT64)
+        below = plan.call(aten.logical_and.default, absorbs, plan.call(aten.lt.Tensor, mask, top))
         mask = plan.call(aten.sub.Tensor, mask, plan.call(aten.masked_fill.Scalar, top, absorbs, 0.0))
+        mask = plan.call(aten.masked_fill.Scalar, mask, below, float("-inf"))
         made = torch.float64
     if made == torch.float64 != wide:
-        too_low = plan.call(aten.lt.Scalar, mask, _LOWEST)
-        finite = plan.call(aten.gt.Scalar, mask, float("-inf"))
-        mask = plan.call(aten.masked_fill.Scalar, mask, plan.call(aten.logical_and.default, too_low, finite), _LOWEST)
+        mask = _finite_in_float32(plan, mask)
     return mask if made in (a.compute_dtype, wide) else plan.call(aten.to.dtype, mask, wide)
+
+
+def shifts_rows(a: Attention) -> bool:
+    """Whether what is added is taken off each row's largest element: float64 scores of narrower operands."""
+    wide = torch.promote_types(a.compute_dtype, torch.float32)
+    return a.bias is not None and a.score_dtype == torch.float64 != wide
+
+
+def _finite_in_float32(plan: Plan, mask: Value) -> Value:
+    """A float64 matrix whose finite numbers stay finite in float32: the nearest number it has."""
+    infinite = plan.call(aten.eq.Scalar, plan.call(aten.abs.default, mask), float("inf"))
+    clamped = plan.call(aten.clamp.default, mask, _LOWEST, -_LOWEST)
+    return plan.call(aten.where.self, infinite, mask, clamped)
 
 
 def repaired(

@@ -41,6 +41,7 @@ from attn_pass.targets.masks import (
     mask_tensor,
     repaired,
     repairs_empty_rows,
+    shifts_rows,
     wants_mask_gradient,
 )
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
@@ -256,7 +257,7 @@ def distance_mask(a: Attention, setting: Setting) -> ByDistance | None:
     rows = tuple(x for x in a.rows if x.size != 1)
     if by is None or rows != (by.row,) or a.sink is not None or repairs_empty_rows(a, setting):
         return None
-    if setting.device.type != "cpu":
+    if setting.device.type != "cpu" or shifts_rows(a):  # a vector of distances has no rows
         return None
     problem = problem_of(a, setting.hint)
     matrix = cost.traffic(setting.device, 2 * problem.mask_elements * problem.mask_bytes)

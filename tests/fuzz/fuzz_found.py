@@ -13,8 +13,103 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first fifteen were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first twenty-two were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
+    (
+        "a row of float64 scores is shifted, and the sink beside it was not",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                score=(Step(row="mask: float64 where", fill=_LOWEST, mask=Mask()), Step(row="bias: keys", x=0.25)),
+                softmax=Step(row="off by one"),
+            )
+        ),
+    ),
+    (
+        "float64's 1e38 absorbs a score as -1e38 does, and was shifted away",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                value_dim=2,
+                score=(Step(row="mask: float64 where", fill=_LOWEST, mask=Mask()),),
+                softmax=Step(row="softmin"),
+            )
+        ),
+    ),
+    (
+        "float16's lowest number times 0.3 masks no more, and the scores it absorbed came back",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                value_dim=2,
+                dtype=torch.float16,
+                score=(
+                    Step(row="mask: add where", fill=-65504.0, mask=Mask("causal, moved")),
+                    Step(row="scale: mul", x=0.3),
+                ),
+            ),
+            dialect="export",
+        ),
+    ),
+    (
+        "float16's lowest number times a tensor that may be negative, in front of the keys that are kept",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dtype=torch.float16,
+                score=(
+                    Step(row="mask: add where", fill=-65504.0, mask=Mask()),
+                    Step(row="other: times a matrix", ones=(False, False, False, True, False)),
+                    Step(row="scale: mul", x=0.3),
+                ),
+                seed=1,
+            )
+        ),
+    ),
+    (
+        "float16's lowest number times -0.5, the same",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dtype=torch.float16,
+                score=(Step(row="mask: add where", fill=-65504.0, mask=Mask()), Step(row="scale: mul", x=-0.5)),
+            )
+        ),
+    ),
+    (
+        "float16's lowest number added inside a function of the scores: a soft cap, a mask, a factor",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dtype=torch.float16,
+                score=(
+                    Step(row="other: soft cap"),
+                    Step(row="mask: add where", fill=-65504.0, mask=Mask("causal, moved")),
+                    Step(row="scale: mul", x=0.3),
+                ),
+            )
+        ),
+    ),
+    (
+        "float16's lowest number added inside a function of the scores: times a mask",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dtype=torch.float16,
+                score=(
+                    Step(row="mask: add where", fill=-65504.0, mask=Mask("causal, moved")),
+                    Step(row="other: times the mask", mask=Mask("anticausal")),
+                ),
+            )
+        ),
+    ),
     (
         "the logarithm of the sum is lost beside float16's own fills as well",
         Case(
@@ -315,6 +410,20 @@ FOUND: tuple[tuple[str, Case], ...] = (
                 score=(Step(row="bias: term", x=100.0), Step(row="scale: by a number")),
                 after=(Step(row="written"),),
                 seed=3,
+            ),
+            grad=True,
+        ),
+    ),
+    (
+        "an infinite score over a sum without a maximum is NaN in all of its row, and the gradient of the values too",
+        Case(
+            Program(
+                lead=(2, 2),
+                dim=2,
+                value_dim=2,
+                key=(Step(row="last is no number"),),
+                score=(Step(row="other: no binary mask"),),
+                softmax=Step(row="base 2"),
             ),
             grad=True,
         ),

@@ -92,6 +92,17 @@ def test_a_row_filled_with_a_finite_number_is_the_mean_of_the_values() -> None:
     torch.testing.assert_close(reference(attention, values)[:, :, 2], values[2].mean(-2))
 
 
+@pytest.mark.parametrize("by", [1.0, 0.3])
+def test_a_row_is_masked_where_its_number_joined_not_where_it_was_multiplied(by: float) -> None:
+    """float16's lowest number absorbs a score; times 0.3 it is above what masks."""
+    lowered = apply("where", apply("ne", IndexValue(i), Const(2)), Const(0.0), Const(-65504.0))
+    score = apply("mul", apply("add", apply("mul", Dot(), Const(0.1)), lowered), Const(by))
+    attention, values = plain(score, score_dtype=torch.float16, rescaled=by)
+    out = reference(attention, values, masked_from=-32752.0)
+    torch.testing.assert_close(out[:, :, 2], values[2].mean(-2))
+    torch.testing.assert_close(out[:, :, :2], reference(attention, values)[:, :, :2])
+
+
 def test_operands_are_read_where_their_index_says() -> None:
     """Heads last, halves of a fused projection, keys and values shared by the batch, two query heads a KV head."""
     packed, shared = tensors((2, 4, 12), (5, 12))

@@ -289,3 +289,18 @@ def test_a_key_without_a_value_that_is_masked_in_an_empty_row(offset: int) -> No
 
     with torch.no_grad():
         same(fn, *(randn(1, 2, 4, 8, seed=s) for s in range(3)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_of_float64_beside_a_sink(dtype: torch.dtype) -> None:
+    """Float64 scores are shifted to what float32 keeps of them, row by row; the sink is no part of what is shifted."""
+    low = torch.full((8, 8), LOWEST, dtype=torch.float64).triu(1) + torch.arange(8)
+    program = lambda q, k, v, sink: softmax(joined((q @ k.mT).double() + low, sink.double()))[..., :-1].to(v.dtype) @ v
+    report = same(program, *qkv(dtype=dtype), SINK, rewritten=0, twice=3.0)
+    assert "beside a sink" in report.left[0].reason
+
+
+def test_scores_of_float64_that_are_filled_beside_a_sink() -> None:
+    fill = lambda s: s.double().masked_fill(~KEEP, LOWEST)
+    program = lambda q, k, v, sink: softmax(joined(fill(q @ k.mT), sink.double()))[..., :-1].to(v.dtype) @ v
+    same(program, *qkv(), SINK, rewritten=1, reference=False)

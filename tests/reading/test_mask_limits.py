@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import randn, same
+from against_eager import FLEX_ON_CPU, randn, same
 from torch import Tensor
 
 import attn_pass
@@ -225,6 +225,15 @@ def test_a_guard_against_nan_of_a_mask_and_a_bias_that_are_turned(number: float)
         same(fn, *qkv(), torch.rand(8, 8), rewritten=int(number > 0))
 
 
+def test_a_guard_against_nan_of_a_mask_that_is_turned_in_one_of_two_forms() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return torch.where(torch.arange(8) < 4, -scores, -(scores + mask)).softmax(-1).nan_to_num(0.0) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(), torch.full((8, 8), -math.inf).triu(1), rewritten=0)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_numbers_below_half_of_float16_that_are_no_mask(grad: bool) -> None:
     """In a row of nothing else the highest counts alone in float16."""
@@ -240,3 +249,111 @@ def test_a_lowest_number_of_float16_and_something_small_beside_it() -> None:
     inputs = (*qkv(dtype=torch.float16), bias, mask)
     with torch.no_grad():
         same(lambda q, k, v, b, m: (q @ k.mT / 4 + b + m).softmax(-1) @ v, *inputs, rewritten=1, reference=False)
+
+
+HALF_LOWEST = torch.finfo(torch.float16).min
+TURN = torch.tensor([1.0, -1.0]).half().view(2, 1, 1)
+MOVED = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # the first row keeps no key
+GIVEN = torch.zeros(8, 8).half().masked_fill(~MOVED, HALF_LOWEST)  # a tensor of the program: nobody knows its values
+
+
+def lowered(s: Tensor, keeps: int = -1, fill: float = HALF_LOWEST) -> Tensor:
+    """The scores with a mask added that the program makes itself; -1 leaves the first row no key."""
+    return s + torch.where(torch.ones(8, 8, dtype=torch.bool).tril(keeps), 0.0, fill).to(s.dtype)
+
+
+RESCALED: dict[str, tuple[Change, int]] = {  # and whether it is rewritten
+    "times 0.3": (lambda s: lowered(s) * 0.3, 1),
+    "divided by 8": (lambda s: lowered(s) / 8, 1),
+    "-40000, times 0.5": (lambda s: lowered(s, fill=-40000.0) * 0.5, 1),
+    "given, times 0.3": (lambda s: (s + GIVEN) * 0.3, 1),
+    "given, twice times 0.3": (lambda s: (s + GIVEN) * 0.3 * 0.3, 1),
+    "given, times 2 in float32": (lambda s: (s + GIVEN).float() * 2, 1),
+    "causal, times 0.3": (lambda s: lowered(s, 0) * 0.3, 1),
+    "-inf, times 0.3": (lambda s: lowered(s, fill=-math.inf) * 0.3, 1),
+    "-inf, times -0.3": (lambda s: lowered(s, 0, fill=-math.inf) * -0.3, 1),
+    "a bias, times a tensor": (lambda s: (s + torch.arange(8).half() * 3) * TURN, 0),
+    "times -0.5": (lambda s: lowered(s, 0) * -0.5, 0),
+    "given, times -0.5": (lambda s: (s + GIVEN) * -0.5, 0),
+    "times a tensor": (lambda s: lowered(s, 0) * TURN, 0),
+    "times a number near 0": (lambda s: lowered(s) * 1e-4, 0),
+    "times 0.3, then a mask": (lambda s: lowered(lowered(s) * 0.3, 2), 0),
+    "a bias, times 0.3, then a mask": (lambda s: lowered((s + (I - J).sin().half()) * 0.3), 1),
+    "a bias, times 0.3, then filled": (
+        lambda s: ((s + (I - J).sin().half()) * 0.3).masked_fill(~MOVED, HALF_LOWEST),
+        1,
+    ),
+    "filled, and a bias, times 0.3": (
+        lambda s: (s.masked_fill(~MOVED, HALF_LOWEST) + (I - J).sin().half()) * 0.3,
+        1,
+    ),
+    "filled, then with -inf, times 0.3": (
+        lambda s: s.masked_fill(~MOVED, HALF_LOWEST).masked_fill(torch.arange(8) > 5, -math.inf) * 0.3,
+        1,
+    ),
+    "one of two forms": (
+        lambda s: torch.where(torch.arange(8) > 4, s * 0.3, lowered(s, -1) * 0.3),
+        1,
+    ),
+    "one of two forms, turned": (
+        lambda s: torch.where(torch.arange(8) > 4, s * -0.3, lowered(s, -1) * -0.3),
+        0,
+    ),
+    "one of two forms, masked before": (
+        lambda s: torch.where(torch.arange(8) > 4, s * 0.3, lowered(lowered(s, -1) * 0.3, 2)),
+        0,
+    ),
+    "a bias, times 0.3, then the maximum with the lowest number": (
+        lambda s: torch.maximum(lowered(s, fill=-math.inf) * 0.3, torch.tensor(HALF_LOWEST, dtype=torch.float16)),
+        1,
+    ),
+    "a soft cap, a mask, times 0.3": (lambda s: lowered(s.tanh() * 3) * 0.3, 0),
+    "a mask under a soft cap": (lambda s: lowered(s).tanh() * 3, int(FLEX_ON_CPU)),
+    "a mask, times a mask": (lambda s: lowered(s) * MOVED.flip(0).half(), 0),
+}
+
+
+@pytest.mark.parametrize("name", list(RESCALED))
+def test_float16_scores_that_are_multiplied_after_they_were_masked(name: str) -> None:
+    """A number that absorbs a score of float16 and is then made smaller is no mask to a kernel, which adds in float32.
+
+    A row that keeps no key is the mean of the values all the same; times a negative number the masked keys are first.
+    """
+    change, rewritten = RESCALED[name]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return change(q @ k.mT / 4).softmax(-1).to(v.dtype) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(dtype=torch.float16), rewritten=rewritten, reference=False)
+
+
+@pytest.mark.parametrize("number", [0.3, 2.0])
+def test_float16_scores_that_are_multiplied_under_a_guard(number: float) -> None:
+    """Twice the lowest number is -inf, whose row is NaN that the guard sets to zero."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (lowered(q @ k.mT / 4) * number).softmax(-1).nan_to_num(0.0) @ v
+
+    def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((q @ k.mT / 4).masked_fill(~MOVED, HALF_LOWEST) * number).softmax(-1).nan_to_num(0.0) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(dtype=torch.float16), rewritten=int(number < 1), reference=False)
+        same(filled, *qkv(dtype=torch.float16), rewritten=0 if number > 1 else None, reference=False)
+
+
+def test_verifying_float16_scores_that_are_multiplied_after_they_were_masked() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (lowered(q @ k.mT / 4) * 0.3).softmax(-1) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(dtype=torch.float16), rewritten=1, reference=False, verify="graph")
+
+
+@pytest.mark.parametrize("number", [0.3, 0.125])
+def test_float16_scores_that_are_multiplied_after_they_were_masked_in_training(number: float) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (lowered(q @ k.mT / 4) * number).softmax(-1) @ v
+
+    same(fn, *qkv(dtype=torch.float16, grad=True), grad=True, rewritten=1, reference=False)

@@ -43,6 +43,7 @@ SPELLINGS: dict[str, Scores] = {
     "float64 scores, all absorbed": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e30,
     "float64 scores, nothing absorbed": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e9,
     "float64 scores, below float32's range": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e300,
+    "float64 scores, turned": lambda q, k, m: -((q @ k.mT * 0.3).double() + (1.0 - m.double()) * LOWEST),
     "float16, then float32's softmax": lambda q, k, m: (
         q @ k.mT * 0.3 + (1.0 - m.half()) * torch.finfo(HALF).min
     ).float(),
@@ -78,6 +79,7 @@ LEFT = (
     *(() if FLEX_ON_CPU else ("clamped by inf",)),  # a score function
 )
 LEFT_IN_TRAINING = (
+    "float64 scores, turned",
     "-inf in float16, and float32",  # two masks that may empty a row between them
     "-inf in float16, and float32 for rows",
     "clamped by inf",  # a score function
@@ -130,6 +132,19 @@ def test_one_key_of_half_operands_that_is_masked(name: str) -> None:
 def test_a_fully_masked_row_of_bfloat16_operands(name: str) -> None:
     with torch.no_grad():
         same(program(SPELLINGS[name]), *operands(torch.bfloat16, False), padding(), rewritten=1, reference=False)
+
+
+@pytest.mark.parametrize(
+    "numbers", [1e30, 1e300, -1e20 - 1e12 * (torch.arange(9).double() % 2)], ids=["1e30", "1e300", "two"]
+)
+def test_numbers_that_absorb_a_score_of_float64(numbers: Tensor | float) -> None:
+    """In front of the keys that are kept, and two of which the higher takes the row, and float32 makes one."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        return ((q @ k.mT * 0.3).double() + (1.0 - m.double()) * numbers).softmax(-1).to(v.dtype) @ v
+
+    with torch.no_grad():
+        same(fn, *operands(HALF, False), padding(), rewritten=1, reference=False)
 
 
 @pytest.mark.parametrize("fill", [LOWEST, -1e9])

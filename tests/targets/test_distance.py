@@ -108,6 +108,19 @@ def test_distances_that_overflow_are_the_matrix_they_were() -> None:
     )
 
 
+@pytest.mark.parametrize("fill", [-1e9, -1e30])
+def test_float64_distances_are_the_matrix_they_were(fill: float) -> None:
+    """A row of nothing but -1e9 keeps its scores in float64, and loses them in a vector of float32."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2])
+        mask = torch.where((distance >= 3) & (distance < 9), 0.0, torch.tensor(fill, dtype=torch.float64))
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.3 + mask, -1).to(v.dtype) @ v
+
+    with torch.no_grad():
+        same(run, *qkv(1, 2, 700, 700), rewritten=1, reference=False)
+
+
 def test_a_table_that_wants_a_gradient_gets_it() -> None:
     wanted = [x.requires_grad_() for x in inputs()]
     report = same(attention(buckets), *wanted, grad=True, choose="fused", reference=False)

@@ -220,6 +220,20 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
     same(fn, *leaves, rewritten=1, grad=True, **ON_CUDA)
 
 
+def test_float16_scores_that_are_multiplied_after_they_were_masked() -> None:
+    """What counts is the number that was added: -65504 absorbs a score, and times 0.3 it would not."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = positions(q, k)
+        matrix = torch.where((j < i) & (i - j < 40), 0.0, -65504.0).to(q.dtype)
+        twice = torch.where(j < 20, -65504.0, 0.0).to(q.dtype)  # and -inf where both are added
+        return ((q @ k.mT * 0.25 + matrix + twice) * 0.3).softmax(-1) @ v
+
+    with torch.no_grad():
+        report = same(fn, *qkv(**BIG, dtype=torch.float16), rewritten=1, reference=False, **ON_CUDA)
+    assert report.sites[0].target == "flex"
+
+
 @pytest.mark.parametrize("name", GYM)
 def test_the_masks_of_attention_gym_without_a_matrix(name: str) -> None:
     if name in ("causal",):

@@ -1,0 +1,65 @@
+"""What joins float16 scores and is multiplied after that: a number that absorbs a score there does so nowhere else.
+
+-65504 absorbs a score of float16, and times 0.3 it is -19651, which absorbs none where a kernel adds in float32. Where
+all that was added was multiplied by one number, targets find it again by dividing (`Attention.rescaled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from attn_pass.model.expression import Apply, Const, Expr, contains_dot, walk
+from attn_pass.reading.scores import Scores, is_small_times, weakest_fill
+
+_WEAKENS = 1e-3  # times half of float16's lowest number leaves e**-32 of a masked key
+_MULTIPLIED = "float16 scores to which something was added that may mask are multiplied by"
+_OVERFLOWS = "a fill is -inf once float16 scores are multiplied, under a guard against NaN"
+_INSIDE = "a number that masks is added to float16 scores inside a function of them"
+_EARLIER = "a number that masks is added to float16 scores, which are multiplied before something else is added"
+
+
+def refusal(scores: Scores, deep: Callable[[Expr], Expr], *, nan_guard: bool) -> str | None:
+    """Why what joined float16 scores could not be told from a mask once it is multiplied; None where it can.
+
+    ``deep`` lifts what was added as far as it is known.
+    """
+    if scores.bias is not None and (reason := _refusal(deep(scores.bias), scores.rescaled, nan_guard)) is not None:
+        return reason
+    if nan_guard and scores.keep is not None and float("-inf") < scores.keep.fill < -torch.finfo(torch.float16).max:
+        return _OVERFLOWS
+    for earlier in scores.earlier:
+        bias = deep(earlier.bias)
+        if (reason := _refusal(bias, earlier.rescaled, nan_guard)) is not None:
+            return reason
+        if _holds_a_fill(bias):
+            return _EARLIER
+    return None
+
+
+def _refusal(bias: Expr, by: float, nan_guard: bool) -> str | None:
+    if by == 1 or is_small_times(bias, by):
+        return None
+    if not by > _WEAKENS:
+        return f"{_MULTIPLIED} a tensor, or by what is no positive number"
+    return f"{_MULTIPLIED} more than 1, under a guard against NaN" if by > 1 and nan_guard else None
+
+
+def refusal_of_function(function: Expr) -> str | None:
+    """Why a function of float16 scores could not be computed in float32; ``function`` is lifted as far as it is known.
+
+    Nothing looks for a mask inside it. What is squashed is as low as it gets, whether a score was absorbed or not.
+    """
+    if not isinstance(function, Apply) or not contains_dot(function) or function.op in ("tanh", "sigmoid"):
+        return None
+    added = [e for e in function.args if not contains_dot(e)] if function.op in ("add", "sub") else []
+    if any(_holds_a_fill(e) for e in added):
+        return _INSIDE
+    return next((r for e in function.args if (r := refusal_of_function(e)) is not None), None)
+
+
+def _holds_a_fill(added: Expr) -> bool:
+    """Whether a number is in it that masks in float16, of either sign: ``s - (1 - mask) * 65504``."""
+    weakest = -weakest_fill(torch.float16)
+    return any(isinstance(e, Const) and weakest <= abs(e.value) < float("inf") for e in walk(added))
