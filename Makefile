@@ -20,7 +20,7 @@ help:
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
 	@echo "make test-version TORCH=2.11.0  run the core tests with another torch, in .venv-torch-2.11.0"
-	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again"
+	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again; ARGS='--target cpu_kernel'"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write the parts of docs/ that come from the code"
@@ -108,7 +108,7 @@ test-version:
 	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
 
 fuzz: $(STAMP)
-	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED)
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
+from attn_pass.entries import shield as shield_file
 from attn_pass.entries.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
+from attn_pass.kernels.cpu import source
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -136,3 +140,14 @@ def test_one_callable_for_a_torch_without_lists(monkeypatch: pytest.MonkeyPatch)
     assert chain.uuid() == ("theirs", Shield().uuid())
     assert slot_of([lambda graph: None, Shield()]).uuid() is None
     assert slot_of([]) is None
+
+
+def test_a_changed_cpu_kernel_is_another_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A graph says which operator it calls, and a cache that knows no more would bring an old kernel back."""
+    before = Shield().uuid()
+    changed = Path(shutil.copytree(source._HERE, tmp_path / "cpu"))
+    (changed / "few.hpp").write_text((changed / "few.hpp").read_text() + "// more\n")
+    monkeypatch.setattr(source, "_HERE", changed)
+    for module, name in ((source, "identity"), (shield_file, "_identity")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # as it is without what was kept
+    assert Shield().uuid() != before

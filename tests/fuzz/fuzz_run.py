@@ -2,16 +2,21 @@
 
 Programs come in batches, one hypothesis seed each; a batch that fails is shrunk, printed and counted, and the run goes
 on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws the same programs again.
+
+With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, and every site that the target takes
+goes to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 from fuzz_property import NoProgram, Tally, Wrong, check
@@ -72,14 +77,22 @@ def same_draws() -> Iterator[None]:
     providers.CONSTANTS_CACHE.cache.clear()
 
 
-def main(count: int, first: int) -> int:
+def on_target(name: str) -> Callable[[Case], Case]:
+    """Changes a program so that one target is asked alone; none where there is no name."""
+    if not name:
+        return lambda case: case
+    return lambda case: replace(case, dialect="dynamo", grad=False, choose="fused", targets=(name,))
+
+
+def main(count: int, first: int, target: str = "") -> int:
     """Runs ``count`` programs; returns how many batches failed."""
-    print(f"seed {first}, {count} programs in batches of {BATCH}", flush=True)
+    alone = f", all for {target}" if target else ""
+    print(f"seed {first}, {count} programs in batches of {BATCH}{alone}", flush=True)
     tally, failed, started = Tally(), 0, time.perf_counter()
     for done in range(0, count, BATCH):
         number = first + done // BATCH
         try:
-            batch(number, min(BATCH, count - done), tally)
+            batch(number, min(BATCH, count - done), tally, change=on_target(target))
         except Wrong as error:
             failed += 1
             print(f"\n==== seed {number}: {error}\n", flush=True)
@@ -101,6 +114,11 @@ def main(count: int, first: int) -> int:
 if __name__ == "__main__":
     import torch
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int, help="programs")
+    parser.add_argument("seed", type=int, nargs="?", help="of the first batch; drawn where it is not given")
+    parser.add_argument("--target", default="", help="the one target that is asked")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    given_seed = int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2] else random.SystemRandom().randrange(10**8)
-    sys.exit(min(1, main(int(sys.argv[1]), given_seed)))
+    first = random.SystemRandom().randrange(10**8) if asked.seed is None else asked.seed
+    sys.exit(min(1, main(asked.count, first, asked.target)))

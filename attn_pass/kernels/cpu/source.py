@@ -122,5 +122,12 @@ def _namespace(which: InstructionSet) -> str:
 
 
 @cache
+def identity() -> str:
+    """A hash of the kernel and of what writes it into generated code, where Inductor's caches do not see it."""
+    files = sorted(p for kind in ("*.hpp", "*.py") for p in _HERE.glob(kind))
+    return hashlib.sha256(b"\0".join(p.name.encode() + p.read_bytes() for p in files)).hexdigest()
+
+
+@cache
 def _text(name: str) -> str:
     return (_HERE / name).read_text()
