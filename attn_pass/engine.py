@@ -23,7 +23,7 @@ from attn_pass.graph.edit import LayoutError, Plan, SizeNodes, Value, fake_of, r
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.provenance import Emission, operator_name
 from attn_pass.graph.regions import Region, Regions, region_of_body
-from attn_pass.graph.stand_in import NoSize, give_stand_ins
+from attn_pass.graph.stand_in import NoSize, ShapeUse, give_stand_ins
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, Sizes, tensor_value, value_key, wants_gradient
 from attn_pass.hardware.device import device_for
@@ -33,6 +33,7 @@ from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
 from attn_pass.patterns import (
+    also_used,
     by_slices,
     calls,
     composite,
@@ -384,7 +385,8 @@ class _Graph:
             offer = take.offer
             record.reason = take.reason + by_rule
             if site.needed_as_well:
-                record.reason += f"; {site.needed_as_well}, and stay"
+                given = site.logarithms is not None and offer.gives_logarithm
+                record.reason += f"; {site.needed_as_well}, and {'the kernel gives it' if given else 'stay'}"
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = _cases_of(offer)
@@ -467,6 +469,7 @@ class _Graph:
                 if site.written_to is not None and self._is_seen(site.written_to, site.node):
                     buffer = self.replaced.get(site.written_to, site.written_to)
                     value = plan.call(torch.ops.aten.copy_.default, buffer, value)
+                logarithms = also_used.given_by_kernel(plan, site, take.offer.gives_logarithm)
             except LayoutError as error:
                 raise _HoldsForSome(str(error)) from None
             except GuardOnDataDependentSymNode as error:
@@ -489,8 +492,18 @@ class _Graph:
             else:
                 verified = Verified(None, f"there is no {device.name} here to run it on")
         stack_trace = str(site.node.meta.get("stack_trace") or "")
-        self._give_stand_ins(site)
-        node = plan.apply(value, [n for n in site.internal if not n._erased])
+        internal, shape_uses = site.internal, site.shape_uses
+        if logarithms:
+            assert site.logarithms is not None
+            internal, shape_uses = site.logarithms.internal, site.logarithms.shape_uses
+        self._give_stand_ins(site.node, internal, shape_uses)
+        gone = {site.node, *internal}
+        for old_node, made in logarithms:
+            node = plan.put_beside(made, old_node, gone)
+            self.replaced[old_node] = node
+            self.effects.put_in_place_of(node, old_node)
+            self.regions.add(node, site.region)
+        node = plan.apply(value, [n for n in internal if not n._erased])
         operators = frozenset(operator_name(n.target) for n in plan.inserted if n.op == "call_function")
         self.emissions.append(Emission(take.target.name, operators, stack_trace))
         self.replaced[site.node] = node
@@ -503,11 +516,11 @@ class _Graph:
         is_own = buffer.op not in ("placeholder", "get_attr") and self.effects.aliases(buffer)[0] is buffer
         return not is_own or set(buffer.users) != {writer}
 
-    def _give_stand_ins(self, site: Site) -> None:
+    def _give_stand_ins(self, result: Node, internal: Sequence[Node], shape_uses: Sequence[ShapeUse]) -> None:
         """Gives what takes a shape from the site's inner nodes, and stays, other tensors of that shape."""
         try:
-            gone = {site.node, *site.internal}
-            for made, user in give_stand_ins(self.gm.graph, site.shape_uses, gone, self.sizes):
+            gone = {result, *internal}
+            for made, user in give_stand_ins(self.gm.graph, shape_uses, gone, self.sizes):
                 self.effects.position[made] = self.effects.position[user]
                 self.regions.add(made, self.regions.of(user))
         except NoSize as error:
@@ -620,6 +633,7 @@ class _Graph:
             deterministic=deterministic,
             may_need_grad=self._may_need_grad(site, made_of),
             is_recomputed=self.is_checkpoint or recomputes_everything(),
+            wants_logarithm=site.logarithms is not None,
             draws_alike=made_of is not None and bool(attention.dropout) and self.draws.has_like(site.node, made_of),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,

@@ -110,6 +110,7 @@ class Plan:
         self.sizes = size_nodes.sizes
         self.effects = effects
         self.calls: list[Planned] = []
+        self.logarithm: Value | None = None  # the scores' log-sum-exp, from a kernel that gives it with its result
         self._known: dict[Any, Value] = {}
         self._sharing = False
         self._mode = _fake_mode(result)
@@ -317,6 +318,21 @@ class Plan:
         if old._erased:
             node.name = name
         return node
+
+    def put_beside(self, new: Value, old: Node, erased: Set[Node]) -> Node:
+        """Inserts a value in the place of another node than the result; what is erased keeps the old one."""
+        self.insert(new)
+        node = new.node if isinstance(new, Planned) else new
+        assert node is not None
+        old.replace_all_uses_with(node, delete_user_cb=lambda user: user not in erased)
+        return node
+
+    def has_layout_of(self, new: Value, old: Node) -> bool:
+        """Whether the new value has the shape, dtype and strides of a node."""
+        before, after = tensor_value(old), fake_of(new)
+        if before is None or (before.dtype, self.sizes.shape(before)) != (after.dtype, self.sizes.shape(after)):
+            return False
+        return self._strides(before) == self._strides(after)
 
     def keeps_layout(self, new: Value) -> bool:
         """Whether nobody can tell the new value's strides from the old one's."""

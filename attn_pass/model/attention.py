@@ -108,6 +108,8 @@ class Attention:
     output: tuple[tuple[Axis, ...], ...]  # the site's own result: the axes of each of its dimensions, slowest first
     compute_dtype: torch.dtype  # holds every operand and the result as they are; the kernel's products are exact in it
     output_dtype: torch.dtype
+    score_rows: tuple[tuple[Axis, ...], ...] = ()  # the axes of each dimension of the softmax but the keys', in order;
+    # none where its scores are not ``score`` itself, but differ from it by what a softmax does not feel
     score_dtype: torch.dtype = torch.float32  # of the scores where bias and mask join them
     rescaled: float = 1.0  # the part of ``scale`` by which float16 scores were multiplied once the bias had joined them
     factors: tuple[Factor, ...] = ()

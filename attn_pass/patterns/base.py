@@ -33,6 +33,15 @@ class Composite:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Logarithms:
+    """Log-sum-exps of a site's scores, and what goes with the site where a kernel gives them: scores and weights."""
+
+    nodes: tuple[Node, ...]
+    internal: tuple[Node, ...]
+    shape_uses: tuple[ShapeUse, ...]
+
+
 @dataclass
 class Site:
     """An attention (``described``) or a near miss (``refusal``) whose result is ``node``.
@@ -55,6 +64,8 @@ class Site:
     composite: Composite | None = None
     unshared: Site | None = None  # of one refused because something else needs an inner node: the site without that
     needed_as_well: str = ""  # who needs weights or a log-sum-exp as well: these stay as written, beside the result
+    softmax_of: tuple[Node, int] | None = None  # the scores, and the dimension of the keys
+    logarithms: Logarithms | None = None  # all that is needed as well, where a kernel may give it with the result
     partners: tuple[Site, ...] = ()  # sites that share inner nodes, this one among them: all are rewritten, or none
     alone: str = ""  # why it is left if a partner is
     opaque: Opaque | None = None  # the call of one of torch's modules that hides it

@@ -156,6 +156,7 @@ def _read_to(
         try:
             parts, internal = _lift(reader, product, weights, softmax, read, candidate, ending, late=late)
             site.described = describe(parts)
+            site.softmax_of = (read.input, read.dim)
             site.internal = with_shape_uses(reader, internal, site.described.nodes, node)
             site.shape_uses = remaining_shape_uses(reader, site.internal, node)
             check_uses(reader, site.internal, node, site.shape_uses)
@@ -249,8 +250,14 @@ def _lift(
     internal |= dict.fromkeys(reader.instead.get(node, ()))
     internal |= dict.fromkeys(p.times for p in (product, inner) if p.times is not None)
     score = with_product(reader, scores, inner, score)
+    plain = not (late or beside or made_of.zeroed) and read.scale == 1
     if sink is not None:
         check_no_shift(score, keys, scores_product)
+    elif plain:
+        try:
+            check_no_shift(score, keys, scores_product)
+        except Unreadable:
+            plain = False
     score_dtype = _score_dtype(scores, score, value.dtype, scores_product)
     dim = Axis("d", inner.summed_size)
     left, right = inner.positions(scores.leaf_position, dim)
@@ -285,6 +292,7 @@ def _lift(
         result_factors=(*made_of.factors, *factors_of_rows(reader, product, weights, ending.at_product)),
         sink=sink,
         by_logarithm=read.by_logarithm,
+        plain_scores=plain,
     )
     return parts, tuple(n for n in internal if n is not end)
 

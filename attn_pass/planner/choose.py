@@ -149,6 +149,7 @@ def choose(
     choice = Choice(predicted_us={LEAVE: leaving}, refusals=refused)
     forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
+    _add_what_stays(choice.predicted_us, offers, attention, setting, written)
     if not offers:
         choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice)
         others = [r for r in choice.refusals.values() if r != attention.not_affine]
@@ -220,8 +221,23 @@ def _may_be_infinite(score: Expr) -> bool:
 def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:
     """What each form is predicted to take at another length."""
     there = Choice(predicted_us={LEAVE: leave_cost(attention, at.setting, at.written)})
-    _offers(forms, targets, at.setting, there)
+    offers = _offers(forms, targets, at.setting, there)
+    _add_what_stays(there.predicted_us, offers, attention, at.setting, at.written)
     return there.predicted_us
+
+
+def _add_what_stays(
+    times: dict[str, float], offers: _Offers, attention: Attention, setting: Setting, written: AsWritten
+) -> None:
+    """Where a kernel gives the log-sum-exp that is needed as well, all others pay for the scores that stay for it."""
+    if not (setting.wants_logarithm and any(offer.gives_logarithm for offer, _ in offers)):
+        return
+    whole = leave_cost(attention, setting, replace(written, needed_as_well=False))
+    stays = max(0.0, whole - times[LEAVE])
+    times[LEAVE] += stays
+    for offer, _ in offers:
+        if not offer.gives_logarithm:
+            times[_label(offer)] += stays
 
 
 def _range(attention: Attention, setting: Setting, elsewhere: Sequence[Length]) -> str:

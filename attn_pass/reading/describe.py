@@ -81,6 +81,7 @@ class Parts:
     result_factors: tuple[Factor, ...] = ()  # of the weights, the same for all keys of a row
     sink: Expr | None = None  # one more logit of every row, without a value
     by_logarithm: bool = False  # the softmax takes the logarithm of its sum off the scores
+    plain_scores: bool = False  # the softmax is of ``score`` itself: nothing that it does not feel was left out
     factor_dtype: torch.dtype | None = None  # in which they are multiplied, where that is narrower
     chosen: dict[str, int] = field(default_factory=dict)
 
@@ -140,7 +141,8 @@ class _Assembly:
         self._split_axes()
         try:
             rows = _chain(self.row)
-            outer = [a for p in self.outer for a in _chain(p)]
+            self.score_rows = tuple(_chain(p) for p in (*self.outer, self.row))
+            outer = [a for dims in self.score_rows[:-1] for a in dims]
         except NoView as error:
             raise Unreadable(f"the rows of the softmax cannot be told apart: {error}", self.parts.result) from None
         shared = self._shared(outer + list(rows))
@@ -469,6 +471,7 @@ class _Assembly:
             scale=scores.scale,
             sources=sources,
             output=tuple(self.output),
+            score_rows=self.score_rows if parts.plain_scores else (),
             compute_dtype=compute_dtype,
             output_dtype=value.dtype,
             score_dtype=parts.score_dtype,

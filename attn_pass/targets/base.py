@@ -49,6 +49,7 @@ class Setting:
     same_random_numbers: bool = False  # Inductor's fallback_random: eager's draws are wanted
     may_need_grad: bool = False  # an exported program, which does not tell, and something in it needs a gradient
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
+    wants_logarithm: bool = False  # the scores' log-sum-exp is needed as well, and nothing else of them
     draws_alike: bool = False  # another call that draws dropout may have the same operands
     hint: Callable[[Index], int] = _static
     can_be_zero: Callable[[Index], bool] = _is_zero
@@ -75,6 +76,7 @@ class Offer:
     score_mod: str = ""  # the score function that would be emitted, as Python
     kernel_options: tuple[tuple[str, int], ...] = ()  # block sizes and the like that the kernel is given
     moved: int | None = None
+    gives_logarithm: bool = False  # with its result also the scores' log-sum-exp, where `Setting.wants_logarithm`
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ of as many dimensions as it varies over, or one that is added. Grouped heads sha
 A masked key counts for nothing, whatever it holds, and a fully masked row becomes what the program makes of it: the
 mean of the values where the fill is a number, zero or NaN where it is -inf. Soft caps and other functions of the scores
 are compiled into the kernel; what they read beside the product, tables or conditions, is a tensor each. A sink is one
-more score of the row.
+more score of the row. Where the scores' log-sum-exp is needed as well it is the kernel's second result.
 
 Offers in inference, in float32, bfloat16 and float16. It is new: it is asked only where ``targets`` names it.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 
 import torch
 from torch.fx import Node
@@ -81,6 +82,7 @@ class CpuKernel:
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
             score_mod=_score(attention)[0],
             moved=problem_of(attention, setting.hint).moved_bytes,
+            gives_logarithm=_gives_logarithm(attention),
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
@@ -135,7 +137,11 @@ class CpuKernel:
             given |= {"score": score, "captured": [_in_float32(lower, e, lower.mask_groups()) for e in captured]}
         if a.sink is not None:
             given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
-        return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
+        if not (setting.wants_logarithm and offer.gives_logarithm):
+            return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
+        both = plan.call(operator.WITH_LSE, query, key, value, a.scale, **given)
+        plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
+        return lower.result(plan.call(getitem, both, 0))
 
 
 def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
@@ -224,6 +230,17 @@ def _fully_masked(a: Attention) -> str:
     if a.keep is not None and a.bias is None and a.keep.fill != float("-inf"):
         return "mean"
     return "nan" if a.empty_row_is_nan else "zero"
+
+
+def _gives_logarithm(a: Attention) -> bool:
+    """Whether the kernel's log-sum-exp is the program's: of the scores as they are, for every row of the softmax.
+
+    The kernel gives -inf for a fully masked row, where a number that masks would be in the sum.
+    """
+    rows = [x for group in (a.batch, a.heads, a.rows) for x in group if x.size != 1]
+    said = [x for dims in a.score_rows for x in dims if x.size != 1]
+    masks = a.keep is None or a.keep.fill == float("-inf") or a.rows_never_empty
+    return bool(a.score_rows) and set(rows) == set(said) and len(rows) == len(said) and masks
 
 
 def _cannot_be_built(setting: Setting) -> str | None:

@@ -217,6 +217,13 @@ class Lowering:
             value = self.plan.in_layout_of_result(value)
         return value
 
+    def logarithm(self, value: Value) -> Value:
+        """The kernel's (B, H, L) of log-sum-exps, with a dimension for each of the softmax's but the keys'."""
+        a = self.attention
+        groups = (a.batch, a.heads, a.rows)
+        shape = tuple(product(x.size for x in g) for g in groups)
+        return self.plan.steps(value, view_steps(shape, tuple(_merged(g) for g in groups), a.score_rows))
+
 
 def zero_with_gradient(plan: Plan, value: Value) -> Value:
     """0 wherever a value is finite, with the value's gradient."""
