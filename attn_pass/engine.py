@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attn_pass.compat import context_parallel_is_active, recomputes_everything
+from attn_pass.devices.registry import device_for, families, family_of
 from attn_pass.errors import AttnPassWarning, OptionError, RewriteError, first_line
 from attn_pass.graph import allowed, vmapped
 from attn_pass.graph.ancestry import Ancestry, ancestry
@@ -26,23 +27,12 @@ from attn_pass.graph.regions import Region, Regions, region_of_body
 from attn_pass.graph.stand_in import NoSize, ShapeUse, give_stand_ins
 from attn_pass.graph.subgraphs import Body, bodies, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, Sizes, tensor_value, value_key, wants_gradient
-from attn_pass.hardware.device import device_for
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
-from attn_pass.patterns import (
-    also_used,
-    by_slices,
-    calls,
-    composite,
-    flash_attn_calls,
-    joined_scores,
-    npu_calls,
-    softmax,
-    summed_pieces,
-)
+from attn_pass.patterns import also_used, by_slices, calls, composite, joined_scores, softmax, summed_pieces
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
 from attn_pass.patterns.softmax_forms import read_softmax
@@ -60,7 +50,6 @@ from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
 from attn_pass.report.torch_logging import is_bisected_away, observed
 from attn_pass.targets.base import Offer, Setting
-from attn_pass.targets.kernels import as_written
 from attn_pass.tuning.tuner import Place, Tuner
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
@@ -277,7 +266,8 @@ class _Graph:
 
     def _sites(self) -> Iterator[Site]:
         idle = {node for piece in self.pieces for node in piece.idle}
-        for finder in (calls.find, flash_attn_calls.find, npu_calls.find, softmax.find):
+        of_families = (finder for family in families() for finder in family.finders())
+        for finder in (calls.find, *of_families, softmax.find):
             try:
                 yield from (site for site in finder(self.reader) if site.node not in idle)
             except Exception as error:
@@ -598,7 +588,7 @@ class _Graph:
         """What a site's operands and its mask are made of, where a target asks: on NPUs, for dropout and gradients."""
         a = described.attention
         device = device_for(a.sources[a.query.source].device, self.options.device)
-        if device.type != "npu" or not (a.dropout or self.program == "export"):
+        if not family_of(device).merges_equal_calls or not (a.dropout or self.program == "export"):
             return None
         nodes = (self.replaced.get(n, n) for n in described.nodes)
         effects = {self.gm.graph: self.effects, **{level.graph: level.effects for level in self.levels}}
@@ -619,7 +609,13 @@ class _Graph:
         deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
         fused = None
         if site.region.sdpa_backends is None or site.written.from_library:
-            fused = as_written(attention, site.written, device, deterministic=deterministic)
+            stock = family_of(device).stock_kernel
+            written = site.written
+            fused = (
+                written.library
+                if written.from_library
+                else stock(attention, written, device, deterministic=deterministic)
+            )
         return Setting(
             device=device,
             program=self.program,
@@ -628,7 +624,7 @@ class _Graph:
             autocast=site.region.autocast_dtype(source.device.type),
             allowed_backends=site.region.sdpa_backends,
             runner=self.runner,
-            eager_form=site.form not in (calls.FORM, flash_attn_calls.FORM, npu_calls.FORM),
+            eager_form=not site.is_call,
             kernel_as_written=fused,
             deterministic=deterministic,
             may_need_grad=self._may_need_grad(site, made_of),
@@ -650,7 +646,7 @@ class _Graph:
         if allowed is not None and composite.target not in allowed:
             asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
             record.reason = record.reason or (asked if rule is None else f"{asked} ({rule[0]})")
-        elif not device.kernels or device.type not in ("cpu", "cuda", "npu"):
+        elif not (device.kernels and family_of(device).takes_composites):
             record.reason = record.reason or f"no rule for {device.type} devices yet"
         if composite.target in self.without:
             record.refusals[composite.target] = self.without[composite.target]

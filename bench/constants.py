@@ -1,4 +1,4 @@
-"""`python -m bench constants`: the rates of `attn_pass.hardware.device`, measured on this CPU, beside those in use."""
+"""`python -m bench constants`: the rates of `attn_pass.devices.device`, measured on this CPU, beside those in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.benchmark import Timer
 
-from attn_pass.hardware.device import cpu
+from attn_pass.devices.cpu.facts import cpu
 from bench.frame.document import markdown_table
 from bench.machine import command, device_name, percentile_10, versions
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import attn_pass
-from attn_pass.hardware import catalog
+from attn_pass.devices import registry
 from attn_pass.report.site import SiteReport
 from bench import cases, never_slower
 from bench.machine import command, versions
@@ -109,7 +109,7 @@ def questions(case_folder: Path | None, census_folder: Path | None) -> Iterator[
         for threads in (1, 2):
             yield Question(f"cpu, {threads} threads: {shape}", partial(_grid, shape, threads))
     documented = cases.load(_TABLE)
-    for device in catalog.NAMES:
+    for device in registry.names():
         for case in documented.CASES:
             yield Question(f"{device}: {case.name}", partial(_documented, documented, case, device))
     for path in cases.paths(case_folder) if case_folder is not None else ():

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
-from attn_pass.kernels.decode import Inputs, Room, launched, numbers_for, reference_with_lse
+from attn_pass.devices.cuda.decode_operator import Inputs, Room, launched, numbers_for, reference_with_lse
 from bench.decode_cases import CASES, Case, error, error_of_lse, exact_with_lse, inputs_of, lengths_of
 
 _dot = InterpreterBuilder.create_dot

@@ -1,6 +1,6 @@
 """What the model predicts of fused attention on an Ascend NPU, as plain rows: bytes, speed-up, tiles, masks.
 
-The numbers of seed S5's table come from a machine; these come from data sheets (`attn_pass.hardware.catalog`) and from
+The numbers of seed S5's table come from a machine; these come from data sheets (`attn_pass.devices.catalog`) and from
 counting. Every row says so. Nothing here runs on an NPU, or measures anything.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from attn_pass.hardware import catalog, npu
-from attn_pass.hardware.cost import Problem, unfused
-from attn_pass.hardware.cost_npu import COMPRESSED, operator
+from attn_pass.devices import registry
+from attn_pass.devices.npu import generations
+from attn_pass.devices.npu.cost import COMPRESSED, operator
+from attn_pass.devices.roofline import Problem, unfused
 from bench.frame.document import Row
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -42,10 +43,10 @@ def traffic(lengths: tuple[int, ...] = LENGTHS, **sizes: int) -> Iterator[Row]:
 
 def speed_up(device: str = "Ascend 910B", lengths: tuple[int, ...] = LENGTHS, **sizes: int) -> Iterator[Row]:
     """Products and a softmax against the inference operator, by the roofline."""
-    here = catalog.by_name(device)
+    here = registry.by_name(device)
     for length in lengths:
         given = problem(length, **sizes)
-        apart, fused = unfused(here, given), operator(here, npu.INFERENCE, given)
+        apart, fused = unfused(here, given), operator(here, generations.INFERENCE, given)
         values = {"unfused us": apart, "fused us": fused, "speed-up": apart / fused}
         yield _row(f"{device}, L = {length}", values)
 
@@ -55,8 +56,8 @@ def tiles(dim: int = 64, length: int = 4096, sizes: tuple[int, ...] = TILES) -> 
     for tile in sizes:
         steps = -(-length // tile)
         values = {
-            "buffer bytes": npu.buffer_bytes(tile, dim),
-            "fits": "yes" if npu.fits(tile, dim) else "no",
+            "buffer bytes": generations.buffer_bytes(tile, dim),
+            "fits": "yes" if generations.fits(tile, dim) else "no",
             "steps a row block": steps,
             "steps a head": steps * steps,
         }

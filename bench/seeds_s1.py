@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from attn_pass.targets.xla.kernels import Blocks, Call, forward
-from attn_pass.targets.xla.rules import FLASH, GENERATIONS, Sizes, blocks_for
+from attn_pass.devices.tpu.kernels import Blocks, Call, forward
+from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, Sizes, blocks_for
 from bench import tpu_aot
 from bench.frame.document import markdown_table
 
@@ -173,7 +173,7 @@ def _ways(on_tpu: bool) -> dict[str, Callable[..., Any]]:
         }
     from torch_xla.experimental.custom_kernel import flash_attention
 
-    from attn_pass.targets.xla import torch_xla as adapter
+    from attn_pass.devices.tpu import torch_xla as adapter
 
     tiles = blocks_for(FLASH, "TPU v6e", Sizes(SHAPE[2], SHAPE[2], SHAPE[3], 2))
     assert tiles is not None

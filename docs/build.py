@@ -18,9 +18,11 @@ import decisions
 import measured
 import rooms
 
-from attn_pass import poor_cases, targets
+from attn_pass import poor_cases
+from attn_pass.targets.registry import built_in
 
 HERE = Path(__file__).parent
+TOY = HERE.parent / "tests" / "devices" / "toy_family.py"
 _LABEL = re.compile(r"^(Poor|Costs|Becomes|Exact because|Offers)\b:?", re.MULTILINE)
 
 
@@ -35,7 +37,7 @@ def section(name: str, module: ModuleType) -> str:
 def docstrings(room: str) -> str:
     """The docstrings of a room's files."""
     cases = [(name, inspect.getmodule(case)) for name, case in poor_cases.CASES.items()]
-    forms = [(target.name, inspect.getmodule(type(target))) for target in targets.built_in()]
+    forms = [(target.name, inspect.getmodule(type(target))) for target in built_in()]
     entries = {"poor_cases": cases, "targets": forms}[room]
     return "\n".join(section(name, module) for name, module in entries if module is not None)
 
@@ -53,6 +55,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "architecture.md": {"rooms": lambda: table(rooms.rooms)},
     "../README.md": {"numbers": lambda: table(measured.numbers)},
+    "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
     "catalogue.md": {

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass import patterns, poor_cases, targets
+from attn_pass import patterns, poor_cases
+from attn_pass.devices.cuda import flash_attn_calls
+from attn_pass.devices.npu import npu_calls
+from attn_pass.devices.registry import families
 from attn_pass.model import mask
-from attn_pass.patterns import calls, composite, flash_attn_calls, npu_calls, softmax
+from attn_pass.patterns import calls, composite, softmax
 from attn_pass.reading import vocabulary
+from attn_pass.targets.registry import built_in
 
 
 def first_line(module: Any) -> str:
@@ -55,11 +60,12 @@ FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
 
 
 def _finders() -> Iterator[ModuleType]:
-    """Every file of the room that finds sites."""
+    """Every file that finds sites: of the room, and of families of devices."""
     for found in pkgutil.iter_modules(patterns.__path__):
         module = importlib.import_module(f"{patterns.__name__}.{found.name}")
         if hasattr(module, "FORM"):
             yield module
+    yield from (sys.modules[finder.__module__] for family in families() for finder in family.finders())
 
 
 def forms() -> Iterator[str]:
@@ -182,6 +188,6 @@ def kernels() -> Iterator[str]:
     """Rows of the table of targets."""
     yield "| target | what it is |"
     yield "|---|---|"
-    for target in targets.built_in():
+    for target in built_in():
         said = first_line(inspect.getmodule(type(target)))
         yield f"| [`{target.name}`](rewrites.md#{_anchor(target.name)}) | {said} |"

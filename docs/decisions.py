@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices.registry import families
 from attn_pass.report.site import SiteReport
-from attn_pass.targets.kernels import KERNELS
-from attn_pass.targets.kernels.rules import ALWAYS, NEVER, Rule
+from attn_pass.targets.kernel_rules import ALWAYS, NEVER, Rule
 
 DEVICES = ("H200", "A100", "L4", "B200")
 NEG_INF = float("-inf")
@@ -175,7 +175,8 @@ def rules() -> Iterator[str]:
     """Rows of the table of rules."""
     yield "| kernel | asks about | torch's call checks it | where it is from | known wrong |"
     yield "|---|---|---|---|---|"
-    for kernel, of in KERNELS.items():
+    kernels = [row for family in families() for row in family.kernel_rules.items()]
+    for kernel, of in kernels:
         for rule in of.rules:
             cells = (f"`{kernel}`", rule.name, _checked(rule), _linked(rule.source), _linked(rule.known_wrong))
             yield f"| {' | '.join(cells)} |"

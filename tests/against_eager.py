@@ -11,7 +11,7 @@ import torch
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
 
-FLEX_ON_CPU = TORCH_VERSION >= (2, 13)  # what the target takes (attn_pass/targets/flex_rules.py)
+FLEX_ON_CPU = TORCH_VERSION >= (2, 13)  # what the target takes (attn_pass/targets/flex/rules.py)
 NEG_INF = float("-inf")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attn_pass.targets.xla import kernels, operators
+from attn_pass.devices.tpu import kernels, operators
 
 
 def to_jax(tensor: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """torch_npu's attention operators on the CPU: the documented function in float64, and an error for whatever is not.
 
 The schemas are the vendor's (`npu_schemas`). The constraints are written down here once more, from the pages of
-torch_npu's documentation, and not taken from `attn_pass.targets.npu_rules`, so that each checks the other. What the
+torch_npu's documentation, and not taken from `attn_pass.devices.npu.rules`, so that each checks the other. What the
 kernels would do wrongly without a word (a mode without its mask, an inverted compressed mask, ...) raises here; what
 they leave undefined shows: a row whose every key is masked gives the mean of the values unless ``inner_precise`` asks
 for zeros.

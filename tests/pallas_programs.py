@@ -12,8 +12,8 @@ from against_eager import NEG_INF
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices.tpu.pallas import PallasFlash
 from attn_pass.report.site import SiteReport
-from attn_pass.targets.xla import PallasFlash
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TPUS = ("v5e", "v5p", "v6e", "TPU7x")

@@ -18,7 +18,7 @@ from host_events import Event
 
 pytest.importorskip("triton")
 
-from attn_pass.kernels import decode
+from attn_pass.devices.cuda import decode_operator
 from bench import stand_ins
 from bench.frame.document import Column
 from bench.gpu import console, counters, decode_grid, floors, goals, probes, smoke, supervisor, toolchain
@@ -456,12 +456,16 @@ def test_the_decode_kernels_parts_are_launched_apart(monkeypatch: pytest.MonkeyP
             return lambda **given: launched.append(self._name)
 
     for name in ("attend", "join"):
-        monkeypatch.setattr(decode, name, Kernel(name))
+        monkeypatch.setattr(decode_operator, name, Kernel(name))
     shape = decode_grid.shape_of(1, 1, 512)
     tiles, parts = decode_grid.numbers(Environment("cpu"), shape)
     assert parts == 2 and tiles.rows == 16
     inputs = [torch.zeros(1, heads, n, 128, dtype=torch.bfloat16) for heads, n in ((32, 1), (8, 512), (8, 512))]
-    for only, names in ((None, ["attend", "join"]), (decode.attend, ["attend"]), (decode.join, ["join"])):
+    for only, names in (
+        (None, ["attend", "join"]),
+        (decode_operator.attend, ["attend"]),
+        (decode_operator.join, ["join"]),
+    ):
         launched.clear()
         decode_grid.launched(shape, parts, tiles, only)(*inputs)
         assert launched == names

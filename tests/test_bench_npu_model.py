@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_pass.hardware import npu
+from attn_pass.devices.npu import generations
 from bench import npu_model
 
 
@@ -32,7 +32,7 @@ def test_tiles_of_512_do_not_fit_the_buffer() -> None:
     assert [r["buffer bytes"] for r in found.values()] == [40960, 81920, 163840, 327680]
     assert [r["fits"] for r in found.values()] == ["yes", "yes", "yes", "no"]
     assert found["tile 128"]["steps a head"] == 32 * 32
-    assert npu.largest_tile(64) == 409 and npu.fits(409, 64) and not npu.fits(410, 64)
+    assert generations.largest_tile(64) == 409 and generations.fits(409, 64) and not generations.fits(410, 64)
 
 
 def test_a_shared_mask_does_not_grow() -> None:

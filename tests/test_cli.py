@@ -17,7 +17,7 @@ from attn_pass.cli.main import app
 from attn_pass.errors import CaptureError
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
-from attn_pass.targets import all_targets
+from attn_pass.targets.registry import all_targets
 
 MODEL = """
 import torch

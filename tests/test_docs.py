@@ -199,7 +199,7 @@ def _templates() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The package of the page, built and installed by pip into a folder of its own, which is on the path."""
-    from attn_pass import targets
+    from attn_pass.targets import registry
 
     source, place = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("place")
     for block in blocks(TARGET):
@@ -214,9 +214,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert done.returncode == 0, done.stderr
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(place))
-        targets._registered.cache_clear()
+        registry._registered.cache_clear()
         yield place
-    targets._registered.cache_clear()
+    registry._registered.cache_clear()
 
 
 ROW_BLOCKS = {"targets": ("row_blocks",)}

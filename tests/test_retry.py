@@ -21,10 +21,10 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, Node
 
 import attn_pass
-from attn_pass import targets
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.report.pages.collect import collect
+from attn_pass.targets import registry
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.sdpa import Sdpa
 
@@ -64,7 +64,7 @@ class Emits(Sdpa):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = (Emits("broken", UNLOWERABLE, 16), Emits("sound", HARMLESS, 8))
-    monkeypatch.setattr(targets, "_registered", lambda: ours)
+    monkeypatch.setattr(registry, "_registered", lambda: ours)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attn_pass
+from attn_pass.devices.cpu.kernel import source
 from attn_pass.entries import shield as shield_file
 from attn_pass.entries.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
-from attn_pass.kernels.cpu import source
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 

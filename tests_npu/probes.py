@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
-from attn_pass.hardware.device import device_for
-from attn_pass.targets.npu_rules import Call, dispatched
+from attn_pass.devices.npu.rules import Call, dispatched
+from attn_pass.devices.registry import device_for
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 MATH = "_scaled_dot_product_attention_math"

@@ -12,7 +12,7 @@ from conftest import Ask, process
 from npu_schemas import SCHEMAS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_pass.hardware.npu import INFERENCE, TRAINING, TRAINING_V1
+from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
 
 MAX = 2147483647
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 
+from attn_pass.devices import calibration
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.explain import explain
-from attn_pass.hardware import calibration, catalog
-from attn_pass.hardware import device as hardware
-from attn_pass.targets import all_targets
+from attn_pass.targets.registry import all_targets
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,17 @@ class Package:
     install: str
 
 
-PACKAGES: tuple[Package, ...] = (
-    Package("torch", "torch.compile and AOTInductor", "pip install torch"),
-    Package("triton", "the targets decode and flex on CUDA", "comes with torch for CUDA: pip install triton"),
-    Package("flash-attn", "the target flash_attn, and its calls", "pip install flash-attn --no-build-isolation"),
-    Package(
-        "torch-npu", "the targets for Ascend NPUs", "pip install torch-npu of torch's version, beside the vendor's CANN"
-    ),
-    Package("torch-xla", "the targets for TPUs, through torch_xla", "pip install torch-xla with its torch"),
-    Package("jax", "the kernels of the targets for TPUs", "pip install jax"),
-    Package("libtpu", "the compiler of the targets for TPUs", "pip install libtpu"),
+_ANYWHERE = (
     Package("depyf", "readable bytecode and Inductor output", "pip install depyf"),
     Package("jinja2", "reports as HTML", "pip install jinja2"),
 )
+
+
+def known_packages() -> Iterator[Package]:
+    """torch, what each family of devices is served by, and what helps on any."""
+    yield Package("torch", "torch.compile and AOTInductor", "pip install torch")
+    yield from (Package(*row) for family in families() for row in family.packages)
+    yield from _ANYWHERE
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Finding:
 
 def packages() -> Iterator[Finding]:
     """Of every package its version, or how to get it."""
-    for package in PACKAGES:
+    for package in known_packages():
         try:
             found = importlib.metadata.version(package.name)
         except importlib.metadata.PackageNotFoundError:
@@ -62,23 +60,15 @@ def packages() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """The devices, cuDNN, and the compiler that Inductor needs for the CPU."""
-    compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
-    yield Finding("C++ compiler", compiler, "Inductor's code for the CPU, and every AOTInductor package")
-    yield Finding("CPU", torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads")
-    if torch.cuda.is_available():
-        for number in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(number)
-            yield Finding(f"cuda:{number}", torch.cuda.get_device_name(number), f"compute capability {major}.{minor}")
-        yield Finding("cuDNN", str(torch.backends.cudnn.version() or ""), "the target cudnn")
-    else:
-        yield Finding("CUDA device", "", "torch sees none; decide for one with device='H200'")
+    """What each family of devices finds here."""
+    return (Finding(*found) for family in families() for found in family.machine())
 
 
 def calibrations() -> Iterator[Finding]:
     """Of every device whether it was calibrated with the versions that are installed, when, and how well."""
     for name in devices():
-        device = hardware.cpu() if name == "cpu" else catalog.cuda_here(torch.device(name))
+        at = torch.device(name)
+        device = of_type(at.type).here(at)
         found = calibration.load(device)
         what = f"calibration of {name}"
         if found is None:
@@ -89,7 +79,7 @@ def calibrations() -> Iterator[Finding]:
             yield Finding(what, found.date or "of an unknown date", note)
 
 
-def _source(device: hardware.Device) -> str:
+def _source(device: Device) -> str:
     return "the machine they were fitted on" if device.is_measured else "data sheets and published figures"
 
 

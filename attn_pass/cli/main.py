@@ -183,7 +183,7 @@ def calibrate(
 
     Exits with 1 if the machine was too busy for the result to be kept.
     """
-    session = importlib.import_module("attn_pass.calibrate.session")
+    session = importlib.import_module("attn_pass.tuning.calibration_session")
     try:
         at = session.device_named(device)
         if forget:

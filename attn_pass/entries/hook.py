@@ -20,6 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
+from attn_pass.devices.registry import families
 from attn_pass.entries.transaction import DECIDED, decide
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
@@ -166,8 +167,13 @@ def _installed() -> RewritePass | None:
 
 
 def _identity(options: Options) -> str:
-    facts = (_sources(), repr(options), str(torch.__version__), _devices(), _measured())
+    facts = (_sources(), repr(options), str(torch.__version__), _devices())
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _devices() -> tuple[str, ...]:
+    """What the choice of a kernel may depend on: hardware, and what was measured of it on this machine."""
+    return tuple(fact for family in families() for fact in family.identity())
 
 
 @functools.cache
@@ -178,23 +184,3 @@ def _sources() -> str:
     for path in sorted(p for kind in ("*.py", "*.hpp") for p in root.rglob(kind)):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-@functools.cache
-def _devices() -> tuple[str, ...]:
-    """What the choice of a kernel may depend on: the CPU's vector unit, and name and capability of each GPU."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return (
-        torch.backends.cpu.get_cpu_capability(),
-        *(f"{torch.cuda.get_device_name(i)} {torch.cuda.get_device_capability(i)}" for i in gpus),
-    )
-
-
-def _measured() -> tuple[str, ...]:
-    """What was measured of each device on this machine, which the choice rests on where there is such a thing."""
-    from attn_pass.hardware import calibration, catalog
-    from attn_pass.hardware.device import cpu
-
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    devices = (cpu(), *(catalog.cuda_here(torch.device("cuda", n)) for n in gpus))
-    return tuple(repr(calibration.load(device)) for device in devices)

@@ -20,6 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from attn_pass.compat import pre_grad_slot_takes_list
+from attn_pass.devices.registry import families
 
 log = logging.getLogger(__name__)
 
@@ -152,8 +153,6 @@ def _number_regions(graph: Graph) -> None:
 
 @functools.cache
 def _identity(role: str) -> str:
-    from attn_pass.kernels.cpu.source import identity
-
-    # A graph that holds the CPU kernel's operator says nothing of the source that its lowering writes.
-    of_this = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    return f"attn_pass.{role}:{of_this}:{identity()}"
+    # A graph that holds a kernel's operator says nothing of the source that its lowering writes.
+    of_kernels = "".join(family.sources() for family in families())
+    return f"attn_pass.{role}:{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}:{of_kernels}"

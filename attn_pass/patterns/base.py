@@ -71,6 +71,7 @@ class Site:
     opaque: Opaque | None = None  # the call of one of torch's modules that hides it
     error: Exception | None = None  # a defect of attn_pass met while reading it
     written: AsWritten = field(default_factory=lambda: AsWritten(fused=False))  # what would run if nothing were done
+    is_call: bool = False  # of an attention operator; else it is written out by hand
 
 
 def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str = "near miss") -> Site:

@@ -85,7 +85,7 @@ def find(reader: Reader) -> Iterator[Site]:
             check_window(reader, described, result)
             internal = (*rest, *((node,) if result is not node else ()))
             written = _as_written(reader, result, given)
-            yield Site(result, FORM, region, described, internal=internal, written=written)
+            yield Site(result, FORM, region, described, internal=internal, written=written, is_call=True)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
         except Exception as error:

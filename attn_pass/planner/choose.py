@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from attn_pass.hardware import cost, cost_cuda, cost_npu, cost_xla
+from attn_pass.devices import roofline
+from attn_pass.devices.registry import family_of
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
-from attn_pass.targets import all_targets
 from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.problem import cost_of, problem_of
+from attn_pass.targets.registry import all_targets
 
-_TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 AS_ASKED = "left as asked for"
 _MEASURED = margins.Margin(1 / 0.97)  # more than noise where both were measured
 _MOST_MEASURED = 4
@@ -67,32 +65,21 @@ def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> fl
     """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
     if written.needed_as_well:
         return value_product_cost(attention, setting)
-    return _as_it_is(attention, setting, written) - cost.traffic(setting.device, 2 * written.joined_bytes)
+    return _as_it_is(attention, setting, written) - roofline.traffic(setting.device, 2 * written.joined_bytes)
 
 
 def _as_it_is(attention: Attention, setting: Setting, written: AsWritten) -> float:
+    device, family = setting.device, family_of(setting.device)
     problem = problem_of(attention, setting.hint)
     # With one query row Inductor computes the copies inside its multiply-and-sum.
     inside = problem.q_len == 1 and not written.fused
-    copies = 0.0 if inside else cost.traffic(setting.device, 2 * written.copied_bytes)
+    copies = 0.0 if inside else roofline.traffic(device, 2 * written.copied_bytes)
     kernel = setting.kernel_as_written
     if kernel is not None:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
-        around = 0.0
-        if setting.device.type == "npu" and not written.from_library:
-            elements = 0 if written.mask == "none" else written.mask_elements
-            around = cost_npu.stock_mask(setting.device, problem, causal=written.causal, elements=elements)
+        around = family.mask_cost(device, problem, written)
         return cost_of(kernel, attention, problem, setting) + copies + around
-    if setting.device.type in ("cuda", "npu") and not setting.eager_form:
-        problem = replace(problem, dtype=torch.float32)  # torch's unfused form widens half precision
-    scaled = 0.0 if setting.eager_form else cost.traffic(setting.device, 2 * problem.operand_bytes)
-    calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
-    if setting.device.type == "cuda":  # what is elementwise is part of the softmax's kernel
-        return cost_cuda.unfused(setting.device, problem) + scaled + copies
-    if setting.device.name.startswith("TPU"):
-        return cost_xla.unfused(setting.device, problem) + copies
-    scaled += cost.transcendental(setting.device, problem, calls)
-    return cost.unfused(setting.device, problem) + scaled + copies
+    return family.unfused_cost(attention, family.as_computed_unfused(problem, setting), setting) + copies
 
 
 def score_product_cost(attention: Attention, setting: Setting) -> float:
@@ -113,8 +100,8 @@ def value_product_cost(attention: Attention, setting: Setting) -> float:
         flops *= _SAVED_IN_TRAINING
     if problem.q_len == 1:  # a multiply-and-sum, or a product: the quicker
         rate = max(device.vector(problem.dtype), device.matmul(problem.dtype))
-        return max(flops / rate / 1e3, cost.traffic(device, read)) + device.kernel_us
-    return flops / device.matmul(problem.dtype) / 1e3 + cost.traffic(device, read) + device.op_us
+        return max(flops / rate / 1e3, roofline.traffic(device, read)) + device.kernel_us
+    return flops / device.matmul(problem.dtype) / 1e3 + roofline.traffic(device, read) + device.op_us
 
 
 def choose(

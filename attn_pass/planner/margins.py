@@ -1,6 +1,6 @@
 """By how much an offer must be predicted to win: more than a rounding where costs were measured, much where not.
 
-A GPU's costs are those of data sheets and published figures until `attn_pass.hardware.calibration` has some of this
+A GPU's costs are those of data sheets and published figures until `attn_pass.devices.calibration` has some of this
 machine. A call that reaches a fused kernel works: on guesses it is replaced only for a clear win.
 """
 
@@ -9,22 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attn_pass.hardware import npu
-from attn_pass.hardware.device import Device
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import family_of
 from attn_pass.targets.base import Offer, Setting, Target
-from attn_pass.targets.kernels import LIBRARY, order
+from attn_pass.targets.torch_call import order
 
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
 _FUSED = 1.25  # in place of a call that reaches a fused kernel
 _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
 _BY_INDUCTOR = ("flex", "flex_flash")
-# The kernels that a program calls by itself, and the target that writes the same call.
-_SAME_CALL = {
-    LIBRARY: LIBRARY,
-    npu.INFERENCE: npu.INFERENCE,
-    npu.TRAINING: npu.TRAINING_V1,
-    npu.TRAINING_V1: npu.TRAINING_V1,
-}
 _TIE = 1.05  # predictions nearer to each other say nothing
 
 
@@ -55,7 +48,7 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     """
     device, before = setting.device, setting.kernel_as_written
     # The kernel that the program calls, with the copies around its call gone: nothing that would have to be guessed.
-    less_around_it = before is not None and offer.target == _SAME_CALL.get(before)
+    less_around_it = before is not None and offer.target == family_of(device).same_call.get(before)
     if less_around_it or (device.knows(offer.target) and (before is None or device.knows(before))):
         return Margin(_ROUNDING)
     if before is None:

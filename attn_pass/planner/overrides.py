@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 import torch
 from torch.fx import Node
 
+from attn_pass.devices import registry
 from attn_pass.errors import OptionError, first_line
-from attn_pass.hardware import catalog
 from attn_pass.options import ANNOTATION, LEAVE, Options, annotated_targets, unknown_name
 from attn_pass.poor_cases import CASES
 from attn_pass.report.site import SiteReport
-from attn_pass.targets import all_targets
+from attn_pass.targets.registry import all_targets
 
 
 def check_names(options: Options) -> None:
@@ -21,13 +21,13 @@ def check_names(options: Options) -> None:
     _check_known("target", options.targets or (), [t.name for t in all_targets()])
     _check_targets("target in a rule", [name for _, names in options.rules for name in names])
     _check_known("poor case", options.poor_cases or (), list(CASES))
-    if options.device is not None and not catalog.is_known(options.device):
+    if options.device is not None and not registry.is_known(options.device):
         try:
             torch.device(options.device)
         except RuntimeError as error:
             raise OptionError(
                 f"device={options.device!r} is neither a device torch knows nor one of "
-                f"{', '.join(catalog.NAMES)}: {first_line(error)}"
+                f"{', '.join(registry.names())}: {first_line(error)}"
             ) from None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_pass.hardware.cost import Problem
-from attn_pass.hardware.device import Device
+from attn_pass.devices.device import Device
+from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.problem import mask_bytes_read, problem_of
@@ -24,9 +24,9 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
     """ "flops", "bytes" and "us" of the site as stock runs it: its fused kernel, or products around a softmax.
 
     FLOPs are those of the two products, masked part included; symbolic sizes are at their hint. Between products and
-    softmax the scores are written and read twice (`attn_pass.hardware.cost.unfused`); shared keys and values are copied
-    out where there is more than one query row, by the program or by the product, which is counted once. Of a mask the
-    tensors it is made of are read; what positions say is computed with the softmax.
+    softmax the scores are written and read twice (`attn_pass.devices.roofline.unfused`); shared keys and values are
+    copied out where there is more than one query row, by the program or by the product, which is counted once. Of a
+    mask the tensors it is made of are read; what positions say is computed with the softmax.
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
     if setting.kernel_as_written is not None:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.device import Device
 from attn_pass.graph.edit import Plan, Value
-from attn_pass.hardware.device import Device
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index
 from attn_pass.options import Runner

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
+from attn_pass.devices import roofline
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.views import Permute
@@ -49,9 +49,9 @@ class Decomposed:
         if bias and setting.numerics == "strict":
             return Refusal(self.name, "numerics='strict': a row may be masked out entirely")
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
-        microseconds = cost.unfused(setting.device, problem)
+        microseconds = roofline.unfused(setting.device, problem)
         if attention.has_mask:
-            microseconds += cost.safe_softmax(setting.device, problem)
+            microseconds += roofline.safe_softmax(setting.device, problem)
         return Offer(self.name, variant, attention, microseconds, fused=False)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from attn_pass.devices import roofline
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Expr, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
@@ -151,7 +151,7 @@ def _cost(a: Attention, blocks: Blocks, setting: Setting) -> float:
         causal=False,
         copied_bytes=copies,
     )
-    return cost.fused(setting.device, inner)
+    return roofline.fused(setting.device, inner)
 
 
 def _query_blocks(plan: Plan, a: Attention, blocks: Blocks, query: Value, count: Index, extra: Index) -> Value:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from attn_pass.hardware import cost, cost_cuda, cost_npu
-from attn_pass.hardware.cost import Problem
+from attn_pass.devices.registry import family_of
+from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, expression_axes, loads
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.targets.base import Setting
-from attn_pass.targets.kernels import LIBRARY, LIBRARY_3
 
 
 def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes: int = 0) -> Problem:
@@ -35,17 +34,7 @@ def problem_of(attention: Attention, hint: Callable[[Index], int], copied_bytes:
 
 def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
     """Microseconds one of torch's fused kernels, or a library's, takes on the setting's device."""
-    if setting.device.type == "npu":
-        return cost_npu.operator(setting.device, kernel, problem)
-    if setting.device.type != "cuda":
-        return cost.fused(setting.device, problem)
-    if kernel not in (LIBRARY, LIBRARY_3, *cost_cuda.SHAPES):
-        return cost.fused(setting.device, problem)  # a call of another device's operator
-    growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
-    if kernel in (LIBRARY, LIBRARY_3):
-        own = "flash" if kernel == LIBRARY else kernel
-        return cost_cuda.torch_kernel(setting.device, own, problem) + cost_cuda.PYTHON_US
-    return cost_cuda.torch_kernel(setting.device, kernel, problem, growing=growing)
+    return family_of(setting.device).kernel_cost(kernel, attention, problem, setting)
 
 
 def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:

@@ -23,8 +23,8 @@ import torch
 from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx import Graph, GraphModule, Node
 
+from attn_pass.devices import roofline
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
@@ -48,8 +48,8 @@ class Recompute:
         copied = moved_query_bytes(attention, setting.hint)
         problem = problem_of(attention, setting.hint, copied)
         width = max(problem.head_dim, problem.value_dim)
-        forward = cost.fused(setting.device, replace(problem, head_dim=width, value_dim=width))
-        again = _SHARE_AGAIN * cost.unfused(setting.device, problem)
+        forward = roofline.fused(setting.device, replace(problem, head_dim=width, value_dim=width))
+        again = _SHARE_AGAIN * roofline.unfused(setting.device, problem)
         assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.rows_never_empty else ()
         if hides_keys(attention, setting):
             assumptions = (*assumptions, FINITE_KEYS)

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.devices import roofline
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.hardware import cost
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.index import Index
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.kernels import KERNELS, Call, order, picked_by_torch, refusal
+from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
     additive_mask,
@@ -45,6 +45,7 @@ from attn_pass.targets.masks import (
     wants_mask_gradient,
 )
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
+from attn_pass.targets.torch_call import order, picked_by_torch, refusal, rules_of
 
 
 class Sdpa:
@@ -110,7 +111,9 @@ class Sdpa:
         if a.dropout and setting.same_random_numbers:
             return "fallback_random asks for eager's random numbers, and the kernel draws others"
         allowed = setting.allowed_backends
-        kernels = [k for k in order(setting.device) if allowed is None or KERNELS[k].backend in allowed]
+        kernels = [
+            k for k in order(setting.device) if allowed is None or rules_of(k, setting.device).backend in allowed
+        ]
         if not kernels:
             return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
         call = _call(a, setting, mask_needs_grad=mask_needs_grad)
@@ -260,8 +263,8 @@ def distance_mask(a: Attention, setting: Setting) -> ByDistance | None:
     if setting.device.type != "cpu" or shifts_rows(a):  # a vector of distances has no rows
         return None
     problem = problem_of(a, setting.hint)
-    matrix = cost.traffic(setting.device, 2 * problem.mask_elements * problem.mask_bytes)
-    flips = cost.traffic(setting.device, 2 * problem.query_bytes) + setting.device.kernel_us
+    matrix = roofline.traffic(setting.device, 2 * problem.mask_elements * problem.mask_bytes)
+    flips = roofline.traffic(setting.device, 2 * problem.query_bytes) + setting.device.kernel_us
     return by if flips < matrix else None
 
 

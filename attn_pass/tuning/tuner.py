@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.registry import facts
 from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.extract import Program, extract
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.hardware.device import facts
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import Measured
 from attn_pass.targets.base import Setting

@@ -1,7 +1,8 @@
 """Part 3: the bare kernels, without Inductor: prefill at every length and head dim, forward and backward.
 
-The points and the clock are those of `attn_pass.calibrate`, so that what this says and what ``attn-pass calibrate``
-fits are the same measurements; here there are more of them, and each has what the host takes for the call.
+The points are those of `attn_pass.devices.cuda.points` and the clock is `attn_pass.tuning.clock`, so that what this
+says and what ``attn-pass calibrate`` fits are the same measurements; here there are more of them, and each has what the
+host takes for the call.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from functools import partial
 
 import torch
 
-from attn_pass.calibrate.clock import read
-from attn_pass.calibrate.points import PREFILL_KERNELS, Point, prefill
+from attn_pass.devices.cuda.points import PREFILL_KERNELS, Point, prefill
+from attn_pass.tuning.clock import read
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.timing import rates, why

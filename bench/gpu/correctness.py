@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
-from attn_pass.targets import all_targets
+from attn_pass.targets.registry import all_targets
 from bench import decode_cases
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
@@ -256,7 +256,7 @@ def decode_case(env: Environment, case: decode_cases.Case) -> Row:
     """The operator called directly: on a GPU the kernel, in a dry run the kernel under Triton's interpreter."""
     if env.dry:
         return _interpreted(case)
-    from attn_pass.kernels.decode import decode, reference
+    from attn_pass.devices.cuda.decode_operator import decode, reference
 
     q, k, v, mask = decode_cases.inputs_of(case, env.device)
     right = decode_cases.exact(q, k, v, mask, case)

@@ -24,7 +24,7 @@ METRICS = {
 _LIMIT_S = 90
 _CALL = """
 import torch
-from attn_pass.kernels.decode import decode
+from attn_pass.devices.cuda.decode_operator import decode
 sizes = ((32, {rows}), (8, {keys}), (8, {keys}))
 q, k, v = (torch.randn({batch}, h, n, 128, device="cuda", dtype=torch.bfloat16) for h, n in sizes)
 for _ in range(3):

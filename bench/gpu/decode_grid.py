@@ -95,7 +95,7 @@ LAUNCHES = ((4, 2), (4, 3), (8, 2), (8, 3))  # warps, stages
 
 def launched(shape: Shape, parts: int, tiles: Any, only: Any = None) -> Callable[..., Tensor]:
     """The kernels with these numbers, as the operator launches them; ``only`` one of the two where it is given."""
-    from attn_pass.kernels import decode as kernel
+    from attn_pass.devices.cuda import decode_operator as kernel
 
     def wrap(triton_kernel: Any) -> Any:
         return triton_kernel if only in (None, triton_kernel) else _Nothing()
@@ -116,7 +116,7 @@ class _Nothing:
 
 def numbers(env: Environment, shape: Shape) -> tuple[Any, int]:
     """The tiles the kernel takes by itself, and into how many parts it cuts the keys."""
-    from attn_pass.kernels import decode as kernel
+    from attn_pass.devices.cuda import decode_operator as kernel
 
     room = kernel.Room() if env.dry else kernel.gpu_of(torch.device("cuda"))[0]
     inputs = kernel.Inputs(*shape.inputs(Environment("meta"))[:3], None, shape.scale)
@@ -126,7 +126,7 @@ def numbers(env: Environment, shape: Shape) -> tuple[Any, int]:
 
 def pieces(env: Environment, shape: Shape) -> dict[str, Variant]:
     """The two kernels of the operator, each alone; the join of parts that nothing has written takes as long."""
-    from attn_pass.kernels.decode_triton import attend, join
+    from attn_pass.devices.cuda.decode_triton import attend, join
 
     tiles, parts = numbers(env, shape)
     return {name: Variant(launched(shape, parts, tiles, k)) for name, k in (("attend", attend), ("join", join))}

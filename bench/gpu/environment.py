@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass.hardware import catalog
-from attn_pass.hardware.device import Device
+from attn_pass.devices import registry
+from attn_pass.devices.cuda import facts as cuda_facts
+from attn_pass.devices.device import Device
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from bench.machine import compiled, device_name, versions
@@ -46,7 +47,7 @@ class Environment:
     @property
     def decided_for(self) -> Device:
         """The device as the pass sees it."""
-        return catalog.by_name(NAMED) if self.dry else catalog.cuda_here()
+        return registry.by_name(NAMED) if self.dry else cuda_facts.cuda_here()
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
         """Random numbers on the device."""

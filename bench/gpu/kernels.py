@@ -142,7 +142,7 @@ def _decode_refuses(shape: Shape) -> str:
 
 
 def _decode(shape: Shape, env: Environment) -> Variant:
-    from attn_pass.kernels.decode import decode
+    from attn_pass.devices.cuda.decode_operator import decode
 
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
         out: Tensor = decode(q, k, v, bias[0] if bias else None, shape.scale)

@@ -14,16 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_pass.devices import registry
+from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.cuda import facts as cuda_facts
+from attn_pass.devices.device import Device
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes
-from attn_pass.hardware import catalog
-from attn_pass.hardware.device import Device, cpu
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.patterns import calls
 from attn_pass.reading.lift import Reader
-from attn_pass.targets.kernels import Call as TableCall
-from attn_pass.targets.kernels import as_written, refusal
+from attn_pass.targets.kernel_rules import Call as TableCall
+from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.machine import compiled
@@ -155,7 +157,7 @@ def by_torch(call: Call, inputs: Sequence[Tensor]) -> str:
 
 def by_table(attention: Attention, written: AsWritten, device: Device) -> str:
     """The kernel of the call as it is written; the CPU's must also be one that the table's rules take."""
-    found = as_written(attention, written, device, deterministic=False)
+    found = registry.family_of(device).stock_kernel(attention, written, device, deterministic=False)
     if device.type == "cpu" and found is not None:
         mask = "causal" if written.causal else written.mask
         refused = refusal(found, TableCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
@@ -171,11 +173,11 @@ def compare(env: Environment, call: Call) -> Row:
         return F.scaled_dot_product_attention(*args, **call.given)
 
     attention, written = read(program, *inputs)
-    here = cpu() if env.dry else catalog.cuda_here()
+    here = cpu() if env.dry else cuda_facts.cuda_here()
     row: Row = {"torch": by_torch(call, inputs), "table": by_table(attention, written, here)}
     row["verdict"] = "same" if row["torch"] == row["table"] else "DIFFERS"
     for name in NAMED:
-        row[name] = by_table(attention, written, catalog.by_name(name))
+        row[name] = by_table(attention, written, registry.by_name(name))
     return row
 
 

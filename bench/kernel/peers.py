@@ -23,7 +23,7 @@ SCORE = f"mul(tanh(mul(mul(x, number({{scale!r}}f)), number({1 / CAP!r}f))), num
 
 def ours(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run:
     """`attn_pass::attention` as the target calls it."""
-    from attn_pass.kernels.cpu.operator import OPERATOR
+    from attn_pass.devices.cpu.kernel.operator import OPERATOR
 
     scale = 1 / math.sqrt(case.dim)
     given: dict[str, Any] = dict(case.given) if isinstance(case, Case) else {}

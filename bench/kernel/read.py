@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attn_pass.kernels.cpu.build import compiler
+from attn_pass.devices.cpu.kernel.build import compiler
 
 # Four sums, so that additions do not wait for each other; pieces of 64 KiB by turns, as the kernel's tasks are.
 _SOURCE = """

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_pass.calibrate.clock import Reading
-from attn_pass.calibrate.cpu import PROBES, Probe, fitted
-from attn_pass.hardware.calibration import Calibration, with_calibration
-from attn_pass.hardware.device import cpu_with, facts
+from attn_pass.devices.calibration import Calibration, with_calibration
+from attn_pass.devices.catalog import processor
+from attn_pass.devices.cpu.probes import PROBES, Probe, fitted
+from attn_pass.devices.registry import facts
+from attn_pass.tuning.clock import Reading
 
-DEVICE = cpu_with(1)
+DEVICE = processor(1)
 NAMES = [probe.name for probe in PROBES]
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from attn_pass.calibrate import cuda, points
-from attn_pass.calibrate.clock import Reading
-from attn_pass.calibrate.points import Point
-from attn_pass.hardware import catalog
-from attn_pass.hardware.calibration import with_calibration
-from attn_pass.hardware.device import Device, Shares
+from attn_pass.devices import registry
+from attn_pass.devices.calibration import with_calibration
+from attn_pass.devices.cuda import points
+from attn_pass.devices.cuda import sweep as cuda
+from attn_pass.devices.cuda.points import Point
+from attn_pass.devices.device import Device, Shares
+from attn_pass.tuning.clock import Reading
 from bench import stand_ins
 
 stand_ins.install()
-H100 = catalog.by_name("H100")
+H100 = registry.by_name("H100")
 CPU = torch.device("cpu")
 TRUE = replace(
     H100,

@@ -14,11 +14,11 @@ import torch
 from host_events import Event
 from typer.testing import CliRunner
 
-from attn_pass.calibrate import clock, cpu
-from attn_pass.calibrate.clock import Reading
 from attn_pass.cli.main import app
-from attn_pass.hardware.device import device_for
-from attn_pass.tuning import disk_cache
+from attn_pass.devices.cpu import probes as cpu
+from attn_pass.devices.registry import device_for
+from attn_pass.tuning import clock, disk_cache
+from attn_pass.tuning.clock import Reading
 
 CPU = torch.device("cpu")
 

@@ -13,14 +13,18 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass.hardware import calibration, catalog, cost_cuda
-from attn_pass.hardware.calibration import Calibration, fitted, with_calibration
-from attn_pass.hardware.cost import Problem
-from attn_pass.hardware.device import Device, cpu, device_for, facts
+from attn_pass.devices import calibration, registry
+from attn_pass.devices.calibration import Calibration, fitted, with_calibration
+from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda import facts as cuda_facts
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import device_for, facts
+from attn_pass.devices.roofline import Problem
 from attn_pass.tuning import disk_cache
 
 BF16, FP32 = torch.bfloat16, torch.float32
-H100 = catalog.by_name("H100")
+H100 = registry.by_name("H100")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +40,7 @@ def test_it_is_read_as_it_was_saved() -> None:
     assert calibration.load(H100) is None
     calibration.save(measured)
     assert calibration.load(H100) == measured
-    assert calibration.load(catalog.by_name("H200")) is None
+    assert calibration.load(registry.by_name("H200")) is None
     assert calibration.load(replace(H100, cudnn=92600)) is None  # another cuDNN is another kernel
 
 
@@ -60,7 +64,7 @@ def test_what_was_not_measured_stays_as_it_was() -> None:
 
 def test_the_cpu_is_measured_and_a_gpu_of_the_catalogue_is_not() -> None:
     assert cpu().knows("cpu flash") and not cpu().is_calibrated
-    assert not any(catalog.by_name(name).is_measured for name in catalog.NAMES)
+    assert not any(registry.by_name(name).is_measured for name in registry.names())
 
 
 def test_the_cpu_of_this_machine_is_decided_for_as_it_was_measured() -> None:
@@ -83,7 +87,7 @@ def test_a_gpu_that_is_here_is_decided_for_as_it_was_measured(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    bare = catalog.cuda_here()
+    bare = cuda_facts.cuda_here()
     assert device_for(torch.device("cuda")) == bare
     calibration.save(Calibration(facts(bare), shares={"cudnn": {"prefill": 0.9}}))
     found = device_for(torch.device("cuda"))

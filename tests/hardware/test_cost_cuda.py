@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_pass.hardware import catalog, cost_cuda
-from attn_pass.hardware.cost import Problem
-from attn_pass.hardware.device import Device
-from attn_pass.kernels import decode
+from attn_pass.devices import registry
+from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda import decode_operator
+from attn_pass.devices.device import Device
+from attn_pass.devices.roofline import Problem
 
 BF16 = torch.bfloat16
-H100 = catalog.by_name("H100")
+H100 = registry.by_name("H100")
 KERNELS: dict[str, Callable[[Problem], float]] = {
     "unfused": lambda p: cost_cuda.unfused(H100, p),
     "flash": lambda p: cost_cuda.torch_kernel(H100, "flash", p),
@@ -62,7 +63,7 @@ def test_joining_takes_longer_with_more_parts() -> None:
 
 def test_the_model_splits_as_the_kernel_does() -> None:
     ours = (cost_cuda._SPLIT_ROWS, cost_cuda._PROGRAMS_PER_CORE, cost_cuda._LEAST_KEYS)
-    assert ours == (decode._MOST_ROWS, decode._PROGRAMS_PER_CORE, decode._LEAST_KEYS)
+    assert ours == (decode_operator._MOST_ROWS, decode_operator._PROGRAMS_PER_CORE, decode_operator._LEAST_KEYS)
 
 
 def test_one_row_leaves_half_of_the_memory_s_rate_to_the_efficient_kernel() -> None:

@@ -10,8 +10,13 @@ import torch
 
 import attn_pass
 from attn_pass.compat import active_flash
-from attn_pass.hardware import catalog, npu
-from attn_pass.hardware.device import Device, cpu, device_for
+from attn_pass.devices import registry
+from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.cuda import facts as cuda_facts
+from attn_pass.devices.device import Device
+from attn_pass.devices.npu import facts as npu_facts
+from attn_pass.devices.npu import generations
+from attn_pass.devices.registry import device_for
 
 
 def test_the_cpu_has_as_many_cores_as_torch_uses_threads() -> None:
@@ -24,7 +29,7 @@ def test_the_cpu_has_as_many_cores_as_torch_uses_threads() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", catalog.NAMES)
+@pytest.mark.parametrize("name", registry.names())
 def test_a_device_of_the_catalogue_is_decided_for_without_being_here(name: str) -> None:
     device = device_for(torch.device("cpu"), name.upper())
     assert not device.is_here and device.name.lower() == name
@@ -33,7 +38,7 @@ def test_a_device_of_the_catalogue_is_decided_for_without_being_here(name: str) 
 
 
 def test_rates_of_newer_gpus_are_higher() -> None:
-    l4, a100, h200, b200 = (catalog.by_name(n) for n in ("L4", "A100", "H200", "B200"))
+    l4, a100, h200, b200 = (registry.by_name(n) for n in ("L4", "A100", "H200", "B200"))
     assert l4.memory_gbytes < a100.memory_gbytes < h200.memory_gbytes < b200.memory_gbytes
     assert [d.capability for d in (a100, l4, h200, b200)] == [(8, 0), (8, 9), (9, 0), (10, 0)]
 
@@ -81,28 +86,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ],
 )
 def test_names_are_whole_words(name: str, row: str | None) -> None:
-    found = catalog._named(name)
+    found = cuda_facts._named(name)
     assert (None if found is None else found.name) == row
 
 
 def test_a_gpu_the_catalogue_lacks_is_like_one_of_its_kind(gpu: Gpu) -> None:
     """Its arithmetic at half the rate of a multiprocessor of that kind, and its memory as its properties say."""
-    ada = catalog.by_name("L4")
+    ada = registry.by_name("L4")
     l40s = gpu("NVIDIA L40S", (8, 9), 142, memory_clock_rate=9001000, memory_bus_width=384, L2_cache_size=96 << 20)
     assert (l40s.cores, l40s.cache_bytes, l40s.capability) == (142, 96 << 20, (8, 9))
     assert l40s.memory_gbytes == pytest.approx(0.9 * 864, rel=0.01)
     assert l40s.matmul(torch.bfloat16) == pytest.approx(ada.matmul(torch.bfloat16) * 142 / 58 / 2)
     a1000 = gpu("NVIDIA RTX A1000", (8, 6), 18, memory_clock_rate=6001000, memory_bus_width=128)
     assert a1000.memory_gbytes == pytest.approx(0.9 * 192, rel=0.01) and a1000.matmul(torch.bfloat16) < 30e3
-    assert gpu("Some Hopper", (9, 0), 66).memory_gbytes == catalog.by_name("H100").memory_gbytes / 2
+    assert gpu("Some Hopper", (9, 0), 66).memory_gbytes == registry.by_name("H100").memory_gbytes / 2
 
 
 def test_workstation_blackwells_are_like_ada_and_not_like_b200(gpu: Gpu) -> None:
     """cuDNN is slower than flash there: 0.88 of it on an RTX PRO 6000 (transformers PR #48163)."""
     pro = gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188)
-    assert pro.shares == catalog.by_name("L4").shares and pro.capability == (12, 0)
+    assert pro.shares == registry.by_name("L4").shares and pro.capability == (12, 0)
     assert pro.shares["flash"].prefill > pro.shares["cudnn"].prefill
-    assert gpu("NVIDIA GB300", (10, 3), 152).shares == catalog.by_name("B200").shares
+    assert gpu("NVIDIA GB300", (10, 3), 152).shares == registry.by_name("B200").shares
 
 
 def test_a_part_of_a_gpu_has_its_share_of_the_memory(gpu: Gpu) -> None:
@@ -125,7 +130,7 @@ def test_a_gpu_that_is_here_has_the_kernels_this_torch_has() -> None:
     device = device_for(torch.device("cuda"))
     assert device.is_here and (device.capability, device.cudnn) == ((9, 0), 91900)
     assert device.kernels == ("cudnn", "flash", "efficient", "decode")
-    assert device.shares == catalog.by_name("H200").shares
+    assert device.shares == registry.by_name("H200").shares
 
 
 @pytest.mark.usefixtures("hopper")
@@ -141,10 +146,10 @@ def test_what_is_switched_off_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_newer_flash_attention_is_known_where_it_is_active() -> None:
-    h200 = catalog.by_name("H200")
-    newer = catalog.with_flash(h200, "FA3")
+    h200 = registry.by_name("H200")
+    newer = cuda_facts.with_flash(h200, "FA3")
     assert newer.flash == "FA3" and newer.shares["flash"].prefill > h200.shares["flash"].prefill
-    assert catalog.with_flash(h200, active_flash()) == h200
+    assert cuda_facts.with_flash(h200, active_flash()) == h200
 
 
 def test_the_option_takes_a_name_or_what_torch_knows() -> None:
@@ -177,16 +182,16 @@ def test_the_option_takes_a_name_or_what_torch_knows() -> None:
 )
 def test_ascend_devices_by_name_and_family(name: str, family: str) -> None:
     device = device_for(torch.device("cpu"), name)
-    assert (device.type, device.family, device.is_here) == ("npu", family, False)
-    assert device.kernels == npu.family(family).operators
-    assert bool(device.kernels) != bool(npu.family(family).refusal)
+    assert (device.type, device.generation, device.is_here) == ("npu", family, False)
+    assert device.kernels == generations.generation(family).operators
+    assert bool(device.kernels) != bool(generations.generation(family).refusal)
 
 
 def test_the_runtime_s_name_of_the_first_generation_is_not_the_catalogue_s() -> None:
     """ "Ascend910B" is the A2 to people, and to the runtime a variant of the first generation."""
-    found = npu.family_of("Ascend910B")
+    found = generations.generation_of("Ascend910B")
     assert found is not None and found.name == "910"
-    assert npu.family_of("Ascend999") is None
+    assert generations.generation_of("Ascend999") is None
 
 
 def test_names_that_are_no_device() -> None:
@@ -197,7 +202,7 @@ def test_names_that_are_no_device() -> None:
 def test_an_npu_is_known_by_what_its_runtime_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, family, kernels in (("Ascend910B2", "A2", 2), ("Ascend910A", "910", 0), ("Ascend999", "", 2)):
         monkeypatch.setattr(torch, "npu", SimpleNamespace(get_device_name=lambda at, said=said: said), raising=False)
-        device = catalog.npu_here()
-        assert (device.name, device.family, len(device.kernels)) == (said, family, kernels)
+        device = npu_facts.here()
+        assert (device.name, device.generation, len(device.kernels)) == (said, family, kernels)
     monkeypatch.delattr(torch, "npu")
-    assert catalog.npu_here().family == ""
+    assert npu_facts.here().generation == ""

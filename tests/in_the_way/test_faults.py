@@ -48,7 +48,7 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "finding regions": ("attn_pass.engine", "Regions", False),
     "finding calls": ("attn_pass.patterns.calls", "find", False),
     "finding softmaxes": ("attn_pass.patterns.softmax", "find", False),
-    "finding flash-attn's calls": ("attn_pass.patterns.flash_attn_calls", "find", False),
+    "finding flash-attn's calls": ("attn_pass.devices.cuda.flash_attn_calls", "find", False),
     "taking calls apart": ("attn_pass.patterns.composite", "take_apart", False),
     "describing": ("attn_pass.patterns.softmax", "describe", True),
     "naming masks": ("attn_pass.reading.describe", "name_mask", True),

@@ -17,7 +17,7 @@ import torch
 if __name__ == "__main__":
     import bench.interpreted  # noqa: F401  # first: it tells Triton to interpret
 
-from attn_pass.kernels import decode, decode_triton, self_check
+from attn_pass.devices.cuda import decode_operator, decode_triton, self_check
 
 Results = tuple[torch.Tensor, torch.Tensor]
 RIGHT = "as it is"
@@ -52,9 +52,9 @@ def with_mistake(right: str, wrong: str) -> ModuleType:
     return module
 
 
-def run(inputs: decode.Inputs) -> Results:
-    tiles, splits = decode.numbers_for(inputs, decode.Room(), cores=64)
-    out, lse = decode.launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
+def run(inputs: decode_operator.Inputs) -> Results:
+    tiles, splits = decode_operator.numbers_for(inputs, decode_operator.Room(), cores=64)
+    out, lse = decode_operator.launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
     assert lse is not None
     return out, lse
 
@@ -63,6 +63,6 @@ if __name__ == "__main__":
     found = {RIGHT: self_check.first_difference(run, torch.device("cpu"))}
     for name, mistake in MISTAKES.items():
         module = with_mistake(*mistake)
-        decode.attend, decode.join = module.attend, module.join
+        decode_operator.attend, decode_operator.join = module.attend, module.join
         found[name] = self_check.first_difference(run, torch.device("cpu"))
     sys.stdout.write(json.dumps(found) + "\n")

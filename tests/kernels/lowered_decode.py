@@ -17,7 +17,7 @@ import torch
 from faked_gpu import compiled, lowered
 
 import attn_pass
-from attn_pass.kernels.decode import decode, decode_with_lse
+from attn_pass.devices.cuda.decode_operator import decode, decode_with_lse
 
 Tensor = torch.Tensor
 HALF = torch.bfloat16

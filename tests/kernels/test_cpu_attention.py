@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_pass.kernels.cpu import build, operator, scores, source
-from attn_pass.kernels.cpu.operator import OPERATOR, WITH_LSE
+from attn_pass.devices.cpu.kernel import build, operator, scores, source
+from attn_pass.devices.cpu.kernel.operator import OPERATOR, WITH_LSE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCORE = "add(mul(tanh(mul(x, number(0.25f))), number(5.0f)), where(captured(1), captured(0), number(0.5f)))"
@@ -182,7 +182,7 @@ def test_two_score_functions_fit_in_one_file(tmp_path: Path) -> None:
 def test_every_instruction_set_is_right(name: str) -> None:
     """In a process that is told to take it; one that this machine lacks is compiled, and its own runs."""
     script = (
-        "from attn_pass.kernels.cpu import build, source\n"
+        "from attn_pass.devices.cpu.kernel import build, source\n"
         f"told = [s for s in source.ALL if s.name == {name!r}]\n"
         "build.of_this_machine = lambda: (*told, *(s for s in source.of_this_machine() if s not in told))\n"
         "build._FLAGS = ('-O1', *build._FLAGS[1:])\n"  # half the compiler's time

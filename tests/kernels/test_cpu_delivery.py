@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import attn_pass
-from attn_pass.kernels.cpu import template  # noqa: F401, importing it registers the lowering
-from attn_pass.kernels.cpu.operator import WITH_LSE
+from attn_pass.devices.cpu.kernel import template  # noqa: F401, importing it registers the lowering
+from attn_pass.devices.cpu.kernel.operator import WITH_LSE
 
 pytestmark = pytest.mark.slow
 OPTIONS = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}

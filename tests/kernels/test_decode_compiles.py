@@ -20,7 +20,7 @@ from once import once
 
 triton = pytest.importorskip("triton")
 
-from attn_pass.kernels.decode import Room, Tiles, tiles_for  # noqa: E402
+from attn_pass.devices.cuda.decode_operator import Room, Tiles, tiles_for  # noqa: E402
 
 HERE = Path(__file__).parent
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -15,7 +15,7 @@ from against_eager import qkv
 pytest.importorskip("triton")
 
 from attn_pass.compat import TORCH_VERSION
-from attn_pass.kernels.decode import decode, decode_with_lse, splits_for
+from attn_pass.devices.cuda.decode_operator import decode, decode_with_lse, splits_for
 from bench import decode_cases
 
 

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 import attn_pass  # noqa: E402
-from attn_pass.kernels.decode import decode, decode_with_lse  # noqa: E402
+from attn_pass.devices.cuda.decode_operator import decode, decode_with_lse  # noqa: E402
 
 HOPPER = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 << 10, major=9)
 

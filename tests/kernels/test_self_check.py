@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 from checked_kernels import MISTAKES, RIGHT
 
 import attn_pass
-from attn_pass.hardware import catalog
-from attn_pass.kernels import self_check
-from attn_pass.kernels.decode import Inputs, reference_with_lse
-from attn_pass.targets.decode import Decode
+from attn_pass.devices import registry
+from attn_pass.devices.cuda import self_check
+from attn_pass.devices.cuda.decode import Decode
+from attn_pass.devices.cuda.decode_operator import Inputs, reference_with_lse
 from attn_pass.tuning import disk_cache
 
 CPU = torch.device("cpu")
@@ -165,8 +165,8 @@ def test_nothing_is_run_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPat
 
 def decided(monkeypatch: pytest.MonkeyPatch, *, here: bool) -> attn_pass.SiteReport:
     """The report of one attention, decided for an H100 that is here, or known from its data sheet."""
-    h100 = replace(catalog.by_name("H100"), is_here=here)
-    monkeypatch.setattr(catalog, "by_name", lambda name: h100)
+    h100 = replace(registry.by_name("H100"), is_here=here)
+    monkeypatch.setattr(registry, "named", lambda name: h100)
 
     def fn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return (q @ k.mT).softmax(-1) @ v

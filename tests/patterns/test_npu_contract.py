@@ -12,7 +12,7 @@ from against_eager import qkv, randn
 from npu_stand_in import FA1, FA3, FIA
 
 import attn_pass
-from attn_pass.patterns.npu_contract import Met, refusal
+from attn_pass.devices.npu.contract import Met, refusal
 
 npu_stand_in.install()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attn_pass
-from attn_pass.hardware.device import cpu_with
+from attn_pass.devices.catalog import processor
 from attn_pass.planner.lengths import worst_losses
 
 HINTS = (2, 64, 1000)
@@ -20,7 +20,7 @@ HINTS = (2, 64, 1000)
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_pass.hardware.device.cpu", lambda: cpu_with(2))
+    monkeypatch.setattr("attn_pass.devices.cpu.family.cpu", lambda: processor(2))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from against_eager import NEG_INF, qkv, randn, same
 from torch import Tensor
 
 import attn_pass
-from attn_pass.kernels.cpu import build
+from attn_pass.devices.cpu.kernel import build
 
 Keep = Callable[[Tensor, Tensor], Tensor]
 HALF = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import torch
 from against_eager import NEG_INF, qkv, randn, same
 
 import attn_pass
-from attn_pass.hardware import catalog
+from attn_pass.devices import registry
 
 pytest.importorskip("triton")
 
@@ -116,9 +116,9 @@ def test_what_it_refuses(why: str, shape: tuple[int, ...], settings: dict[str, A
 
 def test_a_gpu_before_ampere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, refused in (((7, 5), True), ((8, 0), False)):
-        device = replace(catalog.by_name("A100"), capability=capability)
+        device = replace(registry.by_name("A100"), capability=capability)
         with monkeypatch.context() as patch:
-            patch.setattr(catalog, "by_name", lambda name, device=device: device)
+            patch.setattr(registry, "named", lambda name, device=device: device)
             site = _taken("A100", 1, 32, 8, 32768, 128, kv_heads=8)
         assert ("compute capability 8.0" in site.refusals.get("decode", "")) == refused
 

@@ -28,7 +28,7 @@ from flash_attn_programs import (
 )
 
 import attn_pass
-from attn_pass.targets import flash_attn as target
+from attn_pass.devices.cuda import flash_attn as target
 from bench import stand_ins
 
 stand_ins.install()

@@ -20,15 +20,17 @@ from torch import nn
 from torch._subclasses import FakeTensorMode, fake_tensor
 
 import attn_pass
-from attn_pass.hardware import catalog, cost_cuda
-from attn_pass.hardware.cost import Problem
+from attn_pass.devices import registry
+from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.roofline import Problem
 from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
-from attn_pass.targets import flex_blocks, flex_rules
 from attn_pass.targets.base import Offer
-from attn_pass.targets.flex import Flex
-from attn_pass.targets.flex_lower import kernel_options
-from attn_pass.targets.flex_rules import Case, refusal
-from attn_pass.targets.flex_score import function_of
+from attn_pass.targets.flex import blocks as flex_blocks
+from attn_pass.targets.flex import rules
+from attn_pass.targets.flex.flex import Flex
+from attn_pass.targets.flex.lower import kernel_options
+from attn_pass.targets.flex.rules import Case, refusal
+from attn_pass.targets.flex.score import function_of
 from attn_pass.targets.masks import LOWEST_CUDA
 
 Tensor = torch.Tensor
@@ -568,7 +570,7 @@ def test_rules_about_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no measured rule for xpu" in (
         refusal(replace(case_of(softcap, *qkv(), monkeypatch=monkeypatch), setting=_on(case, "xpu"))) or ""
     )
-    monkeypatch.setattr(flex_rules, "TORCH_VERSION", (2, 10))
+    monkeypatch.setattr(rules, "TORCH_VERSION", (2, 10))
     assert "from torch 2.11 on" in refused()
 
 
@@ -723,7 +725,7 @@ def test_the_operators_of_a_backward_are_ones_inductor_inlines() -> None:
         assert used and not [op for op in used if op not in lowerings and op not in decompositions], name
 
 
-H200 = catalog.by_name("H200")
+H200 = registry.by_name("H200")
 
 
 def problem(**sizes: int) -> Problem:
@@ -736,7 +738,7 @@ def test_the_cost_is_near_what_is_reported() -> None:
     full = cost_cuda.flex(H200, problem(), 1.0)
     assert full == pytest.approx(4 * 4096 * 4096 * 32 * 128 / 0.5 / 790e6, rel=0.1)
     assert cost_cuda.flex(H200, problem(), 0.5) == pytest.approx(full / 2, rel=0.1)
-    a100 = catalog.by_name("A100")
+    a100 = registry.by_name("A100")
     assert cost_cuda.flex(a100, problem(), 1.0) > full
 
 
@@ -830,7 +832,7 @@ def test_without_measuring_no_block_sizes_are_considered() -> None:
 
 
 def test_block_sizes_divide_the_masks_blocks_and_fit() -> None:
-    from attn_pass.targets.flex import _BLOCKS, _DECODING_TILES, _TILES, _WIDE_TILES
+    from attn_pass.targets.flex.flex import _BLOCKS, _DECODING_TILES, _TILES, _WIDE_TILES
 
     assert all(_BLOCKS["cuda"][0] % m == 0 and _BLOCKS["cuda"][1] % n == 0 for m, n, *_ in (*_TILES, *_WIDE_TILES))
     assert all(_BLOCKS["cuda"][1] % n == 0 for n, *_ in _DECODING_TILES)
@@ -842,7 +844,7 @@ def test_block_sizes_that_do_not_fit_the_device_are_not_tried(
 ) -> None:
     inputs = [x.to(torch.bfloat16) for x in qkv(1, 2, 300, 300, dim)]
     case = case_of(masked(window), *inputs, monkeypatch=monkeypatch)
-    setting = replace(case.setting, device=catalog.by_name(device))
+    setting = replace(case.setting, device=registry.by_name(device))
     offer = Flex().consider(case.attention, "", setting)
     assert isinstance(offer, Offer) and len(list(Flex().alternatives(offer, setting))) == tiles
 

@@ -17,8 +17,8 @@ from against_eager import NEG_INF, qkv, same
 
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
-from attn_pass.hardware import catalog
-from attn_pass.targets import flash_attn, flex_flash
+from attn_pass.devices import registry
+from attn_pass.devices.cuda import flash_attn, flex_flash
 from attn_pass.targets.base import Setting
 
 pytestmark = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="the target is for torch 2.13 and newer")
@@ -125,7 +125,7 @@ def test_torchs_refusal_goes_to_the_next_offer(monkeypatch: pytest.MonkeyPatch) 
     unused: Any = None
     torch_says = flash._can_use_flex_flash_attention(unused, unused, 5)[1]
     target = flex_flash.FlexFlash()
-    setting = Setting(catalog.by_name("H100"), "compile", runner="inductor")
+    setting = Setting(registry.by_name("H100"), "compile", runner="inductor")
     identity = torch.fx.symbolic_trace(torch.nn.Identity())
     with pytest.raises(attn_pass.AttnPassError, match="flex_flash: ") as caught:
         target.check(identity, identity, setting)

@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from attn_pass.hardware import catalog
-from attn_pass.hardware.device import Device, cpu
+from attn_pass.devices import registry
+from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import families
 from attn_pass.model.attention import Attention, Source
 from attn_pass.model.expression import DOT, Load
 from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index
-from attn_pass.targets.kernels import KERNELS, Call, order, picked_by_torch, refusal
+from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.torch_call import order, picked_by_torch, refusal
+
+KERNELS = {kernel: rules for family in families() for kernel, rules in family.kernel_rules.items()}
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-H200 = catalog.by_name("H200")
+H200 = registry.by_name("H200")
 UNKNOWN = Poly.of(Symbol("s0"))
 
 

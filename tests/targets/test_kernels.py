@@ -74,7 +74,7 @@ def test_limits(row: tuple[bool, dict[str, Any], str]) -> None:
 
 
 def test_a_device_nobody_asked_for_by_name_has_no_rules() -> None:
-    from attn_pass.hardware.device import device_for
+    from attn_pass.devices.registry import device_for
 
     assert device_for(torch.device("cuda")).kernels == ()
     assert device_for(torch.device("cpu"), "cuda").kernels == ("cudnn", "flash", "efficient", "decode")

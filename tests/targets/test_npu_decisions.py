@@ -23,7 +23,7 @@ from npu_programs import (
 )
 from npu_stand_in import FA1, FA3, FIA
 
-from attn_pass.hardware import catalog
+from attn_pass.devices.npu import facts as npu_facts
 
 
 def test_float32_stays_float32_and_goes_to_the_training_operator() -> None:
@@ -44,7 +44,7 @@ def test_families() -> None:
 
 
 def test_without_torch_npu_the_report_says_what_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_pass.targets.npu._overload", lambda name: None)
+    monkeypatch.setattr("attn_pass.devices.npu.operators._overload", lambda name: None)
     inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
     site = told(plain, *inputs)
     assert site.outcome == "left" and "pip install 'torch-npu==" in site.reason
@@ -54,7 +54,7 @@ def test_without_torch_npu_the_report_says_what_would_be_taken(monkeypatch: pyte
 
 
 def test_an_npu_of_no_known_family_is_planned_for_as_a2(monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = catalog.npu_here()
+    unknown = npu_facts.here()
     monkeypatch.setattr("attn_pass.engine.device_for", lambda *_: unknown)
     site = told(plain, *qkv(2, 4, 6, 9, 16, dtype=BF16), device=None)
     assert site.target == FIA and any("planned for A2" in a for a in site.assumptions)

@@ -9,18 +9,19 @@ import pytest
 import torch
 from test_kernel_rules import UNKNOWN, call
 
-from attn_pass.hardware import catalog, npu
-from attn_pass.hardware.npu import INFERENCE, TRAINING, TRAINING_V1
+from attn_pass.devices import registry
+from attn_pass.devices.npu import generations
+from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
+from attn_pass.devices.npu.masks import mask_plan
+from attn_pass.devices.npu.rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
 from attn_pass.model.attention import Attention, Keep, Source
 from attn_pass.model.expression import Const, Load
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
 from attn_pass.model.mask import Band, Structure
 from attn_pass.targets.base import Setting
-from attn_pass.targets.npu_masks import mask_plan
-from attn_pass.targets.npu_rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-A2 = catalog.by_name("Ascend 910B")
+A2 = registry.by_name("Ascend 910B")
 KEEP = Keep(Load(3, ()), float("-inf"))
 LEARNED = Source(3, (), FP32, torch.device("cpu"), needs_grad=True)
 OF_SETTING = (
@@ -138,8 +139,8 @@ def test_rows_that_are_surely_several(rows: Any, program: str, many: bool) -> No
 def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
     assert dispatched(Call(BF16, 4, 8, 2, (64, 64, 64)), family) == operator
     if family:
-        assert npu.family(family).stock == operator
-        assert operator in ("", *npu.family(family).operators)
+        assert generations.generation(family).stock == operator
+        assert operator in ("", *generations.generation(family).operators)
 
 
 @pytest.mark.parametrize(

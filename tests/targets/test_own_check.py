@@ -12,8 +12,9 @@ from test_kernel_rules import FP32, H200, UNKNOWN, call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from attn_pass.targets.kernels import own_check, picked_by_torch, refusal
-from attn_pass.targets.kernels.rules import Call
+from attn_pass.devices.cuda import own_check
+from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.torch_call import picked_by_torch, refusal
 
 HERE = replace(H200, is_here=True)
 

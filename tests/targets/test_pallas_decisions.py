@@ -32,12 +32,13 @@ from pallas_programs import (
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices import registry
+from attn_pass.devices.registry import device_for
+from attn_pass.devices.tpu import facts as tpu_facts
+from attn_pass.devices.tpu.kernels import SMALLEST_SCALE, Blocks
+from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
 from attn_pass.entries.export import _rewritten
-from attn_pass.hardware import catalog
-from attn_pass.hardware.device import device_for
 from attn_pass.options import Options
-from attn_pass.targets.xla.kernels import SMALLEST_SCALE, Blocks
-from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
 
 
 @pytest.mark.parametrize("device", TPUS)
@@ -147,9 +148,9 @@ def test_a_tpu_is_known_by_its_short_name() -> None:
     for name in TPUS:
         device = device_for(torch.device("cpu"), name)
         assert device.name in GENERATIONS and not device.is_here
-        assert device == catalog.by_name(device.name)
-    assert catalog.tpu_here("v5litepod") is not None and catalog.tpu_here("v3") is None
-    assert catalog.tpu_here("v6e").is_here  # type: ignore[union-attr]
+        assert device == registry.by_name(device.name)
+    assert tpu_facts.here("v5litepod") is not None and tpu_facts.here("v3") is None
+    assert tpu_facts.here("v6e").is_here  # type: ignore[union-attr]
     assert device_for(torch.device("xla")).kernels == ()
 
 

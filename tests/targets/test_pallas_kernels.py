@@ -18,8 +18,8 @@ jax = pytest.importorskip("jax")
 
 from interpreted_pallas import interpreted, to_jax, to_torch  # noqa: E402
 
-from attn_pass.targets.xla import kernels, operators, torch_xla  # noqa: E402
-from attn_pass.targets.xla.kernels import Blocks, Call  # noqa: E402
+from attn_pass.devices.tpu import kernels, operators, torch_xla  # noqa: E402
+from attn_pass.devices.tpu.kernels import Blocks, Call  # noqa: E402
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

@@ -12,8 +12,8 @@ jax = pytest.importorskip("jax")
 
 from interpreted_pallas import interpreted  # noqa: E402
 
-from attn_pass.targets.xla import kernels, operators  # noqa: E402
-from attn_pass.targets.xla.kernels import LOWEST, NEVER, Blocks, Call  # noqa: E402
+from attn_pass.devices.tpu import kernels, operators  # noqa: E402
+from attn_pass.devices.tpu.kernels import LOWEST, NEVER, Blocks, Call  # noqa: E402
 
 Tensor = torch.Tensor
 BF16 = torch.bfloat16

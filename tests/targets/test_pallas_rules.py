@@ -13,13 +13,15 @@ import pytest
 import torch
 from pallas_programs import BF16, FP16, FP32, LONG, added, by_hand, considered, decided, masked, window
 
-from attn_pass.hardware import cost_xla
-from attn_pass.hardware.device import Device, device_for
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import device_for
+from attn_pass.devices.tpu import cost as cost_xla
+from attn_pass.devices.tpu import pallas
+from attn_pass.devices.tpu.masks import Mask
+from attn_pass.devices.tpu.pallas import PallasFlash, PallasSplash
+from attn_pass.devices.tpu.rules import width
 from attn_pass.targets.base import Offer
 from attn_pass.targets.problem import problem_of
-from attn_pass.targets.xla import PallasFlash, PallasSplash, target
-from attn_pass.targets.xla.masks import Mask
-from attn_pass.targets.xla.rules import width
 
 
 def here(device: Device) -> Device:
@@ -52,7 +54,7 @@ def test_what_a_setting_or_a_description_forbids(name: str) -> None:
     bias = (torch.empty(2048, 2048, dtype=BF16, device="meta"),)
     attention, setting = considered(added, *bias) if has_bias else considered(by_hand)
     attention, setting = changed(attention, setting)
-    with mock.patch.object(target, "find_spec", lambda name: None if name in absent else object()):
+    with mock.patch.object(pallas, "find_spec", lambda name: None if name in absent else object()):
         found = PallasFlash().consider(attention, "as written", setting)
     assert reason in found.reason if reason else isinstance(found, Offer), found
 

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("torch_tpu")
 
-from attn_pass.targets.xla import torch_tpu
-from attn_pass.targets.xla.kernels import Blocks, Call
+from attn_pass.devices.tpu import torch_tpu
+from attn_pass.devices.tpu.kernels import Blocks, Call
 
 
 @pytest.mark.parametrize("kind", ["flash", "splash"])

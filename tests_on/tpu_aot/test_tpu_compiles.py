@@ -17,8 +17,8 @@ from torch import Tensor
 pytest.importorskip("libtpu")
 
 import attn_pass
-from attn_pass.targets.xla.kernels import Blocks, Call, packed
-from attn_pass.targets.xla.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for
+from attn_pass.devices.tpu.kernels import Blocks, Call, packed
+from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for
 from bench import tpu_aot
 
 BF16, FP32 = torch.bfloat16, torch.float32

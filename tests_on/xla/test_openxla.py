@@ -21,10 +21,10 @@ from torch_xla import stablehlo  # noqa: E402
 from torch_xla.core import xla_builder  # noqa: E402
 
 import attn_pass  # noqa: E402
-from attn_pass.hardware.device import device_for  # noqa: E402
-from attn_pass.targets.xla import operators  # noqa: E402
-from attn_pass.targets.xla import torch_xla as adapter  # noqa: E402
-from attn_pass.targets.xla.kernels import Blocks, Call  # noqa: E402
+from attn_pass.devices.registry import device_for  # noqa: E402
+from attn_pass.devices.tpu import operators  # noqa: E402
+from attn_pass.devices.tpu import torch_xla as adapter  # noqa: E402
+from attn_pass.devices.tpu.kernels import Blocks, Call  # noqa: E402
 
 torch_xla.device()  # before the first backward, which counts the devices there are
 

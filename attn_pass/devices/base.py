@@ -1,0 +1,139 @@
+"""`Family`: a kind of device, and everything that is asked about it. Whoever adds one overrides what differs.
+
+A family is found by the type of a tensor's device (`attn_pass.devices.registry`). Others register theirs by the entry
+point ``attn_pass.devices``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_pass.devices import roofline
+from attn_pass.devices.catalog import unknown
+from attn_pass.devices.device import Device
+from attn_pass.devices.roofline import Problem
+from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.expression import Apply, walk
+from attn_pass.targets.base import Setting, Target
+from attn_pass.targets.kernel_rules import Call, KernelRules
+
+Finder = Callable[[Any], Iterable[Any]]
+"""From an `attn_pass.reading.lift.Reader` to the `attn_pass.patterns.base.Site`s of a graph."""
+
+_TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
+
+
+class Family:
+    """What is true where nobody says otherwise: a device with no fused kernel, on which attention is left as it is.
+
+    Attributes:
+        name: of the family, "cuda".
+        types: of `torch.device`, whose tensors are this family's.
+        names: of its devices that need not be here to be decided for (`Options.device`).
+        kernel_rules: torch's own fused kernels there, by name, in the order torch's call tries them.
+        same_call: a kernel that programs call by themselves, to the target that writes the same call.
+        widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
+        merges_equal_calls: a compiler there may take two calls that draw dropout for one.
+        takes_composites: calls of torch's modules and libraries that are no attention of ours are taken apart there.
+        packages: (name, purpose, how to install) of what serves the family, for ``attn-pass doctor``.
+    """
+
+    name = ""
+    types: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    kernel_rules: Mapping[str, KernelRules] = {}
+    same_call: Mapping[str, str] = {}
+    widens_unfused_half = False
+    merges_equal_calls = False
+    takes_composites = False
+    packages: tuple[tuple[str, str, str], ...] = ()
+
+    # ------------------------------------------------------------ devices
+
+    def here(self, at: torch.device) -> Device:
+        """The device of this process, with what was measured of it; with no kernels where there is none."""
+        return unknown(at.type)
+
+    def by_name(self, name: str) -> Device | None:
+        """A device that need not be here; None where the name is none of this family's."""
+        return None
+
+    def facts(self, device: Device) -> str:
+        """The hardware and the libraries that a measurement on it holds for."""
+        return device.name
+
+    def identity(self) -> Iterator[str]:
+        """What a choice may depend on besides options and versions: hardware, and what was measured of it."""
+        return iter(())
+
+    def sources(self) -> str:
+        """A hash of sources that are written into generated code, which a graph says nothing of; "" without such."""
+        return ""
+
+    def machine(self) -> Iterator[tuple[str, str, str]]:
+        """(What, found, what there is to say) of this machine, for ``attn-pass doctor``."""
+        return iter(())
+
+    # ------------------------------------------------------------ what an attention can become, and be written as
+
+    def targets(self) -> Sequence[Target]:
+        """The targets for this family alone."""
+        return ()
+
+    def finders(self) -> Sequence[Finder]:
+        """What finds calls of this family's own operators and libraries in a graph."""
+        return ()
+
+    def order(self, device: Device) -> tuple[str, ...]:
+        """The fused kernels torch's own call tries on this device, first to last."""
+        return tuple(k for k in self.kernel_rules if k in device.kernels)
+
+    def takes_head_dims(self, kernel: str, call: Call) -> bool:
+        """Whether torch's own call hands the kernel these head dims, by padding them if need be."""
+        return True
+
+    def refused_by_torch(self, kernel: str, call: Call, multiple: int) -> bool:
+        """Whether torch's own check of a kernel refuses the call, where the device is here to ask."""
+        return False
+
+    def stock_kernel(
+        self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool
+    ) -> str | None:
+        """The fused kernel a call of torch's ends in if nothing is done; None where none does."""
+        return None
+
+    # ------------------------------------------------------------ costs, in microseconds
+
+    def kernel_cost(self, kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
+        """One of the family's kernels, or a library's."""
+        return roofline.fused(setting.device, problem)
+
+    def flex_cost(self, device: Device, problem: Problem, share: float, *, splits_keys: bool) -> float:
+        """FlexAttention, of whose blocks this share is computed."""
+        return roofline.flex(device, problem, share)
+
+    def mask_cost(self, device: Device, problem: Problem, written: AsWritten) -> float:
+        """What torch's own call does to its mask before the kernel it ends in."""
+        return 0.0
+
+    def unfused_cost(self, attention: Attention, problem: Problem, setting: Setting) -> float:
+        """Products and softmax as stock compiles them, without the copies around them."""
+        calls = sum(isinstance(e, Apply) and e.op in _TRANSCENDENTAL for e in walk(attention.modified))
+        return (
+            self.scaling_cost(problem, setting)
+            + roofline.transcendental(setting.device, problem, calls)
+            + roofline.unfused(setting.device, problem)
+        )
+
+    def scaling_cost(self, problem: Problem, setting: Setting) -> float:
+        """What torch's call without a fused kernel takes to scale its operands; nothing where it is written by hand."""
+        return 0.0 if setting.eager_form else roofline.traffic(setting.device, 2 * problem.operand_bytes)
+
+    def as_computed_unfused(self, problem: Problem, setting: Setting) -> Problem:
+        """The problem in the dtype that torch's call without a fused kernel computes in."""
+        widened = self.widens_unfused_half and not setting.eager_form
+        return replace(problem, dtype=torch.float32) if widened else problem

@@ -1,0 +1,276 @@
+"""This package's own kernel for CPUs, `attn_pass::attention`: masks are bounds of its loops, in any precision.
+
+It reads the keys that a row keeps and no others: causal masks with any offset, sliding windows and ranges of keys are
+bounds of its loops, for lengths that are known and for those that are not. What else a mask says is a boolean tensor,
+of as many dimensions as it varies over, or one that is added. Grouped heads share the keys that are packed for them.
+
+A masked key counts for nothing, whatever it holds, and a fully masked row becomes what the program makes of it: the
+mean of the values where the fill is a number, zero or NaN where it is -inf. Soft caps and other functions of the scores
+are compiled into the kernel; what they read beside the product, tables or conditions, is a tensor each. A sink is one
+more score of the row. Where the scores' log-sum-exp is needed as well it is the kernel's second result.
+
+Offers in inference, in float32, bfloat16 and float16. It is new: it is asked only where ``targets`` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices import roofline
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.conditions import conjuncts, structure_of
+from attn_pass.model.expression import TRUE, Expr, apply
+from attn_pass.model.index import Axis, Index, is_at_most, product
+from attn_pass.model.mask import Band, Keys
+from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.flex.score import amplifies, multiplied_once
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import additive_mask, hides_keys
+from attn_pass.targets.problem import problem_of
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SAMPLES = 16  # rows at which the number of kept keys is counted, for a prediction
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Row ``i`` keeps the keys from ``i + lower`` to ``i + upper``, and ``first`` to ``last``, where ``rest`` holds."""
+
+    lower: Index | None = None
+    upper: Index | None = None
+    first: Index | None = None
+    last: Index | None = None
+    rest: Expr = TRUE
+
+    def kept(self, row: int, kv_len: int, hint: Callable[[Index], int]) -> int:
+        """How many keys a row keeps by its bounds alone."""
+        low = max((0, *(hint(n) for n in _there(self.first)), *(row + hint(n) for n in _there(self.lower))))
+        high = min((kv_len - 1, *(hint(n) for n in _there(self.last)), *(row + hint(n) for n in _there(self.upper))))
+        return max(0, high - low + 1)
+
+
+def _there(bound: Index | None) -> tuple[Index, ...]:
+    return () if bound is None else (bound,)
+
+
+class CpuKernel:
+    """`torch.ops.attn_pass.attention`."""
+
+    name = "cpu_kernel"
+    must_be_named = True
+    takes_any_score = True
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes any function of the product with a bias and a mask, without gradients."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
+        adds = attention.bias is not None
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            _microseconds(attention, setting),
+            fused=True,
+            assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
+            score_mod=_score(attention)[0],
+            moved=problem_of(attention, setting.hint).moved_bytes,
+            gives_logarithm=_gives_logarithm(attention),
+        )
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if setting.device.type != "cpu":
+            return "the CPU kernel is not for other devices"
+        if a.compute_dtype not in _DTYPES:
+            return f"the CPU kernel computes in float32, and this is {str(a.compute_dtype)[6:]}"
+        if a.needs_grad or setting.may_need_grad:
+            return "the CPU kernel has no backward"
+        if a.dropout:
+            return "the CPU kernel draws no dropout"
+        if setting.autocast is not None and setting.autocast != a.compute_dtype:
+            return "autocast would give the products another dtype"
+        if setting.allowed_backends is not None:
+            return "sdpa_kernel allows torch's own kernels only"
+        if setting.program == "export":
+            return "an exported program would need attn_pass where it runs"
+        if any(setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads))):
+            return "there may be no heads"
+        if a.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
+            return STRICT_KEYS
+        return _refusal_of_score(a) or _cannot_be_built(setting)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the operator's call; operands are taken as they lie."""
+        from attn_pass.devices.cpu.kernel import operator
+
+        if setting.runner != "other":
+            from attn_pass.devices.cpu.kernel import template
+
+            del template  # importing it registers the lowering
+        a = offer.attention
+        lower = Lowering(plan, nodes, replace(a, factors=()) if a.not_affine else a)
+        query = lower.query(a.compute_dtype)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
+        given: dict[str, object] = {"fully_masked": _fully_masked(a)}
+        bounds = bounds_of(a)
+        sizes = {
+            "before": None if bounds.lower is None else -1 * bounds.lower,
+            "after": bounds.upper,
+            "start": bounds.first,
+            "end": None if bounds.last is None else bounds.last + 1,
+        }
+        given |= {name: plan.size(size) for name, size in sizes.items() if size is not None}
+        if bounds.rest != TRUE:
+            given["keep"] = lower.condition(bounds.rest, lower.mask_groups())
+        if a.bias is not None:
+            given["bias"] = additive_mask(lower, setting)
+        score, captured = _score(a)
+        if score:
+            given |= {"score": score, "captured": [_in_float32(lower, e, lower.mask_groups()) for e in captured]}
+        if a.sink is not None:
+            given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
+        if not (setting.wants_logarithm and offer.gives_logarithm):
+            return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
+        both = plan.call(operator.WITH_LSE, query, key, value, a.scale, **given)
+        plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
+        return lower.result(plan.call(getitem, both, 0))
+
+
+def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
+    made = lower.expression(expression, groups)
+    return made if fake_of(made).dtype == torch.float32 else lower.plan.call(aten.to.dtype, made, torch.float32)
+
+
+def _score(a: Attention) -> tuple[str, tuple[Expr, ...]]:
+    """The score function's text and what it captures; nothing where the scores are a scaled product.
+
+    Raises:
+        NotImplementedError: the kernel has no such function.
+    """
+    if not a.not_affine:
+        return "", ()
+    found: list[Expr] = []
+
+    def number_of(e: Expr) -> int:
+        if e not in found:
+            found.append(e)
+        return found.index(e)
+
+    return written(multiplied_once(a.modified), number_of), tuple(found)
+
+
+def _refusal_of_score(a: Attention) -> str | None:
+    if not a.not_affine:
+        return None
+    if (reason := amplifies(a.modified)) is not None:
+        return reason
+    try:
+        captured = _score(a)[1]
+    except NotImplementedError as error:
+        return str(error)
+    return (
+        f"the scores read {len(captured)} tensors, more than {MOST_CAPTURED}" if len(captured) > MOST_CAPTURED else None
+    )
+
+
+def bounds_of(a: Attention) -> Bounds:
+    """The mask as bounds on a row's keys, and what of it they do not say.
+
+    Beside a bias whose fully masked rows average all keys, what is masked with a number is left to the bias.
+    """
+    if a.keep is None or (a.bias is not None and not a.rows_never_empty):
+        return Bounds()
+    bounds = Bounds()
+    written = a.keep.condition if a.computed is None or a.computed.condition is None else a.computed.condition
+    for condition in conjuncts(written):
+        parts = structure_of(condition, a.keys, a.rows).parts
+        tighter: Bounds | None = bounds
+        for part in parts:
+            tighter = None if tighter is None else _tightened(tighter, part)
+        bounds = tighter or replace(bounds, rest=apply("and", bounds.rest, condition))
+    # Where no bound was found the program's own tensor serves.
+    return replace(bounds, rest=a.keep.condition) if replace(bounds, rest=TRUE) == Bounds() else bounds
+
+
+def _tightened(bounds: Bounds, part: object) -> Bounds | None:
+    """The bounds with one part of a mask in them; None where it is none, or nobody knows which bound is tighter."""
+    if isinstance(part, Band):
+        low, high = _larger(bounds.lower, part.lower), _smaller(bounds.upper, part.upper)
+        return None if low is _UNKNOWN or high is _UNKNOWN else replace(bounds, lower=low, upper=high)
+    if isinstance(part, Keys):
+        low, high = _larger(bounds.first, part.lower), _smaller(bounds.last, part.upper)
+        return None if low is _UNKNOWN or high is _UNKNOWN else replace(bounds, first=low, last=high)
+    return None
+
+
+_UNKNOWN: Index = -(1 << 62)
+
+
+def _larger(one: Index | None, other: Index | None) -> Index | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return other if is_at_most(one, other) else one if is_at_most(other, one) else _UNKNOWN
+
+
+def _smaller(one: Index | None, other: Index | None) -> Index | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one if is_at_most(one, other) else other if is_at_most(other, one) else _UNKNOWN
+
+
+def _fully_masked(a: Attention) -> str:
+    if a.keep is not None and a.bias is None and a.keep.fill != float("-inf"):
+        return "mean"
+    return "nan" if a.empty_row_is_nan else "zero"
+
+
+def _gives_logarithm(a: Attention) -> bool:
+    """Whether the kernel's log-sum-exp is the program's: of the scores as they are, for every row of the softmax.
+
+    The kernel gives -inf for a fully masked row, where a number that masks would be in the sum.
+    """
+    rows = [x for group in (a.batch, a.heads, a.rows) for x in group if x.size != 1]
+    said = [x for dims in a.score_rows for x in dims if x.size != 1]
+    masks = a.keep is None or a.keep.fill == float("-inf") or a.rows_never_empty
+    return bool(a.score_rows) and set(rows) == set(said) and len(rows) == len(said) and masks
+
+
+def _cannot_be_built(setting: Setting) -> str | None:
+    from attn_pass.devices.cpu.kernel.build import NoCompilerError, compiler
+
+    try:
+        compiler()
+    except NoCompilerError as error:
+        return str(error)
+    return None
+
+
+# ---------------------------------------------------------------- what it is predicted to take
+
+_SHARE = 0.8  # of the rate of a product in float32: half precision is widened, or multiplied as fast
+_CALL_US = 15.0  # filling the arguments in, and waking threads
+_TASK_US = 1.0
+
+
+def _microseconds(a: Attention, setting: Setting) -> float:
+    device, problem = setting.device, problem_of(a, setting.hint)
+    bounds = bounds_of(a)
+    rows = [n * (problem.q_len - 1) // (_SAMPLES - 1) for n in range(_SAMPLES)]
+    share = sum(bounds.kept(r, problem.kv_len, setting.hint) for r in rows) / (_SAMPLES * max(1, problem.kv_len))
+    tasks = max(1, problem.kv_batch * problem.kv_heads * -(-problem.q_len // 96))
+    work = share * problem.flops / (device.matmul(torch.float32) * _SHARE * min(1.0, tasks / device.cores)) / 1e3
+    mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)
+    return (
+        _CALL_US
+        + tasks * _TASK_US / device.cores
+        + max(work, roofline.traffic(device, share * problem.operand_bytes))
+        + mask
+    )

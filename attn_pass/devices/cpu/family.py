@@ -1,0 +1,64 @@
+"""The CPU's family."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from attn_pass.devices import calibration
+from attn_pass.devices.base import Family
+from attn_pass.devices.cpu.cpu_kernel import CpuKernel
+from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.cpu.flash_rules import CPU_FLASH
+from attn_pass.devices.cpu.kernel import source
+from attn_pass.devices.device import Device
+from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.targets.base import Target
+
+
+class Cpu(Family):
+    """The machine's own processor: measured, and always here."""
+
+    name = "cpu"
+    types = ("cpu",)
+    kernel_rules = {"cpu flash": CPU_FLASH}
+    takes_composites = True
+
+    def here(self, at: torch.device) -> Device:
+        """This machine's CPU, with what was measured of it."""
+        return calibration.applied(cpu())
+
+    def facts(self, device: Device) -> str:
+        """The processor's architecture and vector unit."""
+        return f"{device.name}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+    def identity(self) -> Iterator[str]:
+        """The vector unit, and what was measured."""
+        yield torch.backends.cpu.get_cpu_capability()
+        yield repr(calibration.load(cpu()))
+
+    def sources(self) -> str:
+        """Of the kernel, in C++."""
+        return source.identity()
+
+    def machine(self) -> Iterator[tuple[str, str, str]]:
+        """The compiler that Inductor needs, and the vector unit."""
+        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
+        yield "C++ compiler", compiler, "Inductor's code for the CPU, and every AOTInductor package"
+        yield "CPU", torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"
+
+    def targets(self) -> Sequence[Target]:
+        """The kernel of our own."""
+        return (CpuKernel(),)
+
+    def stock_kernel(
+        self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool
+    ) -> str | None:
+        """Torch's one fused kernel, where the call was seen to reach it."""
+        return "cpu flash" if written.fused else None
+
+
+FAMILY = Cpu()

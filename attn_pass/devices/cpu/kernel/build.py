@@ -1,0 +1,92 @@
+"""The kernel as a shared library for eager calls: built by the machine's compiler once, and kept on disk.
+
+`torch.compile` and packages do without it: there the source is part of the generated code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from attn_pass.devices.cpu.kernel.scores import checked
+from attn_pass.devices.cpu.kernel.source import ELEMENTS, call_of, kernel_source, namespace_of, of_this_machine
+from attn_pass.errors import AttnPassError
+from attn_pass.tuning import disk_cache
+
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
+_SECONDS = 600  # a compiler that takes longer hangs
+
+
+class NoCompilerError(AttnPassError):
+    """The kernel cannot be built here; the message says why."""
+
+
+@cache
+def compiler() -> str:
+    """The C++ compiler Inductor uses.
+
+    Raises:
+        NoCompilerError: there is none.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return str(get_cpp_compiler())
+    except Exception as error:  # Inductor raises what its search ends with
+        raise NoCompilerError(f"no C++ compiler was found: {error}") from error
+
+
+@cache
+def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """The library's function for operands of this dtype and a score function, which takes ``Args`` (`common.hpp`).
+
+    Raises:
+        NoCompilerError: there is no compiler, or it fails.
+    """
+    # One file for each type: the compiler takes seconds, and most programs have one.
+    sets = of_this_machine()
+    body = call_of(dtype, sets, score=score)
+    taken = f"const auto& args = *static_cast<const {namespace_of(score)}::Args*>(given);"
+    function = f'extern "C" void attend(const void* given) {{\n  {taken}\n{body}\n}}\n'
+    text = f"{kernel_source(sets, checked(score) if score else score)}\n{function}"
+    command = (compiler(), *_FLAGS)
+    name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
+    folder = disk_cache.folder() / "kernels"
+    library = folder / f"attention_{ELEMENTS[dtype].lower()}_{name}.so"
+    if not library.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            folder = Path(tempfile.mkdtemp(prefix="attn_pass"))
+            library = folder / library.name
+        with FileLock(folder / f"{library.name}.lock"):
+            if not library.exists():
+                _build(text, command, library)
+    found = ctypes.CDLL(str(library)).attend
+    found.restype = None
+    return found
+
+
+def _build(text: str, command: tuple[str, ...], library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as work:
+        source, made = Path(work) / "attention.cpp", Path(work) / "attention.so"
+        source.write_text(text)
+        try:
+            done = subprocess.run(
+                [*command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {error}") from error
+        if done.returncode:
+            said = done.stderr.strip().splitlines()
+            why = next((line for line in said if "error" in line), said[0] if said else f"status {done.returncode}")
+            raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {why}")
+        os.replace(made, library)

@@ -1,0 +1,211 @@
+"""`attn_pass::attention`: attention over the keys that are kept, on CPUs; a masked key counts for nothing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_pass.devices.cpu.kernel.build import entry
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.source import ELEMENTS
+
+FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
+_UNBOUNDED = 1 << 60
+NUMBERS = {"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED}
+"""The bounds that are numbers, and what they are where nobody gives one."""
+BOUNDS = ("shift", "starts", "ends")
+"""Those that are tensors of a number for each row of the batch."""
+_TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
+
+_ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
+    "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
+    "Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
+    "str fully_masked='nan')"
+)
+_LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
+_LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+class _Operand(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
+
+
+class _PerBatch(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
+
+
+class _Args(ctypes.Structure):
+    """``Args`` of `common.hpp`, member by member."""
+
+    _fields_ = (
+        *((name, _Operand) for name in ("q", "k", "v", "keep", "bias", "sink")),
+        ("captured", _Operand * MOST_CAPTURED),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64 * 4),
+        ("lse", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS)),
+        *((name, _PerBatch) for name in BOUNDS),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads", "has_score")),
+    )
+
+
+def _operand(tensor: Tensor | None, shape: Sequence[int]) -> _Operand:
+    if tensor is None:
+        return _Operand(None, (ctypes.c_int64 * 4)())
+    tensor = tensor.expand(shape)
+    return _Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
+
+
+def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
+    if tensor is None:
+        return _PerBatch(None, 0)
+    tensor = tensor.expand(batch)
+    return _PerBatch(tensor.data_ptr(), tensor.stride(0))
+
+
+def result_like(query: Tensor, value: Tensor) -> Tensor:
+    """The result's memory: heads after positions, as the layer behind an attention wants them."""
+    batch, heads, q_len, _ = query.shape
+    return query.new_empty((batch, q_len, heads, value.size(-1))).transpose(1, 2)
+
+
+def lse_like(query: Tensor) -> Tensor:
+    """The memory of the log-sum-exp."""
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    captured: Sequence[Tensor] | None = None,
+    score: str = "",
+    fully_masked: str = "nan",
+    lse: Tensor | None = None,
+    **bounds: Any,
+) -> Tensor:
+    """``softmax(scale * query @ key.mT + bias, over the keys that are kept) @ value``.
+
+    A key counts for a row where all that is given says so. What a key that counts for no row holds, NaN too, changes
+    nothing. Results are the same for any number of threads.
+
+    Args:
+        query: (B, H, L, D), float32, bfloat16 or float16, any strides.
+        key: (B, Hkv, S, D); ``H % Hkv == 0``, head ``h`` uses KV head ``h // (H // Hkv)``.
+        value: (B, Hkv, S, Dv).
+        scale: of the product.
+        before: keys that lie at most so far before the row's own position are kept; all where it is None.
+        after: the same behind it: 0 is causal.
+        start: the first key that is kept; 0 where it is None.
+        end: one past the last; S where it is None.
+        shift: (B,) or (1,), int64: row ``i`` is at position ``i + shift[b]``; at ``i`` without it.
+        starts: (B,) or (1,), int64: the first valid key of each row of the batch.
+        ends: (B,) or (1,), int64: one past the last.
+        keep: boolean, broadcastable to (B, H, L, S): where it is true.
+        bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
+        sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).
+        captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
+        score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
+        fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
+        lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
+            kept; a sink is not among the scores.
+
+    Returns:
+        (B, H, L, Dv), heads after positions in memory.
+
+    Raises:
+        NoCompilerError: the kernel cannot be built on this machine.
+    """
+    batch, heads, q_len, dim = query.shape
+    kv_len = key.size(2)
+    out = result_like(query, value)
+    if out.numel() == 0 and (lse is None or lse.numel() == 0):
+        return out
+    scores = (batch, heads, q_len, kv_len)
+    args = _Args(
+        q=_operand(query, query.shape),
+        k=_operand(key, key.shape),
+        v=_operand(value, value.shape),
+        keep=_operand(keep, scores),
+        bias=_operand(bias, scores),
+        sink=_operand(sink, (*scores[:3], 1)),
+        captured=(_Operand * MOST_CAPTURED)(*(_operand(x, scores) for x in captured or ())),
+        out=out.data_ptr(),
+        out_stride=(ctypes.c_int64 * 4)(*out.stride()),
+        lse=None if lse is None else lse.data_ptr(),
+        B=batch,
+        H=heads,
+        HK=key.size(1),
+        L=q_len,
+        S=kv_len,
+        D=dim,
+        DV=value.size(3),
+        **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
+        **{name: _per_batch(bounds.get(name), batch) for name in BOUNDS},
+        scale=scale,
+        bias_type=0 if bias is None else _TYPES[bias.dtype],
+        fully_masked=FULLY_MASKED.index(fully_masked),
+        threads=torch.get_num_threads(),
+        has_score=bool(score),
+    )
+    entry(query.dtype, score)(ctypes.byref(args))
+    return out
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+    floats = ", ".join(map(str, ELEMENTS))
+    torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
+    torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
+    wanted: dict[str, tuple[torch.dtype, ...]] = {
+        "keep": (torch.bool,),
+        "bias": tuple(ELEMENTS),
+        "sink": (torch.float32,),
+        "captured": (torch.float32,),
+        **dict.fromkeys(BOUNDS, (torch.int64,)),
+    }
+    for name, dtypes in wanted.items():
+        one_or_more = given.get(name)
+        for x in one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]:
+            if x is not None and x.dtype not in dtypes:
+                raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
+    _check(query, key, value, given)
+    return attention(query, key, value, scale, **given)
+
+
+def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, given)
+    lse = lse_like(query)
+    return attention(query, key, value, scale, lse=lse, **given), lse
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
+    _check(query, key, value, given)
+    return result_like(query, value)
+
+
+def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
+    return _fake(query, key, value, scale, **given), lse_like(query)
+
+
+_LIBRARY.impl("attention", _on_cpu, "CPU")
+_LIBRARY.impl("attention", _fake, "Meta")
+_LIBRARY.impl("attention_with_lse", _with_lse_on_cpu, "CPU")
+_LIBRARY.impl("attention_with_lse", _with_lse_fake, "Meta")
+OPERATOR = torch.ops.attn_pass.attention.default
+WITH_LSE = torch.ops.attn_pass.attention_with_lse.default
+"""The same with a second result: the log-sum-exp of every row's scores, (B, H, L) in float32."""

@@ -1,0 +1,230 @@
+"""`attn_pass::attention` under Inductor: a C++ template that carries the kernel's source in the generated code.
+
+So the compiled graph, Inductor's caches and an AOTInductor package run without this package. Importing this file
+registers the lowering.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+import torch._inductor.lowering  # first: the modules of templates import each other
+from torch._inductor import ir
+from torch._inductor.codegen.cpp import get_export_declaration
+from torch._inductor.codegen.cpp_template import CppTemplate
+from torch._inductor.codegen.cpp_utils import cexpr_index
+from torch._inductor.lowering import empty_strided, register_lowering
+from torch._inductor.virtualized import V
+
+from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.source import (
+    ALL,
+    ELEMENTS,
+    InstructionSet,
+    call_of,
+    kernel_source,
+    namespace_of,
+    of_this_machine,
+)
+
+_OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
+_LSE = "lse"
+_SOURCE = """
+{{template.header().getvalue()}}
+#ifndef {{namespace}}_h
+#define {{namespace}}_h
+{{kernel_source}}
+#endif
+extern "C" {{export_declaration}}
+{{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
+{
+  {{namespace}}::Args args{};
+{{filled}}
+{{call}}
+}
+"""
+
+
+class Attention(CppTemplate):
+    """One call: the operands that are there, by the names they have in ``Args``."""
+
+    def __init__(
+        self, operands: dict[str, Any], layout: ir.Layout, scale: float, score: str, numbers: dict[str, Any]
+    ) -> None:
+        # Operands may be views of one buffer, which is one argument.
+        self.buffers = {x.get_name(): x for x in operands.values()}
+        super().__init__("attn_pass_attention", list(self.buffers.values()), layout, 1)
+        self.operands, self.scale, self.score, self.numbers = operands, scale, score, numbers
+
+    def argument(self, operand: Any) -> str:
+        """The argument that an operand's memory is."""
+        return f"in{list(self.buffers).index(operand.get_name())}"
+
+    def render(  # type: ignore[override]
+        self, kernel: Any, template_buffer_node: Any = None, epilogue_nodes: Any = None, **_: Any
+    ) -> str:
+        """The kernel's source and the function that fills its arguments in."""
+        assert not epilogue_nodes, "nothing is fused into it"
+        out = self.output_node if template_buffer_node is None else template_buffer_node
+        sets = _sets()
+        return str(
+            self._template_from_string(_SOURCE).render(
+                template=self,
+                kernel=kernel,
+                inputs={self.argument(x): x for x in self.buffers.values()},
+                outputs={"out": out} if _is_wanted(out) else {},
+                sizes=self._sizes(),
+                kernel_source=kernel_source(sets, self.score),
+                namespace=namespace_of(self.score),
+                export_declaration=get_export_declaration(),
+                filled=_Filled(self, kernel, out),
+                call=call_of(self.layout.dtype, sets, self._kernel(), self.score),
+            )
+        )
+
+    def _sizes(self) -> list[Any]:
+        """Expressions whose symbols the buffers' own sizes may not have."""
+        laid = [x.get_layout() for x in self.operands.values()]
+        return [*map(sympy.sympify, self.numbers.values()), *(e for x in laid for e in (x.offset, *x.size, *x.stride))]
+
+    def _kernel(self) -> str:
+        """Which of the two is wanted, where the sizes say so: the other is not compiled then."""
+        q, k = (self.operands[name].get_size() for name in ("q", "k"))
+        rows = q[1] * q[2] / k[1] if not any(x.free_symbols for x in (q[1], q[2], k[1])) else None
+        return "attend_type" if rows is None else "attend_few" if rows <= 16 else "attend_many"
+
+
+class _Filled:
+    """The statements that fill ``args`` in; rendered after the signature, which says what sizes are called."""
+
+    def __init__(self, template: Attention, kernel: Any, out: Any) -> None:
+        self.template, self.kernel, self.out = template, kernel, out
+
+    def __str__(self) -> str:
+        operands, numbers = self.template.operands, self.template.numbers
+        q, k, v = (operands[name].get_size() for name in ("q", "k", "v"))
+        scores = (q[0], q[1], q[2], k[2])
+        lines: list[str] = []
+        for name in _OPERANDS:
+            if name in operands:
+                shape = operands[name].get_size() if name in "qkv" else (*scores[:3], 1) if name == "sink" else scores
+                strides = ", ".join(map(self._number, _strides(operands[name], shape)))
+                lines.append(f"args.{name} = {{{self._pointer(name)}, {{{strides}}}}};")
+        for name in BOUNDS:
+            if name in operands:
+                (stride,) = _strides(operands[name], (q[0],))
+                lines.append(f"args.{name} = {{{self._pointer(name)}, {self._number(stride)}}};")
+        lines.append(f"args.out = {'out' if _is_wanted(self.out) else 'nullptr'};")
+        if _LSE in operands:  # a buffer that is written: to Inductor's arguments it is one that is read
+            lines.append(f"args.lse = const_cast<float*>({self.template.argument(operands[_LSE])});")
+        for n, stride in enumerate(self.out.get_layout().stride):
+            lines.append(f"args.out_stride[{n}] = {self._number(stride)};")
+        sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
+        lines += [f"args.{name} = {self._number(size)};" for name, size in {**sizes, **numbers}.items()]
+        lines.append(f"args.scale = {self.template.scale!r}f;")
+        return "\n".join(f"  {line}" for line in lines)
+
+    def _number(self, expression: Any) -> str:
+        return str(cexpr_index(self.kernel.rename_indexing(sympy.sympify(expression))))
+
+    def _pointer(self, name: str) -> str:
+        node = self.template.operands[name]
+        size = node.get_dtype().itemsize
+        start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
+        at = f"{start} + {size} * ({self._number(node.get_layout().offset)})"
+        return f"reinterpret_cast<const int64_t*>({at})" if name in BOUNDS else at
+
+
+def _is_wanted(out: Any) -> bool:
+    """Whether anything reads the result: Inductor allocates it only then, and the log-sum-exp may be wanted alone."""
+    return out.get_name() not in V.graph.removed_buffers
+
+
+def _strides(node: Any, shape: Any) -> list[Any]:
+    """Strides of a tensor that is seen in a larger shape: 0 where it is broadcast."""
+    size, stride = list(node.get_size()), list(node.get_layout().stride)
+    lead = len(shape) - len(size)
+    one = [V.graph.sizevars.statically_known_equals(s, 1) for s in size]
+    return [0] * lead + [0 if o else s for o, s in zip(one, stride)]
+
+
+def _sets() -> tuple[InstructionSet, ...]:
+    """A package runs anywhere; what is compiled for this process runs here."""
+    return ALL if V.graph.aot_mode else of_this_machine()
+
+
+def _laid_out(x: Any) -> Any:
+    """An operand as it lies in memory; views of a buffer stay views."""
+    x = ir.ExternKernel.realize_input(x)
+    while isinstance(x, (ir.TensorBox, ir.StorageBox)):
+        x = x.data
+    x.freeze_layout()
+    return x
+
+
+class _Buffer(ir.CppTemplateBuffer):
+    """The template's result, and what it writes beside it: Inductor's templates for CPUs know one result."""
+
+    def __init__(self, caller: Any, written: Any) -> None:
+        super().__init__(
+            layout=caller.layout,
+            inputs=caller.input_nodes,
+            make_kernel_render=caller.make_kernel_render,
+            template=caller.template,
+            choice=caller,
+        )
+        self._written = ir.MutationOutput(ir.NoneLayout(device=caller.layout.device), written, self)
+
+    def get_outputs(self) -> list[ir.Buffer]:
+        return [self, self._written]
+
+
+@register_lowering(OPERATOR, type_promotion_kind=None)
+def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
+    """The template's buffer."""
+    return _keep_apart(_template(q, k, v, scale, given).generate().output_node())  # type: ignore[no-untyped-call]
+
+
+@register_lowering(WITH_LSE, type_promotion_kind=None)
+def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **given: Any) -> tuple[Any, Any]:
+    """The template's buffer, and one that it writes to."""
+    lse = empty_strided(q.get_size()[:3], None, dtype=torch.float32, device=q.get_device())
+    template = _template(q, k, v, scale, given, lse)
+    caller = template.generate()  # type: ignore[no-untyped-call]
+    return _keep_apart(ir.TensorBox.create(_Buffer(caller, template.operands[_LSE]))), lse
+
+
+def _keep_apart(out: Any) -> Any:
+    """Nothing is fused into the template: it has no room for an epilogue."""
+    V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
+    return out
+
+
+def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], lse: Any = None) -> Attention:
+    there = {
+        "q": q,
+        "k": k,
+        "v": v,
+        **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
+    }
+    there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
+    if lse is not None:
+        there[_LSE] = lse
+    operands = {name: _laid_out(x) for name, x in there.items()}
+    q, v = operands["q"], operands["v"]
+    batch, heads, q_len, _ = q.get_size()
+    dim = v.get_size()[3]
+    layout = ir.FixedLayout(
+        q.get_device(), q.get_dtype(), [batch, heads, q_len, dim], [q_len * heads * dim, dim, heads * dim, 1]
+    )
+    numbers = {
+        **{name: otherwise if given.get(name) is None else given[name] for name, otherwise in NUMBERS.items()},
+        "bias_type": list(ELEMENTS).index(operands["bias"].get_dtype()) if "bias" in operands else 0,
+        "fully_masked": FULLY_MASKED.index(given.get("fully_masked", "nan")),
+        "threads": 0,
+        "has_score": int(bool(given.get("score"))),
+    }
+    return Attention(operands, layout, float(scale), given.get("score", ""), numbers)

@@ -1,0 +1,180 @@
+"""The cost model of CUDA kernels: torch's own three, by what each makes of few rows, odd head dims and grouped heads.
+
+Shares of the matrix rate are in `attn_pass.devices.cuda.facts`. None of it was measured by this project; the published
+figures it was set by are named where they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attn_pass.devices.device import FEW_ROWS, Device
+from attn_pass.devices.roofline import Problem, traffic
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for."""
+
+    rows: int  # query rows of a thread block
+    widths: tuple[int, ...]  # compiled head dims, of which the next wider one is taken
+    splits_keys: bool  # few blocks share out the keys; not in training with dropout
+    packs_one_row: bool  # the heads of a group share one pass over keys and values where there is one query row
+
+
+SHAPES = {
+    # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped
+    "flash": Shape(128, (32, 64, 96, 128, 192, 256), True, True),
+    # One row is near the memory roof, two take nine times as long (62208 keys of 9 heads, H200).
+    "cudnn": Shape(128, (32, 64, 96, 128, 192, 256), False, True),
+    "efficient": Shape(64, (64, 128), False, False),
+    # hopper/flash_api_stable.cpp: round_up_headdim, get_pack_gqa. It splits keys too, but under torch.compile only by a
+    # number that is given with the call (hopper/flash_attn_interface.py refuses to trace its own choice).
+    "flash_attn_3": Shape(128, (64, 96, 128, 192, 256), False, True),
+}
+_EXP_OVERLAP = 0.5  # of the exponentials' time is not hidden behind products (FA2 and cuDNN on H100, D 64 and 128)
+_CORE_BANDWIDTH = 1.4  # of its share of the device's bandwidth is what one multiprocessor alone can draw
+_MASKED = 1.5  # the time of products and exponentials with a mask to add among them: a guess
+PYTHON_US = 20.0  # checks and allocations of a library's call in Python; not measured
+_LOOKUP_US = 0.5  # cuDNN finds the plan of a shape by its key, on the host
+_PLAN_USES = 16  # cuDNN builds a plan for each new shape, which is taken to come so many times
+
+
+def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool = False) -> float:
+    """Microseconds one of torch's fused kernels takes; ``growing``: a length is not known when compiled."""
+    shape = SHAPES[kernel]
+    blocks = -(-problem.q_len // shape.rows)
+    tasks = problem.batch * problem.heads * blocks
+    balance = min(1.0, tasks / device.cores)
+    one_row = problem.q_len == 1
+    split = one_row if kernel == "cudnn" else shape.splits_keys and device.flash != "FA4"
+    spread = 1.0 if split and problem.kv_len >= 512 else balance
+    heads = problem.kv_heads if one_row and shape.packs_one_row else problem.heads
+    rows = blocks * shape.rows
+    scores = problem.batch * heads * rows * problem.kv_len * (0.55 if problem.causal else 1.0)
+    dims = sum(_compiled(shape, d) for d in (problem.head_dim, problem.value_dim))
+    rate = device.fused(problem.dtype) if problem.dtype.itemsize == 4 else _rate(device, kernel, problem)
+    products = 2.0 * scores * dims / rate / 1e3
+    exponentials = scores / device.exp_gops / 1e3
+    arithmetic = (products + _EXP_OVERLAP * exponentials) / spread
+    few = (
+        min(problem.q_len, FEW_ROWS) if balance < spread else problem.q_len
+    )  # what splits the keys has few rows for it
+    memory = traffic(device, problem.operand_bytes) / device.shares[kernel].memory(few)
+    read = (
+        problem.expanded_kv_bytes * heads / max(1, problem.heads)
+    )  # keys and values by each head, or group, that wants them
+    memory = max(memory, read / device.cache_gbytes / 1e3)
+    memory /= min(1.0, spread * _CORE_BANDWIDTH)
+    mask = 0.0
+    if problem.mask_elements:
+        made = traffic(device, 2 * problem.mask_elements * problem.mask_bytes)
+        mask = made + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
+        arithmetic *= _MASKED
+    copies = traffic(device, 2 * problem.copied_bytes)
+    plan = device.plan_us / _PLAN_USES if growing and kernel == "cudnn" else 0.0
+    start = device.fused_op_us + (_LOOKUP_US if kernel == "cudnn" else 0.0)
+    if kernel == "flash" and balance < spread:
+        start += device.op_us + device.join_us
+    return start + max(arithmetic, memory) + mask + copies + plan
+
+
+def split_keys(device: Device, problem: Problem) -> float:
+    """A split-KV kernel and its reduction: keys and values once for a KV head, its rows in blocks of 16 or more."""
+    packed = problem.heads // problem.kv_heads * problem.q_len if problem.kv_heads else problem.q_len
+    scores = problem.batch * problem.kv_heads * -(-packed // 16) * 16 * problem.kv_len
+    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "decode", problem) / 1e3
+    arithmetic = products + _EXP_OVERLAP * scores / device.exp_gops / 1e3
+    memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
+    memory /= device.shares["decode"].memory(problem.q_len)
+    read = problem.expanded_kv_bytes * problem.kv_heads / max(1, problem.heads)  # the batch may share keys and values
+    memory = max(memory, read / device.cache_gbytes / 1e3)
+    return max(arithmetic, memory) + 2 * device.op_us + _join(device, problem, packed)
+
+
+def _join(device: Device, problem: Problem, packed: int) -> float:
+    """The second kernel of a split: it waits for the first, and reads the parts, 32 at a time, in float32."""
+    programs = problem.batch * problem.kv_heads * -(-packed // _SPLIT_ROWS)
+    wanted = max(1, _PROGRAMS_PER_CORE * device.cores // max(1, programs))
+    splits = max(1, min(wanted, -(-problem.kv_len // _LEAST_KEYS)))
+    parts = 4.0 * splits * problem.batch * problem.heads * problem.q_len * problem.value_dim
+    waves = -(-splits // _JOINED_AT_ONCE)
+    return device.join_us * (1 + waves) / 3 + 2 * parts / device.cache_gbytes / 1e3
+
+
+# As `attn_pass.devices.cuda.decode_operator` has them.
+_SPLIT_ROWS = 64  # of a program, at most
+_PROGRAMS_PER_CORE = 2
+_LEAST_KEYS = 256
+_JOINED_AT_ONCE = 32  # parts whose loads do not wait for each other: 33 of them take ``join_us``, by the instructions
+
+
+def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = False) -> float:
+    """FlexAttention as Inductor's Triton templates; ``share`` of the blocks is computed.
+
+    ``splits_keys``: the template for few rows, whose programs share a KV head's keys; otherwise there is one program
+    for each head's tile of rows, and few of them leave most multiprocessors idle.
+    """
+    dims = sum(1 << max(0, n - 1).bit_length() for n in (problem.head_dim, problem.value_dim))  # tiles are padded
+    if splits_keys:
+        heads = problem.batch * problem.kv_heads
+        rows = max(16, 1 << max(0, problem.q_len * (problem.heads // max(1, problem.kv_heads)) - 1).bit_length())
+        programs = heads * max(1, device.cores // max(1, heads) * 2)
+    else:
+        heads = problem.batch * problem.heads
+        rows = -(-problem.q_len // _FLEX_TILE) * _FLEX_TILE
+        programs = heads * (rows // _FLEX_TILE)
+    busy = min(1.0, max(1, programs) / device.cores)
+    scores = share * heads * rows * problem.kv_len
+    half = problem.dtype.itemsize < 4
+    single = _FLEX_SINGLE[device.capability >= (9, 0)] * device.fused(problem.dtype)
+    rate = _rate(device, "flex", problem) if half else single
+    arithmetic = (2.0 * scores * dims / rate + _EXP_OVERLAP * scores / device.exp_gops) / busy / 1e3
+    reached = device.shares["flex"].memory(problem.q_len if splits_keys else rows)
+    memory = traffic(device, problem.operand_bytes) / reached / min(1.0, busy * _CORE_BANDWIDTH)
+    captured = traffic(device, problem.mask_elements * problem.mask_bytes)
+    copies = traffic(device, 2 * problem.copied_bytes)
+    start = (1 + splits_keys) * device.fused_op_us + _FLEX_BLOCK_KERNELS * device.kernel_us + _FLEX_COMPILE_US
+    return max(arithmetic, memory) + captured + copies + start
+
+
+_FLEX_SINGLE = (0.85, 1.2)  # of the fused rate in float32, before and from Hopper on: as in half precision
+_FLEX_TILE = 128  # query rows of a program
+_FLEX_BLOCK_KERNELS = 4  # generated kernels that make the lists of blocks
+_FLEX_COMPILE_US = 20.0  # its compile takes some 2 s a layer, which a hundred thousand calls must earn
+
+
+def unfused(device: Device, problem: Problem) -> float:
+    """Two batched products and a softmax with the scores in memory, shared keys and values written out for each head.
+
+    A product takes the longer of its arithmetic, in blocks of 64 rows, and its bytes.
+    """
+    size = problem.dtype.itemsize
+    rows = -(-problem.q_len // 64) * 64
+    rate = device.matmul(problem.dtype) * _PRODUCT_SHARE
+    scores = traffic(device, 2 * size * problem.scores) / 2  # scores and weights lie in the cache together, or not
+    products = 0.0
+    for dim, columns in ((problem.head_dim, problem.kv_len), (problem.value_dim, problem.value_dim)):
+        flops = 2.0 * problem.batch * problem.heads * rows * problem.kv_len * dim
+        moved = size * problem.batch * problem.heads * dim * (problem.q_len + problem.kv_len)
+        tasks = problem.batch * problem.heads * (rows // 64) * -(-columns // 128)
+        spread = min(1.0, 2 * _CORE_BANDWIDTH * max(1, tasks) / device.cores)  # the inner dimension may be cut in two
+        products += max(flops / rate / 1e3, (traffic(device, moved) + scores) / _PRODUCT_REACHED) / spread
+    softmax = 2 * scores + problem.scores / device.exp_gops / 1e3
+    mask = traffic(device, problem.mask_elements * problem.mask_bytes)
+    shared = problem.batch * problem.heads > problem.kv_batch * problem.kv_heads
+    copies = traffic(device, problem.expanded_kv_bytes) if shared else 0.0
+    return products + softmax + mask + copies + 2 * device.op_us + 2 * device.kernel_us
+
+
+_PRODUCT_REACHED = 0.7  # of the rate of a copy
+_PRODUCT_SHARE = 0.85  # of the rate of a large product, for one whose inner or outer dimension is a head
+
+
+def _rate(device: Device, kernel: str, problem: Problem) -> float:
+    return device.matmul(problem.dtype) * device.shares[kernel].matrix(max(problem.head_dim, problem.value_dim))
+
+
+def _compiled(shape: Shape, dim: int) -> int:
+    """The head dim the kernel computes with."""
+    return next((w for w in shape.widths if w >= dim), dim)

@@ -1,0 +1,176 @@
+"""Few query rows over many keys: the split-KV kernel of `attn_pass.devices.cuda.decode_operator`, on CUDA devices.
+
+Torch's kernels take a query of two to some sixty rows as they take a long one: a thread block for each head, all keys
+one after the other, so that most of the device waits. Here keys are cut in as many parts as keep it busy, and all heads
+of a KV head share one pass over its keys and values.
+
+Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
+together: up to 1024), head dims of 16 to 256 that are multiples of 16, keys and values whose rows begin at multiples of
+16 elements, with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. An attention sink
+is joined afterwards, by the logarithm of the sum of exponentials that the kernel gives beside its result. The number
+of keys may be symbolic.
+
+On a GPU that is here the kernel computes five tiny cases first, once for each GPU, driver and version, and is refused
+where one of them is wrong. No GPU has run it yet: the tests run it under Triton's interpreter, and compile it as
+Inductor hands it to Triton. On other devices the operator is plain products.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.graph.edit import Plan, Value
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Load
+from attn_pass.model.index import Axis, Index, axis_index, divide, is_at_most, substitute
+from attn_pass.model.mask import Band
+from attn_pass.targets.bands import band_of
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import mask_tensor, may_hold_infinity
+from attn_pass.targets.problem import problem_of
+from attn_pass.targets.sdpa import dense_last, joined_with_sink
+
+KERNEL = "decode"  # as `Device.kernels` names it
+_MOST_QUERIES = 64
+_MOST_ROWS = 1024
+_VECTOR = 16  # elements: of a stride that is no multiple of them Triton knows nothing, and loads 2 bytes at a time
+
+
+class Decode:
+    """`torch.ops.attn_pass.decode`."""
+
+    name = "decode"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes few query rows in half precision, without gradients."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason, foreign=KERNEL not in setting.device.kernels)
+        problem = problem_of(attention, setting.hint)
+        band = causal_band(attention)
+        if band is not None:
+            problem = replace(problem, mask_elements=0)
+            if isinstance(band.lower, int) and isinstance(band.upper, int):
+                problem = replace(problem, kv_len=min(problem.kv_len, band.upper - band.lower + problem.q_len))
+        joining = 0.0 if attention.sink is None else setting.device.kernel_us
+        empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            cost_cuda.split_keys(setting.device, problem) + joining,
+            fused=True,
+            assumptions=(EMPTY_ROWS,) if attention.has_mask and empty else (),
+            moved=problem.moved_bytes,
+        )
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if KERNEL not in setting.device.kernels:
+            return f"the split-KV kernel is not for {setting.device.type} devices"
+        if setting.device.capability < (8, 0):
+            return "the split-KV kernel needs compute capability 8.0"
+        if find_spec("triton") is None:
+            return "the split-KV kernel needs the package triton"
+        if a.needs_grad:
+            return "the split-KV kernel has no backward"
+        if a.dropout:
+            return "the split-KV kernel draws no dropout"
+        if a.compute_dtype not in (torch.float16, torch.bfloat16):
+            return "the split-KV kernel takes half precision"
+        if setting.autocast is not None and setting.autocast != a.compute_dtype:
+            return "autocast would give the products another dtype"
+        if setting.allowed_backends is not None:
+            return "sdpa_kernel allows torch's own kernels only"
+        if setting.numerics == "strict" and a.has_mask and not a.rows_never_empty:
+            return "numerics='strict': a row may be masked out entirely"
+        return _refusal_of_sizes(a) or _failed_check(a, setting)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the operator's call."""
+        from attn_pass.devices.cuda import decode_operator
+
+        del decode_operator  # importing it registers the operators
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        dtype = a.compute_dtype
+        query = lower.query(dtype)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+        query, key, value = (dense_last(plan, x) for x in (query, key, value))
+        band = causal_band(a)
+        mask: Value | None = None
+        causal, window = band is not None, -1
+        if band is not None and band.lower is not None:
+            assert isinstance(band.upper, int) and isinstance(band.lower, int)
+            window = band.upper - band.lower
+        elif band is None and a.has_mask:
+            mask = mask_tensor(lower, setting)
+        arguments = (query, key, value, mask, a.scale, causal, window)
+        if a.sink is None:
+            return lower.result(plan.call(torch.ops.attn_pass.decode.default, *arguments))
+        both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)
+        out, lse = (plan.call(operator.getitem, both, n) for n in (0, 1))
+        return lower.result(joined_with_sink(lower, out, lse))
+
+
+def _refusal_of_sizes(a: Attention) -> str | None:
+    q_len, groups = a.q_len, a.groups
+    if not isinstance(q_len, int) or not isinstance(groups, int) or q_len * groups > _MOST_ROWS:
+        return "the number of query rows is large, or not known"
+    if q_len > _MOST_QUERIES:
+        return f"{q_len} query rows are not few"
+    if any(not isinstance(d, int) or d % _VECTOR or not 16 <= d <= 256 for d in (a.head_dim, a.value_head_dim)):
+        return f"the head dim is no multiple of {_VECTOR} from 16 to 256, or not known"
+    if 0 in (a.kv_len, q_len, a.batch_size, a.query_heads):
+        return "a size is 0"
+    for name, load, dims in (("keys", a.key, (a.dim,)), ("values", a.value, a.value_dim)):
+        if not _begins_in_vectors(a, load, dims):
+            return f"the {name} lie at steps that are no multiples of {_VECTOR} elements, and would be read singly"
+    return None
+
+
+def _begins_in_vectors(a: Attention, load: Load, dims: Sequence[Axis]) -> bool:
+    """Whether each row of keys or values begins at a multiple of as many elements as Triton is told strides divide by.
+
+    A tensor that is cast, or whose last dimension is not dense, is copied first, and lies densely then.
+    """
+    source = a.sources[load.source]
+    if source.strides is None or source.dtype != a.compute_dtype:
+        return True
+    flat: Index = source.offset
+    for index, stride in zip(load.index, source.strides):
+        flat = flat + index * stride
+    begins = substitute(flat, dict.fromkeys(dims, 0))
+    along: Index = 0
+    for axis in dims:
+        along = along * axis.size + axis_index(axis)
+    return flat - begins != along or divide(begins, _VECTOR)[1] == 0
+
+
+def _failed_check(a: Attention, setting: Setting) -> str | None:
+    """Why the kernel is not trusted on the GPU that is here; None where it is, and where none is here."""
+    if not setting.device.is_here:
+        return None
+    from attn_pass.devices.cuda import self_check
+
+    why = self_check.failure(a.sources[a.query.source].device)
+    return None if why is None else f"the split-KV kernel failed its check on this device: {why}"
+
+
+def causal_band(a: Attention) -> Band | None:
+    """The whole mask as a band that ends ``kv_len - q_len`` keys after the row's own; None if it is another one."""
+    band = band_of(a)
+    if band is None or band.upper != a.kv_len - a.q_len:
+        return None
+    if band.lower is None:
+        return band
+    known = isinstance(band.lower, int) and isinstance(band.upper, int)
+    return band if known and is_at_most(band.lower, band.upper) else None  # else nobody sees anything

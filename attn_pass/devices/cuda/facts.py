@@ -1,0 +1,150 @@
+"""NVIDIA's GPUs in numbers: those of data sheets, by name, and the one that is here.
+
+None of it was measured by this project, but for what `attn-pass calibrate` measures on a machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from attn_pass.compat import active_flash
+from attn_pass.devices.catalog import Sheet, device_of, row_of
+from attn_pass.devices.device import Device, Shares
+
+KERNELS = ("cudnn", "flash", "efficient", "decode")
+DEFAULT = "H200"
+
+
+def _shares(cudnn: Shares, flash: Shares, efficient: float, flex: Shares) -> dict[str, Shares]:
+    """Of a GPU's matrix rate with many rows; of a copy's rate with few, the same for all GPUs.
+
+    The efficient kernel pads 1 to 4 rows to 64 and shares no keys out: half of a copy's rate is a cautious guess.
+    flash shares them out in blocks of 128 rows, FlexAttention likewise, whose tiles for head dims over 128 are taken
+    to be small everywhere; the split-KV kernel is taken to multiply at FlashAttention's rate.
+    """
+    return {
+        "cudnn": cudnn,
+        "flash": replace(flash, few_rows=0.75),
+        "efficient": Shares(efficient, one_row=0.5, few_rows=0.5),
+        "decode": Shares(flash.prefill, one_row=0.80, few_rows=0.80),
+        "flex": replace(flex, one_row=0.75, few_rows=0.75, wide=min(flex.prefill, 0.85 * flash.matrix(256))),
+    }
+
+
+# Hopper's are set so that the cost model's times are within a tenth of FlashAttention-3's paper (H100, 1k to 8k tokens,
+# head dims 64, 128 and 256, which has FlashAttention-2, a Triton kernel like FlexAttention's, and cuDNN). On A100
+# cuDNN takes 1.2 times as long as flash, on Ada 1.07; FlexAttention reaches 0.85 of FlashAttention-2 on A100 (PyTorch's
+# blog). What CUTLASS's kernel reaches is a guess from the instructions it was compiled for, and so is all of Blackwell.
+_HOPPER = _shares(
+    Shares(0.95, narrow=0.67, wide=0.78), Shares(0.54, narrow=0.51, wide=0.45), 0.30, Shares(0.59, narrow=0.70)
+)
+# 1.03 times cuDNN's at head dim 128, 1.16 at 64 and 1.19 at 256 (the same paper, 2k tokens).
+_HOPPER["flash_attn_3"] = Shares(0.98, narrow=0.78, wide=0.93)
+_AMPERE = _shares(Shares(0.59), Shares(0.72), 0.45, Shares(0.612))
+_ADA = _shares(Shares(0.65), Shares(0.70), 0.50, Shares(0.595))
+_BLACKWELL = _shares(Shares(0.70), Shares(0.22), 0.17, Shares(0.264))
+_NEWER_FLASH = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
+_CUDNN = 91900  # torch 2.11's and newer's wheels
+SHEETS: tuple[Sheet, ...] = (
+    Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER, 5500),
+    Sheet("cuda", "H100", 132, 750e3, 60e3, 3700, 3000, 50 << 20, (9, 0), _CUDNN, _HOPPER, 5500),
+    Sheet("cuda", "A100", 108, 270e3, 18e3, 2400, 1700, 40 << 20, (8, 0), _CUDNN, _AMPERE),
+    Sheet("cuda", "L4", 58, 100e3, 25e3, 1900, 270, 48 << 20, (8, 9), _CUDNN, _ADA),
+    Sheet("cuda", "B200", 148, 1600e3, 70e3, 4500, 7000, 126 << 20, (10, 0), _CUDNN, _BLACKWELL),
+)
+
+
+def by_name(name: str) -> Device | None:
+    """A GPU of the table, which need not be here."""
+    sheet = row_of(name, SHEETS)
+    return None if sheet is None else replace(device_of(sheet, KERNELS), is_here=False)
+
+
+def _row(name: str) -> Sheet:
+    sheet = row_of(name, SHEETS)
+    assert sheet is not None
+    return sheet
+
+
+def cuda_here(at: torch.device | None = None) -> Device:
+    """A GPU of this process, or the current one.
+
+    By its name where the catalogue has it, else by one of its kind (`_like`); its size is what its properties say.
+    Without the kernels that this build of torch lacks or that ``torch.backends.cuda`` has switched off. AMD's GPUs,
+    which torch calls cuda as well, have other kernels, and none here.
+    """
+    properties = torch.cuda.get_device_properties(at)
+    capability = (properties.major, properties.minor)
+    sheet = _sized(_named(properties.name) or _like(capability), properties)
+    cudnn = torch.backends.cudnn.version() or 0
+    kernels = tuple(k for k in KERNELS if _usable(k))
+    device = replace(
+        device_of(sheet, KERNELS), name=properties.name, capability=capability, cudnn=cudnn, kernels=kernels
+    )
+    return with_flash(device, active_flash())
+
+
+def with_flash(device: Device, version: str) -> Device:
+    """The device with another FlashAttention behind torch's operators: "FA2", "FA3" or "FA4"."""
+    flash = device.shares["flash"]
+    if version in _NEWER_FLASH:
+        flash = replace(flash, prefill=_NEWER_FLASH[version], narrow=None, wide=None)
+    return replace(device, flash=version, shares={**device.shares, "flash": flash})
+
+
+def _usable(kernel: str) -> bool:
+    of = torch.backends.cuda
+    if torch.version.hip is not None:
+        return False
+    switches: Mapping[str, Callable[[], bool]] = {
+        "cudnn": of.cudnn_sdp_enabled,
+        "flash": lambda: of.is_flash_attention_available() and of.flash_sdp_enabled(),
+        "efficient": of.mem_efficient_sdp_enabled,
+    }
+    return kernel not in switches or switches[kernel]()
+
+
+def _named(name: str) -> Sheet | None:
+    """The row of a GPU that calls itself so: "NVIDIA L40S" is no L4, and "NVIDIA RTX A1000" no A100."""
+    words = re.split(r"[^A-Za-z0-9]+", name)
+    return next((s for s in SHEETS if s.name in words), None)
+
+
+# Of GPUs that the catalogue lacks, by the first number of their compute capability. 12 has no tensor memory, unlike 10:
+# its kernels are Ada's, and cuDNN is slower than flash there (RTX PRO 6000: 0.88 of it, transformers PR #48163).
+_KINDS = {9: "h100", 10: "b200", 11: "b200", 12: "l4"}
+
+
+def _like(capability: tuple[int, int]) -> Sheet:
+    """The row a GPU that the catalogue lacks is nearest to; its arithmetic at half the rate a multiprocessor.
+
+    Cards for graphics and workstations have less of it than those for servers, by up to as much.
+    """
+    name = "a100" if capability == (8, 0) else _KINDS.get(capability[0], "l4")
+    row = _row(name)
+    return replace(row, half_gflops=row.half_gflops / 2, single_gflops=row.single_gflops / 2)
+
+
+def _sized(row: Sheet, properties: torch.cuda._CudaDeviceProperties) -> Sheet:
+    """The row with the multiprocessors, the memory's rate and the cache of the GPU that is here.
+
+    A part of a GPU (MIG) tells the memory of the whole: no more of it than its share of the multiprocessors counts.
+    """
+    cores = properties.multi_processor_count
+    share = cores / row.cores
+    rates = ("half_gflops", "single_gflops", "exp_gops", "memory_gbytes", "cache_gbytes")
+    sized = replace(row, cores=cores, **{name: getattr(row, name) * share for name in rates})
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    if clock and width:  # kHz, two transfers each, and bits
+        memory = _COPIED * 2 * clock * width / 8 / 1e6
+        part = "MIG" in properties.name.split()
+        sized = replace(sized, memory_gbytes=min(memory, sized.memory_gbytes) if part else memory)
+    cache = getattr(properties, "L2_cache_size", 0)
+    return replace(sized, cache_bytes=cache) if cache else sized
+
+
+_COPIED = 0.9  # of the memory's own rate, by a copy (H200: 4.3 of 4.8 TB/s)

@@ -1,0 +1,248 @@
+"""The library flash-attn (Dao-AILab, 2.7 and newer): FlashAttention-2 with soft caps, ALiBi, windows.
+
+The kernel that torch's own flash attention is made from, with what torch leaves out of it: soft caps (with the
+device's own tanh, right to 2^-11), ALiBi slopes, sliding windows, and causal masks aligned to the last key. It is
+called as the operator it registers, ``flash_attn::_flash_attn_forward``, on (B, L, H, D) views, in training as its
+function ``flash_attn_func``; head dims that are unequal or no multiple of 8 are padded with zeros. Its Python is taken
+to cost 20 us a call: where torch's own kernels can do the same, theirs is the cheaper offer.
+
+Offers where the package is installed with its kernels, on CUDA devices of compute capability 8.0 and newer, in float16
+and bfloat16. In training with torch.compile alone, and not for slopes that are learned; not for ``aot_compile``, whose
+packages run without Python. The tests run the package over a stand-in for its kernels; nothing was measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices.cuda.flash_attn_arguments import Arguments, NoForm, arguments_of
+from attn_pass.devices.cuda.libraries import LIBRARY
+from attn_pass.devices.roofline import Problem
+from attn_pass.errors import RewriteError
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import expression_axes, loads
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
+from attn_pass.targets.sdpa import dense_last
+
+_PACKAGE = ("flash_attn.flash_attn_interface", "flash_attn")  # of its functions, and of its operators
+_MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
+_WIDEST = 256
+NONEMPTY = "no row is masked out entirely"
+
+
+class FlashAttn:
+    """`torch.ops.flash_attn._flash_attn_forward`."""
+
+    name = LIBRARY
+    takes_any_score = True
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
+        reason = _refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason, foreign=setting.device.type != "cuda")
+        try:
+            given = arguments_of(attention)
+        except NoForm as found:
+            return Refusal(self.name, str(found))
+        reason = refusal_of_rows(attention, given, setting) or _refusal_of_slopes(attention, given)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        assumptions = assumed_of_rows(attention, given, setting)
+        problem = _problem(attention, given, setting)
+        predicted = cost_of(self.name, attention, problem, setting)
+        moved = problem.moved_bytes
+        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, moved=moved)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call."""
+        a, call = offer.attention, plan.call
+        given = arguments_of(a)
+        lower = Lowering(plan, nodes, a)
+        query, key, value = _operands(lower)
+        if given.negated:  # the kernel takes the largest product before it scales
+            query = call(aten.neg.default, query)
+        slopes = None if given.slopes is None else _slopes(lower, given)
+        out: Value
+        if a.needs_grad:
+            out = call(
+                _function(),
+                *(query, key, value),
+                softmax_scale=given.scale,
+                causal=given.causal,
+                window_size=(given.left, given.right),
+                softcap=given.softcap,
+                alibi_slopes=slopes,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        else:
+            results = call(
+                _operator(),
+                *(query, key, value),
+                0.0,
+                given.scale,
+                causal=given.causal,
+                window_size_left=given.left,
+                window_size_right=given.right,
+                softcap=given.softcap,
+                alibi_slopes=slopes,
+                return_softmax=False,
+            )
+            out = call(operator.getitem, results, 0)
+        out = call(aten.transpose.int, out, 1, 2)
+        if _width(a) != a.value_head_dim:
+            out = call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        return lower.result(out)
+
+
+def _problem(a: Attention, given: Arguments, setting: Setting) -> Problem:
+    copied = moved_query_bytes(a, setting.hint)
+    problem = problem_of(a, setting.hint, copied)
+    width = _width(a)
+    if (a.head_dim, a.value_head_dim) != (width, width):
+        copied += problem.operand_bytes
+    return replace(problem, causal=given.causal, mask_elements=0, copied_bytes=copied, head_dim=width, value_dim=width)
+
+
+def _refusal(a: Attention, setting: Setting) -> str | None:
+    device = setting.device
+    if device.type != "cuda":
+        return f"flash_attn is not for {device.type} devices"
+    if not device.kernels:
+        return f"no measured rule for {device.type} devices yet"
+    if device.capability < (8, 0):
+        return "flash_attn needs compute capability 8.0"
+    if not all(is_installed(name) for name in _MODULES):
+        return "flash_attn is not installed with its kernels"
+    if setting.program == "aoti":
+        return "flash_attn's operators are written in Python, and a compiled package runs without"
+    if a.needs_grad and setting.program != "compile":
+        return "flash_attn's gradient is in its autograd function, which an exported program cannot hold"
+    if a.dropout or a.sink is not None:
+        return "flash_attn is given no dropout here and takes no sink"
+    if a.compute_dtype not in (torch.float16, torch.bfloat16):
+        return "flash_attn takes half precision"
+    if setting.autocast is not None and setting.autocast != a.compute_dtype:
+        return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+    if setting.allowed_backends is not None:
+        return "sdpa_kernel allows torch's own kernels only"
+    dims = (a.head_dim, a.value_head_dim)
+    if any(not isinstance(d, int) or not 0 < d <= _WIDEST for d in dims):
+        return f"the head dim is over {_WIDEST}, or not known"
+    if 0 in (a.kv_len, a.q_len, a.batch_size, a.query_heads):
+        return "a size is 0"
+    return None
+
+
+def assumed_of_rows(a: Attention, given: Arguments, setting: Setting) -> tuple[str, ...]:
+    """What is assumed of rows that may be masked out entirely, for which the kernels give 0."""
+    if given.rows_never_empty:
+        return ()
+    if setting.assume_nonempty_rows:
+        return (NONEMPTY,)
+    return (EMPTY_ROWS,) if a.empty_row_is_nan else ()
+
+
+def refusal_of_rows(a: Attention, given: Arguments, setting: Setting, kernel: str = LIBRARY) -> str | None:
+    """Why such rows keep the site from a kernel that gives 0 for them."""
+    if given.rows_never_empty or setting.assume_nonempty_rows:
+        return None
+    if setting.numerics == "strict" and (a.empty_row_is_nan or given.finite_fill):
+        return "numerics='strict': a row may be masked out entirely"
+    if given.finite_fill:
+        return f"a row may be masked out entirely by a number, which gives the mean of the values, and 0 in {kernel}"
+    return None
+
+
+def _refusal_of_slopes(a: Attention, given: Arguments) -> str | None:
+    learned = () if given.slopes is None else loads(given.slopes)
+    if a.needs_grad and any(a.sources[load.source].needs_grad for load in learned):
+        return "the slopes need a gradient, which flash_attn does not give"
+    return None
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module can be found; of one in a package, the package is imported."""
+    try:
+        return find_spec(name) is not None
+    except ImportError:  # there is no such package, or it fails
+        return False
+    except ValueError:  # imported, by something that is no importer
+        return True
+
+
+def _operator() -> Any:
+    """The operator, registered by importing the package."""
+    imported(*_PACKAGE)
+    return torch.ops.flash_attn._flash_attn_forward.default
+
+
+def _function() -> Any:
+    """``flash_attn_func``: AOTAutograd traces the autograd function in it as it does a program's own."""
+    return imported(*_PACKAGE).flash_attn_func
+
+
+def imported(module: str, library: str) -> Any:
+    """A package's functions, importing which registers its operators in ``torch.ops.<library>``.
+
+    Raises `RewriteError` where it is another version than the one its operator is from, or cannot be imported.
+    """
+    try:
+        package = importlib.import_module(module)
+        assert getattr(torch.ops, library)._flash_attn_forward.default is not None
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise RewriteError(f"{module} is installed and cannot be used: {error}") from error
+    return package
+
+
+def _width(a: Attention) -> int:
+    """The head dim of the call: one for all operands, a multiple of 8."""
+    assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
+    return -(-max(a.head_dim, a.value_head_dim) // 8) * 8
+
+
+def _operands(lower: Lowering) -> tuple[Value, Value, Value]:
+    """Query, key and value (B, L or S, H, D), as views where no head dim is padded."""
+    plan, a = lower.plan, lower.attention
+    dtype, width = a.compute_dtype, _width(a)
+    if a.not_affine:
+        query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
+    else:
+        query = lower.query(dtype)
+    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+    query, key, value = (_in_layout(plan, x, width) for x in (query, key, value))
+    return query, key, value
+
+
+def _in_layout(plan: Plan, value: Value, width: int) -> Value:
+    own = int(fake_of(value).shape[-1])
+    if own != width:
+        value = plan.call(aten.constant_pad_nd.default, value, [0, width - own], 0.0)
+    return plan.call(aten.transpose.int, dense_last(plan, value), 1, 2)
+
+
+def _slopes(lower: Lowering, given: Arguments) -> Value:
+    """The slopes in float32, dense: (H,), or (B, H) where they differ along the batch."""
+    plan, a = lower.plan, lower.attention
+    expression = given.slopes
+    assert expression is not None
+    groups = [a.heads]
+    if expression_axes(expression) & set(a.batch):
+        groups = [a.batch, a.heads]
+    slopes = lower.expression(expression, groups)
+    if fake_of(slopes).dtype != torch.float32:
+        slopes = plan.call(aten.to.dtype, slopes, torch.float32)
+    sizes = [plan.size(n) for n in ((a.batch_size, a.query_heads)[2 - len(groups) :])]
+    return plan.call(aten.contiguous.default, plan.call(aten.expand.default, slopes, sizes))

@@ -1,0 +1,234 @@
+"""FlashAttention-3 (Dao-AILab, the repository's ``hopper`` folder): the fastest published kernel on Hopper.
+
+Called as the operator its Python registers, ``flash_attn_3::_flash_attn_forward``, on (B, L, H, D) views without
+copies, in training as its function ``flash_attn_func``. Grouped heads, windows and causal masks aligned to the last
+key, and soft caps (with the device's own tanh); no ALiBi, no mask tensor, no dropout, no sinks. Head dims are padded
+with zeros to a multiple of 8, and to each other unless the kernel has that pair. Its Python is taken to cost 20 us a
+call.
+
+The operators beneath, ``flash_attn_3::fwd`` and ``bwd``, are C++ with a stable ABI, but no graph can hold ``fwd``: its
+schema says that the result aliases an argument, which torch's functionalization refuses for operators that are not its
+own ("Found a custom (non-ATen) operator whose output has alias annotations", torch 2.13).
+
+Offers where the package is installed, on CUDA devices of compute capability 9.0, in float16 and bfloat16. In training
+with torch.compile alone; not for ``aot_compile``, whose packages run without Python. The tests run it over a stand-in
+with the schemas and checks of hopper/flash_api_stable.cpp; it has not run on hardware here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices.cuda.flash_attn import assumed_of_rows, imported, is_installed, refusal_of_rows
+from attn_pass.devices.cuda.flash_attn_arguments import Arguments, NoForm, arguments_of
+from attn_pass.devices.cuda.libraries import LIBRARY_3
+from attn_pass.devices.cuda.torch_kernel import in_vectors, unbroadcast
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.targets import constraints
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import AUTOCAST, Attended, Constraint, HasAttention
+from attn_pass.targets.kernel_rules import padded
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
+from attn_pass.targets.sdpa import dense_last
+
+_PACKAGE = ("flash_attn_interface", "flash_attn_3")  # of its functions, and of its operators
+_MODULES = ("flash_attn_interface", "flash_attn_3")  # its Python, and the package with the kernels
+_WIDEST, _WIDEST_VALUE = 256, 512
+_WIDEST_DETERMINISTIC = 192
+
+
+class FlashAttn3:
+    """`torch.ops.flash_attn_3._flash_attn_forward`."""
+
+    name = LIBRARY_3
+    takes_any_score = True
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes what FlashAttention-3 computes, in half precision on Hopper."""
+        if setting.device.type != "cuda":
+            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", foreign=True)
+        reason = refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        try:
+            given = arguments_of(attention)
+        except NoForm as found:
+            return Refusal(self.name, str(found))
+        reason = _refusal_of_arguments(attention, given, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
+        dims = widths(attention)
+        assert dims is not None
+        if dims != (attention.head_dim, attention.value_head_dim):
+            problem = replace(problem, copied_bytes=problem.copied_bytes + problem.operand_bytes)
+        problem = replace(problem, causal=given.causal, mask_elements=0, head_dim=dims[0], value_dim=dims[1])
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            cost_of(self.name, attention, problem, setting),
+            fused=True,
+            assumptions=assumed_of_rows(attention, given, setting),
+            moved=problem.moved_bytes,
+        )
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call."""
+        a, call = offer.attention, plan.call
+        given, lower = arguments_of(a), Lowering(plan, nodes, a)
+        query, key, value = _operands(lower)
+        if given.negated:  # the kernel takes the largest product before it scales
+            query = call(aten.neg.default, query)
+        same: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.causal, "softcap": given.softcap}
+        out: Value
+        if a.needs_grad:
+            window = (given.left, given.right)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            function = imported(*_PACKAGE).flash_attn_func
+            out = call(function, query, key, value, **same, window_size=window, deterministic=deterministic)
+        else:
+            imported(*_PACKAGE)
+            forward = torch.ops.flash_attn_3._flash_attn_forward.default
+            sides = {"window_size_left": given.left, "window_size_right": given.right}
+            out = call(operator.getitem, call(forward, query, key, value, **same, **sides), 0)
+        out = call(aten.transpose.int, out, 1, 2)
+        if fake_of(out).shape[-1] != a.value_head_dim:
+            out = call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        return lower.result(out)
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+def refusal(a: Attention, setting: Setting) -> str | None:
+    """The first reason why it does not take a case; None if it does."""
+    return constraints.refusal(CONSTRAINTS, Attended(a, setting))
+
+
+def widths(a: Attention) -> tuple[int, int] | None:
+    """The head dims of the call, of query and key and of the values; None where the kernel has none for them."""
+    own, value = padded(a.head_dim, 8), padded(a.value_head_dim, 8)
+    if not own or not value:
+        return None
+    if not a.needs_grad and ((128 < own <= 192 and 96 < value <= 128) or (own <= 64 and value <= _WIDEST_VALUE)):
+        return own, value
+    widest = max(own, value)
+    return (widest, widest) if widest <= _WIDEST else None
+
+
+def _refusal_of_arguments(a: Attention, given: Arguments, setting: Setting) -> str | None:
+    if given.slopes is not None:
+        return "flash_attn_3 takes no ALiBi slopes"  # flash_api_stable.cpp: the schema of fwd has none
+    return refusal_of_rows(a, given, setting, LIBRARY_3)
+
+
+def _needs_no_wide_gradient(a: Attention, setting: Setting) -> bool:
+    dims = widths(a)
+    return not (a.needs_grad and setting.deterministic) or dims is None or max(dims) <= _WIDEST_DETERMINISTIC
+
+
+_API = "hopper/flash_api_stable.cpp"
+_PYTHON = "hopper/flash_attn_interface.py"
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "device",
+        lambda c: f"no measured rule for {c.setting.device.type} devices yet",
+        lambda c: bool(c.setting.device.kernels),
+        "AMD's",
+    ),
+    Constraint(
+        "compute capability",
+        lambda c: "flash_attn_3 is for compute capability 9.0 (Hopper), and this is {}.{}".format(
+            *c.setting.device.capability
+        ),
+        lambda c: c.setting.device.capability == (9, 0),
+        "hopper/setup.py builds for 8.0 and 9.0a; on 8.0 it is no other kernel than FlashAttention-2's",
+    ),
+    Constraint(
+        "package",
+        "FlashAttention-3 (flash_attn_interface) is not installed with its kernels",
+        lambda c: all(is_installed(name) for name in _MODULES),
+        f"{_PYTHON}: import flash_attn_3._C",
+    ),
+    Constraint(
+        "program",
+        "flash_attn_3's operator is written in Python, and a compiled package runs without; the one in C++ has a "
+        "schema that no graph can hold",
+        lambda c: c.setting.program != "aoti",
+        f"{_API}: fwd -> (Tensor(out!), ...)",
+    ),
+    Constraint(
+        "gradient",
+        "flash_attn_3's gradient is in its autograd function, which an exported program cannot hold",
+        lambda c: not c.attention.needs_grad or c.setting.program == "compile",
+        f"{_PYTHON}: FlashAttnFunc",
+    ),
+    Constraint(
+        "dropout and sinks",
+        "flash_attn_3 draws no dropout and takes no sink",
+        lambda c: not c.attention.dropout and c.attention.sink is None,
+        f"{_API}: p_dropout = 0",
+    ),
+    Constraint(
+        "dtype",
+        "flash_attn_3 takes half precision",
+        lambda c: c.attention.compute_dtype in (torch.float16, torch.bfloat16),
+        f"{_API}: only supports fp16, bf16, and fp8_e4m3 data type",
+    ),
+    AUTOCAST,
+    Constraint(
+        "sdpa_kernel", "sdpa_kernel allows torch's own kernels only", lambda c: c.setting.allowed_backends is None, ""
+    ),
+    Constraint(
+        "head dim",
+        lambda c: f"flash_attn_3 has no kernel for head dims {c.attention.head_dim} and {c.attention.value_head_dim}",
+        lambda c: widths(c.attention) is not None,
+        f"{_API}: get_max_headdim; If V headdim is different from Q/K dim, we only support ...",
+    ),
+    Constraint(
+        "deterministic",
+        f"flash_attn_3's deterministic backward is for head dims up to {_WIDEST_DETERMINISTIC}",
+        lambda c: _needs_no_wide_gradient(c.attention, c.setting),
+        f"{_API}: Deterministic backward not supported for hdim 256",
+    ),
+    Constraint(
+        "sizes",
+        "a size is 0",
+        lambda c: 0 not in (c.attention.kv_len, c.attention.q_len, c.attention.batch_size, c.attention.query_heads),
+        f"{_API}: total_q > 0 && total_k > 0",
+    ),
+)
+
+
+# ---------------------------------------------------------------- emission
+
+
+def _operands(lower: Lowering) -> tuple[Value, Value, Value]:
+    """Query, key and value (B, L or S, H, D), as views where they lie as the kernel's loads of 16 bytes ask."""
+    plan, a = lower.plan, lower.attention
+    dtype, dims = a.compute_dtype, widths(a)
+    assert dims is not None
+    if a.not_affine:
+        query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
+    else:
+        query = lower.query(dtype)
+    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+    made = []
+    for operand, width in ((query, dims[0]), (key, dims[0]), (value, dims[1])):
+        own = int(fake_of(operand).shape[-1])
+        if own != width:
+            operand = plan.call(aten.constant_pad_nd.default, operand, [0, width - own], 0.0)
+        laid_out = in_vectors(plan, unbroadcast(plan, dense_last(plan, operand)))
+        made.append(plan.call(aten.transpose.int, laid_out, 1, 2))
+    query, key, value = made
+    return query, key, value

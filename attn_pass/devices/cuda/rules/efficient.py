@@ -1,0 +1,52 @@
+"""The rules of the memory-efficient kernel: ``can_use_mem_efficient_attention`` in aten's cuda/sdp_utils.cpp."""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.targets.kernel_rules import (
+    DROPOUT,
+    HALF,
+    KNOWN,
+    NEVER,
+    SIZES,
+    KernelRules,
+    Rule,
+    capability_rule,
+    dtype_rule,
+    grid,
+)
+
+EFFICIENT = KernelRules(
+    "EFFICIENT_ATTENTION",
+    lambda dtype: 4 if dtype == torch.float32 else 8,
+    (
+        dtype_rule(torch.float32, *HALF),
+        capability_rule((5, 0)),
+        Rule(
+            "bfloat16",
+            "bfloat16 needs compute capability 8.0",
+            lambda c: c.dtype != torch.bfloat16 or c.device.capability >= (8, 0),
+            "less_than_sm80_mem_efficient_dtypes",
+        ),
+        DROPOUT,
+        KNOWN,
+        SIZES,
+        Rule(
+            # From 2.14 on torch's call takes them; its operator is still handed one head for each.
+            "grouped heads",
+            "the efficient kernel has no grouped heads",
+            lambda c: c.attention.groups == 1,
+            "check_batch_size_and_num_heads_dense; pytorch#191085",
+            checked=((0, 0), (2, 14)),
+        ),
+        Rule(
+            "mask",
+            "a band is handed to the efficient kernel as a mask",
+            lambda c: c.mask != "band",
+            "no window in torch's own call",
+            checked=NEVER,
+        ),
+        grid("pytorch#146704, #176096, #177985"),
+    ),
+)

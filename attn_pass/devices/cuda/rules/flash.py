@@ -1,0 +1,102 @@
+"""The rules of FlashAttention as torch builds it in: ``can_use_flash_attention`` in aten's cuda/sdp_utils.cpp."""
+
+from __future__ import annotations
+
+from attn_pass.targets.kernel_rules import (
+    ALWAYS,
+    DROPOUT,
+    HALF,
+    NEVER,
+    PADDABLE,
+    SIZES,
+    Call,
+    KernelRules,
+    Rule,
+    capability_rule,
+    dtype_rule,
+    equal_causal_lengths,
+    grid,
+    known_or,
+    width,
+)
+
+_MAJORS = {"FA3": (9,), "FA4": (9, 10)}  # torch/nn/attention/_fa3.py and _fa4.py
+
+
+def _fits_backward(call: Call) -> bool:
+    wide, capability = width(call) or 0, call.device.capability
+    little_shared_memory = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return not (call.attention.needs_grad and little_shared_memory) or not (
+        192 < wide <= 224 or (wide > 224 and call.attention.dropout > 0)
+    )
+
+
+_INDEX = 1 << 31  # what an index of 32 bits reaches
+_ROWS = 128  # to which the backward rounds the queries up
+
+
+def _backward_indices_fit(call: Call) -> bool:
+    a = call.attention
+    sizes = (a.batch_size, a.query_heads, a.q_len)
+    if not call.trains or not all(isinstance(n, int) for n in sizes):
+        return True
+    batch, heads, rows = (known_or(n, 1) for n in sizes)
+    return batch * heads * -(-rows // _ROWS) * _ROWS * max(width(call) or 0, 32) <= _INDEX
+
+
+FLASH = KernelRules(
+    "FLASH_ATTENTION",
+    lambda dtype: 8,  # torch's own call pads for this kernel, and for no other
+    (
+        dtype_rule(*HALF),
+        capability_rule((8, 0)),
+        DROPOUT,
+        PADDABLE,
+        SIZES,
+        Rule(
+            "version",
+            lambda c: f"{c.device.flash} has no kernel for this GPU",
+            lambda c: c.device.capability[0] in _MAJORS.get(c.device.flash, range(99)),
+            "torch/nn/attention/_fa3.py, _fa4.py",
+        ),
+        Rule(
+            "dropout of newer versions",
+            lambda c: f"{c.device.flash} draws no dropout",
+            lambda c: c.device.flash == "FA2" or not c.attention.dropout,
+            "torch/nn/attention/_fa3.py, _fa4.py",
+        ),
+        Rule(
+            "head dim",
+            "the head dim is over 256, or not known",
+            lambda c: (width(c) or 1 << 30) <= 256,
+            "check_head_dim_size_flash",
+        ),
+        Rule(
+            "mask",
+            "the flash kernel takes no mask",
+            lambda c: c.mask in ("none", "causal", "band"),
+            "check_for_attn_mask",
+        ),
+        Rule(
+            "causal lengths",
+            "causal from the first key on, with unequal lengths",
+            equal_causal_lengths,
+            "check_flash_causal_non_square_seqlens",
+        ),
+        Rule(
+            "backward head dim",
+            "its backward has no room for such a head dim on this GPU",
+            _fits_backward,
+            "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
+        ),
+        grid("pytorch#146704; the message of torch 2.15", ((2, 15), ALWAYS[1])),
+        Rule(
+            "backward indices",
+            "its backward reads memory that is not its own beyond 2**31 elements (PriorLabs/TabPFN #1184)",
+            _backward_indices_fit,
+            "PriorLabs/TabPFN#1184",
+            checked=NEVER,
+            known_wrong="PriorLabs/TabPFN#1184",
+        ),
+    ),
+)

@@ -1,0 +1,225 @@
+"""What the targets for torch's CUDA kernels share: the offer, the reasons, and operands as the kernels ask for them.
+
+The kernels are called as the aten operators that torch's own call ends in, so that the choice is this project's: torch
+would make it when the graph is traced, by its own order, on the machine that compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Index, divide
+from attn_pass.targets.bands import window_of
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.empty_rows import EmptyRows
+from attn_pass.targets.kernel_rules import Call, KernelRules, padded
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import (
+    LOWEST_CUDA,
+    additive_mask,
+    assumed,
+    mask_kind,
+    mask_refusal,
+    repaired,
+    wants_mask_gradient,
+)
+from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
+from attn_pass.targets.sdpa import dense_last
+from attn_pass.targets.torch_call import refusal
+
+_VECTOR = 16  # bytes
+_BLOCK = 128  # rows, and keys, that are computed together
+
+
+class Kernel:
+    """One of torch's kernels as a target: its name, and how it is handed a mask."""
+
+    name = ""
+    rules: KernelRules
+    takes_window = False
+    pads_together = False  # query, key and value need one head dim
+    finite_mask = False  # its mask is handed over with a number in the place of -inf
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """An offer at the kernel's cost, or the first reason why not."""
+        if self.name not in setting.device.kernels:
+            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", foreign=True)
+        kind = self.mask(attention, setting)
+        reason = self._refusal(attention, kind, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        hint = setting.hint
+        problem = problem_of(attention, hint)
+        masked = kind in ("boolean", "additive")
+        dims = self._dims(attention)
+        widened = 0 if dims == (problem.head_dim, problem.value_dim) else problem.operand_bytes
+        problem = replace(
+            problem,
+            head_dim=dims[0] or problem.head_dim,
+            value_dim=dims[1] or problem.value_dim,
+            causal=kind == "causal",
+            kv_len=self._seen(attention, kind, hint),
+            mask_elements=problem.mask_elements if masked else 0,
+            copied_bytes=moved_query_bytes(attention, hint) + widened,
+        )
+        predicted = cost_of(self.name, attention, problem, setting)
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=assumed(attention, setting),
+            moved=problem.moved_bytes,
+        )
+
+    def mask(self, a: Attention, setting: Setting) -> str:
+        """The mask's kind, as `Call` has it: a causal mask of unequal lengths is a band where that can be said."""
+        kind = mask_kind(a, setting)
+        if kind == "none" or (kind == "causal" and a.q_len == a.kv_len) or not self.takes_window:
+            return kind
+        return kind if window_of(a) is None else "band"
+
+    def _refusal(self, a: Attention, kind: str, setting: Setting) -> str | None:
+        if a.not_affine:
+            return a.not_affine
+        if a.sink is not None:
+            return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
+        if a.dropout and setting.same_random_numbers:
+            return "fallback_random asks for eager's random numbers, and the kernel draws others"
+        allowed = setting.allowed_backends
+        if allowed is not None and self.rules.backend not in allowed:
+            return f"sdpa_kernel allows only {', '.join(allowed) or 'nothing'}"
+        call = Call(
+            a,
+            kind,
+            setting.device,
+            wants_mask_gradient(a),
+            setting.deterministic,
+            together=self.pads_together,
+            may_train=setting.program == "export",
+            reached=setting.kernel_as_written,
+            finite_mask=self.finite_mask,
+            hint=setting.hint,
+        )
+        reason = refusal(self.name, call)
+        if reason is not None:
+            return reason
+        if setting.autocast is not None and setting.autocast != a.compute_dtype:
+            return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+        if a.scale == 0 and kind != "none":
+            return "a scale of 0 would be multiplied with what masks"
+        return mask_refusal(a, setting)
+
+    def _dims(self, a: Attention) -> tuple[int | None, int | None]:
+        multiple = self.rules.multiple(a.compute_dtype)
+        dims = padded(a.head_dim, multiple), padded(a.value_head_dim, multiple)
+        if self.pads_together and dims[0] is not None and dims[1] is not None:
+            return max(dims[0], dims[1]), max(dims[0], dims[1])
+        return dims
+
+    def _seen(self, a: Attention, kind: str, hint: Callable[[Index], int]) -> int:
+        """The keys a block of rows goes through."""
+        window = window_of(a) if kind == "band" else None
+        if window is None or window.left is None or window.right is None:
+            return hint(a.kv_len)
+        return max(1, min(hint(a.kv_len), hint(window.left) + hint(window.right) + 1 + _BLOCK))
+
+    # ------------------------------------------------------------ emission
+
+    def operands(self, lower: Lowering, *, rows_first: bool = False) -> tuple[Value, Value, Value]:
+        """Query, key and value as the kernel takes them, (B, H, L, D) or with ``rows_first`` (B, L, H, D).
+
+        Head dims are padded with zeros, which add zeros to every product; the last dimension is dense. A negative
+        scale is taken into the query: the kernels look for the highest score before they multiply by it.
+        """
+        plan, a = lower.plan, lower.attention
+        dtype = a.compute_dtype
+        heads_first = (
+            lower.query(dtype),
+            lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True),
+            lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True),
+        )
+        dims = self._dims(a)
+        made = []
+        for value, to in zip(heads_first, (dims[0], dims[0], dims[1])):
+            have = fake_of(value).shape[-1]
+            if to is not None and isinstance(have, int) and have < to:
+                value = plan.call(aten.constant_pad_nd.default, value, [0, to - have], 0.0)
+            made.append(in_vectors(plan, dense_last(plan, value)))
+        if a.scale < 0:
+            made[0] = plan.call(aten.neg.default, made[0])
+        if rows_first:
+            made = [plan.call(aten.transpose.int, x, 1, 2) for x in made]
+        query, key, value = made
+        return query, key, value
+
+    def result(self, lower: Lowering, out: Value) -> Value:
+        """The kernel's (B, H, L, Dv) in the place of the site's result, without what was padded."""
+        a = lower.attention
+        if fake_of(out).shape[-1] != a.value_head_dim:
+            out = lower.plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        return lower.result(out)
+
+
+def in_vectors(plan: Plan, value: Value) -> Value:
+    """The operand with rows that begin at multiples of 16 bytes: kernels read them in vectors of so many."""
+    tensor = fake_of(value)
+    multiple = _VECTOR // tensor.element_size()
+    strides = [plan.sizes.index(s) for s, n in zip(tensor.stride()[:-1], tensor.shape) if plan.sizes.index(n) != 1]
+    starts = [plan.sizes.index(tensor.storage_offset()), *strides]
+    if all(divide(start, multiple)[1] == 0 for start in starts):
+        return value
+    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def unbroadcast(plan: Plan, value: Value) -> Value:
+    """The operand without dimensions of stride 0."""
+    tensor = fake_of(value)
+    repeated = any(plan.sizes.index(s) == 0 and plan.sizes.index(n) != 1 for s, n in zip(tensor.stride(), tensor.shape))
+    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format) if repeated else value
+
+
+def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
+    """An additive mask (B, H, L, S) whose rows lie ``multiple`` elements or a multiple of it apart.
+
+    Kernels load it in vectors. What varies with no key is written out for all of them.
+    """
+    tensor = fake_of(mask)
+    length = plan.sizes.index(tensor.shape[-1])
+    if length != keys:
+        mask = plan.call(aten.expand.default, mask, [*tensor.shape[:-1], plan.size(keys)])
+        return aligned(plan, plan.call(aten.clone.default, mask, memory_format=torch.contiguous_format), keys, multiple)
+    strides = [plan.sizes.index(s) for s, n in zip(tensor.stride(), tensor.shape[:-1]) if plan.sizes.index(n) != 1]
+    dense = plan.sizes.index(tensor.stride(-1)) == 1
+    starts = [plan.sizes.index(tensor.storage_offset()), *strides]
+    if dense and all(isinstance(s, int) and s % multiple == 0 for s in starts):
+        return mask
+    if isinstance(length, int) and length % multiple == 0:
+        return plan.call(aten.clone.default, mask, memory_format=torch.contiguous_format)
+    missing = divide(length + (multiple - 1), multiple)[0] * multiple - length
+    wide = plan.call(aten.constant_pad_nd.default, mask, [0, plan.size(missing)], 0.0)
+    return plan.call(aten.slice.Tensor, wide, -1, 0, plan.size(length))
+
+
+def masked(
+    lower: Lowering, kind: str, setting: Setting, kernel: str, *, finite: bool = False
+) -> tuple[Value | None, EmptyRows | None]:
+    """The mask to add, None where it is none, and what replaces rows without a key where they are repaired.
+
+    ``finite``: -inf becomes a number that absorbs every score, which is the same in rows with a key. Float16 has none,
+    and a mask that the kernel was given before stays what it was.
+    """
+    if kind not in ("boolean", "additive"):
+        return None, None
+    mask, empty = repaired(lower, additive_mask(lower, setting), setting, kernel)
+    if mask is None:
+        return None, empty
+    if finite and fake_of(mask).dtype != torch.float16 and setting.kernel_as_written != kernel:
+        mask = lower.plan.call(aten.clamp.default, mask, LOWEST_CUDA)
+    return aligned(lower.plan, mask, lower.attention.kv_len), empty

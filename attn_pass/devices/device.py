@@ -1,0 +1,82 @@
+"""`Device`: the numbers the cost model and the targets' rules need, injectable so that no device has to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What one kernel reaches: of the rate of large matrix products with many rows, of a copy's rate with few.
+
+    ``wide`` and ``narrow`` are for head dims over 128 and up to 64, where they are known to differ.
+    """
+
+    prefill: float
+    one_row: float = 0.85
+    few_rows: float = 0.85  # 2 to 64 query rows
+    narrow: float | None = None
+    wide: float | None = None
+
+    def matrix(self, head_dim: int) -> float:
+        """Of the rate of large matrix products."""
+        own = self.narrow if head_dim <= 64 else self.wide if head_dim > 128 else None
+        return self.prefill if own is None else own
+
+    def memory(self, q_len: int) -> float:
+        """Of the rate of a copy, for operands that are read once."""
+        return self.one_row if q_len == 1 else self.few_rows if q_len <= FEW_ROWS else _STREAMED
+
+
+FEW_ROWS = 64
+_STREAMED = 0.85  # of a copy's rate, read by kernels with many rows
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device's rates. Bytes and FLOPs in units of 1e9 a second, overheads in microseconds."""
+
+    type: str
+    name: str
+    cores: int
+    matmul_gflops: Mapping[torch.dtype, float]  # a large matrix product
+    fused_gflops: Mapping[torch.dtype, float]  # the product work inside the fused kernel, softmax not counted
+    vector_gflops: Mapping[torch.dtype, float]  # multiply-and-sum without a matrix product (a product with one row)
+    exp_gops: float  # exponentials, with the rest of a softmax around them
+    memory_gbytes: float
+    cache_gbytes: float  # traffic that stays in the last-level cache
+    cache_bytes: int
+    op_us: float  # calling one operator that is not fused with its neighbours
+    kernel_us: float  # one generated kernel
+    fused_op_us: float  # calling the fused attention operator
+    kernels: tuple[str, ...] = ()  # the fused kernels there are, as its family names them
+    shares: Mapping[str, Shares] = field(default_factory=dict)  # of the rates above, what each kernel reaches
+    join_us: float = 2.0  # the second kernel of one that splits the keys, which waits for the first and joins 33 parts
+    plan_us: float = 30_000.0  # cuDNN builds a plan for a new shape: 23 to 37 ms on the host
+    is_measured: bool = False  # this project set the rates by measurements of such a device, not by data sheets
+    is_calibrated: bool = False  # rates were measured on this very machine (`attn_pass.devices.calibration`)
+    measured_kernels: tuple[str, ...] = ()  # those whose shares were measured on it
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
+    cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
+    flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
+    generation: str = ""  # of an Ascend NPU, as `attn_pass.devices.npu.generations` names them
+    is_here: bool = True  # False for one that is decided for by its data sheet alone
+
+    def knows(self, kernel: str) -> bool:
+        """Whether what the cost model says of a kernel rests on measurements."""
+        return self.is_measured or kernel in self.measured_kernels
+
+    def matmul(self, dtype: torch.dtype) -> float:
+        """GFLOP/s of a matrix product; half precision where nothing better is known counts as float32."""
+        return self.matmul_gflops.get(dtype, self.matmul_gflops[torch.float32])
+
+    def vector(self, dtype: torch.dtype) -> float:
+        """GFLOP/s of products with one row."""
+        return self.vector_gflops.get(dtype, self.vector_gflops[torch.float32])
+
+    def fused(self, dtype: torch.dtype) -> float:
+        """GFLOP/s inside the fused kernel."""
+        return self.fused_gflops.get(dtype, self.fused_gflops[torch.float32])

@@ -1,0 +1,197 @@
+"""What the documentation of torch_npu's attention operators allows of a call that a program makes: one row a rule.
+
+Other calls raise on the device, or do there what no page says; nothing is concluded from them. The limits are those of
+the pages of ``npu_fusion_attention`` and ``npu_fused_infer_attention_score``. A size that is known at run time only is
+held against none of them, but for the head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.model.index import Index
+from attn_pass.targets import constraints
+from attn_pass.targets.constraints import Constraint, dtype_name
+
+BYTES = (torch.bool, torch.uint8)
+_HALF = (torch.float16, torch.bfloat16)
+_BANDED = 4  # the mode that takes its bounds from the arguments
+_HEADS = 256
+_RATIO = 64  # query heads a KV head, in inference
+_HIDDEN = 65535  # heads times head dim with positions before heads, in inference
+_KEYS_OF_ONE_ROW = 262144
+_ODD_BATCHES = 128  # in inference, of several rows whose head dim is no multiple of 32 bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one operator. ``masks`` are the shapes of full-size ones by letters: batch, heads, rows, keys; "1" is 1."""
+
+    dtypes: tuple[torch.dtype, ...]
+    head_dim: int
+    batch: int
+    length: int
+    mask_dtypes: tuple[torch.dtype, ...]
+    masks: tuple[str, ...]
+    compressed: tuple[str, ...]  # shapes of the mask of modes 2 to 4: "s" is 2048
+    inner_precise: tuple[int, ...]
+
+
+FUSION = Limits((torch.float32, *_HALF), 768, 2 << 20, 1 << 20, BYTES, ("bhik", "b1ik", "11ik", "ik"), ("ss",), (0, 2))
+INFERENCE = Limits(
+    *(_HALF, 512, 65536, 20971520, (*BYTES, torch.int8), ("1ik", "b1ik", "11ik", "ik"), ("ss", "1ss", "11ss")),
+    inner_precise=(0, 1, 2, 3),
+)
+_MASK_OF_ONE_ROW = ("bk",)
+
+
+@dataclass(frozen=True)
+class Met:
+    """A call: sizes by letters (batch, heads, positions, head dim), and what else the pages speak of."""
+
+    inference: bool
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    is_contiguous: bool
+    query: Mapping[str, Index]
+    key: Mapping[str, Index]
+    value: Mapping[str, Index]
+    positions_first: bool  # an operand or the result has them before heads
+    turned: bool  # the result has another layout than the operands
+    inner_precise: object
+    mode: int
+    before: int
+    after: int
+
+    @property
+    def limits(self) -> Limits:
+        """What its operator takes."""
+        return INFERENCE if self.inference else FUSION
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the inference operator with one query row, which is another kernel."""
+        return self.inference and self.query["s"] == 1
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The shapes of a full-size mask."""
+        return _MASK_OF_ONE_ROW if self.decodes else self.limits.masks
+
+
+Rule = Constraint[Met]
+
+
+def _at_most(size: Index, most: int) -> bool:
+    return not isinstance(size, int) or size <= most
+
+
+def _sizes(c: Met) -> tuple[Index, ...]:
+    return *c.query.values(), *c.key.values(), *c.value.values()
+
+
+def _dims(c: Met) -> tuple[Index, Index]:
+    return c.query["d"], c.value["d"]
+
+
+def _has_head_dims(c: Met) -> bool:
+    dim, value_dim = _dims(c)
+    if not isinstance(dim, int) or not isinstance(value_dim, int) or not value_dim <= dim <= c.limits.head_dim:
+        return False
+    return not c.inference or (value_dim == dim and dim % 8 == 0)
+
+
+def _has_batches(c: Met) -> bool:
+    dim = c.query["d"]
+    odd = c.inference and c.query["s"] != 1 and isinstance(dim, int) and dim % 16 != 0
+    return _at_most(c.query["b"], _ODD_BATCHES if odd else c.limits.batch)
+
+
+def _fits_hidden(c: Met) -> bool:
+    hidden = c.query["h"] * c.query["d"]
+    return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < _HIDDEN)
+
+
+_RULES: tuple[Rule, ...] = (
+    Rule(
+        "dtype",
+        lambda c: (
+            f"operands of {', '.join(sorted({dtype_name(d) for d in c.dtypes}))}: the operator takes "
+            + ", ".join(dtype_name(d) for d in c.limits.dtypes)
+        ),
+        lambda c: len(set(c.dtypes)) == 1 and c.dtypes[0] in c.limits.dtypes,
+    ),
+    Rule(
+        "contiguous",
+        "an operand is not contiguous: the inference operator takes contiguous tensors, so call .contiguous()",
+        lambda c: c.is_contiguous or not c.inference,
+    ),
+    Rule("sizes", "a size is 0, which is not documented", lambda c: 0 not in _sizes(c)),
+    Rule(
+        "head dim",
+        lambda c: "head dims of {} and {}, which the operator is not documented for".format(*_dims(c)),
+        _has_head_dims,
+    ),
+    Rule("heads", lambda c: f"{c.query['h']} heads are over {_HEADS}", lambda c: _at_most(c.query["h"], _HEADS)),
+    Rule(
+        "heads of a group",
+        lambda c: f"{c.query['h']} heads over {c.key['h']}: more than {_RATIO} share a KV head",
+        lambda c: not c.inference or _at_most(c.query["h"], _RATIO * c.key["h"] if isinstance(c.key["h"], int) else 0),
+    ),
+    Rule("batch", lambda c: f"a batch of {c.query['b']} is over what is documented", _has_batches),
+    Rule(
+        "length",
+        lambda c: f"a length is over {c.limits.length}",
+        lambda c: all(_at_most(n, c.limits.length) for n in (c.query["s"], c.key["s"])),
+    ),
+    Rule(
+        "keys of one row",
+        lambda c: f"{c.key['s']} keys of one query row are over {_KEYS_OF_ONE_ROW}",
+        lambda c: not c.decodes or _at_most(c.key["s"], _KEYS_OF_ONE_ROW),
+    ),
+    Rule(
+        "hidden size",
+        lambda c: f"heads times head dim is not under {_HIDDEN}, with positions before heads",
+        _fits_hidden,
+    ),
+    Rule(
+        "result layout",
+        "a result in another layout than the operands is for more than one query row",
+        lambda c: not (c.turned and c.decodes),
+    ),
+    Rule(
+        "inner_precise",
+        lambda c: f"inner_precise {c.inner_precise} is not documented" + (" for one query row" if c.decodes else ""),
+        lambda c: c.inner_precise in ((0, 1) if c.decodes else c.limits.inner_precise),
+    ),
+    Rule(
+        "band",
+        "a band without keys: pre_tockens + next_tockens is below 0",
+        lambda c: c.mode != _BANDED or c.decodes or c.before + c.after >= 0,
+    ),
+)
+
+
+def refusal(call: Met) -> str | None:
+    """The first reason why a call, its mask aside, is none that the documentation allows; None if it is one."""
+    return constraints.refusal(_RULES, call)
+
+
+def mask_letters(call: Met, shape: tuple[Index, ...]) -> str | None:
+    """The documented shape of a full-size mask that this one has, by letters; None for any other."""
+    sizes: Mapping[str, Index] = {
+        "b": call.query["b"],
+        "h": call.query["h"],
+        "i": call.query["s"],
+        "k": call.key["s"],
+        "1": 1,
+    }
+    return next((m for m in call.masks if tuple(sizes[letter] for letter in m) == tuple(shape)), None)
+
+
+def mask_words(call: Met) -> str:
+    """Those shapes, for a reason."""
+    words = {"b": "B", "h": "N", "i": "Sq", "k": "Sk", "1": "1"}
+    return " or ".join(f"({', '.join(words[letter] for letter in m)})" for m in call.masks)

@@ -1,0 +1,360 @@
+"""Calls of torch_npu's attention operators: what they compute, by torch_npu's documentation.
+
+``npu_fusion_attention`` in its first and third version, and ``npu_fused_infer_attention_score``, on sequences of one
+length. True in a mask is masked out; the scale is 1 unless it is given; modes 2 to 4 are named by their number and ask
+for the compressed mask beside it (`npu_triangle`). A call that the documentation does not allow (`npu_contract`), or
+leaves undefined, is left.
+
+Nothing of torch_npu is imported: its operators are known by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from attn_pass.devices.npu.contract import Met, mask_letters, mask_words, refusal
+from attn_pass.devices.npu.triangle import SIDE, check_triangle
+from attn_pass.graph.values import memory_order, tensor_value
+from attn_pass.model.attention import AsWritten
+from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
+from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, product
+from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
+from attn_pass.patterns.calls import element_of
+from attn_pass.reading.describe import Parts, describe
+from attn_pass.reading.lift import Reader, Unreadable
+from attn_pass.reading.spine import SideLoad
+from attn_pass.reading.views import Position
+
+FORM = "npu"
+_FUSION = ("npu_fusion_attention", "npu_fusion_attention_v3")
+_INFERENCE = "npu_fused_infer_attention_score"
+_NOT_READ = (  # met in graphs, and left
+    *("npu_fusion_attention_v2", "npu_prompt_flash_attention", "npu_incre_flash_attention"),
+    *("npu_fused_infer_attention_score_v2", "npu_fusion_attention_v4"),
+)
+# The operators' own spellings of one thing.
+_SPELLINGS: Mapping[str, str] = {
+    "heads": "head_num num_heads",
+    "kv_heads": "num_key_value_heads",
+    "before": "pre_tockens pre_tokens",
+    "after": "next_tockens next_tokens",
+    "layout": "input_layout",
+    "mode": "sparse_mode",
+    "mask": "atten_mask",
+    "scale": "scale",
+    "keep": "keep_prob",
+    "inner": "inner_precise",
+}
+_IGNORED = ("gen_mask_parallel", "sync", "softmax_layout", "query", "key", "value")
+# Layouts as the dimensions of an operand: batch, head, position, element; "hd" is both in one.
+_LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "BNSD": ("b", "h", "s", "d"),
+    "BSND": ("b", "s", "h", "d"),
+    "BSH": ("b", "s", "hd"),
+    "SBH": ("s", "b", "hd"),
+}
+_UNBOUNDED = 2147483647
+_RESULTS = {
+    1: "the maxima of the softmax, or the logarithm of its sum, are used as well",
+    2: "the sums of the softmax are used as well",
+}
+TRUSTED = "the mask given beside a sparse_mode is the triangle that torch_npu asks for"
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A call's arguments in one spelling; ``layouts`` of the operands and of the result."""
+
+    name: str
+    query: Node
+    key: Node
+    value: Node
+    heads: int
+    kv_heads: int | None
+    layouts: tuple[tuple[str, ...], tuple[str, ...]]
+    mode: int
+    before: int
+    after: int
+    mask: Node | None
+    scale: Any
+    keep: float
+    inner_precise: object
+
+
+def find(reader: Reader) -> Iterator[Site]:
+    """Every call of the operators."""
+    for node in list(reader.graph.nodes):
+        space, _, name = operator_name(node).partition("::")
+        if space != "npu" or name not in (*_FUSION, _INFERENCE, *_NOT_READ):
+            continue
+        region = reader.regions.of(node)
+        reader.start_site()
+        try:
+            if name in _NOT_READ:
+                raise Unreadable(f"calls of {name} are not read: it stays", node)
+            if region.functorch:
+                raise Unreadable(f"it runs under {region.describe()}", node)
+            result, rest = first_result(node, _RESULTS)
+            given = _arguments(node, name)
+            mask = _Mask(reader, node, given)
+            described = describe(_lift(reader, node, result, given, mask))
+            check_window(reader, described, result)
+            described = replace(described, assumptions=(*described.assumptions, *mask.trusted))
+            written = _as_written(reader, given)
+            yield Site(result, FORM, region, described, internal=(node, *rest), written=written, is_call=True)
+        except Unreadable as error:
+            yield refused(node, FORM, region, error, kind="attention")
+        except Exception as error:
+            yield failed(node, FORM, region, error)
+
+
+def _as_written(reader: Reader, given: _Given) -> AsWritten:
+    mask = tensor_value(given.mask)
+    dense = mask is not None and given.mode < 2
+    return AsWritten(
+        fused=True,
+        mask="boolean" if dense else "none",
+        mask_elements=reader.sizes.hint(product(reader.sizes.shape(mask))) if dense and mask is not None else 0,
+        causal=given.mode in (2, 3),
+        library=given.name,
+    )
+
+
+def _arguments(node: Node, name: str) -> _Given:
+    target = node.target
+    overload = target if isinstance(target, OpOverload) else target.default  # type: ignore[union-attr]
+    schema = overload._schema.arguments
+    found: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
+    found |= dict(zip((a.name for a in schema), node.args))
+    found |= node.kwargs
+    known = {spelling: word for word, both in _SPELLINGS.items() for spelling in both.split()}
+    given: dict[str, Any] = {known[n]: v for n, v in found.items() if n in known}
+    for argument in schema:
+        if argument.name in (*known, *_IGNORED):
+            continue
+        default = argument.default_value if argument.has_default_value() else None
+        if found.get(argument.name) not in (None, default):
+            raise Unreadable(f"its {argument.name} is not read", node)
+    for word in ("heads", "before", "after", "mode"):
+        if not isinstance(given[word], int):
+            raise Unreadable(f"its {word} is not a constant", node)
+    keep = given.get("keep", 1.0)
+    if not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        raise Unreadable(f"keep_prob {keep} is none that the operator takes", node)
+    inner, _, outer = str(given["layout"]).partition("_")
+    if inner not in _LAYOUTS or (outer and (name != _INFERENCE or (inner, outer) != ("BNSD", "BSND"))):
+        raise Unreadable(f"layout {given['layout']}: sequences of one length are read", node)
+    return _Given(
+        name=name,
+        query=found["query"],
+        key=found["key"],
+        value=found["value"],
+        heads=given["heads"],
+        kv_heads=given.get("kv_heads") if name == _INFERENCE else None,
+        layouts=(_LAYOUTS[inner], _LAYOUTS[outer or inner]),
+        mode=given["mode"],
+        before=given["before"],
+        after=given["after"],
+        mask=given["mask"],
+        scale=given["scale"],
+        keep=float(keep),
+        inner_precise=given["inner"],
+    )
+
+
+def _at(layout: tuple[str, ...], where: Mapping[str, Index], dim: Index) -> Position:
+    """The position of one element in a tensor of a layout; ``dim`` is the head dim."""
+    return tuple(where["h"] * dim + where["d"] if word == "hd" else where[word] for word in layout)
+
+
+def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> dict[str, Index]:
+    """Sizes by their letters. Raises `Unreadable` where they do not fit the number of heads."""
+    if len(shape) != len(layout):
+        raise Unreadable("an operand has another rank than its layout", node)
+    found = dict(zip(layout, shape))
+    if "hd" in found:
+        dim = divide_exactly(found.pop("hd"), heads) if heads else None
+        if dim is None:
+            raise Unreadable("a hidden size is no multiple of the number of heads", node)
+        found |= {"h": heads, "d": dim}
+    return found
+
+
+def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) -> Parts:
+    tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
+    if len(tensors) != 4:
+        raise Unreadable("an operand is no tensor", node)
+    q_shape, k_shape, v_shape, out_shape = (reader.sizes.shape(t) for t in tensors)
+    inner, outer = given.layouts
+    q = _sizes(inner, q_shape, given.heads, node)
+    kv_heads = given.kv_heads
+    if kv_heads is None:  # by the head dim of the query
+        whole = k_shape[inner.index("hd")] if "hd" in inner else None
+        found = k_shape[inner.index("h")] if whole is None else divide_exactly(whole, q["d"])
+        kv_heads = found if isinstance(found, int) else 0
+    kv_heads = kv_heads or given.heads
+    k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
+    if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (given.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:
+        raise Unreadable("the sizes of query, key and value do not provably fit each other", node)
+    if k["h"] != kv_heads:
+        raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
+    if given.heads % kv_heads:
+        raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
+    met = Met(
+        inference=given.name == _INFERENCE,
+        dtypes=(tensors[0].dtype, tensors[1].dtype, tensors[2].dtype),
+        is_contiguous=all(_is_contiguous(reader, t) for t in tensors[:3]),
+        query=q,
+        key=k,
+        value=v,
+        positions_first=any(layout[1] == "s" for layout in given.layouts),
+        turned=inner != outer,
+        inner_precise=given.inner_precise,
+        mode=given.mode,
+        before=given.before,
+        after=given.after,
+    )
+    if (why := refusal(met)) is not None:
+        raise Unreadable(why, node)
+    output = tuple(Axis(f"o{n}", size) for n, size in enumerate(out_shape))
+    at: dict[str, Index] = {}
+    for word, axis in zip(outer, output):
+        if word == "hd":
+            at["h"], at["d"] = divide(axis_index(axis), v["d"])
+        else:
+            at[word] = axis_index(axis)
+    keys, dim = Axis("j", k["s"]), Axis("d", q["d"])
+    kv = {"b": at["b"], "h": divide(at["h"], given.heads // kv_heads)[0], "s": axis_index(keys)}
+    positions = {
+        "query": _at(inner, {**at, "d": axis_index(dim)}, q["d"]),
+        "key": _at(inner, {**kv, "d": axis_index(dim)}, k["d"]),
+        "value": _at(inner, {**kv, "d": at["d"]}, v["d"]),
+    }
+    time, region = reader.order[node], reader.regions.of(node)
+    scale = reader.scalar(given.scale, time)
+    if scale is None:
+        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), met)
+    operands = {"query": given.query, "key": given.key, "value": given.value}
+    forms = {
+        n: [f for f in reader.operand(operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
+        for n in operands
+    }
+    dtype = tensors[3].dtype
+    return Parts(
+        reader=reader,
+        result=result,
+        output=output,
+        rows_at=((at["b"], at["h"]), at["s"]),
+        keys=keys,
+        dim=dim,
+        query=forms["query"],
+        key=forms["key"],
+        value=forms["value"],
+        score=apply("where", kept, apply("mul", Dot(), scale), Const(float("-inf"))),
+        side=mask.side,
+        score_dtype=torch.float32,
+        product_dtypes=(dtype, dtype),
+        dropout=1.0 - given.keep,
+        empty_row_is_nan=False,
+    )
+
+
+@dataclass
+class _Mask:
+    """The mask of a call as a condition; ``side`` is what it loads, ``trusted`` what it takes for granted."""
+
+    reader: Reader
+    node: Node
+    given: _Given
+    side: dict[Load, SideLoad] = field(default_factory=dict)
+    trusted: list[str] = field(default_factory=list)
+
+    def kept(self, position: Position, met: Met) -> Expr:
+        """The condition under which a score is kept, at (batch, head, row, key)."""
+        given, node = self.given, self.node
+        _, _, row, key = position
+        rows, keys = met.query["s"], met.key["s"]
+        if given.mask is None:
+            if given.mode or (given.before, given.after) != (_UNBOUNDED, _UNBOUNDED):
+                raise Unreadable(
+                    f"sparse_mode {given.mode} and bounds do nothing without atten_mask: the operator attends to every "
+                    "key, or raises; pass torch.ones(2048, 2048, dtype=torch.bool).triu(1) with modes 2 to 4",
+                    node,
+                )
+            return TRUE
+        if given.name == _INFERENCE and not isinstance(rows, int):
+            raise Unreadable(
+                "whether there is one query row is not known, and for one row a mask means another thing", node
+            )
+        value = tensor_value(given.mask)
+        if value is None or value.dtype not in met.limits.mask_dtypes:
+            taken = ", ".join(str(d).removeprefix("torch.") for d in met.limits.mask_dtypes)
+            kind = "no tensor" if value is None else f"of {str(value.dtype).removeprefix('torch.')}"
+            raise Unreadable(f"its mask is {kind}: the operator takes {taken}, and no float mask", node)
+        if given.mode in (0, 1) or met.decodes:
+            kept = apply("not", self._masked(given.mask, value, position, met))
+            bounded = given.mode == 0 and not met.decodes
+            return apply("and", kept, _between(key, row, given.before, given.after)) if bounded else kept
+        if given.mode not in (2, 3, 4):
+            raise Unreadable(f"sparse_mode {given.mode} is not read", node)
+        self._check_triangle(given.mask, value, met)
+        own = row if given.mode == 2 else row + keys - rows
+        bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
+        return _between(key, own, *bounds)
+
+    def _masked(self, mask: Node, value: torch.Tensor, position: Position, met: Met) -> Expr:
+        """Whether a score is masked out: an element of a full-size mask."""
+        shape = self.reader.sizes.shape(value)
+        letters = mask_letters(met, shape)
+        if letters is None:
+            raise Unreadable(
+                f"its mask of {_words(shape)} is of no shape that is documented for "
+                f"{'one query row' if met.decodes else f'sparse_mode {met.mode}'}: {mask_words(met)}",
+                self.node,
+            )
+        if met.inference and not _is_contiguous(self.reader, value):
+            raise Unreadable("its mask is not contiguous, as the inference operator asks", self.node)
+        places: dict[str, Index] = {**dict(zip("bhik", position)), "1": 0}
+        load = element_of(self.reader, self.node, mask, tuple(places[letter] for letter in letters), self.side)
+        return load if value.dtype == torch.bool else apply("ne", load, Const(0))
+
+    def _check_triangle(self, mask: Node, value: torch.Tensor, met: Met) -> None:
+        """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
+        shape = self.reader.sizes.shape(value)
+        if "".join("s" if n == SIDE else str(n) for n in shape) not in met.limits.compressed:
+            raise Unreadable(
+                f"a mode with a compressed mask asks for one of 2048 x 2048, got {_words(shape)}", self.node
+            )
+        why, trusted = check_triangle(self.reader, mask, self.reader.order[self.node])
+        if why is not None:
+            raise Unreadable(why, self.node)
+        if trusted:
+            self.trusted.append(TRUSTED)
+
+
+def _words(shape: Position) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _is_contiguous(reader: Reader, value: torch.Tensor) -> bool:
+    order = memory_order(value, reader.sizes)
+    if order is None:
+        return False
+    real = [d for d in order if reader.sizes.index(value.shape[d]) != 1]
+    return real == sorted(real)
+
+
+def _between(key: Index, own: Index, before: int, after: int) -> Expr:
+    kept: Expr = TRUE
+    if after < _UNBOUNDED:
+        kept = apply("le", index_value(key), index_value(own + after))
+    if before < _UNBOUNDED:
+        kept = apply("and", kept, apply("ge", index_value(key), index_value(own - before)))
+    return kept

@@ -1,0 +1,228 @@
+"""Ascend's fused attention through torch_npu: ``npu_fused_infer_attention_score`` and ``npu_fusion_attention``.
+
+The first in inference in half precision, the second in training and in float32: its version for graphs
+(``npu_fusion_attention_v3``) on A2 and A3, the first version on 950. Operands are taken as they lie in memory, heads or
+positions first (BNSD, BSND, BSH, SBH), grouped heads without copies. Causal masks from either end and windows become a
+mode with one compressed mask for the whole graph; other masks become boolean tensors, True where masked out, and
+matrices that are added only where they are proved to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
+always given: their defaults are silent mistakes. Dropout is left in checkpoints and where two calls may be equal: v3
+draws random numbers and tells no compiler.
+
+Offers on Ascend devices, where torch_npu has registered its operators; [npu.md](npu.md) says which forms, and why not
+others. The tests hold every call against the documented contract; nothing was run on an NPU, and nothing measured.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices.npu import generations
+from attn_pass.devices.npu.cost import operator as operator_cost
+from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
+from attn_pass.devices.npu.layouts import (
+    LAYOUTS,
+    ROWS_FIRST_RESULT,
+    Layout,
+    best,
+    heads_first,
+    operands,
+    wants_rows_first,
+)
+from attn_pass.devices.npu.masks import FilledRows, MaskPlan, NoForm, emitted_mask, mask_plan
+from attn_pass.devices.npu.rules import Case, has_many_rows, merged_fits, refusal, width
+from attn_pass.devices.roofline import Problem, traffic
+from attn_pass.errors import RewriteError
+from attn_pass.graph.edit import Plan, Value
+from attn_pass.model.attention import Attention
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import problem_of
+
+_NONEMPTY = "no row is masked out entirely"
+_FAMILY = f"the NPU does not say its family: planned for {generations.UNKNOWN}"
+_ROWS_FIRST = next(layout for layout in LAYOUTS if layout.name == "BSND")
+
+
+class _Operator:
+    """What both targets share: the offer, the reasons, operands, mask and result."""
+
+    name = ""
+    operators: tuple[str, ...] = ()  # of which a family has at most one
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """An offer at the operator's predicted cost, or the first reason why not."""
+        device = setting.device
+        found = self._operator(setting)
+        if found is None:
+            return Refusal(self.name, self._why_absent(setting), foreign=device.type != "npu")
+        reason = refusal(Case(attention, setting, found))
+        if reason is not None:
+            return Refusal(self.name, reason)
+        try:
+            mask = mask_plan(attention, setting, found)
+        except NoForm as none:
+            return Refusal(self.name, str(none))
+        _, copied = best(attention, found, setting.hint)
+        problem = _problem(attention, mask, copied, width(attention, found), setting)
+        predicted = operator_cost(device, found, problem) + _around(
+            problem, mask, setting, again=attention.needs_grad and attention.bias is not None
+        )
+        if _overload(found) is None:
+            return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            predicted,
+            fused=True,
+            assumptions=_assumed(attention, setting),
+            moved=problem.moved_bytes,
+        )
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the call."""
+        a = offer.attention
+        found = self._operator(setting)
+        overload = None if found is None else _overload(found)
+        if found is None or overload is None:
+            raise RewriteError(f"{self.name} is not registered any more")
+        lower = Lowering(plan, nodes, a)
+        told = mask_plan(a, setting, found)
+        layout, _ = best(a, found, setting.hint)
+        query, key, value = operands(lower, layout, found)
+        mask, rows = emitted_mask(lower, told, found)
+        given: dict[str, Any] = {"scale": abs(a.scale), "inner_precise": told.inner_precise, "sparse_mode": told.mode}
+        if mask is not None:
+            given["atten_mask"] = mask
+        out_layout, more, positional = self.told(a, layout, told, setting)
+        results = plan.call(overload, query, key, value, *positional, **more, **given)
+        out = heads_first(lower, plan.call(operator.getitem, results, 0), out_layout)
+        if rows is not None:
+            out = _replaced(lower, rows, out)
+        return lower.result(out)
+
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+        """The layout of the result; the arguments that the operators spell differently."""
+        raise NotImplementedError
+
+    def _operator(self, setting: Setting) -> str | None:
+        return next((name for name in self.operators if name in setting.device.kernels), None)
+
+    def _why_absent(self, setting: Setting) -> str:
+        device = setting.device
+        if device.type != "npu":
+            return f"{self.name} is not for {device.type} devices"
+        family = generations.generation(device.generation or generations.UNKNOWN)
+        return family.refusal or f"{self.name} is not documented for Ascend {family.name} devices"
+
+
+class InferAttention(_Operator):
+    """`torch.ops.npu.npu_fused_infer_attention_score`."""
+
+    name = INFERENCE
+    operators = (INFERENCE,)
+
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+        """Grouped heads by number; a result with positions first, where the program's is, from operands without."""
+        turned = (
+            layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a) and merged_fits(a, INFERENCE)
+        )
+        more = {
+            "num_heads": a.query_heads,
+            "num_key_value_heads": _kv_heads(a),
+            "input_layout": ROWS_FIRST_RESULT if turned else layout.name,
+            "pre_tokens": mask.before,
+            "next_tokens": mask.after,
+        }
+        return _ROWS_FIRST if turned else layout, more, ()
+
+
+class FusionAttention(_Operator):
+    """`torch.ops.npu.npu_fusion_attention_v3`, or `npu_fusion_attention` where that is refused."""
+
+    name = TRAINING_V1
+    operators = (TRAINING, TRAINING_V1)
+
+    def told(
+        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
+    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+        """Dropout as what is kept; the bounds by the operator's own spelling."""
+        more = {"keep_prob": 1.0 - a.dropout, "pre_tockens": mask.before, "next_tockens": mask.after}
+        return layout, more, (a.query_heads, layout.name)
+
+
+def _overload(name: str) -> Any | None:
+    """The operator; None where nothing has registered it."""
+    packet = getattr(torch.ops.npu, name, None)
+    return None if packet is None else packet.default
+
+
+def _uninstalled(name: str, microseconds: float) -> str:
+    version = ".".join(str(torch.__version__).split("+")[0].split(".")[:2])
+    return (
+        f"{name} would be taken ({microseconds:.0f} us predicted), but nothing has registered it: "
+        f"pip install 'torch-npu=={version}.*' with CANN, and import torch_npu"
+    )
+
+
+def _kv_heads(a: Attention) -> int:
+    total = 1
+    for axis in a.kv_heads:
+        assert isinstance(axis.size, int)
+        total *= axis.size
+    return total
+
+
+def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
+    found: list[str] = []
+    if a.has_mask and not a.rows_never_empty:
+        infinite = float("-inf") in (a.bias_fills or ()) or (a.keep is not None and a.keep.fill == float("-inf"))
+        if setting.assume_nonempty_rows:
+            found.append(_NONEMPTY)
+        elif a.empty_row_is_nan and infinite:
+            found.append(EMPTY_ROWS)
+    if not setting.device.generation:
+        found.append(_FAMILY)
+    return tuple(found)
+
+
+def _problem(a: Attention, mask: MaskPlan, copied: int, wide: int | None, setting: Setting) -> Problem:
+    problem = problem_of(a, setting.hint, copied)
+    if wide is not None and (problem.head_dim, problem.value_dim) != (wide, wide):
+        problem = replace(problem, copied_bytes=problem.copied_bytes + problem.operand_bytes)
+        problem = replace(problem, head_dim=wide, value_dim=wide)
+    kv_len, elements = problem.kv_len, 0
+    if mask.kind == "boolean":
+        elements = max(problem.mask_elements, problem.q_len * problem.kv_len)
+    elif mask.mode == 4:
+        kv_len = max(1, min(kv_len, mask.before + mask.after + 1))
+    return replace(problem, causal=mask.mode in (2, 3), kv_len=kv_len, mask_elements=elements, mask_bytes=1)
+
+
+def _around(problem: Problem, mask: MaskPlan, setting: Setting, *, again: bool) -> float:
+    """Making a boolean mask, and replacing rows without a key; ``again``: with the gradient of what is added."""
+    device, total = setting.device, 0.0
+    if mask.kind == "boolean":
+        total += traffic(device, 3 * problem.mask_elements) + device.kernel_us
+    if mask.repaired and again:
+        total += traffic(device, 6 * problem.operand_bytes) + 4 * device.kernel_us
+    if mask.repaired:
+        total += traffic(device, 2 * problem.query_bytes + problem.mask_elements) + 2 * device.kernel_us
+    return total
+
+
+def _replaced(lower: Lowering, rows: FilledRows, out: Value) -> Value:
+    """The result with rows without a key as the program has them: the mean of the values, or zeros."""
+    a = lower.attention
+    filled = a.keep.fill if a.keep is not None else (a.bias_fills or (float("-inf"),))[0]
+    return rows.with_zeros(out) if filled == float("-inf") else rows.with_mean(lower, out)

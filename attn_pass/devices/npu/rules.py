@@ -1,0 +1,275 @@
+"""What Ascend's attention operators ask for, one row a rule, with its reason; and which of them torch's own call takes.
+
+The limits are those of torch_npu's documentation of ``npu_fusion_attention`` and ``npu_fused_infer_attention_score``;
+where its C++ dispatch (op-plugin at 517f2e7) is narrower than the pages, the narrower number is taken. Nothing of
+torch_npu is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.devices.device import Device
+from attn_pass.devices.npu.generations import GENERATIONS, INFERENCE, TRAINING, TRAINING_V1, UNKNOWN
+from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.expression import loads
+from attn_pass.model.index import Index, is_less, product
+from attn_pass.targets import constraints
+from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, Constraint, dtype_name
+
+HALF = (torch.float16, torch.bfloat16)
+FUSION = (TRAINING, TRAINING_V1)
+WIDEST = 512  # of a head; the page of the training operator says 768, the dispatch 512
+_HEADS = 256
+_RATIO = 64  # query heads a KV head, in inference
+_HIDDEN = 65535  # heads times head dim of layouts with positions before heads, in inference
+_KEYS_OF_ONE_ROW = 262144
+_LENGTHS = {INFERENCE: 20971520, TRAINING: 1 << 20, TRAINING_V1: 1 << 20}
+_BATCHES = {INFERENCE: 65536, TRAINING: 2 << 20, TRAINING_V1: 2 << 20}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule looks at."""
+
+    attention: Attention
+    setting: Setting
+    operator: str
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether it is the operator without a gradient."""
+        return self.operator == INFERENCE
+
+
+@dataclass(frozen=True)
+class Rule(Constraint[Case]):
+    """What these of the operators ask for."""
+
+    of: tuple[str, ...] = (INFERENCE, *FUSION)
+
+
+def multiple(operator: str, dtype: torch.dtype) -> int:
+    """What a head dim has to be a multiple of: in inference 32 bytes, in float32 what torch_npu's dispatch asks."""
+    return 16 if operator == INFERENCE else 4 if dtype == torch.float32 else 1
+
+
+def width(a: Attention, operator: str) -> int | None:
+    """The head dim of a call, one for all operands; None where one is not known."""
+    step = multiple(operator, a.compute_dtype)
+    dims = (a.head_dim, a.value_head_dim)
+    return -(-max(d for d in dims if isinstance(d, int)) // step) * step if _known(*dims) else None
+
+
+def merged_fits(a: Attention, operator: str) -> bool:
+    """Whether positions may lie before heads."""
+    heads, dim = a.query_heads, width(a, operator)
+    return operator != INFERENCE or (isinstance(heads, int) and dim is not None and heads * dim < _HIDDEN)
+
+
+def has_many_rows(a: Attention, setting: Setting) -> bool:
+    """Whether there are surely two query rows or more.
+
+    torch.export takes a length that is not known for 2 at least, and its programs run with 1 all the same.
+    """
+    if isinstance(a.q_len, int):
+        return a.q_len > 1
+    return is_less(1 if setting.program == "compile" else 2, a.q_len)
+
+
+def _known(*sizes: Index) -> bool:
+    return all(isinstance(n, int) for n in sizes)
+
+
+def _kv_heads(a: Attention) -> Index:
+    return product(axis.size for axis in a.kv_heads)
+
+
+def _mask_needs_grad(a: Attention) -> bool:
+    parts = [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
+    return a.needs_grad and any(a.sources[load.source].needs_grad for e in parts for load in loads(e))
+
+
+def _by_backends(c: Case) -> str:
+    return f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}"
+
+
+RULES: tuple[Constraint[Case], ...] = (
+    AFFINE,
+    Rule("sink", "a sink is not used until it is seen on hardware", lambda c: c.attention.sink is None),
+    Rule(
+        "gradient",
+        "the inference operator has no gradient",
+        lambda c: not c.attention.needs_grad,
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "gradient in an export",
+        "the inference operator has no gradient, and parameters or inputs of this exported program need one: "
+        "model.requires_grad_(False) before torch.export says that none is wanted",
+        lambda c: not c.setting.may_need_grad,
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "dtype",
+        lambda c: f"{dtype_name(c.attention.compute_dtype)}: the inference operator takes half precision",
+        lambda c: c.attention.compute_dtype in HALF,
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "dtype",
+        lambda c: f"{dtype_name(c.attention.compute_dtype)} has no fused operator",
+        lambda c: c.attention.compute_dtype in (torch.float32, *HALF),
+    ),
+    AUTOCAST,
+    Rule(
+        "sdpa_kernel",
+        _by_backends,
+        lambda c: c.setting.allowed_backends is None or "FLASH_ATTENTION" in c.setting.allowed_backends,
+    ),
+    Rule("dropout", "the inference operator draws no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
+    Rule(
+        "dropout",
+        lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot say",
+        lambda c: 0 <= c.attention.dropout < 1,
+    ),
+    Rule(
+        "random numbers",
+        "fallback_random asks for eager's random numbers, and the operator draws others",
+        lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
+    ),
+    Rule(
+        "seed",
+        "the seed of this family's operator is a number, which a compiled graph would keep",
+        lambda c: not c.attention.dropout,
+        of=(TRAINING_V1,),
+    ),
+    Rule(
+        "checkpoint",
+        "its dropout in a checkpoint: nothing tells a compiler that the operator draws random numbers, so the backward "
+        "would draw others",
+        lambda c: not (c.attention.dropout and c.setting.is_recomputed),
+        of=FUSION,
+    ),
+    Rule(
+        "equal calls",
+        "another site may draw dropout over the same tensors: nothing tells a compiler that the operator draws random "
+        "numbers, so it would draw once for both",
+        lambda c: not c.setting.draws_alike,
+        of=FUSION,
+    ),
+    Rule(
+        "deterministic",
+        "deterministic algorithms are asked for, and whether its gradient is one is not known",
+        lambda c: not (c.attention.needs_grad and c.setting.deterministic and not c.setting.fused_as_written),
+        of=FUSION,
+    ),
+    NOT_EMPTY,
+    Rule(
+        "heads",
+        "the number of heads is not known",
+        lambda c: _known(c.attention.query_heads, _kv_heads(c.attention)),
+    ),
+    Rule(
+        "heads",
+        lambda c: f"{c.attention.query_heads} heads are over {_HEADS}",
+        lambda c: c.setting.hint(c.attention.query_heads) <= _HEADS,
+    ),
+    Rule(
+        "heads of a group",
+        lambda c: f"{c.attention.groups} heads share a KV head, over {_RATIO}",
+        lambda c: c.setting.hint(c.attention.groups) <= _RATIO,
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "head dim",
+        f"the head dim is over {WIDEST}, or not known",
+        lambda c: (width(c.attention, c.operator) or WIDEST + 1) <= WIDEST,
+    ),
+    Rule(
+        "batch",
+        lambda c: f"a batch of {c.attention.batch_size} is over {_BATCHES[c.operator]}",
+        lambda c: c.setting.hint(c.attention.batch_size) <= _BATCHES[c.operator],
+    ),
+    Rule(
+        "length",
+        lambda c: f"a length is over {_LENGTHS[c.operator]}",
+        lambda c: max(map(c.setting.hint, (c.attention.q_len, c.attention.kv_len))) <= _LENGTHS[c.operator],
+    ),
+    Rule(
+        "rows",
+        "whether there is one query row or more is not known, and for one row the mask means something else",
+        lambda c: not c.attention.has_mask or c.attention.q_len == 1 or has_many_rows(c.attention, c.setting),
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "keys of one row",
+        lambda c: f"{c.attention.kv_len} keys of one query row are over {_KEYS_OF_ONE_ROW}",
+        lambda c: c.attention.q_len != 1 or c.setting.hint(c.attention.kv_len) <= _KEYS_OF_ONE_ROW,
+        of=(INFERENCE,),
+    ),
+    Rule(
+        "gradient of the mask",
+        "the mask needs a gradient, which the operator does not give",
+        lambda c: not _mask_needs_grad(c.attention),
+    ),
+    Rule("scale", "a scale of 0 beside a mask", lambda c: c.attention.scale != 0 or not c.attention.has_mask),
+    Rule(
+        "numerics",
+        "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there",
+        lambda c: (
+            c.setting.numerics != "strict"
+            or c.attention.rows_never_empty
+            or not (c.attention.has_mask and c.attention.empty_row_is_nan)
+        ),
+    ),
+)
+
+
+def refusal(case: Case) -> str | None:
+    """The first reason why an operator does not take an attention, its mask aside; None if it does."""
+    asked = (rule for rule in RULES if not isinstance(rule, Rule) or case.operator in rule.of)
+    return constraints.refusal(asked, case)
+
+
+# ---------------------------------------------------------------- torch's own call
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``scaled_dot_product_attention``, as torch_npu's dispatch looks at it; ``mask`` as `AsWritten` has."""
+
+    dtype: torch.dtype
+    rank: int
+    heads: int
+    kv_heads: int
+    dims: tuple[int, int, int]  # of query, key and value
+    mask: str = "none"
+
+
+def dispatched(call: Call, family: str) -> str:
+    """The operator torch_npu's ``scaled_dot_product_attention`` ends in on a family; empty for the unfused form."""
+    stock = next((known.stock for known in GENERATIONS if known.name == (family or UNKNOWN)), "")
+    taken = (
+        call.dtype in (torch.float32, *HALF)
+        and not (call.dtype == torch.float32 and any(d % 4 for d in call.dims))
+        and call.mask in ("none", "boolean")
+        and call.rank == 4
+        and max(call.heads, call.kv_heads) <= 2048
+        and call.dims[0] <= WIDEST
+        and call.heads % call.kv_heads == 0
+    )
+    return stock if taken else ""
+
+
+def stock_operator(a: Attention, written: AsWritten, device: Device) -> str | None:
+    """The operator that runs if nothing is done to a call of torch's; None where none does."""
+    sizes = (a.query_heads, _kv_heads(a), a.head_dim, a.value_head_dim)
+    if not written.plain or not _known(*sizes):
+        return None
+    heads, kv_heads, dim, value_dim = (n for n in sizes if isinstance(n, int))
+    call = Call(a.compute_dtype, 4, heads, kv_heads, (dim, dim, value_dim), written.mask)
+    return dispatched(call, device.generation) or None

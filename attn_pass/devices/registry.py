@@ -1,0 +1,86 @@
+"""Which family a device belongs to: those of this package, by name, and those that other packages register."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+import torch
+
+from attn_pass.devices.base import Family
+from attn_pass.devices.device import Device
+
+GROUP = "attn_pass.devices"
+"""The entry-point group third parties register families in."""
+
+# Loaded when they are asked for, so that nothing that asks about a device depends on any of them.
+_BUILT_IN = tuple(f"attn_pass.devices.{name}.family" for name in ("cuda", "npu", "tpu", "cpu"))
+_NONE = Family()
+
+
+@lru_cache(maxsize=1)
+def families() -> tuple[Family, ...]:
+    """Every family: the built-in ones, then those of installed packages."""
+    built_in = (import_module(name).FAMILY for name in _BUILT_IN)
+    return (*built_in, *(entry.load()() for entry in entry_points(group=GROUP)))
+
+
+def family_of(device: Device) -> Family:
+    """The family of a device; one that knows nothing where no family claims its type."""
+    return of_type(device.type)
+
+
+def of_type(kind: str) -> Family:
+    """The family of a `torch.device`'s type."""
+    return next((f for f in families() if kind in f.types), _NONE)
+
+
+def names() -> tuple[str, ...]:
+    """The devices that need not be here, in lower case."""
+    return tuple(name.lower() for family in families() for name in family.names)
+
+
+def is_known(name: str) -> bool:
+    """Whether a device can be decided for by this name."""
+    return named(name) is not None
+
+
+def by_name(name: str) -> Device:
+    """A device that need not be here: "H200", "v5e", "Ascend 910B", "Ascend910B3".
+
+    Raises:
+        KeyError: no family knows it.
+    """
+    device = named(name)
+    if device is None:
+        raise KeyError(name)
+    return device
+
+
+def named(name: str) -> Device | None:
+    """A device that need not be here; None where no family knows the name."""
+    known = (family.by_name(name) for family in families())
+    return next((device for device in known if device is not None), None)
+
+
+def device_for(tensors: torch.device, asked: str | None = None) -> Device:
+    """The device to decide for: the one asked for, or the one the tensors are on, with what was measured of it here.
+
+    ``asked`` is a device as torch names it or one that `is_known`. A device that is not here has no kernels, unless it
+    is asked for.
+    """
+    if asked is None:
+        return of_type(tensors.type).here(tensors)
+    return named(asked) or _asked(torch.device(asked))
+
+
+def _asked(at: torch.device) -> Device:
+    family = of_type(at.type)
+    device = family.here(at)
+    return device if device.is_here or not family.names else by_name(family.names[0])
+
+
+def facts(device: Device) -> dict[str, str]:
+    """What a measurement on this device holds for: the hardware by name, and the versions that compile for it."""
+    return {"device": family_of(device).facts(device), "torch": torch.__version__}

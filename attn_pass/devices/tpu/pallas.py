@@ -1,0 +1,255 @@
+"""JAX's Pallas kernels for TPUs as targets: flash attention, and splash attention for windows and grouped heads.
+
+Offers for TPUs (v5e, v5p, v6e, TPU7x), by name or where torch_xla runs on one; in bfloat16 and float32, forward and
+backward, without dropout, for sizes that are known when the graph is compiled. A causal mask is a flag, a window is
+splash attention's band, keys that are padding are segment ids, and any other mask is a float32 matrix, which flash
+attention adds. Rows without a key are replaced beside the kernel. Compiled for these TPUs, and right when interpreted;
+not verified on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices.tpu import cost as cost_xla
+from attn_pass.devices.tpu.kernels import Blocks
+from attn_pass.devices.tpu.masks import Mask, mask_of
+from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, refusal, whole, width
+from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Axis
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.empty_rows import replaced_and_added
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import additive_mask, assumed
+from attn_pass.targets.problem import problem_of
+
+_NEG_INF = float("-inf")
+
+
+class _Pallas:
+    """What both kernels share."""
+
+    name = ""
+    kind = ""
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """An offer at the kernel's cost, or the first reason why not."""
+        device = setting.device
+        if self.name not in device.kernels or device.name not in GENERATIONS:
+            return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", foreign=True)
+        reason = _refusal(attention, setting)
+        mask = Mask() if reason else mask_of(attention)
+        reason = reason or self._refusal_of(attention, mask) or _refusal_of_rows(attention, mask, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        sizes = self.sizes(attention, mask)
+        blocks = blocks_for(self.name, device.name, sizes)
+        if blocks is None:
+            return Refusal(self.name, f"no tile of such a head dim fits in the on-chip memory of {device.name}")
+        problem = problem_of(attention, setting.hint)
+        copied = self._copied(attention, sizes.head_dim)
+        problem = replace(
+            problem,
+            head_dim=sizes.head_dim,
+            value_dim=sizes.head_dim,
+            causal=mask.is_causal,
+            kv_len=sizes.keys if sizes.window is None else min(sizes.keys, sizes.window + blocks.rows + blocks.keys),
+            mask_elements=problem.scores if mask.matrix else 0,
+            copied_bytes=copied,
+        )
+        steps = -(-problem.q_len // blocks.rows) * -(-problem.kv_len // blocks.keys) * problem.batch * problem.heads
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            cost_xla.pallas(device, problem, steps),
+            fused=True,
+            assumptions=assumed(attention, setting),
+            kernel_options=_told(blocks),
+            moved=problem.moved_bytes,
+        )
+
+    def sizes(self, a: Attention, mask: Mask) -> Sizes:
+        """The sizes that tiles follow from."""
+        rows, keys, dim, value_dim = (whole(n) for n in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim))
+        return Sizes(
+            rows,
+            keys,
+            width(dim, value_dim),
+            a.compute_dtype.itemsize,
+            biased=mask.matrix,
+            masked=mask.kept is not None,
+            training=a.needs_grad,
+            window=mask.width,
+        )
+
+    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+        raise NotImplementedError
+
+    def _copied(self, a: Attention, dim: int) -> int:
+        """Bytes of operands that are written out: wider, or repeated for the heads that share them."""
+        size = a.compute_dtype.itemsize
+        rows, keys, batch, heads = (whole(n) for n in (a.q_len, a.kv_len, a.batch_size, a.query_heads))
+        repeated = a.batch_is_shared or (self.kind == "flash" and a.groups != 1)
+        padded = {a.head_dim, a.value_head_dim} != {dim}
+        kv_heads = heads if self.kind == "flash" else heads // whole(a.groups)
+        copied = 2 * batch * kv_heads * keys * dim * size if repeated or padded else 0
+        return copied + (2 * batch * heads * rows * dim * size if padded else 0)
+
+    # ------------------------------------------------------------ emission
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the operator's call, and what replaces rows without a key."""
+        import attn_pass.devices.tpu.operators  # noqa: F401  registers them
+
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        mask = mask_of(a)
+        sizes = self.sizes(a, mask)
+        query, key, value = self._operands(lower, sizes.head_dim, a.heads if self.kind == "flash" else a.kv_heads)
+        matrix = _matrix(lower, setting) if mask.matrix else None
+        out: Value = plan.call(
+            torch.ops.attn_pass_xla.attention.default,
+            query,
+            key,
+            value,
+            matrix,
+            None if mask.kept is None else _kept(lower, mask),
+            self.kind,
+            abs(a.scale),
+            mask.lower,
+            mask.upper,
+            [n for _, n in offer.kernel_options],
+        )
+        if sizes.head_dim != a.value_head_dim:
+            out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        if _may_be_empty(a, setting):
+            out = _without_empty_rows(lower, out, value, matrix)
+        return lower.result(out)
+
+    def _operands(self, lower: Lowering, dim: int, heads: tuple[Axis, ...]) -> tuple[Value, Value, Value]:
+        """Query, key and value (B, H, L or S, D), their head dims filled up with zeros; ``heads`` are those of keys."""
+        plan, a = lower.plan, lower.attention
+        dtype = a.compute_dtype
+        operands = [
+            lower.query(dtype),
+            lower.operand(a.key, (a.batch, heads, (a.keys,), (a.dim,)), dtype, expand=True),
+            lower.operand(a.value, (a.batch, heads, (a.keys,), a.value_dim), dtype, expand=True),
+        ]
+        if a.scale < 0:
+            operands[0] = plan.call(aten.neg.default, operands[0])
+        for number, operand in enumerate(operands):
+            missing = dim - fake_of(operand).shape[-1]
+            if missing:
+                operands[number] = plan.call(aten.constant_pad_nd.default, operand, [0, missing], 0.0)
+        query, key, value = operands
+        return query, key, value
+
+
+class PallasFlash(_Pallas):
+    """`jax.experimental.pallas.ops.tpu.flash_attention`: causal, or with any mask as a matrix."""
+
+    name, kind = FLASH, "flash"
+
+    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+        if mask.has_band and not mask.is_causal:
+            return "flash attention's causal flag is from the first key on, and any other band is splash attention's"
+        return None
+
+
+class PallasSplash(_Pallas):
+    """`jax.experimental.pallas.ops.tpu.splash_attention`: bands of distances, and heads that share keys and values."""
+
+    name, kind = SPLASH, "splash"
+
+    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+        if mask.matrix:
+            return "splash attention adds no matrix, and the mask is no band of distances"
+        rows, keys = whole(a.q_len), whole(a.kv_len)
+        if mask.has_band:
+            if not mask.leaves_no_row_empty(rows, keys):
+                return "some row is outside the band altogether, and splash attention divides by its sum of weights"
+            if a.needs_grad and not mask.leaves_no_row_empty(*(-(-n // 128) * 128 for n in (rows, keys))):
+                return "the number of query rows is no multiple of 128, and rows added to make it one would see no key"
+        return None
+
+
+def _refusal(a: Attention, setting: Setting) -> str | None:
+    """What no kernel of these takes, whatever the mask."""
+    if a.not_affine:
+        return a.not_affine
+    missing = [name for name in ("jax", "flax") if setting.device.is_here and find_spec(name) is None]
+    if missing:
+        return f"the Pallas kernels need {' and '.join(missing)}, not installed here (docs/xla.md has the versions)"
+    if setting.program == "aoti":
+        return "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program"
+    if setting.autocast is not None and setting.autocast != a.compute_dtype:
+        return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+    if setting.allowed_backends is not None:
+        return "sdpa_kernel allows torch's own kernels only"
+    return refusal(a)
+
+
+def _refusal_of_rows(a: Attention, mask: Mask, setting: Setting) -> str | None:
+    """Why the rows a mask may leave without a key would not be the program's."""
+    if not _may_be_empty(a, setting):
+        return None
+    if setting.numerics == "strict" and a.empty_row_is_nan:
+        return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+    return replaced_and_added(a) if a.needs_grad else None
+
+
+def _may_be_empty(a: Attention, setting: Setting) -> bool:
+    return a.has_mask and not a.rows_never_empty and not setting.assume_nonempty_rows
+
+
+def _told(b: Blocks) -> tuple[tuple[str, int], ...]:
+    """The tiles by name, in the order the operator takes them."""
+    forward = (("block_q", b.rows), ("block_k", b.keys))
+    return forward + ((("block_q_backward", b.rows_back), ("block_k_backward", b.keys_back)) if b.rows_back else ())
+
+
+def _kept(lower: Lowering, mask: Mask) -> Value:
+    """The keys that are kept, (B, S)."""
+    plan, a = lower.plan, lower.attention
+    assert mask.kept is not None
+    kept = lower.condition(mask.kept, (a.batch, (a.keys,)))
+    return plan.call(aten.expand.default, kept, [plan.size(a.batch_size), plan.size(a.kv_len)])
+
+
+def _matrix(lower: Lowering, setting: Setting) -> Value:
+    """Bias and mask as one float32 matrix, broadcastable to (B, H, L, S)."""
+    matrix = additive_mask(lower, setting)
+    return matrix if fake_of(matrix).dtype == torch.float32 else lower.plan.call(aten.to.dtype, matrix, torch.float32)
+
+
+def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value | None) -> Value:
+    """The result with rows that keep no key as the program has them: 0 for NaN, or the mean of the values.
+
+    A row that an added matrix fills with a number is that mean already, and its scores have the gradient of one: a
+    number that is added hides a score and passes its gradient on, one that replaces it does not.
+    """
+    plan, a = lower.plan, lower.attention
+    if a.bias is not None:
+        assert matrix is not None
+        kept = plan.call(aten.gt.Scalar, plan.call(aten.amax.default, matrix, [-1], True), _NEG_INF)
+        return plan.call(aten.where.ScalarOther, kept, out, 0.0)
+    assert a.keep is not None
+    kept = plan.call(aten.any.dim, lower.condition(a.keep.condition, lower.mask_groups()), -1, True)
+    if a.keep.fill == _NEG_INF:
+        return plan.call(aten.where.ScalarOther, kept, out, 0.0)
+    width_ = fake_of(out).shape[-1]
+    mean: Value = plan.call(aten.mean.dim, value, [-2], True, dtype=torch.float32)
+    if fake_of(mean).shape[-1] != width_:
+        mean = plan.call(aten.slice.Tensor, mean, 3, 0, width_)
+    groups = fake_of(out).shape[1] // fake_of(mean).shape[1]
+    if groups != 1:
+        mean = plan.call(aten.repeat_interleave.self_int, mean, groups, 1)
+    mean = plan.call(aten.to.dtype, mean, fake_of(out).dtype)
+    return plan.call(aten.where.self, kept, out, mean)

@@ -1,1 +1,0 @@
-"""What devices can do, in plain numbers."""

@@ -1,0 +1,120 @@
+"""What a kernel asks of an attention, one row each: the first that fails is the reason the site's report gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from attn_pass.model.attention import Attention
+from attn_pass.model.index import Index
+from attn_pass.targets.base import Setting
+
+_Case = TypeVar("_Case", contravariant=True)
+
+
+@dataclass(frozen=True)
+class Constraint(Generic[_Case]):
+    """One row. A case is whatever a kernel's rows look at: an `Attended`, most of the time.
+
+    Attributes:
+        name: what it is about, "head dim".
+        reason: why a case that fails is refused, in words.
+        holds: whether a case meets it.
+        source: where that is written: a function in the kernel's sources, a page, a pull request.
+    """
+
+    name: str
+    reason: Callable[[_Case], str] | str
+    holds: Callable[[_Case], bool]
+    source: str = ""
+
+    def why(self, case: _Case) -> str:
+        """The reason for a case that it refuses."""
+        return self.reason if isinstance(self.reason, str) else self.reason(case)
+
+
+def first_failed(constraints: Iterable[Constraint[_Case]], case: _Case) -> Constraint[_Case] | None:
+    """The first that a case does not meet; None if it meets all."""
+    return next((c for c in constraints if not c.holds(case)), None)
+
+
+def refusal(constraints: Iterable[Constraint[_Case]], case: _Case) -> str | None:
+    """Why a case is refused; None if it is taken."""
+    failed = first_failed(constraints, case)
+    return None if failed is None else failed.why(case)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch calls it, without its own name: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- rows that many kernels have ----
+
+
+class HasAttention(Protocol):
+    """A case with an attention and the setting it is in."""
+
+    @property
+    def attention(self) -> Attention:
+        """The description."""
+
+    @property
+    def setting(self) -> Setting:
+        """The device and what the program runs under."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The plainest case."""
+
+    attention: Attention
+    setting: Setting
+
+
+Common = Constraint[HasAttention]
+
+
+def sizes_of(a: Attention) -> tuple[Index, ...]:
+    """Of rows, keys, head dims, batch and query heads."""
+    return a.q_len, a.kv_len, a.head_dim, a.value_head_dim, a.batch_size, a.query_heads
+
+
+AUTOCAST = Common(
+    "autocast",
+    lambda c: (
+        f"autocast to {dtype_name(c.setting.autocast or torch.float32)} would narrow it from "
+        f"{dtype_name(c.attention.compute_dtype)}"
+    ),
+    lambda c: c.setting.autocast is None or c.setting.autocast == c.attention.compute_dtype,
+)
+ANY_BACKEND = Common(
+    "sdpa_kernel",
+    lambda c: f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}",
+    lambda c: c.setting.allowed_backends is None,
+)
+RANDOM_NUMBERS = Common(
+    "random numbers",
+    "fallback_random asks for eager's random numbers, and the kernel draws others",
+    lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
+)
+AFFINE = Common("scores", lambda c: c.attention.not_affine, lambda c: not c.attention.not_affine)
+NOT_EMPTY = Common("sizes", "a size is 0", lambda c: 0 not in sizes_of(c.attention))
+KNOWN_SIZES = Common(
+    "known sizes",
+    "a size is not known when the graph is compiled",
+    lambda c: all(isinstance(n, int) for n in sizes_of(c.attention)),
+)
+
+
+def takes(kernel: str, *dtypes: torch.dtype) -> Common:
+    """One of these dtypes."""
+    names = ", ".join(map(dtype_name, dtypes))
+    return Constraint(
+        "dtype",
+        lambda c: f"{kernel} takes {names}, not {dtype_name(c.attention.compute_dtype)}",
+        lambda c: c.attention.compute_dtype in dtypes,
+    )

@@ -1,0 +1,202 @@
+"""FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply, weak fills.
+
+Inductor compiles the kernel around the score function, which is the expression as it was read, and a block mask skips
+what the mask is known to hide. On CUDA devices also for masks that torch's kernels take as a matrix only: windows,
+chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix where they can be computed
+score by score; in training too, unless the score function reads a tensor that wants a gradient itself; and with keys
+in splits for few query rows.
+
+On the CPU: scores of such a form alone, in inference, in float32 and half precision, from torch 2.13 on, with `backend`
+and `aot_compile`. Operands are copied into memory of their own, and captured tensors are computed first, since the CPU
+template gets views and unfinished tensors wrong in torch 2.13. Compiling takes about 4 s a layer, which counts as
+0.4 ms a call. Where Inductor does not run it (`wrap`, `rewrite`) the operator runs as products and a softmax: right,
+and no gain, so that it is then taken with ``choose="fused"`` alone; inside the hook the CPU's is left, and
+`torch.export.save` cannot write it. Not with dropout, or an unknown number of heads or head dim. What is emitted for
+CUDA was run as products and a softmax, and its Triton templates rendered and compiled, without a GPU; what they compute
+and how fast is not known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attn_pass.devices import roofline
+from attn_pass.devices.registry import family_of
+from attn_pass.devices.roofline import Problem
+from attn_pass.graph.edit import Plan, Value
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import loads
+from attn_pass.model.mask import Band
+from attn_pass.model.text import score_mod_source
+from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.flex.blocks import Sides, block_mask, share
+from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
+from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
+from attn_pass.targets.flex.score import Function, function_of, names_of, visible
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import bytes_of, problem_of
+from attn_pass.targets.sdpa import dense_last
+
+# Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
+# multiple of the key block it would take its decoding kernel for a single query, which asks for pointers it is not
+# given (seen in torch 2.13.0). CUDA's tiles divide torch's own 128.
+_BLOCKS = {"cpu": (64, 256), "cuda": (128, 128)}
+
+# Tiles for the tuner on CUDA: query rows, keys, warps, stages. Larger ones take minutes to compile in float32.
+_TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2))
+_WIDE_TILES = ((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 2))
+_DECODING_TILES = ((32, 2, 3), (128, 4, 3))  # keys, warps, stages; rows are what there are
+_TOLD = ("BLOCK_N", "num_warps", "num_stages")
+# Bytes of shared memory a thread block may have, by compute capability; elsewhere the least of any.
+_SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
+_LEAST_SHARED = 99 << 10
+
+
+class Flex:
+    """`torch.ops.higher_order.flex_attention`: on the CPU in inference, on CUDA devices."""
+
+    name = "flex"
+    takes_any_score = True
+    backend = ""  # the kernel option of this name, where it is not torch's choice
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
+        if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
+            return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
+        function = function_of(attention, setting)
+        reason = refusal(Case(attention, setting, function))
+        if reason is not None:
+            return Refusal(self.name, reason)
+        assumptions: tuple[str, ...] = ()
+        if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.rows_never_empty:
+            assumptions = ("no row is masked out entirely",)
+        elif attention.empty_row_is_nan and not attention.rows_never_empty:
+            assumptions = (EMPTY_ROWS,)
+        source = score_mod_source(function.together(), names_of(attention))
+        problem = _problem(attention, function, setting)
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            _cost(attention, function, problem, setting),
+            fused=True,
+            assumptions=assumptions,
+            score_mod=source,
+            moved=problem.moved_bytes,
+        )
+
+    def alternatives(self, offer: Offer, setting: Setting) -> Iterable[Offer]:
+        """The same with other tiles than Inductor's own choice, for the tuner."""
+        if setting.device.type != "cuda":
+            return
+        a = offer.attention
+        decodes = no_decoding(a) is None
+        prefix = "fwd_" if a.needs_grad else ""  # a backward has block sizes of its own
+        tiles = _DECODING_TILES if decodes else _WIDE_TILES if a.compute_dtype.itemsize == 4 else _TILES
+        for tile in tiles:
+            *rows, keys, _, stages = tile
+            if _shared_bytes(a, rows[0] if rows else 16, keys, stages) > _shared(setting):
+                continue
+            names = _TOLD if decodes else ("BLOCK_M", *_TOLD)
+            options = tuple((prefix + name, value) for name, value in zip(names, tile))
+            text = " ".join(f"{name}={value}" for name, value in zip(names, tile))
+            variant = f"{offer.variant} + {text}" if offer.variant else text
+            yield replace(offer, variant=variant, kernel_options=options)
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans the operator with its score function and block mask."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        on_cuda = setting.device.type == "cuda"
+        dtype = a.compute_dtype
+        query_groups = (a.batch, a.heads, a.rows, (a.dim,))
+        affine = not a.not_affine
+        query = lower.query(dtype) if affine else lower.operand(a.query, query_groups, dtype, expand=True)
+        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+        operands = [self.operand(plan, x, on_cuda=on_cuda) for x in (query, key, value)]
+        function = function_of(a, setting)
+        score = Mod(lower, function.score, on_cuda=on_cuda)
+        device = a.sources[a.query.source].device
+        masked: tuple[Value, ...] = ()
+        if not on_cuda or function.mask is None:
+            mask = band_mod(device, visible(a) if function.mask is not None else Band())
+        else:
+            made = Mod(lower, function.mask, scored=False, on_cuda=True)
+            mask, masked = made.module(), tuple(made.captured)
+        scored = score.module()
+        self.check(scored, mask, setting)
+        blocks = block_mask(
+            plan,
+            device,
+            function.parts,
+            Sides.of(plan, (a.q_len, a.kv_len), _BLOCKS[setting.device.type]),
+            mask,
+            masks=function.mask is not None,
+            whole=function.whole,
+            backward=a.needs_grad,
+        )
+        arguments = (
+            *operands,
+            plan.module("flex_score_mod", scored),
+            blocks,
+            a.scale if affine else 1.0,
+            kernel_options(operands, _options(a, offer, self.backend) if on_cuda else {}, backward=a.needs_grad),
+            tuple(score.captured),
+            masked,
+        )
+        with torch.no_grad():  # with gradients the operator traces its backward at once, under a fake mode of its own
+            results = plan.call(torch.ops.higher_order.flex_attention, *arguments)
+        if a.needs_grad:
+            results.fake[0].requires_grad_()
+        return lower.result(plan.call(operator.getitem, results, 0))
+
+    def operand(self, plan: Plan, value: Value, *, on_cuda: bool) -> Value:
+        """An operand (B, H, L, D) as the template takes it."""
+        return (dense_last if on_cuda else own_memory)(plan, value)
+
+    def check(self, score: GraphModule, mask: GraphModule, setting: Setting) -> None:
+        """Raises `RewriteError` where torch refuses the functions."""
+
+
+def _shared(setting: Setting) -> int:
+    return _SHARED.get(setting.device.capability, _LEAST_SHARED)
+
+
+def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
+    """What a tile takes at least: queries once, keys and values for every stage (as Triton 3.7 was seen to do)."""
+    assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
+    dim, value_dim = power_of_two(a.head_dim), power_of_two(a.value_head_dim)
+    return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
+
+
+def _options(a: Attention, offer: Offer, backend: str = "") -> dict[str, object]:
+    """What the CUDA templates are told beside torch's defaults. Names are those of `FlexKernelOptions`."""
+    options: dict[str, object] = dict(offer.kernel_options)
+    if backend:
+        return {"BACKEND": backend}
+    if no_decoding(a) is not None:
+        options["BACKEND"] = "TRITON"  # by itself it decodes wherever the rows are few, and may find no choice
+    if rows_are_safe(a):
+        options["ROWS_GUARANTEED_SAFE"] = True
+    return options
+
+
+def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
+    problem = problem_of(a, setting.hint)
+    if setting.device.type == "cuda":
+        return replace(problem, mask_elements=bytes_of(a, function.loads(), setting.hint), mask_bytes=1)
+    return problem if loads(function.score) else replace(problem, mask_elements=0)
+
+
+def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:
+    """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
+    if setting.runner == "other":
+        return 2 * roofline.unfused(setting.device, problem)
+    visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[setting.device.type])
+    return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=no_decoding(a) is None)

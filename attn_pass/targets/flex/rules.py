@@ -1,0 +1,304 @@
+"""What FlexAttention asks for, device by device: one row a rule, with its reason; and when it decodes with splits.
+
+CPU: torch/_inductor/kernel/flex/flex_cpu.py and faults seen in torch 2.13.0. CUDA: flex_attention.py, flex_decoding.py
+beside it and torch/_higher_order_ops/flex_attention.py, torch 2.11 to 2.13, read and not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attn_pass.compat import TORCH_VERSION
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
+from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
+from attn_pass.targets import constraints
+from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint, dtype_name
+from attn_pass.targets.empty_rows import MASKING
+from attn_pass.targets.flex.score import Function, amplifies
+from attn_pass.targets.masks import mask_kind
+from attn_pass.targets.sdpa import Sdpa
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MINIMUM = {"cpu": (2, 13), "cuda": (2, 11)}  # earlier templates were not tried
+_SMALLEST_DIM, _LARGEST_DIM = 16, 256  # of a product in Triton; of what Inductor has block sizes for
+_GRID = 65535  # of batch entries or heads: the second and third dimension of a CUDA grid
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention as the template would get it."""
+
+    attention: Attention
+    setting: Setting
+    function: Function
+
+
+Rule = Constraint[Case]
+
+
+def refusal(case: Case) -> str | None:
+    """The first reason why FlexAttention does not take a case; None if it does."""
+    return constraints.refusal(RULES.get(case.setting.device.type, _ELSEWHERE), case)
+
+
+# ---------------------------------------------------------------- rules of every device
+
+_ANY_SCORE = Rule(
+    "scores",
+    lambda c: "the scores are a scale, a bias and a mask, which need no score function",
+    lambda c: bool(c.attention.not_affine),
+)
+_UNKNOWN_DEVICE = Rule("device", lambda c: f"no measured rule for {c.setting.device.type} devices yet", lambda c: False)
+_VERSION = Rule(
+    "torch",
+    lambda c: (
+        f"FlexAttention on {_words(c)} is known from torch {'.'.join(map(str, _MINIMUM[c.setting.device.type]))} on"
+    ),
+    lambda c: _MINIMUM[c.setting.device.type] <= TORCH_VERSION,
+)
+_DTYPE = Rule(
+    "dtype",
+    lambda c: f"FlexAttention takes no {dtype_name(c.attention.compute_dtype)} on {_words(c)}",
+    lambda c: c.attention.compute_dtype in _DTYPES,
+)
+_SINK = Rule(
+    "sink", lambda c: "a sink beside scores of such a form is computed by no target", lambda c: c.attention.sink is None
+)
+_DROPOUT = Rule(
+    "dropout", lambda c: f"dropout {c.attention.dropout:g}: FlexAttention draws none", lambda c: not c.attention.dropout
+)
+_STATIC_HEADS = Rule(
+    "known heads",
+    # C++ errors in torch 2.13.0; tiles and splits of the Triton templates are numbers
+    lambda c: "the number of heads or a head dim is not known",
+    lambda c: all(isinstance(n, int) for n in _heads_and_dims(c.attention)),
+)
+_SIZES = Rule(
+    "sizes",
+    lambda c: "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless told min=1",
+    lambda c: (
+        not any(
+            c.setting.can_be_zero(size)
+            for size in (
+                *(c.attention.q_len, c.attention.kv_len, c.attention.head_dim),
+                *(c.attention.value_head_dim, c.attention.batch_size, c.attention.query_heads),
+            )
+        )
+    ),
+)
+_IN_BOUNDS = Rule(
+    "bounds",
+    lambda c: "the score function would read in front of a tensor",
+    lambda c: all(is_nonnegative(i) for e in c.function.loads() for i in e.index),
+)
+_STRICT = Rule(
+    "numerics",
+    lambda c: "numerics='strict': a row may be masked out entirely, and eager may give NaN there",
+    lambda c: not _may_be_nan(c),
+)
+_CONTINUOUS = Rule(
+    "rounding", lambda c: amplifies(c.function.score) or "", lambda c: amplifies(c.function.score) is None
+)
+
+
+def _words(case: Case) -> str:
+    return "the CPU" if case.setting.device.type == "cpu" else "CUDA devices"
+
+
+def _heads_and_dims(a: Attention) -> tuple[Index, ...]:
+    return (a.query_heads, product(x.size for x in a.kv_heads), a.head_dim, a.value_head_dim)
+
+
+def _may_be_nan(c: Case) -> bool:
+    a = c.attention
+    return c.setting.numerics == "strict" and not a.rows_never_empty and a.empty_row_is_nan
+
+
+# ---------------------------------------------------------------- the CPU's
+
+_NO_HOOK = Rule(
+    "hook",
+    # NotImplementedError in CppFlexAttentionTemplate.render if what follows is fused into it (torch 2.13.0).
+    lambda c: "inside Inductor's hook nothing keeps Inductor from fusing what follows into the kernel, and failing",
+    lambda c: c.setting.runner != "hook",
+)
+_NO_BACKWARD = Rule(
+    "gradient", lambda c: "FlexAttention has no backward on the CPU", lambda c: not c.attention.needs_grad
+)
+_STATIC_TABLES = Rule(
+    "known tables",
+    # "ks2 was not declared": the checks of its index ask for the size (torch 2.13.0).
+    lambda c: "the score function looks rows up in a table whose size is not known",
+    lambda c: all(
+        isinstance(n, int)
+        for e in walk(c.function.score)
+        if isinstance(e, Apply) and e.op == "lookup"
+        for table in loads(e.args[0])
+        for n in c.attention.sources[table.source].shape
+    ),
+)
+
+# ---------------------------------------------------------------- CUDA's
+
+_ASKED_FOR = Rule(
+    "device",
+    lambda c: f"no measured rule for {c.setting.device.type} devices yet",
+    lambda c: bool(c.setting.device.kernels),
+)
+_NEEDED = Rule(
+    "mask",
+    lambda c: "torch's own kernels take it without a mask in memory",
+    lambda c: bool(c.attention.not_affine) or not _is_maskless(c),
+)
+_CAPABILITY = Rule(
+    "compute capability",
+    lambda c: "FlexAttention's kernels are for compute capability 8.0 and newer",
+    lambda c: c.setting.device.capability >= (8, 0),
+)
+_NO_CAPTURED_GRADIENT = Rule(
+    "gradient of a captured tensor",
+    # The template adds it up by atomics, and only for tensors read through its own indexing, once each.
+    lambda c: "a tensor that the score function reads needs a gradient",
+    lambda c: (
+        not (c.attention.needs_grad and any(c.attention.sources[e.source].needs_grad for e in c.function.loads()))
+    ),
+)
+_DIMS = Rule(
+    "head dim",
+    lambda c: f"the head dim is below {_SMALLEST_DIM} or over {_LARGEST_DIM}",
+    lambda c: all(
+        isinstance(d, int) and _SMALLEST_DIM <= d <= _LARGEST_DIM
+        for d in (c.attention.head_dim, c.attention.value_head_dim)
+    ),
+)
+_GRID_FITS = Rule(
+    "grid",
+    lambda c: f"more than {_GRID} batch entries or heads",
+    lambda c: all(c.setting.hint(n) <= _GRID for n in (c.attention.batch_size, c.attention.query_heads)),
+)
+_AFFINE_SINK = Rule(
+    "sink",
+    lambda c: "a sink needs the logarithm of the sum of exponentials, which is not taken from the kernel",
+    lambda c: c.attention.sink is None,
+)
+
+
+_NO_EMPTY_ROW_GRADIENT = Rule(
+    "gradient of fully masked rows",
+    # The backward recomputes exp(score - logsumexp), in which the logarithm of the row's length is lost beside a fill.
+    lambda c: "a row may be masked out entirely by a number, and the kernel gets its gradients wrong",
+    lambda c: not (c.attention.needs_grad and _may_be_filled(c)),
+)
+
+
+def _may_be_filled(c: Case) -> bool:
+    """Whether every key of some row may be masked by a number: one that replaces scores, or one among what is added."""
+    a = c.attention
+    if not a.has_mask or a.rows_never_empty or c.setting.assume_nonempty_rows:
+        return False
+    if a.keep is not None and a.keep.fill != float("-inf"):
+        return True
+    bias = a.bias if a.computed is None or a.computed.bias is None else a.computed.bias
+    return bias is not None and not _is_slope(bias, a.keys)
+
+
+def _is_slope(bias: Expr, keys: Axis) -> bool:
+    """Whether a bias is index arithmetic with numbers that no key has one of its own of, as ALiBi is."""
+    for part in walk(bias):
+        if isinstance(part, Load) and keys in axes(*part.index):
+            return False
+        if isinstance(part, Apply) and part.op == "where":
+            return False
+        if isinstance(part, Const) and part.value <= MASKING:
+            return False
+    return True
+
+
+def _is_maskless(c: Case) -> bool:
+    """Whether a call of torch's takes it with no mask, or the flag in place of one."""
+    return mask_kind(c.attention, c.setting) in ("none", "causal") and Sdpa().unfit(c.attention, c.setting) is None
+
+
+RULES: Mapping[str, tuple[Rule, ...]] = {
+    "cpu": (
+        _ANY_SCORE,
+        _VERSION,
+        _NO_HOOK,
+        _NO_BACKWARD,
+        _DTYPE,
+        _SINK,
+        _DROPOUT,
+        _STATIC_HEADS,
+        _SIZES,
+        _STATIC_TABLES,
+        _IN_BOUNDS,
+        ANY_BACKEND,
+        AUTOCAST,
+        _STRICT,
+        _CONTINUOUS,
+    ),
+    "cuda": (
+        _ASKED_FOR,
+        _VERSION,
+        _CAPABILITY,
+        _DTYPE,
+        _AFFINE_SINK,
+        _DROPOUT,
+        _STATIC_HEADS,
+        _DIMS,
+        _SIZES,
+        _GRID_FITS,
+        _NO_CAPTURED_GRADIENT,
+        _NO_EMPTY_ROW_GRADIENT,
+        _IN_BOUNDS,
+        ANY_BACKEND,
+        AUTOCAST,
+        _STRICT,
+        _CONTINUOUS,
+        _NEEDED,
+    ),
+}
+_ELSEWHERE = (_ANY_SCORE, _UNKNOWN_DEVICE)
+
+# ---------------------------------------------------------------- decoding
+
+_MOST_QUERIES = 128
+_MOST_ROWS = 128  # of a tile: with more than a block of the mask has, the template finds no choice
+
+
+def no_decoding(a: Attention) -> str | None:
+    """Why the template for few query rows, which splits the keys, does not take it; None if it does.
+
+    Its conditions are ``_use_flex_decoding``'s; the last one is what it then fails for, unless told another template:
+    the rows of a KV head's whole group are one tile.
+    """
+    if not isinstance(a.q_len, int) or not 0 < a.q_len < _MOST_QUERIES:
+        return "the query rows are not few, or not known"
+    if not isinstance(a.batch_size, int) or not isinstance(a.query_heads, int):
+        return "the batch or the number of heads is not known"
+    if not isinstance(a.groups, int) or a.groups & (a.groups - 1):
+        return "the heads of a group are no power of two"
+    if power_of_two(a.q_len * a.groups) > _MOST_ROWS:
+        return "the rows of a group of heads are more than a tile"
+    return None
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def rows_are_safe(a: Attention) -> bool:
+    """Whether no tile of scores has a row without a key, which ``ROWS_GUARANTEED_SAFE`` asks for.
+
+    More than that no row is empty: a row whose keys are all in a later tile gives ``exp(-inf + inf)`` in the first.
+    Proved where nothing is masked, and for a causal mask, where the first tile of a row block begins with a key that
+    all of its rows see. With splits the last ones may have no key at all.
+    """
+    everything = not a.has_mask or a.is_causal
+    return a.rows_never_empty and everything and no_decoding(a) is not None

@@ -1,0 +1,60 @@
+"""One key: its weight is 1 in every row, so the values are the result, copied for every query.
+
+Offers in inference, on any device, where there is one key that no mask can hide. Queries and keys are not read, so a
+score that is not finite is not noticed: the report says so, and ``numerics="strict"`` refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from attn_pass.devices import roofline
+from attn_pass.graph.edit import Plan, Value, aten
+from attn_pass.model.attention import Attention
+from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import problem_of
+
+FINITE = "the scores are finite: with one key alone they are not computed"
+
+
+class SingleKey:
+    """A copy of the one value for every query, on any device."""
+
+    name = "values"
+
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+        """Takes attention over one key that no mask can hide."""
+        reason = self._refusal(attention, setting)
+        if reason is not None:
+            return Refusal(self.name, reason)
+        problem = problem_of(attention, setting.hint)
+        written = problem.batch * problem.heads * problem.q_len * problem.value_dim * problem.dtype.itemsize
+        predicted = setting.device.kernel_us + roofline.traffic(setting.device, 2 * written)
+        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=(FINITE,))
+
+    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+        if a.kv_len != 1:
+            return "there is more than one key"
+        if a.has_mask:
+            return "a mask may hide the one key"
+        if a.sink is not None:
+            return "a sink takes a share of the weight"
+        if a.needs_grad:
+            return "queries and keys would get no gradient, where the program gives zeros"
+        if a.dropout:
+            return f"dropout {a.dropout:g} of the one weight"
+        if setting.numerics == "strict":
+            return "numerics='strict': a score that is not finite gives NaN"
+        return None
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+        """Plans a copy, so that nobody who writes the result writes the values."""
+        a = offer.attention
+        lower = Lowering(plan, nodes, a)
+        groups = (a.batch, a.heads, a.rows, a.value_dim)
+        value = lower.operand(a.value, groups, a.compute_dtype, expand=True)
+        return lower.result(plan.call(aten.clone.default, value, memory_format=torch.contiguous_format))

@@ -1,0 +1,48 @@
+"""Torch's own call: which of its fused kernels takes it, in torch's order, and why the others do not."""
+
+from __future__ import annotations
+
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import family_of
+from attn_pass.targets import constraints
+from attn_pass.targets.kernel_rules import Call, KernelRules
+
+
+def rules_of(kernel: str, device: Device) -> KernelRules:
+    """The rules of one of the fused kernels torch has on this kind of device."""
+    return family_of(device).kernel_rules[kernel]
+
+
+def is_padded(kernel: str, call: Call) -> bool:
+    """Whether the kernel takes the head dims as they are."""
+    multiple = rules_of(kernel, call.device).multiple(call.dtype)
+    return multiple == 1 or all(isinstance(d, int) and d % multiple == 0 for d in call.head_dims)
+
+
+def refusal(kernel: str, call: Call, *, by_torch: bool = False) -> str | None:
+    """The first reason why a kernel does not take a call; None if it does. ``by_torch``: torch's own rules alone.
+
+    Where the device is here torch's own check is asked as well.
+    """
+    of = rules_of(kernel, call.device)
+    asked = (rule for rule in of.rules if not by_torch or rule.checked_by(call.torch_version))
+    if (reason := constraints.refusal(asked, call)) is not None:
+        return reason
+    if family_of(call.device).refused_by_torch(kernel, call, 1 if by_torch else of.multiple(call.dtype)):
+        return f"torch's own check of the {kernel} kernel refuses the call on this GPU"
+    return None
+
+
+def order(device: Device) -> tuple[str, ...]:
+    """The kernels torch's own call tries on this device, first to last."""
+    return family_of(device).order(device)
+
+
+def picked_by_torch(call: Call, allowed: tuple[str, ...] | None = None) -> str | None:
+    """The kernel torch's own call picks among the backends that are allowed; None where it is unfused."""
+    family = family_of(call.device)
+    for kernel in family.order(call.device):
+        may = allowed is None or family.kernel_rules[kernel].backend in allowed
+        if may and family.takes_head_dims(kernel, call) and not refusal(kernel, call, by_torch=True):
+            return kernel
+    return None

@@ -1,0 +1,160 @@
+"""One calibration from sweep to cache: what was measured, beside what the cost model took the device for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from attn_pass.devices import calibration
+from attn_pass.devices.calibration import Calibration, with_calibration
+from attn_pass.devices.cpu import probes as cpu
+from attn_pass.devices.cpu.facts import cpu as cpu_here
+from attn_pass.devices.cuda import sweep as cuda
+from attn_pass.devices.cuda.facts import cuda_here
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import facts
+from attn_pass.errors import OptionError
+from attn_pass.tuning.clock import Reading
+
+BUSY = 0.25  # the median spread from which on a machine is too busy for its readings to be kept
+Tell = Callable[[str, Reading], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a calibration found; ``kept`` says whether it lies in the cache."""
+
+    device: Device  # as the catalogue has it
+    measured: Calibration
+    spread: float  # the median of how far the blocks of one reading are apart
+    seconds: float
+    kept: bool
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the readings are too far from themselves to be relied on."""
+        return self.spread > BUSY
+
+
+def calibrate(at: torch.device, seconds: float, tell: Tell, *, keep_if_busy: bool = False) -> Outcome:
+    """Measures a device and keeps the result in the cache, unless the machine was too busy.
+
+    Args:
+        at: the CPU or a CUDA device of this process.
+        seconds: about how long to measure.
+        tell: hears every reading, by name.
+        keep_if_busy: keep it however far the readings are apart.
+
+    Raises:
+        OptionError: no such device is here, or it is one that is not calibrated.
+    """
+    device = named(at)
+    began = time.monotonic()
+    failed: dict[str, str] = {}
+    if at.type == "cpu":
+        found = []
+        for probe, reading in cpu.readings(seconds):
+            tell(probe.name, reading)
+            found.append((probe, reading))
+        measured = Calibration(facts(device), **cpu.fitted(found))
+        spread = statistics.median(reading.spread for _, reading in found)
+    else:
+        swept = cuda.sweep(device, at, seconds, tell)
+        measured, spread, failed = cuda.fitted(device, swept), swept.spread, swept.failed
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    measured = replace(measured, date=now, spread=round(spread, 3))
+    keep = keep_if_busy or spread <= BUSY
+    if keep:
+        calibration.save(measured)
+    return Outcome(device, measured, spread, time.monotonic() - began, keep, failed)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of a name as torch has it; for an empty name the first GPU, or the CPU where there is none.
+
+    Raises:
+        OptionError: torch knows no such device.
+    """
+    try:
+        return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise OptionError(f"{name!r} is no device; give cpu or cuda:0") from None
+
+
+def forget(at: torch.device) -> bool:
+    """Drops what was measured of a device with the versions that are installed; False if nothing was.
+
+    Raises:
+        OptionError: as `calibrate`.
+    """
+    return calibration.forget(named(at))
+
+
+def named(at: torch.device) -> Device:
+    """The device as the catalogue has it, without any calibration.
+
+    Raises:
+        OptionError: as `calibrate`.
+    """
+    if at.type == "cpu":
+        return cpu_here()
+    if at.type != "cuda":
+        raise OptionError(f"{at} is not calibrated: attn-pass calibrate measures the CPU and CUDA devices")
+    if not torch.cuda.is_available():
+        raise OptionError(f"torch sees no CUDA device, so {at} cannot be calibrated; for the CPU give cpu")
+    return cuda_here(at)
+
+
+def changes(outcome: Outcome) -> Iterator[tuple[str, float | None, float]]:
+    """Every number that was measured: its name, what it was taken for, and what it is; None for one there was not."""
+    before, after = outcome.device, with_calibration(outcome.device, outcome.measured)
+    for name in (f.name for f in fields(Calibration)):
+        value = getattr(outcome.measured, name)
+        if name == "shares":
+            for kernel, reached in value.items():
+                known = before.shares.get(kernel)
+                for share, number in reached.items():
+                    yield f"{kernel}, {share}", None if known is None else getattr(known, share), number
+        elif name.endswith("_gflops"):
+            for dtype, number in value.items():
+                yield f"{name}, {dtype}", getattr(before, name).get(getattr(torch, dtype)), number
+        elif isinstance(value, float) and hasattr(after, name):
+            yield name, getattr(before, name), value
+
+
+def told(outcome: Outcome) -> list[str]:
+    """What there is to say beside the numbers, in sentences."""
+    name = outcome.measured.facts["device"]
+    apart = f"readings of one kernel are {outcome.spread:.0%} apart (the median of all)"
+    took = f"Measured {name} in {outcome.seconds:.0f} s; {apart}."
+    if outcome.kept and not outcome.is_busy:
+        return [
+            took,
+            "Kept: attn_pass chooses by these numbers from now on; --forget drops them.",
+        ]
+    busy = f"The machine was busy: more than {BUSY:.0%} apart says that something else ran."
+    if outcome.kept:
+        return [took, f"{busy} Kept all the same, because of --keep-if-busy."]
+    return [took, f"{busy} Nothing was kept: run it again on an idle machine, or keep it with --keep-if-busy."]
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Everything, ready for JSON."""
+    rows = [{"name": name, "taken_for": before, "measured": measured} for name, before, measured in changes(outcome)]
+    return {
+        "facts": outcome.measured.facts,
+        "date": outcome.measured.date,
+        "spread": outcome.spread,
+        "busy": outcome.is_busy,
+        "kept": outcome.kept,
+        "seconds": round(outcome.seconds, 1),
+        "constants": rows,
+        "failed": outcome.failed,
+    }

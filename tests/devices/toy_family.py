@@ -1,0 +1,68 @@
+"""A family of devices in one file: a data sheet, one kernel, what it takes, what it costs, and a stand-in for it."""
+
+import torch
+from torch import Tensor
+
+from attn_pass.devices.base import Family
+from attn_pass.devices.catalog import Sheet, device_of
+from attn_pass.targets.base import Offer, Refusal
+from attn_pass.targets.constraints import AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, Attended, Constraint, refusal, takes
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.problem import cost_of, problem_of
+
+TOY_1 = Sheet("privateuseone", "Toy 1", 4, half_gflops=20e3, single_gflops=5e3, exp_gops=500, memory_gbytes=200, cache_bytes=8 << 20)  # fmt: skip # noqa: E501
+CONSTRAINTS = (
+    AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16),
+    Constraint("mask", "toy::attention takes no mask but a causal one",
+               lambda c: c.attention.is_causal or not c.attention.has_mask),
+    Constraint("extras", "toy::attention draws no dropout and takes no sink",
+               lambda c: not c.attention.dropout and c.attention.sink is None),
+    Constraint("gradient", "toy::attention has no backward",
+               lambda c: not (c.attention.needs_grad or c.setting.may_need_grad)),
+)  # fmt: skip
+
+
+@torch.library.custom_op("toy::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    assert query.shape[:2] == key.shape[:2] == value.shape[:2], "every head has keys of its own, (B, H, L or S, D)"
+    scores = query.double() @ key.double().mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    return (scores.softmax(-1) @ value.double()).to(query.dtype)
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+    return query.new_empty((*query.shape[:-1], value.size(-1)))
+
+
+class ToyAttention:
+    name = "toy_attention"
+
+    def consider(self, attention, variant, setting):
+        if self.name not in setting.device.kernels:
+            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", foreign=True)
+        if (reason := refusal(CONSTRAINTS, Attended(attention, setting))) is not None:
+            return Refusal(self.name, reason)
+        cost = cost_of(self.name, attention, problem_of(attention, setting.hint), setting)
+        return Offer(self.name, variant, attention, cost, fused=True)
+
+    def emit(self, plan, nodes, offer, setting):
+        a, lower = offer.attention, Lowering(plan, nodes, offer.attention)
+        key = lower.operand(a.key, (a.batch, a.heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
+        value = lower.operand(a.value, (a.batch, a.heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
+        query = lower.query(a.compute_dtype)
+        return lower.result(plan.call(torch.ops.toy.attention.default, query, key, value, a.scale, a.is_causal))
+
+
+class Toy(Family):
+    name, types, names = "toy", ("privateuseone",), ("Toy 1",)
+
+    def by_name(self, name):
+        return device_of(TOY_1, (ToyAttention.name,)) if name.lower() == "toy 1" else None
+
+    def targets(self):
+        return (ToyAttention(),)
+
+    def kernel_cost(self, kernel, attention, problem, setting):
+        return 5.0 + problem.flops / (0.8 * setting.device.matmul(problem.dtype)) / 1e3
