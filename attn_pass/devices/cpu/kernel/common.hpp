@@ -13,6 +13,7 @@
 #endif
 
 #define ATTN_INLINE static inline __attribute__((always_inline))
+#define ATTN_METHOD inline __attribute__((always_inline))
 #define ATTN_ONCE static __attribute__((noinline))  // large, and called from several places: the compiler's time counts
 
 namespace attn_pass_cpu {

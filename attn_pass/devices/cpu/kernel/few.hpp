@@ -15,45 +15,51 @@ template <class T> ATTN_INLINE vec product(vec c, vec a, vec b) {
   else return Isa::fma(a, b, c);
 }
 
-// Scores of one row and W keys, keys as they lie: dot products, summed across lanes together.
+// Scores of one row and W keys, keys as they lie: dot products, summed across lanes together. Of the columns every
+// `rows`th from `row` on is fetched for the keys ahead, so that the rows of a panel share that work.
 template <class T>
-ATTN_INLINE vec dots(const i32* q, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, bool fetch) {
+ATTN_INLINE vec dots(const i32* q, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 row, i64 rows) {
   vec x[W];
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) x[i] = Isa::zero();
   const i64 whole = dim / (W * T::PER_COLUMN) * W;
   for (i64 c = 0; c < whole; c += W) {
-    const vec row = Isa::load_bits(q + c);
+    const vec part = Isa::load_bits(q + c);
     if (n >= W) {
+      constexpr i64 LINE = 64 / sizeof(*k);
+      const bool fetch = c * T::PER_COLUMN % LINE == 0 && c * T::PER_COLUMN / LINE % rows == row;
 #pragma GCC unroll 16
       for (int i = 0; i < W; ++i) {
         const auto* at = k + i * stride + c * T::PER_COLUMN;
         if (fetch) __builtin_prefetch(at + FETCH * stride, 0, 2);
-        x[i] = product<T>(x[i], row, whole_columns<T>(at));
+        x[i] = product<T>(x[i], part, whole_columns<T>(at));
       }
     } else {
-      for (int i = 0; i < n; ++i) x[i] = product<T>(x[i], row, whole_columns<T>(k + i * stride + c * T::PER_COLUMN));
+      for (int i = 0; i < n; ++i) x[i] = product<T>(x[i], part, whole_columns<T>(k + i * stride + c * T::PER_COLUMN));
     }
   }
   if (whole < columns) {
-    const vec row = Isa::load_bits(q + whole);
+    const vec part = Isa::load_bits(q + whole);
     const i64 at = whole * T::PER_COLUMN;
-    for (int i = 0; i < std::min<i64>(n, W); ++i) x[i] = product<T>(x[i], row, some_columns<T>(k + i * stride + at, dim - at));
+    for (int i = 0; i < std::min<i64>(n, W); ++i) x[i] = product<T>(x[i], part, some_columns<T>(k + i * stride + at, dim - at));
   }
   return Isa::sums(x);
 }
 
-// One row of weights times a panel's values, as they lie; NR vectors of columns, the last perhaps not whole.
-template <class T, int NR>
-ATTN_INLINE void add_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 elements, bool fetch, float* o) {
-  vec c[NR];
+// Rows of weights times a panel's values, as they lie; NR vectors of columns, the last perhaps not whole. Of the values
+// ahead every `strips`th is fetched from `strip` on; none where that is none of them.
+template <class T, int MR, int NR>
+ATTN_ONCE void add_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 elements, i64 strip, i64 strips, float* o, i64 ldo) {
+  vec c[MR][NR];
+#pragma GCC unroll 6
+  for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-  for (int j = 0; j < NR; ++j) c[j] = Isa::load(o + j * W);
+    for (int j = 0; j < NR; ++j) c[m][j] = Isa::load(o + m * ldo + j * W);
   const bool whole = elements >= NR * W && (!T::PAIR || NR > 1);
-  for (i64 k = 0; k < n; k += T::PER_COLUMN) {
+  for (i64 k = 0, turn = 0; k < n; k += T::PER_COLUMN, turn = turn + 1 == strips ? 0 : turn + 1) {
     vec x[NR];
     const auto* at = v + k * stride;
-    if (fetch)
+    if (turn == strip)
       for (int i = 0; i < T::PER_COLUMN; ++i)
         for (size_t byte = 0; byte < NR * W * sizeof(*at); byte += 64)
           __builtin_prefetch(reinterpret_cast<const char*>(at + (FETCH + i) * stride) + byte, 0, 2);
@@ -78,26 +84,31 @@ ATTN_INLINE void add_lying(const i32* p, const typename T::st* v, i64 stride, i6
     } else {
       for (int j = 0; j < NR; ++j) x[j] = some_columns<T>(at + j * W, elements - j * W);
     }
-    const vec w = Isa::splat_bits(p + k / T::PER_COLUMN);
+#pragma GCC unroll 6
+    for (int m = 0; m < MR; ++m) {
+      const vec w = Isa::splat_bits(p + m * PANEL + k / T::PER_COLUMN);
 #pragma GCC unroll 4
-    for (int j = 0; j < NR; ++j) c[j] = product<T>(c[j], w, x[j]);
+      for (int j = 0; j < NR; ++j) c[m][j] = product<T>(c[m][j], w, x[j]);
+    }
   }
+#pragma GCC unroll 6
+  for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-  for (int j = 0; j < NR; ++j) Isa::store(o + j * W, c[j]);
+    for (int j = 0; j < NR; ++j) Isa::store(o + m * ldo + j * W, c[m][j]);
 }
-template <class T>
-ATTN_INLINE void add_all_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 dim, bool fetch, float* o) {
+template <class T, int MR>
+ATTN_INLINE void add_all_lying(const i32* p, const typename T::st* v, i64 stride, i64 n, i64 dim, i64 strip, i64 strips, float* o, i64 ldo) {
   i64 d = 0;
   while (d < dim) {
     const i64 rest = dim - d;
     if (Isa::NR >= 4 && rest >= 4 * W) {
-      add_lying<T, 4>(p, v + d, stride, n, rest, fetch, o + d);
+      add_lying<T, MR, 4>(p, v + d, stride, n, rest, strip, strips, o + d, ldo);
       d += 4 * W;
     } else if (rest >= 2 * W) {
-      add_lying<T, 2>(p, v + d, stride, n, rest, fetch, o + d);
+      add_lying<T, MR, 2>(p, v + d, stride, n, rest, strip, strips, o + d, ldo);
       d += 2 * W;
     } else {
-      add_lying<T, 1>(p, v + d, stride, n, rest, fetch, o + d);
+      add_lying<T, MR, 1>(p, v + d, stride, n, rest, strip, strips, o + d, ldo);
       d += W;
     }
   }
@@ -153,6 +164,7 @@ template <class T> void part_task(const void* job, i64 task) {
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
   for (i64 w = from; w < to; ++w) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key);
+    const bool more = w + 1 < to;  // panels to read ahead
     bool full = n == PANEL && all_lo <= key && all_hi >= key + PANEL && !tensors;
     u64 any = ~u64(0), all = ~u64(0);
     if (!full) {
@@ -171,14 +183,16 @@ template <class T> void part_task(const void* job, i64 task) {
     for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
     if (transposed || k_stride[3] != 1) {
       pack_keys<T>(k, k_stride, n, a.D, room, packed);
+      const bool lie = k_stride[3] == 1;  // where they do not, a row is no row of memory
+      Lines next = lines_of<T>(k + PANEL * k_stride[2], k_stride[2], more && lie ? PANEL : 0, a.D, blocks_of(R, 6) * j.columns * (PANEL / WIDE));
       for (i64 r = 0; r < R; r += 6)
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, rows + r,
-                      std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r);
+                      std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r, next);
     } else {
       const bool done = full && j.scale.as_they_are;
       for (i64 g = 0; g < n; g += W)
         for (i64 r = 0; r < R; ++r) {
-          const vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r == 0);
+          const vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r, R);
           if (done) top[r] = Isa::max(c, top[r]);
           Isa::store(s + r * PANEL + g, c);
         }
@@ -192,23 +206,26 @@ template <class T> void part_task(const void* job, i64 task) {
     }
     for (i64 r = R; r < padded; ++r) std::memset(s + r * PANEL, 0, PANEL * 4);
     const i32* weights = reinterpret_cast<const i32*>(s);
-    if (R == 1 && (full || all_finite<T>(v, v_stride, n, a.DV))) {
-      add_all_lying<T>(weights, v, v_stride, n, a.DV, w + 1 < to, o);
+    const i64 strips = blocks_of(R, 6), columns = blocks_of(n, T::PER_COLUMN);
+    // Widening values once for every strip costs more than packing them, but for one strip.
+    if ((strips == 1 || T::CODE == FLOAT32) && (full || all_finite<T>(v, v_stride, n, a.DV))) {
+      for (i64 x = 0; x < strips; ++x) {
+        const i64 r = x * 6, strip = more ? x : -1;
+#define ATTN_CALL(MR) add_all_lying<T, MR>(weights + r * PANEL, v, v_stride, n, a.DV, strip, strips, o + r * j.ldv, j.ldv)
+        ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
+#undef ATTN_CALL
+      }
       continue;
     }
     i32* values = packed;  // the keys of this panel are done with
     const i64 stride[4] = {0, 0, v_stride, 1};
-    if (w + 1 < to)
-      for (i64 x = 0; x < n; ++x)
-        for (size_t byte = 0; byte < size_t(a.DV) * sizeof(st); byte += 64)
-          __builtin_prefetch(reinterpret_cast<const char*>(v + (x + FETCH) * v_stride) + byte, 0, 2);
     if (!pack_values<T>(v, stride, n, a.DV, j.ldv, room, values) && !full) {
       for (i64 r = 0; r < R; ++r) add_kept<T>(weights + r * PANEL, words[r], values, j.ldv, a.DV, o + r * j.ldv);
       continue;
     }
-    const i64 columns = blocks_of(n, T::PER_COLUMN);
+    Lines next = lines_of<T>(v + PANEL * v_stride, v_stride, more ? PANEL : 0, a.DV, strips * columns * blocks_of(a.DV, WIDE));
     for (i64 r = 0; r < R; r += 6) {
-#define ATTN_CALL(MR) add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV)
+#define ATTN_CALL(MR) add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV, next)
       ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
 #undef ATTN_CALL
     }

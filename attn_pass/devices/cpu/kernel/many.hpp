@@ -94,6 +94,7 @@ template <class T> void rows_task(const void* job, i64 task) {
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const bool tensors = a.keep.data || a.bias.data;
+  Nothing nothing;
 
   for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
@@ -133,7 +134,7 @@ template <class T> void rows_task(const void* job, i64 task) {
         strip.active |= 1u << p;
         const i64 r = strip.row;
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, rows + r, strip.rows,
-                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r);
+                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r, nothing);
       }
     }
     for (i64 x = 0; x < count; ++x) {
@@ -173,7 +174,7 @@ template <class T> void rows_task(const void* job, i64 task) {
         }
         if (!plain) continue;
 #define ATTN_CALL(MR) \
-  add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV)
+  add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, nothing)
         ATTN_FOR_ROWS(strip_rows(strip.rows), ATTN_CALL)
 #undef ATTN_CALL
       }

@@ -79,10 +79,32 @@ template <int DEGREE> ATTN_INLINE vec exp2_of(vec t) {
   return Isa::times_exp2(p, n);
 }
 
+// ---- memory that is read next, line by line beside the products: in one go it would wait for the lines before it
+struct Nothing {
+  ATTN_METHOD void step() {}
+};
+struct Lines {
+  const char* row;
+  i64 stride, bytes, rows, each, at;  // bytes from row to row, of a row, rows that are left, lines a step, the next byte
+  ATTN_METHOD void step() {
+    for (i64 n = 0; n < each && rows > 0; ++n) {
+      __builtin_prefetch(row + at, 0, 2);
+      at += 64;
+      if (at >= bytes) at = 0, row += stride, --rows;
+    }
+  }
+};
+// `rows` rows of n elements, in about `steps` steps.
+template <class T> ATTN_INLINE Lines lines_of(const typename T::st* from, i64 stride, i64 rows, i64 n, i64 steps) {
+  const i64 size = sizeof(*from), bytes = n * size;
+  return {reinterpret_cast<const char*>(from), stride * size, bytes, rows, blocks_of(rows * blocks_of(bytes, 64), std::max<i64>(1, steps)), 0};
+}
+
 // ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns)
-template <bool PAIR, int MR, int NR>
-ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, vec (&c)[MR][NR]) {
+template <bool PAIR, int MR, int NR, class Next>
+ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, vec (&c)[MR][NR], Next& next) {
   for (i64 k = 0; k < K; ++k) {
+    next.step();
     vec b[NR];
 #pragma GCC unroll 4
     for (int n = 0; n < NR; ++n) b[n] = Isa::load_bits(B + k * ldb + n * W);
@@ -301,8 +323,9 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
 }
 
 // ---- one panel of keys for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
-template <bool PAIR, int MR>
-ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, bool done, float* s, i64 ld, vec* top) {
+template <bool PAIR, int MR, class Next>
+ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, bool done, float* s, i64 ld, vec* top, Next& following) {
+  Next next = following;
 #pragma GCC unroll 1
   for (int at = 0; at < PANEL; at += WIDE) {
     vec c[MR][Isa::NR];
@@ -310,7 +333,7 @@ ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, 
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
       for (int n = 0; n < Isa::NR; ++n) c[m][n] = Isa::zero();
-    multiply<PAIR, MR, Isa::NR>(q, ldq, keys + at, PANEL, columns, c);
+    multiply<PAIR, MR, Isa::NR>(q, ldq, keys + at, PANEL, columns, c, next);
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
@@ -321,12 +344,13 @@ ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, 
       }
     }
   }
+  following = next;
 }
-template <class T>
+template <class T, class Next>
 ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key,
-                            const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top) {
+                            const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top, Next& next) {
   const bool done = full && scale.as_they_are;
-#define ATTN_CALL(MR) score_panel<T::PAIR, MR>(q, ldq, columns, keys, done, s, ld, top)
+#define ATTN_CALL(MR) score_panel<T::PAIR, MR>(q, ldq, columns, keys, done, s, ld, top, next)
   ATTN_FOR_ROWS(strip_rows(count), ATTN_CALL)
 #undef ATTN_CALL
   if (done) return;
@@ -387,8 +411,9 @@ void add_kept(const i32* p, u64 word, const i32* values, i64 ld, i64 dim, float*
 }
 
 // Strips of rows, times NR vectors of value columns.
-template <bool PAIR, int MR, int NR>
-ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo) {
+template <bool PAIR, int MR, int NR, class Next>
+ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, Next& following) {
+  Next next = following;
   vec c[MR][NR];
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
@@ -396,8 +421,9 @@ ATTN_ONCE void add_columns(const i32* p, i64 ldp, u32 active, const i32* const* 
     for (int n = 0; n < NR; ++n) c[m][n] = Isa::load(o + m * ldo + n * W);
   for (u32 x = active; x; x &= x - 1) {
     const int panel = __builtin_ctz(x);
-    multiply<PAIR, MR, NR>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c);
+    multiply<PAIR, MR, NR>(p + panel * PANEL, ldp, values[panel], ldv, counts[panel], c, next);
   }
+  following = next;
 #pragma GCC unroll 6
   for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
@@ -461,21 +487,21 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, cons
   }
 }
 
-template <bool PAIR, int MR>
-ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim) {
+template <bool PAIR, int MR, class Next>
+ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim, Next& next) {
   const i32* at[8];
   i64 d = 0;
   while (d < dim) {
     for (u32 x = active; x; x &= x - 1) at[__builtin_ctz(x)] = values[__builtin_ctz(x)] + d;
     const i64 rest = blocks_of(dim - d, W);
     if (Isa::NR >= 4 && rest >= 4) {
-      add_columns<PAIR, MR, 4>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      add_columns<PAIR, MR, 4>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
       d += 4 * W;
     } else if (rest >= 2) {
-      add_columns<PAIR, MR, 2>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      add_columns<PAIR, MR, 2>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
       d += 2 * W;
     } else {
-      add_columns<PAIR, MR, 1>(p, ldp, active, at, counts, ldv, o + d, ldo);
+      add_columns<PAIR, MR, 1>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
       d += W;
     }
   }
