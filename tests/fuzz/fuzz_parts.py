@@ -308,6 +308,12 @@ def _divided(e: Tensor, dim: int = -1) -> Tensor:
     return e / e.sum(dim, keepdim=True)
 
 
+def _softmax_over(s: Tensor, dim: int) -> Tensor:
+    s = s * 1.0
+    torch.softmax(s, dim, out=s)
+    return s
+
+
 SOFTMAXES: Table = {
     "F": Row(lambda c, s, e: F.softmax(s, dim=-1)),
     "torch": Row(lambda c, s, e: torch.softmax(s, s.dim() - 1)),
@@ -317,6 +323,9 @@ SOFTMAXES: Table = {
     "upcast": Row(lambda c, s, e: _upcast(c, s).softmax(-1).type_as(c.v)),
     "by hand": Row(lambda c, s, e: _divided((s - s.amax(-1, keepdim=True)).exp())),
     "by hand, no maximum": Row(lambda c, s, e: _divided(torch.exp(s))),
+    "by out=": Row(lambda c, s, e: torch.softmax(s, -1, out=torch.empty_like(s)), writes=True),
+    "by out= over itself": Row(lambda c, s, e: _softmax_over(s, -1), writes=True),
+    "of queries by out=": Row(lambda c, s, e: _softmax_over(s, -2), writes=True, miss=True),
     "nan_to_num": Row(lambda c, s, e: torch.nan_to_num(s.softmax(-1), nan=0.0)),
     "guarded": Row(lambda c, s, e: torch.where((s == -INF).all(-1, keepdim=True), 0.0, s.softmax(-1))),
     "on the transposed": Row(lambda c, s, e: s.transpose(-1, -2).softmax(-2).transpose(-1, -2)),
@@ -354,8 +363,8 @@ SOFTMAXES: Table = {
     "over all": Row(lambda c, s, e: s.flatten(-2).softmax(-1).view(s.shape), miss=True),
     "with a sink": Row(lambda c, s, e: torch.cat([s, s.new_zeros((*c.lead, c.l, 1))], -1).softmax(-1)[..., :-1]),
     "a sink in front": Row(lambda c, s, e: torch.cat([s.new_zeros((*c.lead, c.l, 1)), s], -1).softmax(-1)[..., 1:]),
-    "a sink made of the scores": Row(
-        lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., :-1], miss=True
+    "a sink of the scores' shape": Row(
+        lambda c, s, e: torch.cat([s, torch.zeros_like(s[..., :1])], -1).softmax(-1)[..., :-1]
     ),
     "a sink padded in front": Row(lambda c, s, e: F.pad(s, (1, 0)).softmax(-1)[..., 1:]),
     "a sink padded behind": Row(lambda c, s, e: F.pad(s, (0, 1), value=1.5).softmax(-1)[..., :-1]),

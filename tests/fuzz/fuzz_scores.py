@@ -20,6 +20,8 @@ SCALES: Table = {
     "neg": Row(lambda c, s, e: -s),
     "in place": Row(lambda c, s, e: s.clone().mul_(e.x), numbers=_SCALES),
     "imul": Row(lambda c, s, e: _imul(s, e.x), numbers=_SCALES),
+    "by out=": Row(lambda c, s, e: torch.mul(s, e.x, out=torch.empty_like(s)), numbers=_SCALES, writes=True),
+    "by out= over itself": Row(lambda c, s, e: _div_over(s, e.x), numbers=_SCALES, writes=True),
     "number": Row(lambda c, s, e: s * e.t, "number"),
     "by a number": Row(lambda c, s, e: s / e.t, "number"),
     "tensor": Row(lambda c, s, e: s * torch.tensor(0.3, dtype=s.dtype)),
@@ -41,6 +43,8 @@ BIASES: Table = {
     "sub alpha": Row(lambda c, s, e: torch.sub(s, e.t, alpha=e.x), "scores", numbers=(0.5, 2.0)),
     "add in place": Row(lambda c, s, e: s.clone().add_(e.t), "scores"),
     "iadd": Row(lambda c, s, e: _iadd(s, e.t), "scores"),
+    "add by out=": Row(lambda c, s, e: torch.add(s, e.t, out=torch.empty_like(s)), "scores", writes=True),
+    "a part added to": Row(lambda c, s, e: _part_added_to(s, e.t), "scores"),
     "term": Row(lambda c, s, e: s + e.x, numbers=_TERMS),
     "scaled": Row(lambda c, s, e: s + e.t * e.x, "scores", numbers=(0.5, 10.0)),
     "alibi": Row(lambda c, s, e: s + e.t * (torch.arange(c.s) - torch.arange(c.l)[:, None]), "heads"),
@@ -115,6 +119,10 @@ MASKS: Table = {
     "where in a function kept whole": Row(
         lambda c, s, e: _where_kept_whole(e.keep, s, e.fill), masks=True, hides=True
     ),
+    "where by out=": Row(
+        lambda c, s, e: torch.where(e.keep, s, s.new_full((), e.fill), out=torch.empty_like(s)),
+        masks=True, writes=True, hides=True,
+    ),
     "boolean index": Row(lambda c, s, e: _indexed(s, ~e.keep, e.fill), masks=True, hides=True),
     "part added to": Row(lambda c, s, e: _part_added(s, e.x), numbers=(0.5, -3.0)),
     "triu of fills": Row(lambda c, s, e: s + torch.full((c.l, c.s), e.fill, dtype=s.dtype).triu(1)),
@@ -138,6 +146,7 @@ OTHERS: Table = {
     "times the mask": Row(lambda c, s, e: s * e.keep, masks=True),
     "times a matrix": Row(lambda c, s, e: s * e.t, "scores"),
     "by a matrix": Row(lambda c, s, e: s / e.t.exp(), "scores"),
+    "by out= to a tensor of before": Row(lambda c, s, e: _before_it_is_written(s), writes=True),
     "other scores": Row(lambda c, s, e: torch.where(e.keep, s, s * 2), masks=True),
     "filled by a tensor": Row(lambda c, s, e: torch.where(e.t > 0, s, e.t), "scores"),
     "filled by a number": Row(lambda c, s, e: torch.where(e.keep, s, torch.tensor(0.5, dtype=s.dtype)), masks=True),
@@ -213,6 +222,25 @@ def _indexed(s: Tensor, where: Tensor, number: float) -> Tensor:
 def _part_added(s: Tensor, number: float) -> Tensor:
     s = s * 1.0
     s[..., 1:, 1:] += number
+    return s
+
+
+def _before_it_is_written(s: Tensor) -> Tensor:
+    other = torch.ones_like(s)
+    before = other * s
+    torch.mul(s, 0.5, out=other)
+    return before * other
+
+
+def _part_added_to(s: Tensor, t: Tensor) -> Tensor:
+    s = s * 1.0
+    s[..., 1:, 1:] += t.expand(s.shape)[..., 1:, 1:]
+    return s
+
+
+def _div_over(s: Tensor, number: float) -> Tensor:
+    s = s * 1.0
+    torch.div(s, number, out=s)
     return s
 
 
