@@ -32,7 +32,7 @@ from attn_pass.model.formula import formula_of
 from attn_pass.model.index import Index, product
 from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
-from attn_pass.patterns import also_used, by_slices, calls, composite, joined_scores, softmax, summed_pieces
+from attn_pass.patterns import also_used, by_slices, calls, composite, flex_calls, joined_scores, softmax, summed_pieces
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.draws import Draws
 from attn_pass.patterns.softmax_forms import read_softmax
@@ -157,6 +157,7 @@ class _Graph:
                 self.pieces += by_slices.put_together(self.gm, self.sizes, self.outer, self.is_body)
                 self.pieces += vmapped.without_vmap(self.gm, self.sizes, self.outer, self.is_body)
                 self.opaque = composite.take_apart(self.gm, self.sizes, self.outer, self.is_body)
+                self.opaque += flex_calls.take_apart(self.gm, self.sizes, self.outer, self.is_body)
         except Exception as error:
             self._complain(None, "calls of torch's modules could not be taken apart", error)
         try:
@@ -191,7 +192,7 @@ class _Graph:
         return observed(self.gm) if self.is_body or self.runner != "hook" else nullcontext()
 
     def _take_back(self) -> None:
-        for opaque in self.opaque:
+        for opaque in reversed(self.opaque):  # a later one may use what an earlier one made
             opaque.take_back()
         allowed.settle(self.pieces)
 
@@ -331,7 +332,7 @@ class _Graph:
         described = site.described
         assert described is not None
         attention = described.attention
-        if reason := self._not_here(attention):
+        if reason := self._not_here(attention) or self._call_stays(site, attention):
             record.reason = reason
             return False
         decision = self._decision(site, described, record)
@@ -380,8 +381,9 @@ class _Graph:
             record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
             record.target, record.score_mod = offer.target, offer.score_mod
             record.poor_cases = _cases_of(offer)
-            record.assumptions = (*offer.assumptions, *described.assumptions)
-            record.fixed = described.fixed
+            assumed, fixed = ((), ()) if site.opaque is None else (site.opaque.assumes, site.opaque.fixed)
+            record.assumptions = tuple(dict.fromkeys((*offer.assumptions, *assumed, *described.assumptions)))
+            record.fixed = tuple(dict.fromkeys((*fixed, *described.fixed)))
             with self._details(record):
                 record.roofline[offer.target] = roofline.as_taken(offer, setting)
             if verified is not None:
@@ -402,6 +404,15 @@ class _Graph:
         if self.context_parallel:
             return _OF_A_SHARD if attention.has_mask or attention.not_affine else _WITHIN_A_SHARD
         return ""
+
+    def _call_stays(self, site: Site, attention: Attention) -> str:
+        """Why a call of FlexAttention that was read stays the call it is; empty for anything else."""
+        if site.opaque is None or site.opaque.form != flex_calls.FORM:
+            return ""
+        if flex_calls.ONCE_LISTED in site.opaque.assumes and self.options.numerics == "strict":
+            return f"numerics='strict' does not assume that {flex_calls.ONCE_LISTED}"
+        at = attention.sources[attention.query.source].device
+        return family_of(device_for(at, self.options.device)).keeps_flex(attention)
 
     def _decision(self, site: Site, described: Described, record: SiteReport) -> _Decision:
         """What is chosen for a site, and what for: nothing is changed yet."""
@@ -442,7 +453,7 @@ class _Graph:
             if not changed:
                 opaque.take_back()
         if changed:
-            self.replaced.update(opaque.expansion.keep())
+            self.replaced.update(opaque.expansion.keep(self.replaced))
         return changed
 
     def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
@@ -451,7 +462,8 @@ class _Graph:
             passing = {n for o in self.opaque for n in o.nodes} | {n for p in self.pieces for n in p.idle}
             self.size_nodes = SizeNodes(self.gm, self.sizes, passing)
         nodes = tuple(self.replaced.get(n, n) for n in site.described.nodes)
-        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body)
+        stands_for = None if site.opaque is None else site.opaque.stands_for(site.node)
+        plan = Plan(self.gm, site.node, site.region, self.size_nodes, self.effects, self.is_body, stands_for)
         with plan.running():
             before = plan.guards()
             try:

@@ -22,7 +22,7 @@ from attn_pass.devices.cuda import flash_attn_calls
 from attn_pass.devices.npu import npu_calls
 from attn_pass.devices.registry import families
 from attn_pass.model import mask
-from attn_pass.patterns import calls, composite, softmax
+from attn_pass.patterns import calls, composite, flex_calls, softmax
 from attn_pass.reading import vocabulary
 from attn_pass.targets.registry import built_in
 
@@ -54,6 +54,7 @@ FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
     (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
     (composite.FORM, composite, ["F.multi_head_attention_forward", "_native_multi_head_attention"]),
     (composite.ENCODER_LAYER, composite, ["_transformer_encoder_layer_fwd"]),
+    (flex_calls.FORM, flex_calls, ["torch.ops.higher_order.flex_attention"]),
     (flash_attn_calls.FORM, flash_attn_calls, [flash_attn_calls._FORWARD]),
     (npu_calls.FORM, npu_calls, [f"npu::{name}" for name in (*npu_calls._FUSION, npu_calls._INFERENCE)]),
 )

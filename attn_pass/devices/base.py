@@ -106,15 +106,21 @@ class Family:
         """The fused kernel a call of torch's ends in if nothing is done; None where none does."""
         return None
 
+    def keeps_flex(self, attention: Attention) -> str:
+        """Why a program's own call of FlexAttention stays, whatever is offered; "" where there is a choice."""
+        return f"no rule for FlexAttention on {self.name} devices yet"
+
     # ------------------------------------------------------------ costs, in microseconds
 
     def kernel_cost(self, kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
         """One of the family's kernels, or a library's."""
         return roofline.fused(setting.device, problem)
 
-    def flex_cost(self, device: Device, problem: Problem, share: float, *, splits_keys: bool) -> float:
-        """FlexAttention, of whose blocks this share is computed."""
-        return roofline.flex(device, problem, share)
+    def flex_cost(
+        self, device: Device, problem: Problem, share: float, *, splits_keys: bool, as_written: bool = False
+    ) -> float:
+        """FlexAttention, of whose blocks this share is computed; ``as_written`` where the program calls it itself."""
+        return roofline.flex(device, problem, share, as_written=as_written)
 
     def mask_cost(self, device: Device, problem: Problem, written: AsWritten) -> float:
         """What torch's own call does to its mask before the kernel it ends in."""

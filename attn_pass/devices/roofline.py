@@ -107,23 +107,29 @@ def _row_efficiency(q_len: int) -> float:
     return max(share for rows, share in _EFFICIENCY if rows <= max(q_len, 1))
 
 
-def flex(device: Device, problem: Problem, share: float) -> float:
-    """FlexAttention as Inductor's C++ template; ``share`` of the blocks is computed, and the operands are copied."""
+def flex(device: Device, problem: Problem, share: float, *, as_written: bool = False) -> float:
+    """FlexAttention as Inductor's C++ template; ``share`` of the blocks is computed.
+
+    Where the program does not call it itself (``as_written``) its operands are copied, and its compile counts.
+    """
     slower = 1.0 if problem.dtype.itemsize == 4 else 1.5  # half precision is widened element by element
     first = 2.0 * problem.head_dim / _FLEX_GFLOPS
     second = 2.0 * problem.value_dim / (device.fused(torch.float32) / device.cores)
     each = _FLEX_NANOSECONDS + slower * (first + second) / _row_efficiency(problem.q_len)
     each += _FLEX_MASK_NANOSECONDS if problem.mask_elements else 0.0
+    each *= _FLEX_AS_WRITTEN if as_written else 1.0
     balance = min(device.cores, problem.batch * problem.heads * max(1, -(-problem.q_len // 64)))
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
-    copies = traffic(device, 2 * problem.operand_bytes + 2 * problem.copied_bytes)
-    return device.fused_op_us + share * problem.scores * each / balance / 1e3 + mask + copies + _FLEX_COMPILE_US
+    moved = problem.operand_bytes if as_written else 2 * problem.operand_bytes + 2 * problem.copied_bytes
+    once = 0.0 if as_written else _FLEX_COMPILE_US
+    return device.fused_op_us + share * problem.scores * each / balance / 1e3 + mask + traffic(device, moved) + once
 
 
 # A core's, measured with 8 heads of 64 and 256 to 2048 queries and keys: 6.6 ns a score in float32, 9.5 in bfloat16.
 _FLEX_NANOSECONDS = 1.5  # the score function, a soft cap, and the softmax
 _FLEX_MASK_NANOSECONDS = 1.0  # reading one more tensor in the score function
 _FLEX_GFLOPS = 35.0  # the template's own product of queries and keys
+_FLEX_AS_WRITTEN = 0.75  # no score function: 5.2 to 6.7 ns a score in float32 at head dim 64, 8.6 to 10.1 at 128
 _FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand calls must earn
 
 

@@ -101,8 +101,10 @@ class Plan:
         size_nodes: SizeNodes,
         effects: Effects,
         in_body: bool = False,
+        stands_for: Node | None = None,
     ) -> None:
         self.in_body = in_body
+        self.stands_for = stands_for  # whose users the result gets, where it is on trial and has none of its own
         self.gm = gm
         self.result = result
         self.region = region
@@ -339,7 +341,8 @@ class Plan:
         before, after = tensor_value(self.result), fake_of(new)
         if before is None or self._strides(before) == self._strides(after):
             return True
-        return not self._layout_matters(self.result, after, 0)
+        seen = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
+        return not any(self._layout_matters(node, after, 0) for node in seen)
 
     def _layout_matters(self, node: Node, new: torch.Tensor, depth: int) -> bool:
         """Whether some user would fail, or its result have other strides that somebody sees, with the new strides.
@@ -361,9 +364,10 @@ class Plan:
 
     def may_be_written_later(self) -> bool:
         """Whether the result's memory is written afterwards, or given to a caller who may do so."""
-        aliases = self.effects.aliases(self.result)
+        results = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
+        aliases = [alias for result in results for alias in self.effects.aliases(result)]
         returned = self.in_body and any(user.op == "output" for node in aliases for user in node.users)
-        return returned or bool(self.effects.mutations(self.result))
+        return returned or any(self.effects.mutations(result) for result in results)
 
     def unwritten(self, value: Value) -> Value:
         """A tensor of the program as it is now: a copy in training, if it is written after the result is computed.

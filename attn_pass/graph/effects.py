@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target
 
 from attn_pass.graph.memory import WITHOUT_MEMORY, sees_same_elements, storages, tensor_inputs
-from attn_pass.graph.subgraphs import attribute, called_bodies, operator_name, placeholders
+from attn_pass.graph.subgraphs import attribute, called_bodies, indexed_by_export, operator_name, placeholders
 from attn_pass.graph.values import fake_value
 from attn_pass.graph.writes import FUNCTIONAL_HIGHER_ORDER, Traits, call_writes, drops_something, traits_of
 
@@ -310,7 +310,8 @@ class Effects:
         name = operator_name(node)
         bodies = called_bodies(node)
         if not bodies:
-            return [] if name in FUNCTIONAL_HIGHER_ORDER else tensor_inputs(node)
+            reads_only = name in FUNCTIONAL_HIGHER_ORDER or indexed_by_export(node) is not None
+            return [] if reads_only else tensor_inputs(node)
         written: dict[Node, None] = {}
         for body in bodies:
             indices = self._summary(body.module)
@@ -385,7 +386,7 @@ def is_pure(node: Node) -> bool:
         return False
     traits = traits_of(node.op, node.target)
     if traits.higher_order:
-        if operator_name(node) in FUNCTIONAL_HIGHER_ORDER:
+        if operator_name(node) in FUNCTIONAL_HIGHER_ORDER or indexed_by_export(node) is not None:
             return True
         bodies = called_bodies(node)
         return bool(bodies) and all(body.kind != "other" and _computes_only(body.module.graph) for body in bodies)

@@ -7,7 +7,7 @@ which nothing is kept is the graph it was.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from attn_pass.graph.edit import Plan, Planned, erase_unused
+from attn_pass.graph.subgraphs import attribute_module
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.model.index import Index
 
@@ -41,22 +42,27 @@ class Expansion:
     nodes: tuple[Node, ...]
     results: tuple[tuple[Node, Node], ...]
 
-    def keep(self) -> tuple[tuple[Node, Node], ...]:
+    def keep(self, replaced: Mapping[Node, Node] | None = None) -> tuple[tuple[Node, Node], ...]:
         """Puts the expansion in the place of the call. Returns the nodes that are gone, each with what it became.
 
-        Results keep their names; what only the call needed and is proven pure goes as well.
+        Results keep their names; what only the call needed and is proven pure goes as well. ``replaced`` are nodes that
+        are gone already, with what stands in their place.
         """
         graph, inputs = self.call.graph, self.call.all_input_nodes
-        names = [old.name for old, _ in self.results]
-        for old, new in self.results:
+        results = tuple((old, (replaced or {}).get(new, new)) for old, new in self.results)
+        names = [old.name for old, _ in results]
+        for old, new in results:
             old.replace_all_uses_with(new)
         for user in list(self.call.users):
             graph.erase_node(user)
         graph.erase_node(self.call)
-        for (_, new), name in zip(self.results, names, strict=True):
+        for (_, new), name in zip(results, names, strict=True):
             new.name = name
         erase_unused(graph, inputs)
-        return self.results
+        for node in inputs:  # the graphs of functions that it called
+            if not node._erased and node.op == "get_attr" and not node.users and attribute_module(node) is not None:
+                graph.erase_node(node)
+        return results
 
     def take_back(self) -> None:
         """Leaves the graph as it was before."""
@@ -65,7 +71,7 @@ class Expansion:
                 node.graph.erase_node(node)
 
 
-def expand(plan: Plan, function: Callable[..., Any], recorder: type[Recorder] | None = None) -> Expansion:
+def expand(plan: Plan, function: Callable[..., Any], recorder: Callable[[Plan], Recorder] | None = None) -> Expansion:
     """What the call that ``plan`` is for computes, recorded while ``function`` runs on its arguments' fake values.
 
     ``function`` is called with the arguments of the call, and returns what the call does. It may use any function and
@@ -136,6 +142,13 @@ _OPERATORS = {
 }
 
 
+def run_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a node's function or method gives for other values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 class Recorder(TorchFunctionMode):
     """Makes a node of every function of torch that gives a tensor, in the spelling of a Dynamo graph."""
 
@@ -150,9 +163,10 @@ class Recorder(TorchFunctionMode):
         call = self.plan.result
         for node in call.all_input_nodes:
             value = fake_value(node)
-            if value is None:
+            if value is not None:
+                self._note(value, node)
+            elif attribute_module(node) is None:
                 raise CannotExpand(f"{node.name} has no fake value")
-            self._note(value, node)
         args, kwargs = torch.fx.map_arg((call.args, call.kwargs), fake_value)
         with self.plan.running(), self.plan.adding_no_guard() as asked, self:
             try:
@@ -163,6 +177,15 @@ class Recorder(TorchFunctionMode):
         if asked:
             raise CannotExpand("it would hold for some sizes only, and they are not checked")
         return outputs
+
+    def again(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call in a body of the recorded call gives for these values; it becomes a node in its own spelling."""
+        with torch._C.DisableTorchFunction():
+            result = run_again(node, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            given = self._argument(args), self._argument(kwargs)
+            self._note(result, self._insert(node.op, node.target, *given, result))
+        return result
 
     def node_of(self, value: Any) -> Node:
         """The node that holds a tensor met so far."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
@@ -200,6 +201,26 @@ def called_bodies(node: Node) -> tuple[BodyOperand, ...]:
 def operator_name(node: Node) -> str:
     """The name of a higher-order operator (``"cond"``); empty for any other node."""
     return str(node.target.name()) if isinstance(node.target, HigherOrderOperator) else ""
+
+
+def indexed_by_export(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
+    """The tensor and the indices of ``table[head, q - kv]`` as torch.export writes it; None for anything else.
+
+    In functions that run under `torch.vmap`, of FlexAttention among them, an index is an autograd function
+    (torch/_dynamo/_trace_wrapped_higher_order_op.py, ``ModIndex``), which an exported graph calls through
+    ``flat_apply``.
+    """
+    if operator_name(node) != "flat_apply" or len(node.args) < 5 or not isinstance(node.args[1], Node):
+        return None
+    spec, (name, *flat) = attribute(node.args[1]), node.args[2:]
+    if not isinstance(spec, pytree.TreeSpec) or name != _INDEX:
+        return None
+    given, named = pytree.tree_unflatten([name, *flat], spec)
+    is_index = len(given) == 3 and not named and isinstance(given[1], Node) and isinstance(given[2], (list, tuple))
+    return (given[1], tuple(given[2])) if is_index else None
+
+
+_INDEX = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"
 
 
 def attribute(node: Node) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch.fx import GraphModule, Node, map_arg
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -21,6 +22,7 @@ from attn_pass.graph.edit import Plan, SizeNodes
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, check_same
 from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.subgraphs import attribute
 from attn_pass.graph.values import Sizes, fake_value
 
 _MOST = 400  # nodes of a level
@@ -88,6 +90,11 @@ def _is(node: Node, name: str) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == name
 
 
+def _is_spec(node: Node) -> bool:
+    """Whether it says how arguments of a call are nested, as torch.export writes calls of autograd functions."""
+    return isinstance(attribute(node), pytree.TreeSpec)
+
+
 def _levels(gm: GraphModule) -> Iterator[tuple[Node, ...]]:
     """The nodes of each outermost level, the ones that open and close it included."""
     depth, level = 0, list[Node]()
@@ -109,7 +116,8 @@ def _check(level: tuple[Node, ...], region: Region, regions: Regions) -> None:
     for node in level[:-1]:
         state = regions.of(node)
         vmaps = all(kind.startswith("vmap") for kind in state.functorch)
-        if not vmaps or replace(state, functorch=()) != region or node.op not in ("call_function", "call_method"):
+        computes = node.op in ("call_function", "call_method") or _is_spec(node)
+        if not vmaps or replace(state, functorch=()) != region or not computes:
             raise CannotExpand(f"{node.name} switches a state")
         if not _is(node, "_remove_batch_dim") and any(user not in inside for user in node.users):
             raise CannotExpand(f"{node.name} is used outside of the level")
@@ -125,6 +133,9 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
     def run(*given: Any) -> list[Any]:
         values: dict[Node, Any] = {**known, **dict(zip(tensors, given))}
         for node in level:
+            if node.op == "get_attr":
+                values[node] = attribute(node)
+                continue
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = (
                 getattr(args[0], str(node.target))(*args[1:], **kwargs)

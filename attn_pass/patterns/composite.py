@@ -19,6 +19,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, Expansion, expand
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.model.attention import AsWritten
 from attn_pass.patterns import fast_paths
 from attn_pass.patterns.base import Site, failed
 from attn_pass.reading.lift import PLAIN_TENSORS
@@ -65,6 +66,10 @@ class Opaque:
     expansion: Expansion | None
     refusal: str = ""
     error: Exception | None = None
+    also: str = WEIGHTS_ARE_USED  # what it means that its second result is used
+    written: AsWritten | None = None  # what the call runs if nothing is done; None where that is what is in it
+    assumes: tuple[str, ...] = ()  # what its expansion rests on
+    fixed: tuple[str, ...] = ()  # tensors whose values it rests on, by name
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -82,9 +87,14 @@ class Opaque:
         results = () if self.expansion is None else self.expansion.results
         return next((old for old, _ in results if old is self.call or old.args[1] == 0), self.call)
 
+    def stands_for(self, node: Node) -> Node | None:
+        """The node of the program whose value a node of the expansion has; None where it is one on the way."""
+        results = () if self.expansion is None else self.expansion.results
+        return next((old for old, new in results if new is node), None)
+
     @property
-    def weights_are_used(self) -> bool:
-        """Whether anybody takes the attention weights."""
+    def is_used_otherwise(self) -> bool:
+        """Whether anybody takes its second result: the attention weights, or their log-sum-exp."""
         results = () if self.expansion is None else self.expansion.results
         return any(old is not self.call and old.args[1] == 1 for old, _ in results)
 
@@ -134,10 +144,11 @@ def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
             found += own
         for site in own:
             site.opaque = opaque
-            if site.error is None and opaque.weights_are_used:
+            site.written = opaque.written or site.written
+            if site.error is None and opaque.is_used_otherwise:
                 site.refused_at = None
                 if site.refusal:
-                    site.refusal = WEIGHTS_ARE_USED
+                    site.refusal = opaque.also
                 elif site.needed_as_well:
-                    site.needed_as_well = WEIGHTS_ARE_USED
+                    site.needed_as_well = opaque.also
     return found

@@ -13,7 +13,8 @@ from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
-from attn_pass.targets.base import NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
+from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
 from attn_pass.targets.registry import all_targets
 
@@ -64,7 +65,12 @@ class Choice:
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
     """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
     if written.needed_as_well:
-        return value_product_cost(attention, setting)
+        saved = value_product_cost(attention, setting)
+        if setting.kernel_as_written == FLEX:
+            # The call gives the log-sum-exp as well; beside a kernel all but the second product is computed for it.
+            problem = problem_of(attention, setting.hint)
+            return _as_it_is(attention, setting, written) - roofline.unfused(setting.device, problem) + saved
+        return saved
     return _as_it_is(attention, setting, written) - roofline.traffic(setting.device, 2 * written.joined_bytes)
 
 
@@ -77,6 +83,8 @@ def _as_it_is(attention: Attention, setting: Setting, written: AsWritten) -> flo
     kernel = setting.kernel_as_written
     if kernel is not None:
         problem = replace(problem, causal=written.causal, mask_elements=written.mask_elements)
+        if kernel == FLEX:
+            return flex.as_written(attention, problem, setting) + copies
         around = family.mask_cost(device, problem, written)
         return cost_of(kernel, attention, problem, setting) + copies + around
     return family.unfused_cost(attention, family.as_computed_unfused(problem, setting), setting) + copies

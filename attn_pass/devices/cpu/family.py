@@ -60,5 +60,9 @@ class Cpu(Family):
         """Torch's one fused kernel, where the call was seen to reach it."""
         return "cpu flash" if written.fused else None
 
+    def keeps_flex(self, attention: Attention) -> str:
+        """There is a choice: Inductor's template for CPUs was slower than other kernels wherever it was measured."""
+        return ""
+
 
 FAMILY = Cpu()

@@ -25,6 +25,7 @@ from attn_pass.devices.cuda.rules.flash import FLASH
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.mask import Band
 from attn_pass.targets.base import Setting, Target
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.torch_call import is_padded, picked_by_torch
@@ -124,7 +125,17 @@ class Cuda(Family):
         growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
         return cost.torch_kernel(setting.device, kernel, problem, growing=growing)
 
-    def flex_cost(self, device: Device, problem: Problem, share: float, *, splits_keys: bool) -> float:
+    def keeps_flex(self, attention: Attention) -> str:
+        """Inductor compiles a kernel around mask and scores: what torch's own take as a flag may be worth another."""
+        if attention.not_affine or attention.bias is not None:
+            return "FlexAttention's own kernel computes such scores on CUDA devices: the call stays"
+        if all(isinstance(part, Band) for part in attention.structure.parts):
+            return ""
+        return "FlexAttention's own kernel takes such a mask on CUDA devices: the call stays"
+
+    def flex_cost(
+        self, device: Device, problem: Problem, share: float, *, splits_keys: bool, as_written: bool = False
+    ) -> float:
         """FlexAttention's Triton kernels."""
         return cost.flex(device, problem, share, splits_keys=splits_keys)
 

@@ -33,7 +33,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.model.mask import Band
 from attn_pass.model.text import score_mod_source
-from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
 from attn_pass.targets.flex.blocks import Sides, block_mask, share
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
@@ -51,6 +51,9 @@ _BLOCKS = {"cpu": (64, 256), "cuda": (128, 128)}
 _TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2))
 _WIDE_TILES = ((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 2))
 _DECODING_TILES = ((32, 2, 3), (128, 4, 3))  # keys, warps, stages; rows are what there are
+# Of blocks that a mask may hide by what is known at run time only: documents, lists of blocks from elsewhere. The call
+# skips what it hides, so that it has to be taken for a fast one.
+_UNKNOWN_SHARE = 1 / 8
 _TOLD = ("BLOCK_N", "num_warps", "num_stages")
 # Bytes of shared memory a thread block may have, by compute capability; elsewhere the least of any.
 _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
@@ -68,6 +71,8 @@ class Flex:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
         if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
             return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
+        if setting.kernel_as_written == FLEX:
+            return Refusal(self.name, "the program calls FlexAttention itself")
         function = function_of(attention, setting)
         reason = refusal(Case(attention, setting, function))
         if reason is not None:
@@ -192,6 +197,17 @@ def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
     if setting.device.type == "cuda":
         return replace(problem, mask_elements=bytes_of(a, function.loads(), setting.hint), mask_bytes=1)
     return problem if loads(function.score) else replace(problem, mask_elements=0)
+
+
+def as_written(attention: Attention, problem: Problem, setting: Setting) -> float:
+    """Predicted microseconds of a call that the program makes itself, whose blocks are torch's own of 128 by 128."""
+    if setting.runner == "other":
+        return 2 * roofline.unfused(setting.device, problem)
+    visited = share(attention.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["cuda"])
+    if not attention.structure.is_exact:
+        visited *= _UNKNOWN_SHARE
+    splits = no_decoding(attention) is None
+    return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=splits, as_written=True)
 
 
 def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:

@@ -1,0 +1,419 @@
+"""Calls of FlexAttention as sites: what their masks and score functions are read as, and which calls stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import qkv, randn, same
+from test_attention_gym import GYM
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+import attn_pass
+
+N, SIZE = 96, 32  # positions, and rows and keys of a block
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Scores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+HALF = (torch.bfloat16, torch.float16)
+
+pytestmark = pytest.mark.usefixtures("quiet_torch")
+
+
+def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return j <= i
+
+
+def blocks(
+    mask: Mask, q_len: int = N, kv_len: int = N, batch: int | None = None, heads: int | None = None
+) -> BlockMask:
+    return create_block_mask(mask, batch, heads, q_len, kv_len, device="cpu", BLOCK_SIZE=SIZE)
+
+
+def flex(mask: BlockMask | None = None, score: Scores | None = None, **options: Any) -> Callable[..., Any]:
+    """A program whose block mask comes from outside, as a tensor of its inputs."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, **options)
+
+    return run
+
+
+def made_inside(mask: Mask, batch: int | None = None) -> Callable[..., Tensor]:
+    """A program that makes its block mask itself."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = create_block_mask(mask, batch, None, q.shape[2], k.shape[2], device="cpu", BLOCK_SIZE=SIZE)
+        return flex_attention(q, k, v, block_mask=made, enable_gqa=True)
+
+    return run
+
+
+def site_of(fn: Callable[..., Any], *inputs: Tensor, rewritten: int = 1, **options: Any) -> attn_pass.SiteReport:
+    with torch.no_grad():
+        report = same(fn, *inputs, rewritten=rewritten, **{"targets": ("sdpa",), **options})
+    (site,) = report.sites
+    assert site.form == "flex_attention"
+    return site
+
+
+# ---------------------------------------------------------------- masks
+
+
+def test_a_call_without_a_mask_is_a_plain_attention() -> None:
+    site = site_of(flex(), *qkv(2, 4, N, N, kv_heads=2))
+    assert (site.mask, site.target, site.kind) == ("none", "sdpa", "attention")
+    assert site.shapes == {"query": (2, 4, N, 16), "key": (2, 2, N, 16), "value": (2, 2, N, 16)}
+    assert site_of(flex(), *qkv(2, 4, 3, 7), dynamic=True).mask == "none"
+
+
+@pytest.mark.parametrize("name", [n for n in GYM if GYM[n].keep is not None and GYM[n].scores is None])
+def test_masks_of_attention_gym(name: str) -> None:
+    """Made outside their lists are part of what is kept; made in the program they are proved to say the same."""
+    wanted, ids = GYM[name], (torch.arange(N)[None] * torch.tensor([[1], [2]])) // 40
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        assert wanted.keep is not None
+        keep = wanted.keep(i, j)
+        return keep & (ids[b, i] == ids[b, j]) if wanted.ids else keep
+
+    batch = 2 if wanted.ids else None
+    inside = site_of(made_inside(mask, batch), *qkv(2, 2, N, N))
+    assert inside.mask == wanted.mask.removesuffix(", by distance") or not wanted.mask or "by distance" in inside.mask
+    assert not [a for a in inside.assumptions if "block" in a]
+    outside = site_of(flex(blocks(mask, batch=batch)), *qkv(2, 2, N, N))
+    assert outside.mask == "dense"
+    assert "the block lists name each block once" in outside.assumptions
+
+
+def test_padding_by_captured_lengths() -> None:
+    lengths = torch.tensor([40, 77])
+
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j < lengths[b]) & (j <= i)
+
+    assert site_of(made_inside(mask, 2), *qkv(2, 2, N, N)).mask == "causal and padding"
+    site_of(flex(blocks(mask, batch=2)), *qkv(2, 2, N, N))
+
+
+def test_rows_without_a_key_are_zero() -> None:
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j < i - 40) & (i != 70)
+
+    for fn in (made_inside(mask), flex(blocks(mask))):
+        site_of(fn, *qkv(1, 2, N, N))
+        site_of(fn, *qkv(1, 2, N, N), targets=("cpu_kernel",))
+
+
+def test_a_mask_that_depends_on_the_head() -> None:
+    def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + 10 * h
+
+    site_of(flex(blocks(mask, heads=4)), *qkv(2, 4, N, N, kv_heads=2))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision_and_lengths_that_are_no_multiple_of_a_block(dtype: torch.dtype) -> None:
+    inputs = qkv(2, 4, 37, 53, kv_heads=1, value_dim=24, dtype=dtype)
+    site_of(flex(blocks(causal, 37, 53)), *inputs, targets=("cpu_kernel",))
+    site_of(made_inside(causal), *inputs, targets=("cpu_kernel",))
+
+
+@pytest.mark.parametrize("q_len", [1, 33])
+def test_lengths_that_are_not_known(q_len: int) -> None:
+    site = site_of(made_inside(causal), *qkv(2, 2, q_len + 2, 70), dynamic=True)
+    assert site.mask == "causal"
+    site_of(flex(blocks(causal, 65, 97)), *qkv(2, 2, 65, 97), dynamic=True)
+
+
+def test_the_result_lies_in_memory_as_the_query_does() -> None:
+    q, k, v = qkv(2, 4, N, N)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flex_attention(q.transpose(1, 2), k, v)
+        return out.transpose(1, 2).view(2, N, 64) * 2
+
+    site_of(run, q.transpose(1, 2).contiguous(), k, v)
+
+
+def test_keys_and_values_of_one_batch_entry_serve_all() -> None:
+    q, (_, k, v) = randn(3, 2, N, 16), qkv(1, 2, N, N)
+    site_of(flex(blocks(causal, batch=3)), q, k, v)
+
+
+# ---------------------------------------------------------------- block lists
+
+
+def listed(at: list[list[int]], mask: Mask, full: list[list[int]] | None = None) -> BlockMask:
+    """A block mask by its lists: the blocks of each row of blocks."""
+
+    def lists(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        count = torch.tensor([[[len(r) for r in rows]]], dtype=torch.int32)
+        # What stands behind the last block of a row counts for nothing.
+        return count, torch.tensor([[[r + [9] * (3 - len(r)) for r in rows]]], dtype=torch.int32)
+
+    return BlockMask.from_kv_blocks(
+        *lists(at), *(lists(full) if full else ()), BLOCK_SIZE=SIZE, mask_mod=mask, seq_lengths=(N, N)
+    )
+
+
+def compiled_meaning(partial: list[list[int]], full: list[list[int]], mask: Mask) -> Tensor:
+    """What torch's compiled kernels keep: nothing of a block that is not listed, all of one that is listed as full."""
+    i, j = torch.arange(N)[:, None], torch.arange(N)[None]
+    zero = torch.zeros((), dtype=torch.long)
+    keep = torch.zeros(N, N, dtype=torch.bool)
+    for lists, inside in ((partial, mask(zero, zero, i, j)), (full, torch.ones(N, N, dtype=torch.bool))):
+        for row, columns in enumerate(lists):
+            for column in columns:
+                block = (slice(row * SIZE, (row + 1) * SIZE), slice(column * SIZE, (column + 1) * SIZE))
+                keep[block] = inside[block]
+    return keep
+
+
+PARTIAL, FULL = [[0], [1], [2, 0]], [[], [], [1]]
+
+
+def test_lists_that_disagree_with_the_mask_are_what_the_compiled_kernels_take_them_for() -> None:
+    """Eager FlexAttention looks at `mask_mod` alone; the compiled one is what a program with such lists is for."""
+    made = listed(PARTIAL, causal, FULL)
+    keep = compiled_meaning(PARTIAL, FULL, causal)
+    q, k, v = qkv(2, 2, N, N)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    for target in ("sdpa", "cpu_kernel"):
+        torch._dynamo.reset()
+        backend = attn_pass.wrap("aot_eager", choose="fused", targets=(target,), on_error="raise")
+        with torch.no_grad(), attn_pass.record() as report:
+            found = torch.compile(flex(made), backend=backend)(q, k, v)
+        assert report.rewritten
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_stock_inductor_takes_such_lists_the_same_way() -> None:
+    """What the test before this one takes for granted, of torch itself."""
+    made, keep = listed(PARTIAL, causal, FULL), compiled_meaning(PARTIAL, FULL, causal)
+    q, k, v = qkv(1, 1, N, N)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    with torch.no_grad():
+        found = torch.compile(flex(made))(q, k, v)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_lists_made_from_another_mask_are_no_proof() -> None:
+    """A mask of one head for all of them, and one that is another function."""
+
+    def by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return j <= i + h
+
+    def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        made.mask_mod = lambda b, h, i, j: j <= i + 1
+        return flex_attention(q, k, v, block_mask=made)
+
+    for fn in (made_inside(by_head), other):
+        torch._dynamo.reset()
+        backend = attn_pass.wrap("aot_eager", choose="fused", targets=("sdpa",), on_error="raise")
+        with torch.no_grad(), attn_pass.record() as report:
+            torch.compile(fn, backend=backend)(*qkv(1, 2, N, N))
+        (site,) = report.sites
+        assert site.mask == "dense", fn
+        assert "the block lists name each block once" in site.assumptions
+
+
+def test_strict_numerics_assume_nothing_of_lists() -> None:
+    site = site_of(flex(blocks(causal)), *qkv(1, 2, N, N), rewritten=0, numerics="strict")
+    assert site.reason == "numerics='strict' does not assume that the block lists name each block once"
+    site_of(made_inside(causal), *qkv(1, 2, N, N), numerics="strict")
+
+
+# ---------------------------------------------------------------- score functions
+
+SLOPES, TABLE = randn(4).abs(), randn(4, 2 * N)
+
+
+def alibi(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + SLOPES[h] * (j - i)
+
+
+def relative(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + TABLE[h, i - j + N]
+
+
+def row_then_column(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score + TABLE[h][j]
+
+
+def soft_cap(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return 20.0 * torch.tanh(score / 20.0)
+
+
+def weak(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.where(j <= i, score, -4.5)
+
+
+def double(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """A captured number of another type, which has no dimension and counts as much as a score here."""
+    return score * NUMBER
+
+
+NUMBER = torch.tensor(0.3)
+
+
+@pytest.mark.parametrize("score", [alibi, relative, row_then_column, double])
+def test_what_score_functions_add_and_multiply(score: Scores) -> None:
+    site_of(flex(None, score), *qkv(2, 4, N, N, kv_heads=2), reference=False)
+    site_of(flex(blocks(causal), score), *qkv(2, 4, N, N, kv_heads=2), reference=False)
+
+
+@pytest.mark.parametrize("score", [soft_cap, weak])
+def test_functions_of_the_scores_on_the_cpu_kernel(score: Scores) -> None:
+    site = site_of(flex(None, score), *qkv(2, 4, 33, N, kv_heads=2), targets=("cpu_kernel",))
+    assert site.score_mod
+    site_of(flex(blocks(causal), score), *qkv(2, 4, N, N, dtype=torch.bfloat16), targets=("cpu_kernel",))
+
+
+def test_indices_in_another_order_are_another_function() -> None:
+    square = randn(N, N)
+
+    def straight(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + square[i, j]
+
+    def turned(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + square[j, i]
+
+    for score in (straight, turned):
+        site_of(flex(None, score), *qkv(1, 2, N, N), reference=False)
+
+
+# ---------------------------------------------------------------- what else a call returns
+
+
+def test_the_log_sum_exp_stays_beside_a_kernel() -> None:
+    site = site_of(flex(blocks(causal), return_lse=True), *qkv(1, 2, N, N), reference=False)
+    assert site.reason.endswith("the scores' log-sum-exp is used as well, and stay")
+
+
+# ---------------------------------------------------------------- calls that stay
+
+
+@pytest.mark.parametrize(
+    "options", [{"BACKEND": "TRITON"}, {"PRESCALE_QK": True}, {"ROWS_GUARANTEED_SAFE": True}, {"BLOCK_M": 64}], ids=str
+)
+def test_kernel_options_are_kept(options: dict[str, Any]) -> None:
+    site = site_of(flex(kernel_options=options), *qkv(1, 2, 9, 9), rewritten=0)
+    ((name, value),) = options.items()
+    assert site.reason == f"the call stays: kernel_options asks for {name}={value!r}"
+
+
+def test_autocast_keeps_the_call() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return flex_attention(q, k, v)
+
+    site = site_of(run, *qkv(1, 2, 9, 9), rewritten=0, reference=False)
+    assert "autocast" in site.reason
+
+
+def test_a_function_of_several_elements_keeps_the_call() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + TABLE.sum() * 0.01
+
+    site = site_of(flex(None, score), *qkv(1, 4, 9, 9), rewritten=0, reference=False)
+    assert site.reason == "the call stays: sum_1 of its functions takes a captured tensor as a whole"
+
+
+def test_a_gradient_keeps_the_call() -> None:
+    """FlexAttention has no backward on CPUs, but for what its score function captures."""
+    slopes = torch.rand(2, requires_grad=True)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + slopes[h] * (i - j))
+
+    report = same(run, *qkv(1, 2, 9, 9), slopes, grad=True, reference=False, targets=("cpu_kernel", "sdpa"))
+    (site,) = report.sites
+    assert (site.outcome, site.form) == ("left", "flex_attention")
+
+
+@pytest.mark.parametrize(
+    ("mask", "score", "reason"),
+    [
+        (None, soft_cap, "FlexAttention's own kernel computes such scores on CUDA devices: the call stays"),
+        (lambda b, h, i, j: (j <= i) | (j < 5), None, "FlexAttention's own kernel takes such a mask on CUDA devices"),
+    ],
+)
+def test_on_cuda_a_call_stays(mask: Mask | None, score: Scores | None, reason: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = None if mask is None else create_block_mask(mask, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        return flex_attention(q, k, v, score_mod=score, block_mask=made)
+
+    site = site_of(run, *qkv(1, 2, N, N, dim=64, dtype=torch.bfloat16), rewritten=0, device="H100", targets=None)
+    assert site.reason.startswith(reason)
+
+
+# ---------------------------------------------------------------- exported programs, and Inductor
+
+
+class Documents(torch.nn.Module):
+    """Biases from a buffer, documents from an input, and a block mask that the program makes itself."""
+
+    def __init__(self, made: BlockMask | None) -> None:
+        super().__init__()
+        self.register_buffer("slopes", SLOPES.clone())
+        self.made = made
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j <= i) & (ids[b, i] == ids[b][j])
+
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return s + self.slopes[h] * (j - i)
+
+        made = self.made or create_block_mask(mask, 2, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        return flex_attention(q, k, v, score_mod=score, block_mask=made, enable_gqa=True)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_exported(inside: bool) -> None:
+    ids = torch.arange(N)[None] // torch.tensor([[20], [33]])
+    inputs = (*qkv(2, 4, N, N, kv_heads=2), ids)
+    with torch.no_grad():
+        program = torch.export.export(Documents(None if inside else blocks(causal)), inputs)
+        expected = program.module()(*inputs)
+        report = attn_pass.rewrite(program, choose="fused", targets=("sdpa",), on_error="raise")
+        (site,) = report.sites
+        assert (site.outcome, site.form) == ("rewritten", "flex_attention")
+        if inside:
+            assert site.mask == "causal and document and additive"
+        else:  # the lists are constants of the program: that they say what `mask_mod` says was computed
+            assert site.mask == "causal and additive, by distance"
+            assert site.fixed == tuple(f"lifted_tensor_{n}" for n in range(4))
+        torch.testing.assert_close(program.module()(*inputs), expected, atol=1e-5, rtol=1e-5)
+        (again,) = attn_pass.rewrite(program, choose="fused", targets=("sdpa",), on_error="raise").sites
+        assert again.form == "sdpa"
+
+
+def test_constant_lists_that_disagree_are_part_of_what_is_kept() -> None:
+    inputs = (*qkv(2, 4, N, N), torch.zeros(2, N, dtype=torch.long))
+    with torch.no_grad():
+        program = torch.export.export(Documents(listed(PARTIAL, causal, FULL)), inputs)
+        report = attn_pass.rewrite(program, choose="fused", targets=("sdpa",), on_error="raise")
+        (site,) = report.sites
+        assert site.fixed == ()
+        keep = compiled_meaning(PARTIAL, FULL, causal)
+        i, j = torch.arange(N)[:, None], torch.arange(N)[None]
+        bias = (SLOPES[:, None, None] * (j - i)).masked_fill(~keep, float("-inf"))
+        expected = torch.nn.functional.scaled_dot_product_attention(*inputs[:3], attn_mask=bias[None])
+        torch.testing.assert_close(program.module()(*inputs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_through_inductor(inside: bool) -> None:
+    q, k, v = qkv(2, 4, N, N, kv_heads=2)
+    fn = made_inside(causal) if inside else flex(blocks(causal))
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(fn, backend=attn_pass.backend, options={"targets": ("cpu_kernel",)})
+        found = compiled(q, k, v)
+    assert report.sites[0].target == "cpu_kernel"
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
