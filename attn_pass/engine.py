@@ -34,15 +34,15 @@ from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE, Options, Runner
 from attn_pass.patterns import also_used, by_slices, calls, composite, flex_calls, joined_scores, softmax, summed_pieces
 from attn_pass.patterns.base import Site
-from attn_pass.patterns.draws import Draws
+from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.planner import roofline
-from attn_pass.planner.choose import AS_ASKED, Choice, Measured, Take, choose, score_product_cost
+from attn_pass.planner.choose import AS_ASKED, Choice, Measured, Selection, choose, score_product_cost
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.overrides import before_leave, check_names, rule_for
 from attn_pass.poor_cases import CASES, variants
 from attn_pass.reading.describe import Described
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 from attn_pass.report.build import place_of, record_of
 from attn_pass.report.pages import collect
 from attn_pass.report.pages.picture import Picture
@@ -50,10 +50,10 @@ from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
 from attn_pass.report.torch_logging import is_bisected_away, observed
 from attn_pass.targets.base import Offer, Setting
-from attn_pass.tuning.tuner import Place, Tuner
+from attn_pass.tuning.tuner import Tuner, TuningSite
 from attn_pass.verify import CompileSite, Mismatch, Subject, Verified, verify
 
-MeasurePlace = Callable[[Place, Sequence[str]], Measured | str]
+MeasurePlace = Callable[[TuningSite, Sequence[str]], Measured | str]
 
 
 def rewrite_graph(
@@ -88,7 +88,7 @@ def rewrite_graph(
         options,
         report,
         program,
-        Draws(gm.graph),
+        DropoutSites(gm.graph),
         count=1,
         runner=runner,
         measure=measure,
@@ -134,7 +134,7 @@ class _Graph:
     options: Options
     report: Report
     program: str
-    draws: Draws
+    draws: DropoutSites
     count: int
     is_body: bool = False
     is_checkpoint: bool = False
@@ -456,7 +456,7 @@ class _Graph:
             self.replaced.update(opaque.expansion.keep(self.replaced))
         return changed
 
-    def _emit(self, site: Site, record: SiteReport, take: Take, setting: Setting) -> Verified | None:
+    def _emit(self, site: Site, record: SiteReport, take: Selection, setting: Setting) -> Verified | None:
         assert site.described is not None
         if self.size_nodes is None:
             passing = {n for o in self.opaque for n in o.nodes} | {n for p in self.pieces for n in p.idle}
@@ -528,7 +528,9 @@ class _Graph:
         except NoSize as error:
             raise _HoldsForSome(str(error)) from None
 
-    def _verified(self, site: Site, record: SiteReport, take: Take, nodes: tuple[Node, ...], value: Value) -> Verified:
+    def _verified(
+        self, site: Site, record: SiteReport, take: Selection, nodes: tuple[Node, ...], value: Value
+    ) -> Verified:
         """What running the site as it was and as it is to be showed. Raises `Mismatch`."""
         assert site.described is not None
         time_of_result = self.effects.position[site.node]
@@ -552,7 +554,7 @@ class _Graph:
     def _known_tensors(self) -> dict[Node, torch.Tensor]:
         return {node: tensor for node, (_, tensor) in self.reader.known.items()}
 
-    def _verify_smaller(self, site: Site, take: Take, gm: GraphModule) -> float:
+    def _verify_smaller(self, site: Site, take: Selection, gm: GraphModule) -> float:
         """Rewrites a smaller form of a site the same way, and verifies that."""
         options = replace(
             self.options,
@@ -571,7 +573,7 @@ class _Graph:
             options,
             report,
             self.program,
-            Draws(gm.graph),
+            DropoutSites(gm.graph),
             count=1,
             is_body=self.is_body,
             runner=self.runner,
@@ -584,9 +586,9 @@ class _Graph:
             raise CannotExtract("with a shorter length it is rewritten to something else")
         return found
 
-    def _place(self, site: Site, setting: Setting) -> Place:
+    def _place(self, site: Site, setting: Setting) -> TuningSite:
         assert site.described is not None
-        return Place(
+        return TuningSite(
             site.node,
             site.described.nodes,
             self.sizes,
@@ -642,7 +644,9 @@ class _Graph:
             may_need_grad=self._may_need_grad(site, made_of),
             is_recomputed=self.is_checkpoint or recomputes_everything(),
             wants_logarithm=site.logarithms is not None,
-            draws_alike=made_of is not None and bool(attention.dropout) and self.draws.has_like(site.node, made_of),
+            may_be_merged_by_cse=made_of is not None
+            and bool(attention.dropout)
+            and self.draws.has_like(site.node, made_of),
             same_random_numbers=self.program == "compile" and bool(torch._inductor.config.fallback_random),
             hint=self.sizes.hint,
             can_be_zero=self.sizes.can_be_zero,

@@ -164,7 +164,18 @@ def annotated_targets(value: object) -> tuple[str, ...]:
 def unknown_name(what: str, given: str, accepted: Iterable[str]) -> OptionError:
     """The error for a name that is not among the accepted ones: names the nearest and lists all of them."""
     names = list(accepted)
-    return OptionError(f"unknown {what} {given!r}{_nearest(given, names)}; accepted are {_listed(names)}")
+    now = _RENAMED.get(given)
+    near = _nearest(given, names) if now is None else f"; it is called {now!r} now"
+    return OptionError(f"unknown {what} {given!r}{near}; accepted are {_listed(names)}")
+
+
+# What names of targets and poor cases were before they became identifiers.
+_RENAMED = {
+    "keys nobody sees": "key_range",
+    "shared K/V over the batch": "shared_kv",
+    "grouped heads": "grouped_heads",
+    "values": "single_key",
+}
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:

@@ -16,6 +16,7 @@ from types import ModuleType
 import catalogued
 import decisions
 import measured
+import named
 import rooms
 
 from attn_pass import poor_cases
@@ -55,6 +56,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "architecture.md": {"rooms": lambda: table(rooms.rooms)},
     "../README.md": {"numbers": lambda: table(measured.numbers)},
+    "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},

@@ -44,7 +44,7 @@ def test_the_same_report_does_not_differ() -> None:
     [
         (left(), "outcome, target, reason"),
         (site(target="flex", predicted_us={"leave": 40.0, "flex": 10.0}), "target"),
-        (site(poor_cases=("grouped heads",)), "target"),
+        (site(poor_cases=("grouped_heads",)), "target"),
         (site(reason="another reason"), "reason"),
         (site(reason="41 us predicted as it is, 9 us as sdpa"), ""),
         (site(predicted_us={"leave": 40.0, "sdpa": 20.0}), "time"),

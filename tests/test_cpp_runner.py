@@ -153,4 +153,4 @@ def test_the_numbers_are_eager_s(program: Path, packages: dict[str, Path], tmp_p
 def test_it_prints_what_was_done(program: Path, packages: dict[str, Path]) -> None:
     done = subprocess.run([program, "--report", packages["S4"]], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
-    assert [site["poor_cases"] for site in report["sites"]] == [["shared K/V over the batch"]]
+    assert [site["poor_cases"] for site in report["sites"]] == [["shared_kv"]]

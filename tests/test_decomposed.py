@@ -93,14 +93,14 @@ FORMS: dict[str, tuple[Function, tuple[Tensor, ...], Any, str, str]] = {
     "causal to the last key": (last_key_call, TWO, ROWS, "causal with offset", ""),
     "padding": (masked_call, (*TWO, KEEP), (*ROWS, {0: B, 1: S}), "padding", ""),
     "added": (added_call, (*TWO, randn(2, 1, 7, 13)), (*ROWS, {0: B, 2: L, 3: S}), "additive", ""),
-    "grouped": (grouped_call, GROUPED, ROWS, "none", "grouped heads"),
-    "grouped, one query": (grouped_call, ONE, ({0: B}, *ROWS[1:]), "none", "grouped heads"),
-    "S4": (call, SEED, SHARED, "none", "shared K/V over the batch"),
-    "S4, expanded": (expanded_call, SEED, SHARED, "none", "shared K/V over the batch"),
+    "grouped": (grouped_call, GROUPED, ROWS, "none", "grouped_heads"),
+    "grouped, one query": (grouped_call, ONE, ({0: B}, *ROWS[1:]), "none", "grouped_heads"),
+    "S4": (call, SEED, SHARED, "none", "shared_kv"),
+    "S4, expanded": (expanded_call, SEED, SHARED, "none", "shared_kv"),
     "by hand": (by_hand, TWO, ROWS, "none", ""),
     "causal by hand": (causal_by_hand, SQUARE, SAME, "causal", ""),
-    "grouped by hand": (grouped_by_hand, GROUPED, ROWS, "none", "grouped heads"),
-    "S4 by hand": (by_hand, SEED, SHARED, "none", "shared K/V over the batch"),
+    "grouped by hand": (grouped_by_hand, GROUPED, ROWS, "none", "grouped_heads"),
+    "S4 by hand": (by_hand, SEED, SHARED, "none", "shared_kv"),
     "einsum": (by_einsum, TWO, ROWS, "none", ""),
 }
 
@@ -181,7 +181,7 @@ def test_seed_s4_is_predicted_to_gain_when_decomposed(table: str) -> None:
     inputs = three((1000, 4, 1, 32), (1, 4, 2048, 32))
     shapes = ({0: Dim("batch", min=1, max=2048)}, None, None)
     (site,) = attn_pass.rewrite(decomposed(call, inputs, shapes, table), on_error="raise").sites
-    assert site.poor_cases == ("shared K/V over the batch",)
+    assert site.poor_cases == ("shared_kv",)
     assert site.predicted_us["leave"] > 1.5 * min(site.predicted_us.values())
 
 

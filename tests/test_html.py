@@ -72,7 +72,7 @@ def site(**changes: Any) -> SiteReport:
         "dtype": "float32",
         "device": "cpu",
         "mask": "causal",
-        "predicted_us": {"leave": 40.0, "sdpa": 10.0, "sdpa (grouped heads)": 12.0},
+        "predicted_us": {"leave": 40.0, "sdpa": 10.0, "sdpa (grouped_heads)": 12.0},
         "refusals": {"flex": "no score function is needed"},
         "rates": {"device": "cpu, 2 cores", "gflops": 176.0, "gbytes": 22.0},
         "roofline": {
@@ -132,7 +132,7 @@ def test_a_report_alone_has_no_graphs_and_no_pictures() -> None:
 
 def test_what_a_site_knows_is_on_the_page() -> None:
     told = site(
-        poor_cases=("grouped heads",),
+        poor_cases=("grouped_heads",),
         assumptions=("no row is empty",),
         fixed=("buffer mask",),
         score_mod="def score_mod(score, b, h, q_idx, kv_idx):\n    return score + b",

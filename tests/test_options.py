@@ -6,7 +6,9 @@ import dataclasses
 from typing import Literal
 
 import pytest
+import torch
 
+import attn_pass
 from attn_pass.errors import AttnPassError, OptionError
 from attn_pass.options import OPTION_NAMES, Options, make_options, split_options
 
@@ -179,3 +181,17 @@ def test_rules_are_pairs_or_a_dict() -> None:
 def test_first_needs_targets() -> None:
     with pytest.raises(OptionError, match="name some in targets"):
         make_options(choose="first")
+
+
+@pytest.mark.parametrize(
+    ("option", "before", "now"),
+    [
+        ("poor_cases", "grouped heads", "grouped_heads"),
+        ("poor_cases", "keys nobody sees", "key_range"),
+        ("poor_cases", "shared K/V over the batch", "shared_kv"),
+        ("targets", "values", "single_key"),
+    ],
+)
+def test_a_name_of_before_is_told_the_one_of_now(option: str, before: str, now: str) -> None:
+    with pytest.raises(OptionError, match=f"{before}.*it is called '{now}' now"):
+        attn_pass.explain(torch.cos, torch.zeros(1), attn_pass_options={option: (before,)})

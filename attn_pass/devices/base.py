@@ -22,7 +22,7 @@ from attn_pass.targets.base import Setting, Target
 from attn_pass.targets.kernel_rules import Call, KernelRules
 
 Finder = Callable[[Any], Iterable[Any]]
-"""From an `attn_pass.reading.lift.Reader` to the `attn_pass.patterns.base.Site`s of a graph."""
+"""From an `attn_pass.reading.reader.Reader` to the `attn_pass.patterns.base.Site`s of a graph."""
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 

@@ -23,9 +23,9 @@ from attn_pass.patterns.softmax_forms import (
     read_exponential,
     read_logsumexp,
 )
-from attn_pass.reading.lift import Reader, Unreadable
 from attn_pass.reading.products import Product
-from attn_pass.reading.spine import SideLoad, Spine
+from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.use_def import SideLoad, UseDefWalk
 from attn_pass.reading.views import VIEWS, Position, broadcast_position
 
 _FAR = 8  # operations between a product and what is done to its rows
@@ -73,7 +73,7 @@ def endings(reader: Reader, product: Node) -> Iterator[Ending]:
 
 def _ending(reader: Reader, node: Node, product: Node, reach: Mapping[Node, frozenset[Node]]) -> Ending | None:
     output = _axes(reader, node)
-    spine = Spine(reader, product, reach, reader.regions.of(product))
+    spine = UseDefWalk(reader, product, reach, reader.regions.of(product))
     try:
         made = spine.read(node, tuple(axis_index(a) for a in output), reader.order[node])
     except Unreadable:
@@ -133,7 +133,7 @@ def late_softmax(reader: Reader, ending: Ending, product: Product, weights: Node
     keys = Axis("j", product.summed_size)
     left, right = product.positions(ending.at_product, keys)
     region = reader.regions.of(product.node)
-    spine = Spine(reader, exp_node, reach_from(reader, exp_node), region)
+    spine = UseDefWalk(reader, exp_node, reach_from(reader, exp_node), region)
     try:
         plain = isinstance(
             spine.read(weights, right if weights is product.right else left, reader.order[product.node]), Dot
@@ -152,7 +152,7 @@ def late_softmax(reader: Reader, ending: Ending, product: Product, weights: Node
 
 
 def sink_of_share(
-    reader: Reader, ending: Ending, softmax: Softmax, scores: Spine, at_softmax: Position, keys: Axis
+    reader: Reader, ending: Ending, softmax: Softmax, scores: UseDefWalk, at_softmax: Position, keys: Axis
 ) -> tuple[Expr, tuple[Node, ...]]:
     """The sink whose share is taken off the rows of the result, and the nodes that compute the share.
 
@@ -162,7 +162,7 @@ def sink_of_share(
     assert side is not None
     factor, position, divides, nodes = _uninverted(reader, side, ending.divides)
     for total in _logarithms(reader, factor):
-        spine = Spine(reader, total, reach_from(reader, total), scores.region)
+        spine = UseDefWalk(reader, total, reach_from(reader, total), scores.region)
         try:
             share = spine.read(factor, position, side.written_at)
         except Unreadable:

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node, map_arg
 from attn_pass.compat import no_new_guards
 from attn_pass.graph.values import fake_value, tensor_value, value_key
 from attn_pass.model.index import Index
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 
 
 class CannotAdd(Exception):

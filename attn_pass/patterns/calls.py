@@ -14,8 +14,8 @@ from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import Site, check_window, failed, first_result, refused
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.lift import Reader, Unreadable
-from attn_pass.reading.spine import SideLoad
+from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position, broadcast_position
 
 FORM = "sdpa"

@@ -22,7 +22,7 @@ from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.patterns import fast_paths
 from attn_pass.patterns.base import Site, failed
-from attn_pass.reading.lift import PLAIN_TENSORS
+from attn_pass.reading.reader import PLAIN_TENSORS
 
 FORM = "nn.MultiheadAttention"
 ENCODER_LAYER = "nn.TransformerEncoderLayer"

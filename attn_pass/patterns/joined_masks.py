@@ -11,7 +11,7 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.patterns.beside import Beside, CannotAdd
 from attn_pass.patterns.joined_pieces import Piece
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 
 aten = torch.ops.aten
 

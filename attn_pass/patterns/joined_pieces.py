@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.reading.lift import Reader
 from attn_pass.reading.products import Product
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.vocabulary import Call
 
 

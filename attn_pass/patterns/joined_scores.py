@@ -21,8 +21,8 @@ from attn_pass.patterns.base import Site
 from attn_pass.patterns.beside import Beside, CannotAdd
 from attn_pass.patterns.joined_masks import join_bias, join_masks
 from attn_pass.patterns.joined_pieces import Piece, piece_of
-from attn_pass.reading.lift import Reader
 from attn_pass.reading.products import Product
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import VIEWS
 from attn_pass.reading.vocabulary import Call
 

@@ -9,10 +9,10 @@ from attn_pass.model.attention import Factor
 from attn_pass.model.expression import Const, Dot, Expr, apply
 from attn_pass.model.index import Axis, axis_index
 from attn_pass.reading.describe import _with_dot
-from attn_pass.reading.lift import Reader, Unreadable
 from attn_pass.reading.products import Product
+from attn_pass.reading.reader import Reader, Unreadable
 from attn_pass.reading.scores import is_small
-from attn_pass.reading.spine import Spine
+from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
 
 
@@ -43,7 +43,7 @@ def factors_of_rows(reader: Reader, product: Product, weights: Node, position: P
     return tuple(found)
 
 
-def with_product(reader: Reader, spine: Spine, product: Product, score: Expr) -> Expr:
+def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Expr) -> Expr:
     """The score with ``alpha``, the added matrix of ``baddbmm`` and further factors of an einsum spelled out."""
     dot: Expr = Dot()
     at = dict(zip(product.out_letters, spine.leaf_position or ()))

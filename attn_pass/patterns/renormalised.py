@@ -7,14 +7,16 @@ from torch.fx import Node
 from attn_pass.model.expression import Const, Dot
 from attn_pass.model.index import Axis, axis_index
 from attn_pass.patterns.softmax_forms import read_softmax, sums_what_is_not_negative
-from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
-from attn_pass.reading.spine import SideLoad, Spine
+from attn_pass.reading.reader import Reader, Unreadable, tensor_dims
+from attn_pass.reading.use_def import SideLoad, UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
 
 _LEAST = 0.5  # a sum of weights is above it, whatever their rounding
 
 
-def renormalised_by(reader: Reader, spine: Spine, side: SideLoad, keys: Axis) -> tuple[float, tuple[Node, ...]] | None:
+def renormalised_by(
+    reader: Reader, spine: UseDefWalk, side: SideLoad, keys: Axis
+) -> tuple[float, tuple[Node, ...]] | None:
     """The number that weights are divided by where ``side`` is their sum, and the nodes that compute it.
 
     ``w / w.sum()`` is divided by 1, ``w / (w.sum() + eps)`` by ``1 + eps``. None for any other divisor: sums of weights
@@ -27,7 +29,7 @@ def renormalised_by(reader: Reader, spine: Spine, side: SideLoad, keys: Axis) ->
 
 
 def _divisor(
-    reader: Reader, spine: Spine, node: object, position: Position, keys: Axis
+    reader: Reader, spine: UseDefWalk, node: object, position: Position, keys: Axis
 ) -> tuple[float, tuple[Node, ...]] | None:
     if not isinstance(node, Node):
         return None
@@ -56,7 +58,7 @@ def _divisor(
 
 
 def _sum_of_weights(
-    reader: Reader, spine: Spine, node: Node, position: Position, keys: Axis
+    reader: Reader, spine: UseDefWalk, node: Node, position: Position, keys: Axis
 ) -> tuple[Node, ...] | None:
     """The nodes between the softmax and a sum of its row that the weights lie in; None for any other sum."""
     call = reader.call(node)
@@ -67,7 +69,7 @@ def _sum_of_weights(
         return None
     (dim,) = dims
     where = (*position[:dim], axis_index(keys), *position[dim + (1 if call["keepdim"] else 0) :])
-    again = Spine(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
+    again = UseDefWalk(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
     try:
         plain = isinstance(again.read(summed, where, reader.order[node]), Dot)
     except Unreadable:

@@ -14,14 +14,14 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, con
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.patterns.softmax_forms import Softmax
 from attn_pass.patterns.weights import maximum_of
-from attn_pass.reading.lift import Reader, Unreadable
-from attn_pass.reading.spine import Spine
+from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
 
 
 def read_sinks(
     reader: Reader,
-    scores: Spine,
+    scores: UseDefWalk,
     score: Expr,
     node: Node,
     positions: tuple[Position, ...],
@@ -37,7 +37,7 @@ def read_sinks(
     nodes: dict[Node, None] = {}
     plain = score
     for position in positions:
-        spine = Spine(reader, scores.leaf, reader.products, region)
+        spine = UseDefWalk(reader, scores.leaf, reader.products, region)
         sink = spine.read(node, position, time)
         nodes |= dict.fromkeys(spine.internal)
         if isinstance(score, Apply) and isinstance(sink, Apply) and score.op == sink.op == "sub":
@@ -72,14 +72,14 @@ def _as_one(sinks: list[Expr], dtype: torch.dtype | None) -> Expr:
 
 
 def added_sink(
-    reader: Reader, scores: Spine, softmax: Softmax, at_softmax: Position, keys: Axis, time: int
+    reader: Reader, scores: UseDefWalk, softmax: Softmax, at_softmax: Position, keys: Axis, time: int
 ) -> tuple[Expr, tuple[Node, ...]]:
     """``(sink, nodes)`` where the sum of exponentials has one more: ``exp(s - m) / (exp(-m) + sum)``."""
     if not isinstance(softmax.sink, Node):
         assert softmax.sink is not None
         return Const(softmax.sink / softmax.scale), ()
     position = broadcast_position(at_softmax, reader.shape(softmax.sink))
-    spine = Spine(reader, scores.leaf, reader.products, scores.region)
+    spine = UseDefWalk(reader, scores.leaf, reader.products, scores.region)
     sink = spine._operand(softmax.sink, position, time)
     if contains_dot(sink) or keys in expression_axes(sink):
         raise Unreadable("more than one logit of a row is no product of queries and keys", softmax.sink)

@@ -30,9 +30,9 @@ from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, rea
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
 from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.lift import POINTWISE, Reader, Unreadable
 from attn_pass.reading.products import Product
-from attn_pass.reading.spine import Spine
+from attn_pass.reading.reader import POINTWISE, Reader, Unreadable
+from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import VIEWS
 
 FORM = "eager"
@@ -204,7 +204,7 @@ def _lift(
         at_weights, at_values, values = right, left, product.left
 
     reach = reach_from(reader, softmax) if late else reader.softmaxes
-    spine = Spine(reader, softmax, reach, region, of_weights=True)
+    spine = UseDefWalk(reader, softmax, reach, region, of_weights=True)
     expression = spine.read(weights, at_weights, order[node])
     internal = dict.fromkeys((node, *ending.nodes, *spine.internal))
     made_of, beside = read_weights(reader, spine, expression, (read.input, read.dim), keys)
@@ -217,7 +217,7 @@ def _lift(
         raise Unreadable("the softmax runs under another context than the product", softmax)
     internal |= dict.fromkeys(read.nodes)
 
-    scores = Spine(reader, scores_product, reader.products, region)
+    scores = UseDefWalk(reader, scores_product, reader.products, region)
     time = min(order[n] for n in read.nodes)
     score = scores.read(read.input, at_softmax, time)
     value = tensor_value(read.input)
@@ -297,7 +297,7 @@ def _lift(
     return parts, tuple(n for n in internal if n is not end)
 
 
-def _score_dtype(scores: Spine, score: Expr, softmax: torch.dtype, node: Node) -> torch.dtype:
+def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: Node) -> torch.dtype:
     """The type in which masks and biases join the scores: a fill has to mask there. Raises `Unreadable` for two.
 
     That is the softmax's own at least, but for float16, where other numbers mask. What ``score`` no longer holds, as
@@ -315,7 +315,7 @@ def _score_dtype(scores: Spine, score: Expr, softmax: torch.dtype, node: Node) -
     return torch.float16
 
 
-def _narrowest(scores: Spine, softmax: torch.dtype) -> torch.dtype:
+def _narrowest(scores: UseDefWalk, softmax: torch.dtype) -> torch.dtype:
     """float16 where the scores pass through it."""
     dtypes = {value.dtype for node in scores.internal if (value := tensor_value(node)) is not None}
     return torch.float16 if torch.float16 in dtypes else softmax

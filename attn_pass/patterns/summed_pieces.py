@@ -17,8 +17,8 @@ from attn_pass.graph.edit import erase_unused
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Axis, Index, axis_index
 from attn_pass.patterns.beside import Beside, CannotAdd
-from attn_pass.reading.lift import Reader
 from attn_pass.reading.products import Product
+from attn_pass.reading.reader import Reader
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, exp
 from attn_pass.model.index import Axis
 from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.describe import _with
-from attn_pass.reading.lift import Reader, Unreadable, tensor_dims
+from attn_pass.reading.reader import Reader, Unreadable, tensor_dims
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
-from attn_pass.reading.spine import Spine
+from attn_pass.reading.use_def import UseDefWalk
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Weights:
 
 
 def read_weights(
-    reader: Reader, spine: Spine, expression: Expr, softmax: tuple[Node, int], keys: Axis
+    reader: Reader, spine: UseDefWalk, expression: Expr, softmax: tuple[Node, int], keys: Axis
 ) -> tuple[Weights, tuple[Node, ...]]:
     """What was done to the weights and the nodes that did it beside the spine; ``softmax`` is its input and dimension.
 
@@ -53,7 +53,7 @@ def read_weights(
 
 def _guard_or_mask(
     reader: Reader,
-    spine: Spine,
+    spine: UseDefWalk,
     expression: Apply,
     softmax: tuple[Node, int],
     found: Weights,
@@ -87,7 +87,7 @@ def _guard_or_mask(
     return None
 
 
-def _is_nan(reader: Reader, spine: Spine, condition: Expr, nodes: list[Node]) -> bool:
+def _is_nan(reader: Reader, spine: UseDefWalk, condition: Expr, nodes: list[Node]) -> bool:
     """Whether the condition is that the weight at the same place is NaN; adds the node that asks."""
     if isinstance(condition, Apply) and condition.op == "ne" and all(isinstance(a, Dot) for a in condition.args):
         return True
@@ -97,7 +97,7 @@ def _is_nan(reader: Reader, spine: Spine, condition: Expr, nodes: list[Node]) ->
     call = reader.call(side.node)
     if call is None or call.op != "isnan" or not isinstance(call["input"], Node):
         return False
-    weights = Spine(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
+    weights = UseDefWalk(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
     try:
         same = isinstance(weights.read(call["input"], condition.index, reader.order[side.node]), Dot)
     except Unreadable:
@@ -109,7 +109,7 @@ def _is_nan(reader: Reader, spine: Spine, condition: Expr, nodes: list[Node]) ->
 
 
 def _factor(
-    reader: Reader, spine: Spine, expression: Apply, found: Weights, nodes: list[Node], keys: Axis
+    reader: Reader, spine: UseDefWalk, expression: Apply, found: Weights, nodes: list[Node], keys: Axis
 ) -> Expr | None:
     """A factor of whole rows, as a head mask or their own sum is; or the mask as ones and zeros."""
     left, right = expression.args
@@ -141,7 +141,7 @@ def _holds_dot(expression: Expr) -> bool:
     return isinstance(expression, Dot)
 
 
-def deep(reader: Reader, spine: Spine, expression: Expr) -> Expr:
+def deep(reader: Reader, spine: UseDefWalk, expression: Expr) -> Expr:
     """The expression with the loads of a spine lifted as far down as they can be."""
     values: dict[Load, Expr] = {}
     for load in loads(expression):
@@ -162,7 +162,7 @@ def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
     return apply(expression.op, *args, dtype=expression.dtype)
 
 
-def masked_once(reader: Reader, score: Expr, scores: Spine, zeroed: Expr, dtype: torch.dtype) -> Expr:
+def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
     """The score whose mask, set to zero again after the softmax, leaves empty rows at zero.
 
     Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but for rows
@@ -184,7 +184,9 @@ def masked_once(reader: Reader, score: Expr, scores: Spine, zeroed: Expr, dtype:
 _MAXIMA = ("amax", "max")
 
 
-def without_row_reductions(reader: Reader, score: Expr, scores: Spine, keys: Axis) -> tuple[Expr, tuple[Node, ...]]:
+def without_row_reductions(
+    reader: Reader, score: Expr, scores: UseDefWalk, keys: Axis
+) -> tuple[Expr, tuple[Node, ...]]:
     """The score without maxima of its own rows taken off it, and the nodes that computed them.
 
     Whatever is the same for all keys of a row changes neither the softmax nor its gradient, as long as it is finite.
@@ -201,7 +203,7 @@ def without_row_reductions(reader: Reader, score: Expr, scores: Spine, keys: Axi
     return (_with(score, values) if values else score), tuple(nodes)
 
 
-def maximum_of(reader: Reader, node: Node, scores: Spine) -> tuple[Node, ...] | None:
+def maximum_of(reader: Reader, node: Node, scores: UseDefWalk) -> tuple[Node, ...] | None:
     """The nodes from a maximum of the scores to ``node``; None if it is anything else."""
     nodes: list[Node] = []
     current: object = node

@@ -39,7 +39,7 @@ def only(label: str) -> Callable[..., Measured]:
 
 
 @dataclass(frozen=True)
-class Take:
+class Selection:
     """An offer to take, and why."""
 
     offer: Offer
@@ -54,10 +54,10 @@ class Choice:
     One after the first is for where the first turns out not to hold for the sizes the program is for.
     """
 
-    takes: tuple[Take, ...] = ()
+    takes: tuple[Selection, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
-    telling: str = ""  # the refusal to tell where there is no offer
+    why_none: str = ""  # the refusal to tell where there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
 
@@ -191,7 +191,7 @@ def choose(
         if prefer == "first" or (prefer == "fused" and offer.fused) or gain > margin.times:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
-            choice.takes = (*choice.takes, Take(offer, target, reason + margin.held))
+            choice.takes = (*choice.takes, Selection(offer, target, reason + margin.held))
         elif not choice.reason:
             choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
     return choice
@@ -257,14 +257,14 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
             else:
                 answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
-                (foreign if answer.foreign else choice.refusals).setdefault(target.name, answer.reason)
+                (foreign if answer.other_device else choice.refusals).setdefault(target.name, answer.reason)
                 packages += [answer.reason] if answer.package else []
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
     native = choice.refusals
     general = [native[name] for name in ("sdpa", "npu_fusion_attention") if name in native]
-    choice.telling = next(iter((*packages, *general, *native.values(), *foreign.values())), "")
+    choice.why_none = next(iter((*packages, *general, *native.values(), *foreign.values())), "")
     choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
@@ -318,4 +318,4 @@ def label(target: str, variant: str) -> str:
 
 
 def _why_none(choice: Choice) -> str:
-    return choice.telling or "no target is allowed"
+    return choice.why_none or "no target is allowed"

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 from attn_pass.model.attention import Attention
 
-NAME = "grouped heads"
+NAME = "grouped_heads"
 
 
 def variants(attention: Attention) -> Iterator[Attention]:

@@ -22,7 +22,7 @@ from attn_pass.model.expression import Expr, Load, rewrite_indices
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_less, is_nonnegative, substitute
 from attn_pass.model.mask import EVERYTHING, Band, Keys, Structure
 
-NAME = "keys nobody sees"
+NAME = "key_range"
 
 
 def variants(attention: Attention) -> Iterator[Attention]:

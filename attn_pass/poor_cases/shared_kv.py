@@ -23,7 +23,7 @@ from collections.abc import Iterator
 
 from attn_pass.model.attention import Attention
 
-NAME = "shared K/V over the batch"
+NAME = "shared_kv"
 
 
 def variants(attention: Attention) -> Iterator[Attention]:

@@ -6,7 +6,7 @@ import torch
 
 from attn_pass.model.expression import Const, Expr, apply, index_value
 from attn_pass.model.index import Index
-from attn_pass.reading.limits import LARGEST, WRAPPING
+from attn_pass.reading.dtype_range import LARGEST, WRAPPING
 from attn_pass.reading.views import Position
 
 _MOST_ELEMENTS = 1 << 26

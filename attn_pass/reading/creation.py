@@ -10,13 +10,13 @@ from torch.fx import Node
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
 from attn_pass.model.index import Index, is_nonnegative
-from attn_pass.reading.along import along
-from attn_pass.reading.limits import WRAPPING
+from attn_pass.reading.dtype_range import WRAPPING
+from attn_pass.reading.scans import along
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
 if TYPE_CHECKING:
-    from attn_pass.reading.lift import Reader
+    from attn_pass.reading.reader import Reader
 
 
 def created(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:

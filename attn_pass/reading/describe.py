@@ -32,11 +32,11 @@ from attn_pass.model.index import (
     substitute,
     unsplit_axis,
 )
-from attn_pass.model.repeatable import is_repeatable
+from attn_pass.model.rematerializable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading import half
-from attn_pass.reading.lift import OperandForm, Reader, Unreadable
 from attn_pass.reading.masks import NamedMask, name_mask
+from attn_pass.reading.reader import OperandForm, Reader, Unreadable
 from attn_pass.reading.scores import (
     Modified,
     NotAffine,
@@ -46,7 +46,7 @@ from attn_pass.reading.scores import (
     normalise,
     weakest_fill,
 )
-from attn_pass.reading.spine import SideLoad
+from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 
 # A fused backward takes exp(score - logsumexp), and beside 1e38 the logarithm of how many keys there are is lost.

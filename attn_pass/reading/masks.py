@@ -23,7 +23,7 @@ from attn_pass.model.expression import (
 )
 from attn_pass.model.index import Axis
 from attn_pass.model.mask import Structure, keeps_a_key
-from attn_pass.model.pieces import as_condition, pieces
+from attn_pass.model.piecewise import as_condition, pieces
 from attn_pass.reading.scores import WEAKEST_FILL, is_masking, is_small
 
 

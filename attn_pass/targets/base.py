@@ -52,7 +52,7 @@ class Setting:
     may_need_grad: bool = False  # an exported program, which does not tell, and something in it needs a gradient
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
     wants_logarithm: bool = False  # the scores' log-sum-exp is needed as well, and nothing else of them
-    draws_alike: bool = False  # another call that draws dropout may have the same operands
+    may_be_merged_by_cse: bool = False  # another call that draws dropout may have the same operands
     hint: Callable[[Index], int] = _static
     can_be_zero: Callable[[Index], bool] = _is_zero
 
@@ -88,12 +88,12 @@ class Offer:
 class Refusal:
     """A target does not take the attention, and why, in words.
 
-    ``foreign``: because of the device alone. ``package``: it would, were that installed.
+    ``other_device``: because of the device alone. ``package``: it would, were that installed.
     """
 
     target: str
     reason: str
-    foreign: bool = False
+    other_device: bool = False
     package: str = ""
 
 

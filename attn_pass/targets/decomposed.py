@@ -34,7 +34,7 @@ class Decomposed:
         if setting.eager_form:
             return Refusal(self.name, "it is written as products and a softmax already")
         if setting.device.type != "cpu":
-            return Refusal(self.name, f"no measured rule for {setting.device.type} devices yet", foreign=True)
+            return Refusal(self.name, f"no measured rule for {setting.device.type} devices yet", other_device=True)
         if attention.dropout:
             return Refusal(self.name, "dropout is left to the call")
         if setting.autocast is not None:

@@ -67,7 +67,7 @@ class Local:
         """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
+            return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         predicted = min(_cost(attention, blocks, setting) for blocks in _choices(attention))
         return Offer(
             self.name,

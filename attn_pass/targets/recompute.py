@@ -44,7 +44,7 @@ class Recompute:
         """Takes training on CPU with a mask whose gradient is wanted, or that the plain call cannot take."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
+            return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         copied = moved_query_bytes(attention, setting.hint)
         problem = problem_of(attention, setting.hint, copied)
         width = max(problem.head_dim, problem.value_dim)

@@ -59,7 +59,7 @@ class Sdpa:
         if reason is not None:
             device = setting.device  # another may have kernels of its own, and reasons that say more
             others = device.type == "npu" or (device.type not in ("cpu", "cuda") and bool(device.kernels))
-            return Refusal(self.name, reason, foreign=others)
+            return Refusal(self.name, reason, other_device=others)
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)

@@ -24,7 +24,7 @@ FINITE = "the scores are finite: with one key alone they are not computed"
 class SingleKey:
     """A copy of the one value for every query, on any device."""
 
-    name = "values"
+    name = "single_key"
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes attention over one key that no mask can hide."""

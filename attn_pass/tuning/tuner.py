@@ -33,7 +33,7 @@ _LIMIT_SECONDS = 300.0  # for a site: starting the process and compiling every f
 
 
 @dataclass(frozen=True)
-class Place:
+class TuningSite:
     """Where an attention is: what is needed to make a program of it."""
 
     result: Node
@@ -51,7 +51,7 @@ class Tuner:
     def __init__(self, options: Options) -> None:
         self._options = replace(options, tune=False, rules=(), choose="cheapest", on_error="raise", verify="off")
 
-    def __call__(self, place: Place, labels: Sequence[str]) -> Measured | str:
+    def __call__(self, place: TuningSite, labels: Sequence[str]) -> Measured | str:
         """Microseconds of each form and of `LEAVE`, or why nothing was measured."""
         device, made = place.setting.device, tensor_value(place.result)
         if not device.is_here or made is None or made.device.type != device.type:
@@ -75,7 +75,7 @@ class Tuner:
             return f"tune=True: not measured, {failed}; the model decides"
         return found
 
-    def _job(self, place: Place, program: Program, labels: Sequence[str]) -> dict[str, Any]:
+    def _job(self, place: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
         autocast = place.setting.autocast
         inputs = [{k: v for k, v in vars(i).items() if k != "value"} for i in program.inputs]
         return {

@@ -23,7 +23,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.patterns import calls
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 from attn_pass.targets.kernel_rules import Call as TableCall
 from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment

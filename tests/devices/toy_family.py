@@ -41,7 +41,7 @@ class ToyAttention:
 
     def consider(self, attention, variant, setting):
         if self.name not in setting.device.kernels:
-            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", foreign=True)
+            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
         if (reason := refusal(CONSTRAINTS, Attended(attention, setting))) is not None:
             return Refusal(self.name, reason)
         cost = cost_of(self.name, attention, problem_of(attention, setting.hint), setting)

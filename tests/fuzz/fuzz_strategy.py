@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 # What forces a choice: (choose, targets). The engine's own default comes last.
 ENGINES: tuple[tuple[str, tuple[str, ...] | None], ...] = (
-    ("fused", None), ("fused", ("sdpa",)), ("fused", ("flex",)), ("fused", ("sdpa", "values", "local", "recompute")),
-    ("cheapest", None), ("first", ("local", "recompute", "decomposed", "values", "sdpa")),
+    ("fused", None), ("fused", ("sdpa",)), ("fused", ("flex",)),
+    ("fused", ("sdpa", "single_key", "local", "recompute")),
+    ("cheapest", None), ("first", ("local", "recompute", "decomposed", "single_key", "sdpa")),
 )  # fmt: skip
 _LAST = "last is no number"  # where a mask hides it alone: all else would be NaN
 _AFTER = ("query after", "key after", "value after")  # the result

@@ -10,7 +10,7 @@ from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import TRUE, Apply, Const, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
 from attn_pass.model.mask import Band, Chunk, Keys, Opaque, keeps_a_key
-from attn_pass.model.pieces import as_condition, pieces
+from attn_pass.model.piecewise import as_condition, pieces
 from attn_pass.model.reference import Evaluation
 
 property_test = settings(max_examples=300, deadline=None, derandomize=True, database=None)

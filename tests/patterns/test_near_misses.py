@@ -443,7 +443,7 @@ def told(case: Case, report: Report, outcome: str) -> None:
         assert re.search(case.reason, site.refusals["sdpa"]), site.refusals
         return
     assert site.outcome == outcome, f"{site.outcome}: {site.reason}"
-    assert site.target in (("sdpa", "recompute", "values") if outcome == REWRITTEN else (None,))
+    assert site.target in (("sdpa", "recompute", "single_key") if outcome == REWRITTEN else (None,))
     if outcome == LEFT and case.outcome == LEFT:
         assert re.search(case.reason, site.reason), site.reason
 

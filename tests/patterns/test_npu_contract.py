@@ -12,7 +12,7 @@ from against_eager import qkv, randn
 from npu_stand_in import FA1, FA3, FIA
 
 import attn_pass
-from attn_pass.devices.npu.contract import Met, refusal
+from attn_pass.devices.npu.contract import CallFacts, refusal
 
 npu_stand_in.install()
 
@@ -299,11 +299,11 @@ def test_a_triangle_that_a_checkpoint_is_given() -> None:
 # ---------------------------------------------------------------- the rules by themselves
 
 
-def met(**changed: Any) -> Met:
+def met(**changed: Any) -> CallFacts:
     sizes = {"b": 2, "h": 4, "s": 6, "d": 16}
     plain = {"inference": True, "dtypes": (BF16,) * 3, "is_contiguous": True, "positions_first": False}
     plain |= {"turned": False, "inner_precise": 0, "mode": 0, "before": 1, "after": 1}
-    return Met(**{**plain, "query": sizes, "key": sizes, "value": sizes, **changed})
+    return CallFacts(**{**plain, "query": sizes, "key": sizes, "value": sizes, **changed})
 
 
 def test_lengths_and_batches_on_both_sides() -> None:

@@ -31,7 +31,7 @@ def test_a_call_that_is_fine_is_left() -> None:
 
 def test_shared_keys_are_folded() -> None:
     site = decided(sdpa, r(1000, 4, 1, 32), r(1, 4, 2048, 32), r(1, 4, 2048, 32))
-    assert site.poor_cases == ("shared K/V over the batch",)
+    assert site.poor_cases == ("shared_kv",)
     assert site.predicted_us["leave"] > 2 * min(site.predicted_us.values())
 
 
@@ -39,7 +39,7 @@ def test_grouped_decode_is_packed() -> None:
     site = decided(
         lambda q, k, v: sdpa(q, k, v, enable_gqa=True), r(2, 32, 1, 64), r(2, 4, 2048, 64), r(2, 4, 2048, 64)
     )
-    assert site.poor_cases == ("grouped heads",)
+    assert site.poor_cases == ("grouped_heads",)
 
 
 def test_poor_cases_can_be_switched_off() -> None:
@@ -127,7 +127,7 @@ def test_where_the_best_form_does_not_hold_the_next_is_taken(monkeypatch: pytest
 
     inputs = (r(2, 8, 4, 64), r(2, 2, 300, 64), r(2, 2, 300, 64))
     best = decided(grouped, *inputs)
-    assert best.poor_cases == ("grouped heads",)
+    assert best.poor_cases == ("grouped_heads",)
     emit = Sdpa.emit
 
     def refusing(self: Any, plan: Any, nodes: Any, offer: Any, setting: Any) -> Any:

@@ -71,8 +71,8 @@ CAUSAL = (causal, PLAIN[1], ANY)
 @pytest.mark.parametrize(
     ("case", "taken"),
     [
-        (GROUPED, {torch.float32: ("grouped heads",), torch.bfloat16: ("grouped heads",)}),
-        (SHARED, dict.fromkeys((torch.float32, torch.bfloat16), ("shared K/V over the batch",))),
+        (GROUPED, {torch.float32: ("grouped_heads",), torch.bfloat16: ("grouped_heads",)}),
+        (SHARED, dict.fromkeys((torch.float32, torch.bfloat16), ("shared_kv",))),
         (PLAIN, dict.fromkeys((torch.float32, torch.bfloat16))),
         (CAUSAL, {torch.float32: (), torch.bfloat16: None}),
     ],
@@ -101,7 +101,7 @@ def test_a_dynamic_batch_is_taken_as_traced() -> None:
     batch = {0: Dim("batch", min=1, max=2048)}
     make = inputs((1000, 4, 1, 32), (1, 4, 2048, 32), torch.float32)
     site = decided(exported(attend, lambda _: make, (batch, None, None), 0))
-    assert site.poor_cases == ("shared K/V over the batch",) and "queries" not in site.reason
+    assert site.poor_cases == ("shared_kv",) and "queries" not in site.reason
 
 
 def test_the_ends_are_those_of_the_program() -> None:

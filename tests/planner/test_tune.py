@@ -41,9 +41,9 @@ def test_what_is_fastest_is_taken_and_remembered(monkeypatch: pytest.MonkeyPatch
     with torch.no_grad():
         site = site_of(grouped, *inputs)
     measured = site.measured_us
-    assert {"leave", "sdpa", "sdpa (grouped heads)"} <= measured.keys()
+    assert {"leave", "sdpa", "sdpa (grouped_heads)"} <= measured.keys()
     assert "us measured as it is" in site.reason
-    taken = {(None, ()): "leave", ("sdpa", ()): "sdpa"}.get((site.target, site.poor_cases), "sdpa (grouped heads)")
+    taken = {(None, ()): "leave", ("sdpa", ()): "sdpa"}.get((site.target, site.poor_cases), "sdpa (grouped_heads)")
     assert measured[taken] <= min(measured.values()) * 1.04
     assert len(list(tmp_path.iterdir())) == 1
     monkeypatch.setattr(tuner, "_run", lambda *_: pytest.fail("measured twice"))
@@ -58,7 +58,7 @@ def test_measurements_overrule_predictions(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(tuner, "_run", measured)
     with torch.no_grad():
         site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
-        assert site.predicted_us["sdpa (grouped heads)"] < site.predicted_us["sdpa"]
+        assert site.predicted_us["sdpa (grouped_heads)"] < site.predicted_us["sdpa"]
         assert (site.target, site.poor_cases) == ("sdpa", ())
         monkeypatch.setattr(
             tuner, "_run", lambda job, _: {"us": {label: [2.0] for label in job["labels"]}, "failed": {}}

@@ -15,7 +15,7 @@ from ways import LOWEST, Program, hand, table, training, ways
 import attn_pass
 from attn_pass import engine
 
-NAME, SHARED, KEYS = "grouped heads", "shared K/V over the batch", "keys nobody sees"
+NAME, SHARED, KEYS = "grouped_heads", "shared_kv", "key_range"
 B, GROUPS, KV, S, D = 2, 3, 2, 7, 16
 H = GROUPS * KV
 
@@ -219,7 +219,7 @@ def test_one_query_with_the_flag_sees_the_first_key_of_its_own_kv_head() -> None
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     report = same(program, *operands(1))
-    told(report, (KEYS,), "values")
+    told(report, (KEYS,), "single_key")
 
 
 # ---------------------------------------------------------------- what else a site has

@@ -15,7 +15,7 @@ from ways import LOWEST, Program, call, hand, table, training, ways
 import attn_pass
 from attn_pass import engine
 
-NAME = "shared K/V over the batch"
+NAME = "shared_kv"
 B, H, L, S, D, BEAMS = 3, 2, 5, 7, 16, 3
 
 

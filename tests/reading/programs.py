@@ -21,7 +21,7 @@ from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.poor_cases import variants
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 
 Function = Callable[..., Any]
 DIALECTS = ("dynamo", "export", "decomposed")

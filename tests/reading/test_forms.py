@@ -404,7 +404,7 @@ def test_shared_heads_are_found_whatever_repeats_them(repeat: str) -> None:
     (meaning,) = check(form, form.inputs(), "dynamo")
     a = meaning.attention
     assert (a.query_heads, a.groups) == (6, 3)
-    packed = dict(variants(a, None))["grouped heads",]
+    packed = dict(variants(a, None))["grouped_heads",]
     assert (packed.query_heads, packed.groups, packed.q_len) == (2, 1, 3 * 4)
 
 
@@ -415,7 +415,7 @@ def test_keys_shared_by_the_batch_are_found() -> None:
         return attend((q @ k.mT).masked_fill(~keep, -INF), v)
 
     (meaning,) = check(function, [Q, K[:1], V[:1], KEEP], "export")
-    packed = dict(variants(meaning.attention, None))["shared K/V over the batch",]
+    packed = dict(variants(meaning.attention, None))["shared_kv",]
     assert (packed.batch_size, packed.q_len) == (1, B * L) and not packed.batch_is_shared
 
 

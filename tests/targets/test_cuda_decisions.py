@@ -236,4 +236,4 @@ def test_shared_keys_are_folded_into_rows(device: str) -> None:
     with torch.no_grad():
         report = attn_pass.explain(F.scaled_dot_product_attention, q, k, v, attn_pass_options={"device": device})
     (site,) = report.sites
-    assert site.target in ("cudnn", "flash") and site.poor_cases == ("shared K/V over the batch",)
+    assert site.target in ("cudnn", "flash") and site.poor_cases == ("shared_kv",)

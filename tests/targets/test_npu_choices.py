@@ -98,9 +98,9 @@ def test_modes_are_of_the_rows_as_the_program_has_them() -> None:
         q = torch.empty(64, 4, 4, 64, dtype=BF16)
         k, v = (torch.empty(1, 4, 2048, 64, dtype=BF16) for _ in range(2))
     for fn in (banded(None, 0), banded(3, 0)):
-        folded = told(fn, q, k, v, targets=(FUSION,), poor_cases=("shared K/V over the batch",))
-        assert folded.poor_cases == ("shared K/V over the batch",)
-        (call,) = calls(fn, q, k, v, targets=(FUSION,), poor_cases=("shared K/V over the batch",))
+        folded = told(fn, q, k, v, targets=(FUSION,), poor_cases=("shared_kv",))
+        assert folded.poor_cases == ("shared_kv",)
+        (call,) = calls(fn, q, k, v, targets=(FUSION,), poor_cases=("shared_kv",))
         assert call["sparse_mode"] == 0 and call["query"].meta["example_value"].shape[0] == 1
         small = (randn(8, 4, 4, 64, dtype=BF16), *qkv(1, 4, 1, 70, 64, dtype=BF16)[1:])
         same(fn, *small, rewritten=1, targets=(FUSION,), **HERE)

@@ -181,6 +181,6 @@ def test_shared_keys_are_folded_into_rows() -> None:
         k, v = (torch.empty(1, 4, 2000, 32, dtype=BF16) for _ in range(2))
     options: dict[str, Any] = {"choose": "cheapest", "poor_cases": None}
     site = told(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, **options)
-    assert site.target == FIA and site.poor_cases == ("shared K/V over the batch",)
+    assert site.target == FIA and site.poor_cases == ("shared_kv",)
     small = (randn(10, 4, 1, 32, dtype=BF16), *qkv(1, 4, 1, 20, 32, dtype=BF16)[1:])
     same(plain, *small, rewritten=1, device="Ascend910B", targets=(FIA,))

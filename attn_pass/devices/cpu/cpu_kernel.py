@@ -71,7 +71,7 @@ class CpuKernel:
         """Takes any function of the product with a bias and a mask, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type != "cpu")
+            return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         adds = attention.bias is not None
         return Offer(
             self.name,

@@ -53,7 +53,7 @@ class Decode:
         """Takes few query rows in half precision, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=KERNEL not in setting.device.kernels)
+            return Refusal(self.name, reason, other_device=KERNEL not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
         band = causal_band(attention)
         if band is not None:

@@ -51,7 +51,7 @@ class FlashAttn:
         """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
         reason = _refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, foreign=setting.device.type != "cuda")
+            return Refusal(self.name, reason, other_device=setting.device.type != "cuda")
         try:
             given = arguments_of(attention)
         except NoForm as found:

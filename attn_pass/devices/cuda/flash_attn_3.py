@@ -54,7 +54,7 @@ class FlashAttn3:
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes what FlashAttention-3 computes, in half precision on Hopper."""
         if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", foreign=True)
+            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
         reason = refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason)

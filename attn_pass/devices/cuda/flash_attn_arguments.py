@@ -29,7 +29,7 @@ from attn_pass.model.expression import (
 )
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most
 from attn_pass.model.mask import Band, Keys, Opaque, Structure, keeps_a_key, row_index
-from attn_pass.model.pieces import pieces
+from attn_pass.model.piecewise import pieces
 
 _ADDED = Opaque("additive")  # what a structure says of a bias that is no mask
 _EXACT = (torch.float32, torch.float64)  # positions are exact in these

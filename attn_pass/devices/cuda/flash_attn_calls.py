@@ -26,8 +26,8 @@ from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactl
 from attn_pass.patterns.base import Composite, Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.lift import OperandForm, Reader, Unreadable
-from attn_pass.reading.spine import SideLoad
+from attn_pass.reading.reader import OperandForm, Reader, Unreadable
+from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 
 FORM = "flash_attn"

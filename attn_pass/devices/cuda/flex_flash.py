@@ -56,7 +56,7 @@ class FlexFlash(Flex):
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """Takes what `flex` takes on CUDA, within the limits of the kernel and of torch's code for it."""
         if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", foreign=True)
+            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
         case = Case(attention, setting, function_of(attention, setting))
         for constraint in CONSTRAINTS:
             if not constraint.holds(case):

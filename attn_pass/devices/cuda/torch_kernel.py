@@ -48,7 +48,7 @@ class Kernel:
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
         if self.name not in setting.device.kernels:
-            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", foreign=True)
+            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
         kind = self.mask(attention, setting)
         reason = self._refusal(attention, kind, setting)
         if reason is not None:

@@ -49,7 +49,7 @@ _MASK_OF_ONE_ROW = ("bk",)
 
 
 @dataclass(frozen=True)
-class Met:
+class CallFacts:
     """A call: sizes by letters (batch, heads, positions, head dim), and what else the pages speak of."""
 
     inference: bool
@@ -81,35 +81,35 @@ class Met:
         return _MASK_OF_ONE_ROW if self.decodes else self.limits.masks
 
 
-Rule = Constraint[Met]
+Rule = Constraint[CallFacts]
 
 
 def _at_most(size: Index, most: int) -> bool:
     return not isinstance(size, int) or size <= most
 
 
-def _sizes(c: Met) -> tuple[Index, ...]:
+def _sizes(c: CallFacts) -> tuple[Index, ...]:
     return *c.query.values(), *c.key.values(), *c.value.values()
 
 
-def _dims(c: Met) -> tuple[Index, Index]:
+def _dims(c: CallFacts) -> tuple[Index, Index]:
     return c.query["d"], c.value["d"]
 
 
-def _has_head_dims(c: Met) -> bool:
+def _has_head_dims(c: CallFacts) -> bool:
     dim, value_dim = _dims(c)
     if not isinstance(dim, int) or not isinstance(value_dim, int) or not value_dim <= dim <= c.limits.head_dim:
         return False
     return not c.inference or (value_dim == dim and dim % 8 == 0)
 
 
-def _has_batches(c: Met) -> bool:
+def _has_batches(c: CallFacts) -> bool:
     dim = c.query["d"]
     odd = c.inference and c.query["s"] != 1 and isinstance(dim, int) and dim % 16 != 0
     return _at_most(c.query["b"], _ODD_BATCHES if odd else c.limits.batch)
 
 
-def _fits_hidden(c: Met) -> bool:
+def _fits_hidden(c: CallFacts) -> bool:
     hidden = c.query["h"] * c.query["d"]
     return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < _HIDDEN)
 
@@ -174,12 +174,12 @@ _RULES: tuple[Rule, ...] = (
 )
 
 
-def refusal(call: Met) -> str | None:
+def refusal(call: CallFacts) -> str | None:
     """The first reason why a call, its mask aside, is none that the documentation allows; None if it is one."""
     return constraints.refusal(_RULES, call)
 
 
-def mask_letters(call: Met, shape: tuple[Index, ...]) -> str | None:
+def mask_letters(call: CallFacts, shape: tuple[Index, ...]) -> str | None:
     """The documented shape of a full-size mask that this one has, by letters; None for any other."""
     sizes: Mapping[str, Index] = {
         "b": call.query["b"],
@@ -191,7 +191,7 @@ def mask_letters(call: Met, shape: tuple[Index, ...]) -> str | None:
     return next((m for m in call.masks if tuple(sizes[letter] for letter in m) == tuple(shape)), None)
 
 
-def mask_words(call: Met) -> str:
+def mask_words(call: CallFacts) -> str:
     """Those shapes, for a reason."""
     words = {"b": "B", "h": "N", "i": "Sq", "k": "Sk", "1": "1"}
     return " or ".join(f"({', '.join(words[letter] for letter in m)})" for m in call.masks)

@@ -18,7 +18,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from attn_pass.devices.npu.contract import Met, mask_letters, mask_words, refusal
+from attn_pass.devices.npu.contract import CallFacts, mask_letters, mask_words, refusal
 from attn_pass.devices.npu.triangle import SIDE, check_triangle
 from attn_pass.graph.values import memory_order, tensor_value
 from attn_pass.model.attention import AsWritten
@@ -27,8 +27,8 @@ from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactl
 from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.lift import Reader, Unreadable
-from attn_pass.reading.spine import SideLoad
+from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 
 FORM = "npu"
@@ -68,7 +68,7 @@ TRUSTED = "the mask given beside a sparse_mode is the triangle that torch_npu as
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ParsedCall:
     """A call's arguments in one spelling; ``layouts`` of the operands and of the result."""
 
     name: str
@@ -114,7 +114,7 @@ def find(reader: Reader) -> Iterator[Site]:
             yield failed(node, FORM, region, error)
 
 
-def _as_written(reader: Reader, given: _Given) -> AsWritten:
+def _as_written(reader: Reader, given: _ParsedCall) -> AsWritten:
     mask = tensor_value(given.mask)
     dense = mask is not None and given.mode < 2
     return AsWritten(
@@ -126,7 +126,7 @@ def _as_written(reader: Reader, given: _Given) -> AsWritten:
     )
 
 
-def _arguments(node: Node, name: str) -> _Given:
+def _arguments(node: Node, name: str) -> _ParsedCall:
     target = node.target
     overload = target if isinstance(target, OpOverload) else target.default  # type: ignore[union-attr]
     schema = overload._schema.arguments
@@ -150,7 +150,7 @@ def _arguments(node: Node, name: str) -> _Given:
     inner, _, outer = str(given["layout"]).partition("_")
     if inner not in _LAYOUTS or (outer and (name != _INFERENCE or (inner, outer) != ("BNSD", "BSND"))):
         raise Unreadable(f"layout {given['layout']}: sequences of one length are read", node)
-    return _Given(
+    return _ParsedCall(
         name=name,
         query=found["query"],
         key=found["key"],
@@ -186,7 +186,7 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
     return found
 
 
-def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) -> Parts:
+def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _Mask) -> Parts:
     tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
     if len(tensors) != 4:
         raise Unreadable("an operand is no tensor", node)
@@ -206,7 +206,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: _Given, mask: _Mask) 
         raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if given.heads % kv_heads:
         raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
-    met = Met(
+    met = CallFacts(
         inference=given.name == _INFERENCE,
         dtypes=(tensors[0].dtype, tensors[1].dtype, tensors[2].dtype),
         is_contiguous=all(_is_contiguous(reader, t) for t in tensors[:3]),
@@ -272,11 +272,11 @@ class _Mask:
 
     reader: Reader
     node: Node
-    given: _Given
+    given: _ParsedCall
     side: dict[Load, SideLoad] = field(default_factory=dict)
     trusted: list[str] = field(default_factory=list)
 
-    def kept(self, position: Position, met: Met) -> Expr:
+    def kept(self, position: Position, met: CallFacts) -> Expr:
         """The condition under which a score is kept, at (batch, head, row, key)."""
         given, node = self.given, self.node
         _, _, row, key = position
@@ -309,7 +309,7 @@ class _Mask:
         bounds = (given.before, given.after) if given.mode == 4 else (_UNBOUNDED, 0)
         return _between(key, own, *bounds)
 
-    def _masked(self, mask: Node, value: torch.Tensor, position: Position, met: Met) -> Expr:
+    def _masked(self, mask: Node, value: torch.Tensor, position: Position, met: CallFacts) -> Expr:
         """Whether a score is masked out: an element of a full-size mask."""
         shape = self.reader.sizes.shape(value)
         letters = mask_letters(met, shape)
@@ -325,7 +325,7 @@ class _Mask:
         load = element_of(self.reader, self.node, mask, tuple(places[letter] for letter in letters), self.side)
         return load if value.dtype == torch.bool else apply("ne", load, Const(0))
 
-    def _check_triangle(self, mask: Node, value: torch.Tensor, met: Met) -> None:
+    def _check_triangle(self, mask: Node, value: torch.Tensor, met: CallFacts) -> None:
         """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
         shape = self.reader.sizes.shape(value)
         if "".join("s" if n == SIDE else str(n) for n in shape) not in met.limits.compressed:

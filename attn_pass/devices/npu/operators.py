@@ -60,7 +60,7 @@ class _Operator:
         device = setting.device
         found = self._operator(setting)
         if found is None:
-            return Refusal(self.name, self._why_absent(setting), foreign=device.type != "npu")
+            return Refusal(self.name, self._why_absent(setting), other_device=device.type != "npu")
         reason = refusal(Case(attention, setting, found))
         if reason is not None:
             return Refusal(self.name, reason)

@@ -158,7 +158,7 @@ RULES: tuple[Constraint[Case], ...] = (
         "equal calls",
         "another site may draw dropout over the same tensors: nothing tells a compiler that the operator draws random "
         "numbers, so it would draw once for both",
-        lambda c: not c.setting.draws_alike,
+        lambda c: not c.setting.may_be_merged_by_cse,
         of=FUSION,
     ),
     Rule(

@@ -17,7 +17,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Apply, Expr, Load, loads
 from attn_pass.model.index import Axis, axis_index
 from attn_pass.model.reference import Evaluation
-from attn_pass.reading.lift import Reader
+from attn_pass.reading.reader import Reader
 
 SIDE = 2048
 _ROW, _KEY = Axis("triangle_i", SIDE), Axis("triangle_j", SIDE)

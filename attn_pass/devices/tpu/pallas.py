@@ -42,7 +42,7 @@ class _Pallas:
         """An offer at the kernel's cost, or the first reason why not."""
         device = setting.device
         if self.name not in device.kernels or device.name not in GENERATIONS:
-            return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", foreign=True)
+            return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", other_device=True)
         reason = _refusal(attention, setting)
         mask = Mask() if reason else mask_of(attention)
         reason = reason or self._refusal_of(attention, mask) or _refusal_of_rows(attention, mask, setting)

@@ -8,7 +8,7 @@ from torch.fx import Node
 from attn_pass.graph.values import fake_value
 from attn_pass.model.expression import Const, Expr, as_index, walk
 from attn_pass.model.index import terms_of
-from attn_pass.model.pieces import pieces
+from attn_pass.model.piecewise import pieces
 from attn_pass.reading.vocabulary import Call
 
 LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, nothing gets near what wraps around

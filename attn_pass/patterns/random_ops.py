@@ -15,7 +15,7 @@ from attn_pass.graph.ancestry import Ancestry
 
 
 @dataclass
-class Draws:
+class DropoutSites:
     """The sites with dropout of a root graph and its bodies, as far as they are one operator's calls."""
 
     root: Graph

@@ -556,7 +556,7 @@ class Reader:
 
     def pointwise(self, node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
         """A pointwise call as an expression; ``read(value, position)`` gives its operands."""
-        from attn_pass.reading.limits import leaves_the_type, wraps_in_comparison
+        from attn_pass.reading.dtype_range import leaves_the_type, wraps_in_comparison
 
         result, value = self._pointwise(node, call, position, read), tensor_value(node)
         dtype = None if value is None else value.dtype

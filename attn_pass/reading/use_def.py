@@ -27,11 +27,11 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most, is_less, is_nonnegative, substitute
-from attn_pass.reading.lift import POINTWISE, Reader, Unreadable, rounded
+from attn_pass.reading.partial_writes import Part, put_part, written_part
+from attn_pass.reading.reader import POINTWISE, Reader, Unreadable, rounded
 from attn_pass.reading.scores import is_small
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
-from attn_pass.reading.written import Part, put_part, written_part
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SideLoad:
 
 
 @dataclass
-class Spine:
+class UseDefWalk:
     """A walk from a node back to one leaf; ``read`` gives the expression, with `Dot` standing for the leaf."""
 
     reader: Reader
@@ -243,7 +243,7 @@ class Spine:
             if start + length != size:
                 inside = apply("and", inside, apply("lt", index_value(here), index_value(start + length)))
         within = tuple(at_part.get(d, 0) for d in part.dims)
-        written = Spine(reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
+        written = UseDefWalk(reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
         value = rewrite_indices(written._operand(part.value, within, at + part.is_result), places)
         for mask, over in part.masks:
             held = rewrite_indices(written._operand(mask, tuple(at_part[d] for d in over), at), places)
@@ -258,7 +258,7 @@ class Spine:
             before = before.args[2]  # ``x[1:] += y`` writes the sum, and then the slice it is in
         return self._noted(node, apply("where", inside, rounded(value, node), before))
 
-    def _take(self, other: Spine, places: Mapping[Axis, Index], node: Node, pinned: Mapping[Index, Index]) -> None:
+    def _take(self, other: UseDefWalk, places: Mapping[Axis, Index], node: Node, pinned: Mapping[Index, Index]) -> None:
         """Adds what another spine to the same leaf found, its axes being at those places of this one's.
 
         ``pinned`` are indices that have one value in the part (``x[:, 0] = ...``).

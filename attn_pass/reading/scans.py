@@ -29,7 +29,7 @@ from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call, one_or_many
 
 if TYPE_CHECKING:
-    from attn_pass.reading.lift import Reader
+    from attn_pass.reading.reader import Reader
 
 _INTEGERS = (torch.int64, torch.int32)
 _MOST_PIECES = 4
