@@ -29,7 +29,7 @@ from attn_pass.patterns.composite import Opaque
 from attn_pass.patterns.flex_bodies import on_grid
 from attn_pass.patterns.flex_constants import Known, known_to_agree
 from attn_pass.patterns.flex_lists import Lists, is_one_block, is_same_mask, kept, made_from
-from attn_pass.reading.lift import PLAIN_TENSORS, Reader
+from attn_pass.reading.reader import PLAIN_TENSORS, Reader
 
 aten = torch.ops.aten
 FORM = "flex_attention"

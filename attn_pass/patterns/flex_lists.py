@@ -20,7 +20,7 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.expression import Apply, Expr, apply, is_boolean, loads, may_be_boolean
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most
-from attn_pass.reading.lift import Reader, tensor_dims
+from attn_pass.reading.reader import Reader, tensor_dims
 from attn_pass.reading.views import broadcast_position
 from attn_pass.reading.vocabulary import Call, understand
 
