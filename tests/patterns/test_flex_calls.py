@@ -18,6 +18,7 @@ N, SIZE = 96, 32  # positions, and rows and keys of a block
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Scores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 HALF = (torch.bfloat16, torch.float16)
+FUSED = {"choose": "fused", "targets": ("sdpa",)}
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -221,6 +222,83 @@ def test_lists_made_from_another_mask_are_no_proof() -> None:
         assert "the block lists name each block once" in site.assumptions
 
 
+def remade(change: Callable[[BlockMask], tuple[Any, ...]], size: int = SIZE) -> Callable[..., Tensor]:
+    """A program that puts a block mask together of other lists than `create_block_mask` made, of the same function."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        lists = change(made)
+        again = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=causal, seq_lengths=(N, N))
+        return flex_attention(q, k, v, block_mask=again)
+
+    return run
+
+
+def parts(made: BlockMask) -> tuple[Any, ...]:
+    return made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
+
+
+def swapped(made: BlockMask) -> tuple[Any, ...]:
+    return made.full_kv_num_blocks, made.full_kv_indices, made.kv_num_blocks, made.kv_indices
+
+
+def mixed(made: BlockMask) -> tuple[Any, ...]:
+    other = create_block_mask(lambda b, h, i, j: j < 64, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+    return made.kv_num_blocks, made.kv_indices, other.full_kv_num_blocks, other.full_kv_indices
+
+
+def not_full(made: BlockMask) -> tuple[Any, ...]:
+    return made.kv_num_blocks, made.kv_indices
+
+
+def other_places(made: BlockMask) -> tuple[Any, ...]:
+    return made.kv_num_blocks, made.q_indices, made.full_kv_num_blocks, made.full_kv_indices
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "proved"),
+    [(parts, SIZE, True), (parts, 64, False), *((f, SIZE, False) for f in (swapped, mixed, not_full, other_places))],
+)
+def test_which_lists_of_a_program_are_a_proof(
+    change: Callable[[BlockMask], tuple[Any, ...]], size: int, proved: bool
+) -> None:
+    torch._dynamo.reset()
+    report = attn_pass.explain(remade(change, size), *qkv(1, 2, N, N), attn_pass_options=FUSED)
+    (site,) = report.sites
+    assert ("the block lists name each block once" not in site.assumptions) == proved
+    assert site.mask == ("causal" if proved else "dense")
+
+
+def test_lists_that_the_program_writes_are_what_it_wrote() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        number = torch.ones(1, 1, 1, dtype=torch.int32)
+        number.zero_()
+        none = BlockMask.from_kv_blocks(
+            number, torch.zeros(1, 1, 1, 1, dtype=torch.int32), BLOCK_SIZE=1 << 30, seq_lengths=(1, 1)
+        )
+        return flex_attention(q, k, v, block_mask=none)
+
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("aot_eager", choose="fused", targets=("sdpa",), on_error="raise")
+    with torch.no_grad():
+        assert not torch.compile(run, backend=backend)(*qkv(1, 2, N, N)).any()
+
+
+def test_documents_that_change_after_the_lists_were_made() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+        def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return ids[i] == ids[j]
+
+        made = create_block_mask(mask, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        ids.add_(torch.arange(N) // 50)
+        return flex_attention(q, k, v, block_mask=made)
+
+    torch._dynamo.reset()
+    ids = torch.arange(N) // 20
+    (site,) = attn_pass.explain(run, *qkv(1, 2, N, N), ids, attn_pass_options=FUSED).sites
+    assert "the block lists name each block once" in site.assumptions
+
+
 def test_strict_numerics_assume_nothing_of_lists() -> None:
     site = site_of(flex(blocks(causal)), *qkv(1, 2, N, N), rewritten=0, numerics="strict")
     assert site.reason == "numerics='strict' does not assume that the block lists name each block once"
@@ -292,6 +370,8 @@ def test_indices_in_another_order_are_another_function() -> None:
 def test_the_log_sum_exp_stays_beside_a_kernel() -> None:
     site = site_of(flex(blocks(causal), return_lse=True), *qkv(1, 2, N, N), reference=False)
     assert site.reason.endswith("the scores' log-sum-exp is used as well, and stay")
+    site = site_of(flex(blocks(causal), return_lse=True), *qkv(1, 2, N, N), reference=False, targets=("cpu_kernel",))
+    assert site.reason.endswith("the scores' log-sum-exp is used as well, and the kernel gives it")
 
 
 # ---------------------------------------------------------------- calls that stay
@@ -407,13 +487,94 @@ def test_constant_lists_that_disagree_are_part_of_what_is_kept() -> None:
         torch.testing.assert_close(program.module()(*inputs), expected, atol=1e-5, rtol=1e-5)
 
 
+def through_inductor(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Any, attn_pass.SiteReport]:
+    with torch.no_grad(), attn_pass.record() as report:
+        found = torch.compile(fn, backend=attn_pass.backend, options={"targets": ("cpu_kernel",), **options})(*inputs)
+    (site,) = report.sites
+    return found, site
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_through_inductor(inside: bool) -> None:
+    """Lists from elsewhere may hide nearly everything, so that the call counts as a fast one, and is left by itself."""
     q, k, v = qkv(2, 4, N, N, kv_heads=2)
     fn = made_inside(causal) if inside else flex(blocks(causal))
-    with torch.no_grad(), attn_pass.record() as report:
-        compiled = torch.compile(fn, backend=attn_pass.backend, options={"targets": ("cpu_kernel",)})
-        found = compiled(q, k, v)
-    assert report.sites[0].target == "cpu_kernel"
+    found, site = through_inductor(fn, q, k, v, choose="cheapest" if inside else "fused")
+    assert site.target == "cpu_kernel"
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_lists_that_are_not_known_are_left_unless_asked_for() -> None:
+    torch._dynamo.reset()
+    site = attn_pass.explain(flex(blocks(causal)), *qkv(2, 4, N, N)).sites[0]
+    assert (site.outcome, site.form) == ("left", "flex_attention")
+    assert site.reason.startswith("already the cheapest form")
+
+
+def test_the_log_sum_exp_that_inductor_has_not_on_cpus() -> None:
+    """Stock raises `NotImplementedError`; the kernel gives it with the result."""
+    q, k, v = qkv(2, 4, N, N)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        made = create_block_mask(causal, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
+        return flex_attention(q, k, v, block_mask=made, return_lse=True)
+
+    with torch.no_grad(), pytest.raises(Exception, match="return_lse"):
+        torch.compile(run)(q, k, v)
+    (out, lse), site = through_inductor(run, q, k, v)
+    assert site.reason.endswith("the scores' log-sum-exp is used as well, and the kernel gives it")
+    scores = (q @ k.mT / 4).masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- several calls
+
+
+def layers(mask: BlockMask) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        once = flex_attention(q, k, v, block_mask=mask)
+        return flex_attention(once, k, v, block_mask=mask)
+
+    return run
+
+
+def graph_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[list[str], list[str]]:
+    """The calls of a program's graph before and after the pass."""
+    texts = []
+
+    def kept(gm: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        texts.append([n.format_node() or "" for n in gm.graph.nodes])
+        return gm.forward
+
+    for backend in (kept, attn_pass.wrap(kept, **options)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(fn, backend=backend)(*inputs)
+    before, after = texts
+    return before, after
+
+
+def test_layers_with_one_block_mask_have_one_mask() -> None:
+    made = blocks(causal)
+    with torch.no_grad():
+        report = same(layers(made), *qkv(1, 2, N, N), rewritten=2, targets=("sdpa",))
+    assert [s.target for s in report.sites] == ["sdpa", "sdpa"]
+    _, after = graph_of(layers(made), *qkv(1, 2, N, N), choose="fused", targets=("sdpa",))
+    assert sum("aten.index.Tensor" in text for text in after) == 1
+    assert not [text for text in after if "flex_attention" in text or "_safe_softmax" in text]
+
+
+def test_a_graph_in_which_calls_stay_is_the_graph_it_was() -> None:
+    before, after = graph_of(layers(blocks(causal)), *qkv(1, 2, N, N), targets=())
+    assert before == after
+
+
+def test_a_call_in_a_checkpoint() -> None:
+    for fn, mask in ((flex(), "none"), (flex(blocks(causal)), "dense")):
+
+        def run(q: Tensor, k: Tensor, v: Tensor, fn: Callable[..., Tensor] = fn) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(fn, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
+
+        assert site_of(run, *qkv(1, 2, N, N), reference=False).mask == mask
