@@ -432,4 +432,22 @@ FOUND: tuple[tuple[str, Case], ...] = (
         "dropout draws other numbers in another dialect",
         Case(Program(q_len=4, kv_len=4, after=(Step(row="dropout"),), times=Step(row="in a chain")), "decomposed"),
     ),
+    *(
+        (
+            "two fills in float64 scores: the lowest decides in rows that are masked out entirely, and float32 has one",
+            Case(
+                Program(
+                    lead=(2, 2),
+                    kv_len=4,
+                    query=(Step(row="flipped"),),
+                    score=(
+                        Step(row="mask: triu of the scores' shape", fill=-1e30),
+                        Step(row="mask: float64 where", fill=-3.4028234663852886e38, mask=Mask(name="causal, moved")),
+                    ),
+                ),
+                targets=targets,
+            ),
+        )
+        for targets in (None, ("flex",), ("cpu_kernel",))
+    ),
 )

@@ -30,7 +30,7 @@ from attn_pass.model.expression import TRUE, Apply, Expr, apply
 from attn_pass.model.index import Axis, Index, is_at_most, product
 from attn_pass.model.mask import Band, Keys
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
-from attn_pass.targets.flex.score import amplifies, multiplied_once
+from attn_pass.targets.flex.score import amplifies, multiplied_once, outgrows_float32
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
@@ -184,7 +184,7 @@ def _score(a: Attention) -> tuple[str, tuple[Expr, ...]]:
 def _refusal_of_score(a: Attention) -> str | None:
     if not a.not_affine:
         return None
-    if (reason := amplifies(a.modified)) is not None:
+    if (reason := amplifies(a.modified) or outgrows_float32(a)) is not None:
         return reason
     try:
         captured = _score(a)[1]

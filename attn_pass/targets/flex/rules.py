@@ -19,7 +19,7 @@ from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint, dtype_name
 from attn_pass.targets.empty_rows import MASKING
-from attn_pass.targets.flex.score import Function, amplifies
+from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32
 from attn_pass.targets.masks import mask_kind
 from attn_pass.targets.sdpa import Sdpa
 
@@ -103,6 +103,12 @@ _STRICT = Rule(
 )
 _CONTINUOUS = Rule(
     "rounding", lambda c: amplifies(c.function.score) or "", lambda c: amplifies(c.function.score) is None
+)
+
+_FLOAT32 = Rule(
+    "float64 scores",
+    lambda c: outgrows_float32(c.attention) or "",
+    lambda c: outgrows_float32(c.attention) is None,
 )
 
 
@@ -241,6 +247,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         AUTOCAST,
         _STRICT,
         _CONTINUOUS,
+        _FLOAT32,
     ),
     "cuda": (
         _ASKED_FOR,
@@ -260,6 +267,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         AUTOCAST,
         _STRICT,
         _CONTINUOUS,
+        _FLOAT32,
         _NEEDED,
     ),
 }

@@ -187,6 +187,24 @@ def amplifies(score: Expr) -> str | None:
     return None
 
 
+def outgrows_float32(a: Attention) -> str | None:
+    """Why a function of float64 scores cannot be computed in float32: it adds numbers that float32 loses scores beside.
+
+    In a row that is masked out entirely the lowest of two fills, -1e30 and -3.4e38, decides which key is attended to.
+    """
+    if a.score_dtype != torch.float64 or a.compute_dtype == torch.float64:
+        return None
+    for part in walk(a.modified):
+        if isinstance(part, Const) and _TOLD_APART < abs(part.value) < float("inf"):
+            return f"{part.value:g} is added to float64 scores inside a function, which is computed in float32"
+        if isinstance(part, Load) and a.sources[part.source].dtype == torch.float64:
+            return "a float64 tensor is added to scores inside a function, which is computed in float32"
+    return None
+
+
+_TOLD_APART = 1e3  # beside a number so far from 0 float32 still has scores to four digits
+
+
 def names_of(a: Attention) -> dict[Axis, str]:
     """What each axis is in a score function: the index of its group, or the digit of it that it is."""
     return dict(_names(a))
