@@ -52,7 +52,7 @@ def remaining_shape_uses(reader: Reader, internal: Iterable[Node], result: Node)
 _LIKE = ("expand_as", "view_as", "reshape_as", "type_as")  # of the second operand
 _OF_A_DTYPE = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 _SIZES = ("size", "sym_size", "dim", "numel", "ndimension")
-_AS_LARGE = ("zeros_like", "ones_like", "full_like", "empty_like")
+_AS_LARGE = ("zeros_like", "ones_like", "full_like", "empty_like", "copy")
 _ATTRIBUTES = ("shape", "dtype", "device", "ndim")
 
 

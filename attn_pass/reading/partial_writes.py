@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,21 @@ def put_part(reader: Reader, node: Node) -> Part | None:
         return None
     entries = tuple(slice(None) if e is None else e for e in call["indices"])
     return _indexed(reader, reader.shape(call["input"]), entries, call["values"], reader.order[node])
+
+
+def scattered_part(reader: Reader, node: Node) -> Part | None:
+    """What ``slice_scatter`` and ``select_scatter`` write, and where."""
+    call = reader.call(node)
+    if call is None or call["dim"].__class__ is not int:
+        return None
+    shape = reader.shape(node)
+    dim = call["dim"] % len(shape)
+    if call.op == "slice_scatter":
+        end = None if call["end"] == sys.maxsize else call["end"]
+        entry: Any = slice(call["start"], end, call["step"])
+    else:
+        entry = call["index"]
+    return _indexed(reader, shape, (*[slice(None)] * dim, entry), call["src"], reader.order[node])
 
 
 def _views(reader: Reader, mutation: Mutation) -> list[Node]:

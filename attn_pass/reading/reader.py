@@ -77,6 +77,8 @@ POINTWISE: Mapping[str, tuple[str, ...]] = {
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)
 ReadOperand = Callable[[Any, Position], Expr]
 _MOST_STACKED = 64
+_OF_THEIR_INPUT = ("pieces", "unbind", "index_put", "pad", "copy_to")
+SCATTERS = ("slice_scatter", "select_scatter")
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout", "nan_to_num"})
 
 
@@ -280,7 +282,9 @@ class Reader:
             values = list(call["input"]) if isinstance(call["input"], (list, tuple)) else []
         elif call.op in POINTWISE:
             values = [call.args.get(n) for n in POINTWISE[call.op]]
-        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in ("pieces", "unbind", "index_put", "pad"):
+        elif call.op in SCATTERS:
+            values = [call["input"], call["src"]]
+        elif call.op in VIEWS or call.op in _TRANSPARENT or call.op in _OF_THEIR_INPUT:
             values = [call.args.get("input")]
         else:
             return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +27,8 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most, is_less, is_nonnegative, substitute
-from attn_pass.reading.partial_writes import Part, put_part, written_part
-from attn_pass.reading.reader import POINTWISE, Reader, Unreadable, rounded
+from attn_pass.reading.partial_writes import Part, put_part, scattered_part, written_part
+from attn_pass.reading.reader import POINTWISE, SCATTERS, Reader, Unreadable, rounded
 from attn_pass.reading.scores import is_small
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
@@ -95,11 +95,15 @@ class UseDefWalk:
             if not (before.is_floating_point() and after.is_floating_point()):
                 raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
             return inner
+        if call.op == "copy_to":
+            return self._operand(call["input"], position, time)
         if call.op == "nan_to_num" and self.of_weights and call["nan"] in (None, 0):
             inner = self.read(call["input"], position, time)
             return apply("where", apply("ne", inner, inner), Const(0.0), inner)
         if call.op == "index_put":
             return self._put(defined, call, position, time)
+        if call.op in SCATTERS:
+            return self._scattered(defined, call, position, time)
         if call.op == "cat":
             return self._operand(*self._joined(defined, call, position), time)
         if call.op == "pad":
@@ -226,16 +230,28 @@ class UseDefWalk:
 
     def _where_written(self, node: Node, position: Position, part: Part, mutation: Mutation) -> Expr:
         """What was written where the position is in the part, and what was there before it elsewhere."""
-        reader, at = self.reader, self.reader.order[mutation.node]
+        self.internal |= dict.fromkeys((node, mutation.node, mutation.target, *part.views))
+        at = self.reader.order[mutation.node]
+        return self._chosen(node, position, part, at, lambda: self.read(node, position, mutation.position))
+
+    def _scattered(self, node: Node, call: Call, position: Position, time: int) -> Expr:
+        """``slice_scatter`` and ``select_scatter``: a part written out of place, as torch.export decomposes it."""
+        part = scattered_part(self.reader, node)
+        if part is None:
+            raise Unreadable(f"{_name(node)} writes scores that cannot be told", node)
+        return self._chosen(node, position, part, time, lambda: self._operand(call["input"], position, time))
+
+    def _chosen(self, node: Node, position: Position, part: Part, at: int, before: Callable[[], Expr]) -> Expr:
+        """The part's value, as it is at that time, where the position is in it; ``before`` elsewhere."""
         inside: Expr = TRUE
         at_part: dict[int, Index] = {}
         places: dict[Axis, Index] = {}
-        for dim, (bounds, size) in enumerate(zip(part.bounds, reader.shape(node))):
+        for dim, (bounds, size) in enumerate(zip(part.bounds, self.reader.shape(node))):
             here = at_part[dim] = position[dim]
             if bounds is None:
                 continue
             start, length = bounds
-            axis = Axis(f"{mutation.node.name}~{dim}", length)
+            axis = Axis(f"{node.name}.{at}~{dim}", length)
             places[axis] = here - start
             at_part[dim] = axis_index(axis)
             if start != 0:
@@ -243,20 +259,19 @@ class UseDefWalk:
             if start + length != size:
                 inside = apply("and", inside, apply("lt", index_value(here), index_value(start + length)))
         within = tuple(at_part.get(d, 0) for d in part.dims)
-        written = UseDefWalk(reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
+        written = UseDefWalk(self.reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
         value = rewrite_indices(written._operand(part.value, within, at + part.is_result), places)
         for mask, over in part.masks:
             held = rewrite_indices(written._operand(mask, tuple(at_part[d] for d in over), at), places)
             inside = apply("and", inside, held)
         for relation in part.relation_at(position):
             inside = apply("and", inside, relation)
-        self.internal |= dict.fromkeys((node, mutation.node, mutation.target, *part.views))
-        before = self.read(node, position, mutation.position)
+        was = before()
         pinned = {position[d]: b[0] for d, b in enumerate(part.bounds) if b is not None and b[1] == 1}
         self._take(written, places, node, pinned)
-        if isinstance(before, Apply) and before.op == "where" and before.args[0] == inside:
-            before = before.args[2]  # ``x[1:] += y`` writes the sum, and then the slice it is in
-        return self._noted(node, apply("where", inside, rounded(value, node), before))
+        if isinstance(was, Apply) and was.op == "where" and was.args[0] == inside:
+            was = was.args[2]  # ``x[1:] += y`` writes the sum, and then the slice it is in
+        return self._noted(node, apply("where", inside, rounded(value, node), was))
 
     def _take(self, other: UseDefWalk, places: Mapping[Axis, Index], node: Node, pinned: Mapping[Index, Index]) -> None:
         """Adds what another spine to the same leaf found, its axes being at those places of this one's.

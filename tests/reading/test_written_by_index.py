@@ -213,17 +213,32 @@ def test_one_program_adds_to_a_part_at_every_length(change: Change) -> None:
     assert len(report.rewritten) == len(report.sites) == 1, report
 
 
-@pytest.mark.parametrize("change", READ)
-def test_it_is_read_in_exported_programs(change: Change) -> None:
+# Decomposed, a place is one number, and what is written there is selected by it: the scores are read at two places.
+TWO_PLACES = [graphormer_by_numbers, counted_from_behind, more_dimensions_than_the_part, one_key]
+DECOMPOSED = [*(c for c in READ if c not in TWO_PLACES), rows_but_one, between, all_but_the_last, added_then_filled]
+
+
+def rewritten_export(change: Change, decompose: bool) -> attn_pass.Report:
+    """The report of an exported program, which is compared with eager."""
+
     class Model(torch.nn.Module):
         def forward(self, *given: Tensor) -> Tensor:
             return attention(change)(*given)
 
     with torch.no_grad():
         program = torch.export.export(Model(), tuple(inputs()))
-        report = attn_pass.rewrite(program, choose="fused", on_error="raise")
-        assert [s.outcome for s in report.sites] == ["rewritten"], report
+        program = program.run_decompositions() if decompose else program
+        report = attn_pass.rewrite(program, choose="fused", on_error="raise", targets=("sdpa",))
         torch.testing.assert_close(program.module()(*inputs()), Model()(*inputs()), atol=1e-5, rtol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize(
+    "change, decompose", [*((change, False) for change in READ), *((change, True) for change in DECOMPOSED)]
+)
+def test_it_is_read_in_exported_programs(change: Change, decompose: bool) -> None:
+    report = rewritten_export(change, decompose)
+    assert [s.outcome for s in report.sites] == ["rewritten"], report
 
 
 @pytest.mark.parametrize("change", [by_a_triangle, former])
@@ -288,6 +303,59 @@ LEFT = [
 @pytest.mark.parametrize("change", [*LEFT, by_their_own_values])
 def test_neighbours_are_no_masked_scores(change: Change) -> None:
     same(attention(change), *inputs(), rewritten=0, targets=("sdpa",), reference=False)
+
+
+@pytest.mark.parametrize("change", [*TWO_PLACES, another_place, another_row, one_row, some_rows, accumulated])
+def test_neighbours_are_left_where_they_are_decomposed(change: Change) -> None:
+    assert not rewritten_export(change, True).rewritten
+
+
+# ---- a part written out of place ----
+
+Scatter = Callable[[Tensor, Tensor], Tensor]  # of scores (2, 4, 8, 8) and a tensor like them
+copied_to = torch.ops.aten.copy.default
+SCATTERED: dict[str, Scatter] = {
+    "copied": lambda s, w: copied_to(w, s) + w,
+    "rows": lambda s, w: torch.slice_scatter(s, s[:, :, 2:] + w[:, :, 2:], 2, 2),
+    "keys, from behind": lambda s, w: torch.slice_scatter(s, s[..., -3:-1] - w[..., -3:-1], -1, -3, -1),
+    "the whole": lambda s, w: torch.slice_scatter(s, s + w, 1),
+    "over all of another tensor": lambda s, w: torch.slice_scatter(torch.zeros_like(w), s + w, 2),
+    "one row": lambda s, w: torch.select_scatter(s, s[:, :, 3] + w[:, :, 3], 2, 3),
+    "twice": lambda s, w: torch.slice_scatter(
+        s, torch.slice_scatter(s[:, :, 1:], s[:, :, 1:, :4] + w[:, :, 1:, :4], 3, 0, 4), 2, 1
+    ),
+}  # fmt: skip
+OTHER_PARTS: dict[str, Scatter] = {
+    "every second row": lambda s, w: torch.slice_scatter(s, s[:, :, ::2] + w[:, :, ::2], 2, step=2),
+    "every second key masked": lambda s, w: torch.slice_scatter(
+        s, torch.full_like(w[..., 1::2], NEG_INF), 3, 1, step=2
+    ),
+    "rows moved on": lambda s, w: torch.slice_scatter(s, s[:, :, :6] + w[:, :, :6], 2, 2),
+    "another row's": lambda s, w: torch.select_scatter(s, s[:, :, 4] + w[:, :, 4], 2, 3),
+    "another tensor": lambda s, w: torch.slice_scatter(w, s[:, :, 2:], 2, 2),
+    "copied to whole numbers": lambda s, w: copied_to(torch.empty_like(s, dtype=torch.int64), s * 8).to(s.dtype),
+    "one head's for all": lambda s, w: copied_to(w, s[:, :1]) * w,
+    "rounded on the way": lambda s, w: torch.slice_scatter(s, (s[:, :, 2:] + w[:, :, 2:]).round(), 2, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, grad",
+    [*((n, False) for n in SCATTERED), *((n, True) for n in SCATTERED if n != "copied")],  # aten.copy has no gradient
+)
+def test_a_part_written_out_of_place_is_read(name: str, grad: bool) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return SCATTERED[name](q @ k.mT * 0.25, w).softmax(-1) @ v
+
+    same(run, *inputs(grad=grad), rewritten=1, grad=grad)
+
+
+@pytest.mark.parametrize("name", list(OTHER_PARTS))
+def test_other_parts_written_out_of_place(name: str) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return OTHER_PARTS[name](q @ k.mT * 0.25, w).softmax(-1) @ v
+
+    same(run, *inputs(), rewritten=0, targets=("sdpa",))
 
 
 def test_what_is_written_after_the_softmax_is_not_part_of_it() -> None:
