@@ -10,7 +10,7 @@ SITE := .venv-docs
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz lint types docs site cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
 	@echo "make test-version TORCH=2.11.0  run the core tests with another torch, in .venv-torch-2.11.0"
 	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again; ARGS='--target cpu_kernel'"
+	@echo "make sanitize  the CPU kernel's drawn calls under the address, undefined-behaviour and thread sanitizers of GCC"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write the parts of docs/ that come from the code"
@@ -96,6 +97,7 @@ CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases te
     tests/kernels tests/hardware tests/calibrate tests/targets/test_kernel_rules.py tests/targets/test_kernels.py \
     tests/targets/test_cuda_decisions.py tests/targets/test_cuda_kernels.py tests/targets/test_decode.py \
     tests/targets/test_own_check.py tests/targets/test_added_masks.py tests/targets/test_flex_flash.py \
+    tests/targets/test_cpu_kernel.py tests/targets/test_cpu_kernel_logarithm.py \
     tests/targets/test_flex_cuda.py tests/targets/test_flash_attn_3.py tests/test_retry.py tests/test_emitted.py \
     tests/test_bench_gpu.py \
     tests/test_engine.py tests/test_traps.py tests/test_training.py tests/test_dynamo.py tests/test_export.py \
@@ -109,6 +111,10 @@ test-version:
 
 fuzz: $(STAMP)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED) $(ARGS)
+
+# ARGS='thread avx2' is one of them alone.
+sanitize: $(STAMP)
+	PYTHONPATH=. $(BIN)/python tests/kernels/sanitize.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

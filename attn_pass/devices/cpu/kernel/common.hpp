@@ -8,6 +8,9 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -67,11 +70,33 @@ struct Args {
 
 constexpr i64 UNBOUNDED = i64(1) << 60;
 
+// Sizes of an arena's parts, each on a line of its own. For the address sanitizer there is a gap behind each.
+struct Parts {
+  size_t bytes = 0;
+#ifdef __SANITIZE_ADDRESS__
+  struct Gap {
+    size_t from, to;
+  };
+  Gap gaps[16];
+  int count = 0;
+#endif
+  size_t add(size_t n) {
+    const size_t at = bytes;
+    bytes += (n + 63) / 64 * 64;
+#ifdef __SANITIZE_ADDRESS__
+    bytes += 64;
+    gaps[count++] = {at + n, bytes};
+#endif
+    return at;
+  }
+};
+
 // Memory that a thread keeps from call to call, as long as it is not much: fresh pages cost more than the kernel's work.
 class Arena {
  public:
   ~Arena() { std::free(data_); }
-  char* take(size_t bytes) {
+  char* take(const Parts& parts) {
+    const size_t bytes = parts.bytes;
     if (bytes > size_) {
       std::free(data_);
       data_ = nullptr;
@@ -81,6 +106,11 @@ class Arena {
       data_ = static_cast<char*>(fresh);
       size_ = bytes;
     }
+#ifdef __SANITIZE_ADDRESS__
+    __asan_unpoison_memory_region(data_, size_);
+    std::memset(data_, 0xff, size_);  // NaN: what is read before it is written shows
+    for (int n = 0; n < parts.count; ++n) __asan_poison_memory_region(data_ + parts.gaps[n].from, parts.gaps[n].to - parts.gaps[n].from);
+#endif
     return data_;
   }
   void give_back() {
@@ -104,21 +134,13 @@ inline Arena& task_arena() {  // of each thread that works
   return arena;
 }
 
-// Sizes of an arena's parts, each on a line of its own.
-struct Parts {
-  size_t bytes = 0;
-  size_t add(size_t n) {
-    const size_t at = bytes;
-    bytes += (n + 63) / 64 * 64;
-    return at;
-  }
-};
-
 using Task = void (*)(const void* job, i64 task);
 
 // Tasks do not depend on each other nor on who runs them, so that results are the same for any number of threads.
 inline void run_tasks(i64 count, Task task, const void* job, int threads) {
-#ifdef _OPENMP
+#ifdef ATTN_THREADS  // other threads than OpenMP's, which the thread sanitizer does not see waiting for each other
+  if (threads > 1 && count > 1) return ATTN_THREADS(count, task, job, threads);
+#elif defined(_OPENMP)
   if (threads > 1 && count > 1) {
     const i64 chunk = std::max<i64>(1, count / (i64(threads) * 16));
 #pragma omp parallel for schedule(dynamic, chunk) num_threads(threads)
@@ -132,7 +154,9 @@ inline void run_tasks(i64 count, Task task, const void* job, int threads) {
 inline int threads_for(const Args& a) {
   const double work = double(a.B) * a.H * a.L * a.S * (a.D + a.DV);
   if (work < 3e5) return 1;  // less than waking a thread takes
-#ifdef _OPENMP
+#ifdef ATTN_THREADS
+  return a.threads;
+#elif defined(_OPENMP)
   return a.threads > 0 ? a.threads : omp_in_parallel() ? 1 : omp_get_max_threads();
 #else
   return 1;

@@ -7,7 +7,8 @@ struct Few {
   Scale scale;
   i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
   float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
-  size_t at_q, at_s, at_o, at_keys, at_copies, at_room, task_bytes;
+  size_t at_q, at_s, at_o, at_keys, at_copies, at_room;
+  Parts parts_of_task;
 };
 
 template <class T> ATTN_INLINE vec product(vec c, vec a, vec b) {
@@ -128,7 +129,7 @@ template <class T> void part_task(const void* job, i64 task) {
   const Args& a = j.a;
   using st = typename T::st;
   const i64 bh = task / j.parts, b = bh / a.HK, hk = bh % a.HK, part = task % j.parts, R = j.rows;
-  char* memory = task_arena().take(j.task_bytes);
+  char* memory = task_arena().take(j.parts_of_task);
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
   float* s = reinterpret_cast<float*>(memory + j.at_s);
   float* o = reinterpret_cast<float*>(memory + j.at_o);
@@ -246,7 +247,7 @@ template <class T> void join_task(const void* job, i64 task) {
   const Args& a = j.a;
   const i64 bh = task / j.rows, r = task % j.rows, step = j.rows * (j.ldv + 2);
   const float* in = j.partial + (bh * j.parts * j.rows + r) * (j.ldv + 2);
-  float* o = reinterpret_cast<float*>(task_arena().take(j.task_bytes) + j.at_o);
+  float* o = reinterpret_cast<float*>(task_arena().take(j.parts_of_task) + j.at_o);
   Running whole = {-std::numeric_limits<float>::infinity(), 0.0f};
   for (i64 x = 0; x < j.parts; ++x) {
     const float top = in[x * step + j.ldv];
@@ -286,10 +287,13 @@ template <class T> void attend_few(const Args& a) {
   j.at_keys = task.add(std::max(as_keys, as_values));
   j.at_copies = task.add(a.v.stride[3] != 1 ? size_t(PANEL * a.DV) * sizeof(typename T::st) : 0);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
-  j.task_bytes = task.bytes;
+  j.parts_of_task = task;
   j.partial = nullptr;
-  if (j.parts > 1)
-    j.partial = reinterpret_cast<float*>(call_arena().take(size_t(heads * j.parts * j.rows * (j.ldv + 2)) * 4));
+  if (j.parts > 1) {
+    Parts call;
+    call.add(size_t(heads * j.parts * j.rows * (j.ldv + 2)) * 4);
+    j.partial = reinterpret_cast<float*>(call_arena().take(call));
+  }
   const int threads = threads_for(a);
   run_tasks(heads * j.parts, part_task<T>, &j, threads);
   if (j.partial) run_tasks(heads * j.rows, join_task<T>, &j, heads * j.rows * j.ldv * j.parts < 100000 ? 1 : threads);

@@ -10,7 +10,8 @@ struct Many {
   u8* finite;
   u64* words;          // of `keep`, read once in the order of memory: (batch, head, row, panel), where they are not broadcast
   i64 word_stride[3];
-  size_t at_keys, at_values, at_q, at_s, at_o, at_room, task_bytes;
+  size_t at_keys, at_values, at_q, at_s, at_o, at_room;
+  Parts parts_of_task;
 };
 
 template <class T> ATTN_INLINE const typename T::st* rows_at(const Operand& x, i64 b, i64 h, i64 row) {
@@ -26,7 +27,7 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
 }
 template <class T> void pack_task(const void* job, i64 task) {
   const Many& j = *static_cast<const Many*>(job);
-  char* room = task_arena().take(j.task_bytes) + j.at_room;
+  char* room = task_arena().take(j.parts_of_task) + j.at_room;
   const i64 bh = task / j.panels, panel = task % j.panels;
   pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, panel, j.keys + task * j.key_panel, j.values + task * j.value_panel, j.finite + task, room);
 }
@@ -54,7 +55,7 @@ template <class T> void rows_task(const void* job, i64 task) {
   // The last rows of a causal mask have the most keys: they go first.
   const i64 bh = task / j.blocks, b = bh / a.HK, hk = bh % a.HK, block = j.blocks - 1 - task % j.blocks;
   const i64 first = block * ROWS, n = std::min<i64>(ROWS, j.rows - first), padded = round_up(n, STRIP);
-  char* memory = task_arena().take(j.task_bytes);
+  char* memory = task_arena().take(j.parts_of_task);
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
   float* s = reinterpret_cast<float*>(memory + j.at_s);
   float* o = reinterpret_cast<float*>(memory + j.at_o);
@@ -204,7 +205,7 @@ template <class T> void attend_many(const Args& a) {
   j.at_s = task.add(size_t(ROWS * PANELS * PANEL) * 4);
   j.at_o = task.add(size_t(ROWS * j.ldv) * 4);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
-  j.task_bytes = task.bytes;
+  j.parts_of_task = task;
   j.keys = j.values = nullptr;
   j.words = nullptr;
   const i64* ks = a.keep.stride;
@@ -213,7 +214,7 @@ template <class T> void attend_many(const Args& a) {
   Parts call;
   const size_t keys = call.add(size_t(all * j.key_panel) * 4), values = call.add(size_t(all * j.value_panel) * 4);
   const size_t finite = call.add(size_t(all)), words = call.add(size_t(mask_rows * j.panels) * 8);
-  char* memory = call.bytes ? call_arena().take(call.bytes) : nullptr;
+  char* memory = call.bytes ? call_arena().take(call) : nullptr;
   const int threads = threads_for(a);
   if (mask_rows) {
     j.words = reinterpret_cast<u64*>(memory + words);
