@@ -35,7 +35,7 @@ setup: $(STAMP)
 
 # torch first and alone: everything after it then resolves against the pinned build instead of bringing one of its own.
 # timm without what it asks for: torchvision, which the models of the benches do not use, would bring another torch.
-# flash-attn is its Python alone, for the tests, which stand in for its kernels (tests/flash_attn_stand_in.py): a build of
+# flash-attn is its Python alone, for the tests, which stand in for its kernels (tests/support/flash_attn_stand_in.py): a build of
 # seconds that needs no CUDA compiler and asks GitHub for nothing. In a folder of its own, so that no other package of the
 # environment takes it for the whole.
 $(STAMP): pyproject.toml constraints.txt
@@ -91,17 +91,11 @@ test-xla: .venv-xla/.attn_pass_ready
 # An environment a version, with whatever build of torch the registry has for it (gigabytes, mostly). Not in CI; the
 # recorded runs are in docs/results/versions.md.
 TORCH ?= 2.11.0
-CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases tests/planner tests/verify \
-    tests/in_the_way/test_faults.py tests/in_the_way/test_threads.py tests/in_the_way/test_composes.py \
-    tests/targets/test_sdpa_rules.py tests/targets/test_local.py tests/targets/test_recompute.py \
-    tests/kernels tests/hardware tests/calibrate tests/targets/test_kernel_rules.py tests/targets/test_kernels.py \
-    tests/targets/test_cuda_decisions.py tests/targets/test_cuda_kernels.py tests/targets/test_decode.py \
-    tests/targets/test_own_check.py tests/targets/test_added_masks.py tests/targets/test_flex_flash.py \
-    tests/targets/test_cpu_kernel.py tests/targets/test_cpu_kernel_logarithm.py \
-    tests/targets/test_flex_cuda.py tests/targets/test_flash_attn_3.py tests/test_retry.py tests/test_emitted.py \
-    tests/test_bench_gpu.py \
-    tests/test_engine.py tests/test_traps.py tests/test_training.py tests/test_dynamo.py tests/test_export.py \
-    tests/test_hook.py tests/test_shield.py tests/test_options.py tests/test_report.py tests/test_capture.py
+CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases tests/planner tests/tuning tests/verify \
+    tests/entries tests/report/test_report.py tests/test_engine.py tests/test_options.py \
+    $(addprefix tests/integration/test_,faults.py threads.py composes.py traps.py training.py) \
+    $(addprefix tests/targets/test_,sdpa_rules.py local.py recompute.py kernel_rules.py kernels.py added_masks.py flex_cuda.py) \
+    tests/devices tests/bench/test_bench_gpu.py
 
 test-version:
 	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
@@ -114,7 +108,7 @@ fuzz: $(STAMP)
 
 # ARGS='thread avx2' is one of them alone.
 sanitize: $(STAMP)
-	PYTHONPATH=. $(BIN)/python tests/kernels/sanitize.py $(ARGS)
+	PYTHONPATH=. $(BIN)/python tests/devices/cpu/sanitize.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

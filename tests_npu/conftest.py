@@ -60,7 +60,7 @@ def ask(stubs: Path) -> Ask:
 
 def process(stubs: Path, soc: str, command: list[str]) -> str:
     """What a process with torch_npu printed."""
-    paths = os.pathsep.join(str(p) for p in (ROOT, ROOT / "tests", HERE))
+    paths = os.pathsep.join(str(p) for p in (ROOT, ROOT / "tests" / "support", HERE))
     environment = {**stub_libraries.environment(stubs, soc), "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=900, cwd=ROOT

@@ -103,8 +103,8 @@ def test_the_operators_on_their_real_schemas(stubs: Path) -> None:
     """The tests of what is emitted, with the wheel's schemas and fake kernels, and the stand-in's CPU kernels alone."""
     run = (
         "import torch_npu, npu_stand_in, pytest, sys; npu_stand_in.install(define=False); "
-        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/targets/test_npu_operators.py', "
-        "'tests/targets/test_npu_arguments.py', '-k', '(test_inference or one_query_row or exported_program or "
+        "sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/devices/npu/test_npu_operators.py', "
+        "'tests/devices/npu/test_npu_arguments.py', '-k', '(test_inference or one_query_row or exported_program or "
         "vendor_s_graph_pass or compressed_mask or boolean_mask or treacherous) and not slow']))"
     )
     told = process(stubs, "Ascend910B3", ["-c", run])

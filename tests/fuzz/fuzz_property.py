@@ -429,7 +429,7 @@ def _without_gradient(case: Case) -> set[str]:
 def _fault(
     found: Any, eager: Any, exact: Any, dtype: torch.dtype, rounded: Sequence[Any], least: float, units: int
 ) -> str:
-    """The numerics contract: twice eager's error against float64, or the type's unit (tests/against_eager.py)."""
+    """The numerics contract: twice eager's error against float64, or the type's unit (`against_eager`)."""
     if (found is None) != (eager is None):
         return "a gradient that eager has not" if eager is None else "no gradient, eager has one"
     if found is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fuzz_faults import FAULTS, PACKAGE, Fault
 from fuzz_found import FOUND
 from fuzz_program import Program
 from fuzz_property import Tally, belonging, check, classes
@@ -74,3 +75,9 @@ def test_generated_programs_through_dynamo_and_export(through: str) -> None:
 @pytest.mark.parametrize("case", FOUND, ids=[name for name, _ in FOUND])
 def test_what_was_found(case: tuple[str, Case]) -> None:
     check(case[1])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_to_put_in_still_has_its_place(fault: Fault) -> None:
+    """`fuzz_faults.py` takes minutes a fault, and is run by hand: a line that moved would end it."""
+    assert (PACKAGE / fault.file).read_text().count(fault.right) == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from against_eager import qkv, randn, same
-from test_attention_gym import GYM
+from gym_programs import GYM
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, randn, same
-from test_attention_gym import GYM, IDS, N
-from test_attention_gym import program as gym_program
+from gym_programs import GYM, IDS, N
+from gym_programs import program as gym_program
 from torch import nn
 from torch._subclasses import FakeTensorMode, fake_tensor
 

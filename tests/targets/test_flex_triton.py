@@ -30,7 +30,7 @@ DECODING = ("one query", IN_HALF[1])
 @pytest.mark.parametrize("capability", list(SHARED))
 def test_the_templates_compile(capability: int) -> None:
     """Forward, backward and the one for few queries: within the shared memory of a block, registers not spilled."""
-    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent), *(p for p in sys.path if p)])
+    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent / "support"), *(p for p in sys.path if p)])
     programs = () if capability == 90 else IN_HALF
     line = [sys.executable, str(FOLDER / "lowered_flex.py"), str(capability), *programs]
     environment = {**os.environ, "PYTHONPATH": path}

@@ -7,71 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_calls import BF16, FP16, FP32, FP64, H200, KERNELS, UNKNOWN, call, gpu
 
-from attn_pass.devices import registry
 from attn_pass.devices.cpu.facts import cpu
-from attn_pass.devices.device import Device
-from attn_pass.devices.registry import families
-from attn_pass.model.attention import Attention, Source
-from attn_pass.model.expression import DOT, Load
-from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index
-from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.torch_call import order, picked_by_torch, refusal
-
-KERNELS = {kernel: rules for family in families() for kernel, rules in family.kernel_rules.items()}
-
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-H200 = registry.by_name("H200")
-UNKNOWN = Poly.of(Symbol("s0"))
-
-
-def gpu(major: int, minor: int, cudnn: int = 91900, **changes: Any) -> Device:
-    return replace(H200, capability=(major, minor), cudnn=cudnn, **changes)
-
-
-def call(
-    *,
-    batch: Index = 2,
-    heads: int = 4,
-    groups: int = 1,
-    q_len: Index = 8,
-    kv_len: Index = 8,
-    dim: Index = 64,
-    value_dim: Index | None = None,
-    dtype: torch.dtype = BF16,
-    dropout: float = 0.0,
-    grad: bool = False,
-    never_empty: bool = True,
-    mask: str = "none",
-    device: Device = H200,
-    torch_version: tuple[int, int] = (2, 13),
-    **of_call: Any,
-) -> Call:
-    b, h, g, i, j, d = (Axis(n, s) for n, s in zip("bhgijd", (batch, heads // groups, groups, q_len, kv_len, dim)))
-    e = Axis("e", dim if value_dim is None else value_dim)
-    at = {a: axis_index(a) for a in (b, h, g, i, j, d, e)}
-    attention = Attention(
-        batch=(b,),
-        heads=(h, g),
-        rows=(i,),
-        keys=j,
-        dim=d,
-        value_dim=(e,),
-        query=Load(0, (at[b], at[h], at[g], at[i], at[d])),
-        key=Load(1, (at[b], at[h], at[j], at[d])),
-        value=Load(2, (at[b], at[h], at[j], at[e])),
-        score=DOT,
-        scale=1.0,
-        sources=tuple(Source(n, (), dtype, torch.device("cpu")) for n in range(3)),
-        output=((b,), (h, g), (i,), (e,)),
-        compute_dtype=dtype,
-        output_dtype=dtype,
-        dropout=dropout,
-        needs_grad=grad,
-        rows_never_empty=never_empty,
-    )
-    return Call(attention, mask, device, torch_version=torch_version, **of_call)
-
 
 CPU = {"device": cpu()}
 REACHED = {"reached": "cudnn"}  # the program's own call does

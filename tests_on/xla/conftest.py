@@ -7,5 +7,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 os.environ.setdefault("PJRT_DEVICE", "CPU")

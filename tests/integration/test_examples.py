@@ -16,7 +16,7 @@ import torch
 
 from bench.whole_models import TORCHVISION
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 HELPERS, ELSEWHERE = {"side_by_side"}, {"context_parallel": "needs two CUDA devices"}
 # The library an example needs, sites it has, and what its report says of one.
 RUN = {

@@ -27,7 +27,7 @@ from attn_pass.tuning import disk_cache
 
 CPU = torch.device("cpu")
 Results = tuple[torch.Tensor, torch.Tensor]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_mistake_in_the_kernel_is_seen() -> None:

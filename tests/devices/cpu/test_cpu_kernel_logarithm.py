@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import also_used_programs as also_used
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, randn, same
 from torch import Tensor
 
 import attn_pass
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "patterns"))
-import test_also_used as also_used
 
 Program = Callable[..., Any]
 ON_KERNEL: dict[str, Any] = {"choose": "fused", "targets": ("cpu_kernel",)}

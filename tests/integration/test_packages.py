@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from against_eager import qkv
-from test_attention_gym import GYM, program
+from gym_programs import GYM, program
 from torch import Tensor
 
 import attn_pass

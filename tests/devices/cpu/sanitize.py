@@ -38,7 +38,7 @@ def main(sanitizers: list[str], sets: list[str]) -> int:
         for name in sets:
             with tempfile.TemporaryDirectory() as folder:
                 told = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
-                told |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
+                told |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}"}
                 # The thread sanitizer's maps of memory have no room for addresses drawn at random.
                 command = ["setarch", platform.machine(), "-R"] if sanitizer == "thread" else []
                 command += [sys.executable, str(HERE / "sanitize.py"), "--here", sanitizer, name]

@@ -21,7 +21,7 @@ from bench import decode_cases
 
 @lru_cache(maxsize=1)
 def _interpreted() -> dict[str, dict[str, float]]:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-m", "bench.interpreted"], capture_output=True, text=True, check=False, cwd=root
     )

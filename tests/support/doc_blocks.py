@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "bash", "text", "toml", "cpp")
 _MARK = re.compile(r"<!-- (not run|file): (.+) -->")
 

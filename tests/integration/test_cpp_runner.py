@@ -21,7 +21,7 @@ import attn_pass
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)
 
-SOURCE = Path(__file__).parents[1] / "examples" / "cpp" / "run_package.cpp"
+SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "run_package.cpp"
 
 
 class Plain(nn.Module):

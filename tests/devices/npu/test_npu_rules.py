@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernel_rules import UNKNOWN, call
+from kernel_calls import UNKNOWN, call
 
 from attn_pass.devices import registry
 from attn_pass.devices.npu import generations

@@ -36,7 +36,10 @@ inductor = pytest.mark.skipif(not (NVIDIA / "cuobjdump").exists(), reason="this 
 @cache
 def lowered(capability: int) -> dict[str, dict[str, Any]]:
     """Each program's code, launches and kernels on that GPU."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *(p for p in sys.path if p)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "support"), *(p for p in sys.path if p)]),
+    }
     programs = () if capability == 90 else (LARGE,)
     line = [sys.executable, str(HERE / "lowered_decode.py"), str(capability), *programs]
 

@@ -2,7 +2,7 @@
 
 What stock does is told (`record_property`) and not asked for: where a torch gets a program right its test is skipped.
 Most run Inductor up to the code it would write and its graphs as they are: the patterns are all before that. A few are
-compiled; tests/test_shield.py compiles two more.
+compiled; tests/entries/test_shield.py compiles two more.
 """
 
 from __future__ import annotations

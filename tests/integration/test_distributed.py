@@ -130,7 +130,7 @@ def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     script = tmp_path_factory.mktemp("distributed") / "script.py"
     script.write_text(SCRIPT)
     here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parents[1]), *filter(None, sys.path)]
+    paths = [str(here.parent), str(here.parents[1] / "support"), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     port = str(_free_port())
     running = [

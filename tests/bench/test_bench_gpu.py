@@ -30,7 +30,7 @@ from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.supervisor import Limits, supervise
 from bench.gpu.timing import Variant, compare, sets_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ---------------------------------------------------------------- a dry run

@@ -1,7 +1,7 @@
 """On an Ascend NPU itself. Everywhere else every test is skipped, and counts as not verified.
 
-`pip install torch-npu` with CANN, then `pytest tests/targets/test_npu_hardware.py`. What these ask is what no test on
-the CPU can know: the operators' numbers, rows without a key, strides, and the layouts of results.
+`pip install torch-npu` with CANN, then `pytest tests/devices/npu/test_npu_hardware.py`. What these ask is what no test
+on the CPU can know: the operators' numbers, rows without a key, strides, and the layouts of results.
 """
 
 from __future__ import annotations

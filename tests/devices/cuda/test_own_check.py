@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_kernel_rules import FP32, H200, UNKNOWN, call
+from kernel_calls import FP32, H200, UNKNOWN, call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
