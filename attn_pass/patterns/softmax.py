@@ -258,7 +258,10 @@ def _lift(
             check_no_shift(score, keys, scores_product)
         except Unreadable:
             plain = False
-    score_dtype = _score_dtype(scores, score, value.dtype, scores_product)
+    own = tensor_value(softmax)
+    assert own is not None
+    told = own.dtype if value.dtype == torch.float64 else value.dtype  # a softmax that is told its type rounds first
+    score_dtype = _score_dtype(scores, score, told, scores_product)
     dim = Axis("d", inner.summed_size)
     left, right = inner.positions(scores.leaf_position, dim)
     query, key, at_query, at_key = inner.left, inner.right, left, right
@@ -305,7 +308,11 @@ def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: No
     """
     kept = set(loads(score))
     joined = [(d, term) for d, term in scores.joined if kept.intersection(loads(term)) or not loads(term)]
+    if softmax != torch.float64:  # it rounds what was joined in float64
+        joined = [(softmax if d == torch.float64 else d, term) for d, term in joined]
     types = {d for d, _ in joined}
+    if types and torch.float64 not in types:  # what absorbed a score is not given back to it in float64
+        softmax = torch.float32 if softmax == torch.float64 else softmax
     if len(types) > 1:
         types = {d for d, term in joined if not (isinstance(term, Const) and math.isinf(term.value))}
     if torch.float16 not in types:

@@ -449,13 +449,14 @@ class _Assembly:
             # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.
             raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", result)
         compute_dtype = self._compute_dtype(value.dtype)
-        if parts.score_dtype == torch.float64 != compute_dtype and named.bias is not None:
+        if parts.score_dtype == torch.float64 != compute_dtype:
             # Where scores are only added to, a row can be shifted to what float32 keeps of it, and a sink cannot.
-            if self.modified is not None or (named.keep is not None and named.keep.fill != float("-inf")):
+            other = self.modified is not None or (named.keep is not None and named.keep.fill != float("-inf"))
+            if (named.bias is not None and other) or half.adds_to_scores(self._deep_of(function)):
                 raise Unreadable(
                     "a matrix is added to float64 scores of narrower operands, beside another mask", result
                 )
-            if self.sink is not None:
+            if named.bias is not None and self.sink is not None:
                 raise Unreadable("a matrix is added to float64 scores of narrower operands, beside a sink", result)
         attention = Attention(
             batch=batch,

@@ -91,9 +91,12 @@ class UseDefWalk:
             before, after = tensor_value(call["input"]), tensor_value(defined)
             if before is None or after is None or before.device != after.device:
                 raise Unreadable("the scores move between devices", defined)
+            known = len(self.joined)
             inner = self.read(call["input"], position, time)
             if not (before.is_floating_point() and after.is_floating_point()):
                 raise Unreadable(f"{_name(defined)} casts the scores to {after.dtype}", defined)
+            if before.dtype == torch.float64:  # what absorbs no score there does once it is rounded
+                self.joined[known:] = [(after.dtype, term) for _, term in self.joined[known:]]
             return inner
         if call.op == "copy_to":
             return self._operand(call["input"], position, time)

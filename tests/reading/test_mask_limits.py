@@ -308,6 +308,15 @@ RESCALED: dict[str, tuple[Change, int]] = {  # and whether it is rewritten
         1,
     ),
     "a soft cap, a mask, times 0.3": (lambda s: lowered(s.tanh() * 3) * 0.3, 0),
+    "filled, turned, and a bias": (
+        lambda s: (I - J).sin().half() - s.masked_fill(~MOVED, HALF_LOWEST),
+        0,
+    ),
+    "given, then the absolute value": (lambda s: (s + GIVEN).abs(), 0),
+    "a bias, and a weak fill": (
+        lambda s: (s + (I - J).sin().half()).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e4),
+        int(FLEX_ON_CPU),
+    ),
     "a mask under a soft cap": (lambda s: lowered(s).tanh() * 3, int(FLEX_ON_CPU)),
     "a mask, times a mask": (lambda s: lowered(s) * MOVED.flip(0).half(), 0),
 }

@@ -43,6 +43,13 @@ SPELLINGS: dict[str, Scores] = {
     "float64 scores, all absorbed": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e30,
     "float64 scores, nothing absorbed": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e9,
     "float64 scores, below float32's range": lambda q, k, m: (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e300,
+    "float64 scores, made float32": lambda q, k, m: (
+        (q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e9
+    ).float(),
+    "float64 scores, rounded to float32 and back": lambda q, k, m: (
+        ((q @ k.mT * 0.3).double() + (1.0 - m.double()) * -1e9).float().double()
+    ),
+    "float32 scores, made float64": lambda q, k, m: ((q @ k.mT * 0.3).float() + (1.0 - m) * -1e9).double(),
     "float64 scores, turned": lambda q, k, m: -((q @ k.mT * 0.3).double() + (1.0 - m.double()) * LOWEST),
     "float16, then float32's softmax": lambda q, k, m: (
         q @ k.mT * 0.3 + (1.0 - m.half()) * torch.finfo(HALF).min
@@ -145,6 +152,35 @@ def test_numbers_that_absorb_a_score_of_float64(numbers: Tensor | float) -> None
 
     with torch.no_grad():
         same(fn, *operands(HALF, False), padding(), rewritten=1, reference=False)
+
+
+@pytest.mark.parametrize("told", [torch.float32, None])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_softmax_that_is_told_its_type_of_float64_scores(dtype: torch.dtype, told: torch.dtype | None) -> None:
+    """-1e9 absorbs a score once it is rounded to float32, and none in float64."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.3) + (1.0 - m.double()) * -1e9
+        return torch.softmax(scores, -1, dtype=told).to(v.dtype) @ v
+
+    with torch.no_grad():
+        same(fn, *operands(dtype, False), padding(), rewritten=1, reference=False)
+
+
+FUNCTIONS: dict[str, Scores] = {
+    "a factor a key": lambda q, k, m: ((q @ k.mT).double() + (1.0 - m.double()) * LOWEST) * torch.arange(1, 10) / 2,
+    "a factor a key, -1e9": lambda q, k, m: ((q @ k.mT).double() + (1.0 - m.double()) * -1e9) * (torch.arange(9) > 2),
+    "a soft cap, a mask, a factor a key": lambda q, k, m: (
+        ((q @ k.mT).tanh().double() + (1.0 - m.double()) * LOWEST) * torch.arange(1, 10)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_functions_of_float64_scores_with_a_mask_inside(name: str) -> None:
+    with torch.no_grad():
+        report = same(program(FUNCTIONS[name]), *operands(torch.float32, False), padding(), reference=False)
+    assert "float64 scores of narrower operands" in report.left[0].reason
 
 
 @pytest.mark.parametrize("fill", [LOWEST, -1e9])
