@@ -271,7 +271,7 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
             raise NotAffine(f"the scores are {'divided' if inverse else 'multiplied'} by {number}")
         number = 1 / number if inverse else number
         if keep is not None:
-            fill = keep.fill * number
+            fill = _fill_times(keep.fill, number, dtype)
             if not is_masking(fill, dtype):
                 raise NotAffine(f"the mask's fill becomes {fill:g} by a factor of {number:g}: too weak to mask")
             keep = replace(keep, fill=fill)
@@ -297,6 +297,15 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
 def _rescaled(scores: Scores, number: float, dtype: torch.dtype) -> float:
     """What float16 scores were multiplied by in all, once they are multiplied by ``number`` as well."""
     return number * scores.rescaled if _may_mask_half(scores, dtype) else scores.rescaled
+
+
+def _fill_times(fill: float, number: float, dtype: torch.dtype) -> float:
+    """A fill that is multiplied with the scores, to the last digit what a bias of that number is multiplied to.
+
+    In a row that keeps no key the higher of two fills counts alone, so that equal ones have to stay equal.
+    """
+    wide = float(torch.tensor(fill, dtype=torch.promote_types(dtype, torch.float32)) * number)
+    return wide if math.isfinite(wide) else fill * number
 
 
 def _may_mask_half(scores: Scores, dtype: torch.dtype) -> bool:

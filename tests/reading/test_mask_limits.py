@@ -251,6 +251,18 @@ def test_a_lowest_number_of_float16_and_something_small_beside_it() -> None:
         same(lambda q, k, v, b, m: (q @ k.mT / 4 + b + m).softmax(-1) @ v, *inputs, rewritten=1, reference=False)
 
 
+def test_a_matrix_of_fills_and_a_fill_that_are_multiplied_stay_equal() -> None:
+    """A number times 1e-9 is another one in float64, and in a row that keeps no key the higher would count alone."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past = torch.ones(4, 4, dtype=torch.bool).tril(-1)
+        matrix = torch.zeros(4, 4).masked_fill(~past, LOWEST)
+        return ((q @ k.mT + matrix).masked_fill(past, LOWEST) * 1e-9).softmax(-1) @ v
+
+    with torch.no_grad():
+        same(fn, *qkv(4, 4), rewritten=1, reference=False)
+
+
 HALF_LOWEST = torch.finfo(torch.float16).min
 TURN = torch.tensor([1.0, -1.0]).half().view(2, 1, 1)
 MOVED = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # the first row keeps no key
