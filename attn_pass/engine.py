@@ -192,7 +192,7 @@ class _Graph:
         return observed(self.gm) if self.is_body or self.runner != "hook" else nullcontext()
 
     def _take_back(self) -> None:
-        for opaque in reversed(self.opaque):  # a later one may use what an earlier one made
+        for opaque in self.opaque:
             opaque.take_back()
         allowed.settle(self.pieces)
 

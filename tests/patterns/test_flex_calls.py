@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import attn_pass
+from attn_pass.devices import registry
+from attn_pass.targets.base import FLEX, Setting
 
 N, SIZE = 96, 32  # positions, and rows and keys of a block
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -222,7 +224,7 @@ def test_lists_made_from_another_mask_are_no_proof() -> None:
         assert "the block lists name each block once" in site.assumptions
 
 
-def remade(change: Callable[[BlockMask], tuple[Any, ...]], size: int = SIZE) -> Callable[..., Tensor]:
+def remade(change: Callable[[BlockMask], tuple[Any, ...]], size: int | tuple[int, int] = SIZE) -> Callable[..., Tensor]:
     """A program that puts a block mask together of other lists than `create_block_mask` made, of the same function."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -255,12 +257,36 @@ def other_places(made: BlockMask) -> tuple[Any, ...]:
     return made.kv_num_blocks, made.q_indices, made.full_kv_num_blocks, made.full_kv_indices
 
 
+def counted(whole: int) -> Callable[[BlockMask], tuple[Any, ...]]:
+    """Lists as `create_block_mask` makes them; a block with so many keys and rows that are kept is no partial one."""
+
+    def lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        ones = chosen.int()
+        places = torch.argsort(ones, dim=-1, descending=True, stable=True)
+        return ones.sum(-1).to(torch.int32), places.to(torch.int32)
+
+    def change(_: BlockMask) -> tuple[Any, ...]:
+        i, j = torch.arange(N)[:, None], torch.arange(N)[None]
+        count = N // SIZE
+        kept = (j <= i)[None, None].view(1, 1, count, SIZE, count, SIZE).permute(0, 1, 2, 4, 3, 5).sum((-2, -1))
+        return *lists((kept > 0) & (kept < whole)), *lists(kept == SIZE * SIZE)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "size", "proved"),
-    [(parts, SIZE, True), (parts, 64, False), *((f, SIZE, False) for f in (swapped, mixed, not_full, other_places))],
+    [
+        (parts, SIZE, True),
+        (parts, 64, False),
+        (parts, (16, 64), False),
+        *((f, SIZE, False) for f in (swapped, mixed, not_full, other_places)),
+        (counted(SIZE * SIZE), SIZE, True),
+        (counted(SIZE * SIZE // 2), SIZE, False),
+    ],
 )
 def test_which_lists_of_a_program_are_a_proof(
-    change: Callable[[BlockMask], tuple[Any, ...]], size: int, proved: bool
+    change: Callable[[BlockMask], tuple[Any, ...]], size: int | tuple[int, int], proved: bool
 ) -> None:
     torch._dynamo.reset()
     report = attn_pass.explain(remade(change, size), *qkv(1, 2, N, N), attn_pass_options=FUSED)
@@ -290,7 +316,7 @@ def test_documents_that_change_after_the_lists_were_made() -> None:
             return ids[i] == ids[j]
 
         made = create_block_mask(mask, None, None, N, N, device="cpu", BLOCK_SIZE=SIZE)
-        ids.add_(torch.arange(N) // 50)
+        ids[50:] = 7
         return flex_attention(q, k, v, block_mask=made)
 
     torch._dynamo.reset()
@@ -540,7 +566,9 @@ def layers(mask: BlockMask) -> Callable[..., Tensor]:
     return run
 
 
-def graph_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[list[str], list[str]]:
+def graph_of(
+    fn: Callable[..., Any], *inputs: Tensor, dynamic: bool = False, **options: Any
+) -> tuple[list[str], list[str]]:
     """The calls of a program's graph before and after the pass."""
     texts = []
 
@@ -551,7 +579,7 @@ def graph_of(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[l
     for backend in (kept, attn_pass.wrap(kept, **options)):
         torch._dynamo.reset()
         with torch.no_grad():
-            torch.compile(fn, backend=backend)(*inputs)
+            torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
     before, after = texts
     return before, after
 
@@ -569,6 +597,18 @@ def test_layers_with_one_block_mask_have_one_mask() -> None:
 def test_a_graph_in_which_calls_stay_is_the_graph_it_was() -> None:
     before, after = graph_of(layers(blocks(causal)), *qkv(1, 2, N, N), targets=())
     assert before == after
+
+
+def test_a_scale_that_is_a_symbol_of_one_value_is_a_number() -> None:
+    _, after = graph_of(flex(), *qkv(1, 2, N, N), dynamic=True, choose="fused", targets=("cpu_kernel",))
+    (call,) = [text for text in after if "attn_pass.attention" in text]
+    assert ", 0.25)" in call
+
+
+def test_the_call_is_no_kernel_whose_mask_a_target_may_keep() -> None:
+    h100 = registry.by_name("H100")
+    assert Setting(h100, "compile", kernel_as_written="flash").fused_as_written
+    assert not Setting(h100, "compile", kernel_as_written=FLEX).fused_as_written
 
 
 def test_a_call_in_a_checkpoint() -> None:
