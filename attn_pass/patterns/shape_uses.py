@@ -82,6 +82,8 @@ def _is_view_for_a_shape(reader: Reader, node: Node, steps: int = 4) -> bool:
     call = reader.call(node)
     if call is None or steps == 0 or call.op not in VIEWS or not reader.is_alias(node, call):
         return False
+    if node in reader.needed or not node.users:  # what a call that is taken apart is going to give back
+        return False
     return all(
         _takes_a_shape(reader, u, node) is not None or _is_view_for_a_shape(reader, u, steps - 1) for u in node.users
     )
