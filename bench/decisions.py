@@ -46,7 +46,7 @@ class Question:
 
 def site_of(report: SiteReport) -> Site:
     """What is recorded of a site. A reason that is a prediction says only that: predictions have numbers in them."""
-    predicted = " predicted as it is" in report.reason
+    predicted = "predicted " in report.reason and " as written, " in report.reason
     return {
         "outcome": report.outcome,
         "kind": report.kind,

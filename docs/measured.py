@@ -43,7 +43,7 @@ COMMANDS = {"seeds-cpu": "python -m bench seeds", "variants-cpu": "python -m ben
 
 def numbers() -> Iterator[str]:
     """Rows of the README's table."""
-    yield "| | stock ms | attn_pass ms | times | command |"
+    yield "| | stock ms | attn_pass ms | speedup | command |"
     yield "|---|---|---|---|---|"
     for row in ROWS:
         stock, passed = times(row)

@@ -241,7 +241,7 @@ def version(
 
 
 def main() -> None:
-    """Run the command line; exits with 2, after one sentence on stderr, when the input is no use."""
+    """Run the command line; on invalid input print a one-line error to stderr and exit with status 2."""
     app()
 
 

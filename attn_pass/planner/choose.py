@@ -13,6 +13,7 @@ from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
+from attn_pass.report.text import duration
 from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
@@ -182,7 +183,8 @@ def choose(
     for offer, target in ranked:
         name = _label(offer)
         time = times.get(name, math.inf)
-        reason = f"{times[LEAVE]:.0f} us {how} as it is, {time:.0f} us as {name}{remark}"
+        faster = f" ({times[LEAVE] / time:.3g}x)" if 0 < time < math.inf else ""
+        reason = f"{how} {duration(times[LEAVE])} as written, {duration(time)} with {name}{faster}{remark}"
         if len(tables) > 1:
             over = _range(attention, setting, elsewhere)
             reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"

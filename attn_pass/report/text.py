@@ -82,6 +82,14 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c == "\n" or c.isprintable())
 
 
+def duration(microseconds: float) -> str:
+    """A time with its unit: "564 us", "51.7 ms", "1.2 s"."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= size:
+            return f"{microseconds / size:.3g} {unit}"
+    return f"{microseconds:.3g} us"
+
+
 def common_module(modules: Sequence[str]) -> str:
     """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]

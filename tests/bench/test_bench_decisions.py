@@ -29,7 +29,7 @@ def test_a_decision_that_moved_is_told_apart_from_a_reason_that_is_worded_otherw
 
 
 def test_predictions_are_no_part_of_a_decision() -> None:
-    one, other = (SiteReport(outcome="left", reason=f"{us} us predicted as it is, 2 us as sdpa") for us in (8, 9))
+    one, other = (SiteReport(outcome="left", reason=f"predicted {us} us as written, 2 us with sdpa") for us in (8, 9))
     assert site_of(one) == site_of(other)
 
 

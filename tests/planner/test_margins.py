@@ -139,4 +139,4 @@ def test_what_was_measured_decides_whatever_was_predicted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attn_pass.engine.choose", choose)
         site = decided(repeated, "H200", 4, 32, 8, 2048, 2048, 128)
-    assert site.target == "cudnn" and "us measured as it is" in site.reason and "asked for" not in site.reason
+    assert site.target == "cudnn" and "us as written" in site.reason and "asked for" not in site.reason

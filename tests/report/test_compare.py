@@ -15,7 +15,7 @@ def site(layer: int = 0, **changes: Any) -> SiteReport:
     values: dict[str, Any] = {
         "outcome": "rewritten",
         "target": "sdpa",
-        "reason": "40 us predicted as it is, 10 us as sdpa",
+        "reason": "predicted 40 us as written, 10 us with sdpa",
         "where": "model.py:12 in forward",
         "predicted_us": {"leave": 40.0, "sdpa": 10.0},
         "module": f"model.layers.{layer}.self_attn",
@@ -46,7 +46,7 @@ def test_the_same_report_does_not_differ() -> None:
         (site(target="flex", predicted_us={"leave": 40.0, "flex": 10.0}), "target"),
         (site(poor_cases=("grouped_heads",)), "target"),
         (site(reason="another reason"), "reason"),
-        (site(reason="41 us predicted as it is, 9 us as sdpa"), ""),
+        (site(reason="predicted 41 us as written, 9 us with sdpa"), ""),
         (site(predicted_us={"leave": 40.0, "sdpa": 20.0}), "time"),
         (site(predicted_us={"leave": 80.0, "sdpa": 10.0}), "time"),
         (site(predicted_us={"leave": 40.1, "sdpa": 10.01}), ""),
@@ -110,7 +110,7 @@ def test_layers_with_the_same_change_are_one_row() -> None:
     (row,) = comparison.rows()
     assert row[0] == "x12" and "model.layers.*.self_attn" in row[1] and "rewritten to sdpa" in row[3]
     table = comparison.table(160)
-    assert "12 left that was not before" in table and "40 us predicted as it is, 10 us as taken" in table
+    assert "12 left that was not before" in table and "predicted 40 us as written, 10 us as taken" in table
     assert "the attention weights are returned" in table and all(len(line) <= 160 for line in table.splitlines()[1:])
 
 

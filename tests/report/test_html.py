@@ -66,7 +66,7 @@ def site(**changes: Any) -> SiteReport:
     values: dict[str, Any] = {
         "outcome": "rewritten",
         "target": "sdpa",
-        "reason": "40 us predicted as it is, 10 us as sdpa",
+        "reason": "predicted 40 us as written, 10 us with sdpa",
         "where": "model.py:12 in forward",
         "shapes": {"query": (1, 8, "s77", 64), "key": (1, 8, "s77", 64), "value": (1, 8, "s77", 64)},
         "dtype": "float32",
@@ -143,7 +143,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
     text = Page(Report([told], seconds=0.25, graphs=1).to_html()).text
     for part in (
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
-        *("40 µs", "10 µs", "40 us predicted as it is", "flex", "no score function is needed", "grouped heads"),
+        *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped heads"),
         *("no row is empty", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
         *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB a call", "250 ms", "1.2 MB"),
     ):
@@ -159,7 +159,7 @@ def test_equal_layers_are_one_entry() -> None:
 def test_the_totals_count_every_call() -> None:
     left = site(outcome="left", target=None, predicted_us={"leave": 100.0}, roofline={}, where="b.py:1 in f")
     text = " ".join(Page(Report([site(count=2), left]).to_html()).text.split())
-    assert "120 µs180 µs as it is, 1.5 times" in text  # 2 * 10 + 100 of 2 * 40 + 100
+    assert "120 µs180 µs as written, 1.5 times" in text  # 2 * 10 + 100 of 2 * 40 + 100
     assert "800 kBa run" in text
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attn_pass.report.pages.html import rendered
 from attn_pass.report.pages.times import time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, plain_table
+from attn_pass.report.text import common_module, duration, plain_table
 
 Aspect = Literal["outcome", "target", "reason", "time"]
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -218,8 +218,8 @@ def _told(change: Change, side: int) -> str:
         outcome += f" ({', '.join(site.poor_cases)})"
     leaving, taken = times_of(site).get("leave"), time_taken(site)
     how = "measured" if site.measured_us else "predicted"
-    times = "" if leaving is None else f"{leaving:.4g} us {how} as it is"
-    times += "" if taken is None else f", {taken:.4g} us as taken"
+    times = "" if leaving is None else f"{how} {duration(leaving)} as written"
+    times += "" if taken is None else f", {duration(taken)} as taken"
     reason = "" if times and site.reason.startswith(f"{leaving or 0:.0f} us") else site.reason
     return "\n".join(filter(None, (outcome, times, reason)))
 

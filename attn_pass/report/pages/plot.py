@@ -75,7 +75,7 @@ def _plot(device: str, gflops: float, gbytes: float, sites: list[tuple[int, Site
     dots = []
     for number, site, before, after in pairs:
         assert before is not None
-        title = f"{number}: {site.where}, {before[1]:.4g} GFLOP/s as it is"
+        title = f"{number}: {site.where}, {before[1]:.4g} GFLOP/s as written"
         if after is not None:
             title += f", {after[1]:.4g} as {site.target}"
         x1, y1 = (None, None) if after is None else (x.at(after[0]), y.at(after[1]))
