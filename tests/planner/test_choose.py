@@ -137,5 +137,5 @@ def test_where_the_best_form_does_not_hold_the_next_is_taken(monkeypatch: pytest
 
     monkeypatch.setattr(Sdpa, "emit", refusing)
     site = decided(grouped, *inputs)
-    assert (site.target, site.poor_cases) == ("sdpa", ()) and "as sdpa" in site.reason
+    assert (site.target, site.poor_cases) == ("sdpa", ()) and "with sdpa" in site.reason
     assert "some sizes" in site.refusals["sdpa"]

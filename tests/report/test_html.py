@@ -143,7 +143,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
     text = Page(Report([told], seconds=0.25, graphs=1).to_html()).text
     for part in (
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
-        *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped heads"),
+        *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
         *("no row is empty", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
         *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB a call", "250 ms", "1.2 MB"),
     ):
