@@ -66,7 +66,7 @@ def test_explain_tells_the_sites_and_runs_the_model_as_it_is(monkeypatch: pytest
     with attn_pass.record() as recorded:
         report = attn_pass.explain(model, ones(), shift=100.0, attn_pass_options={"choose": "fused"})
     assert [site.outcome for site in report.sites] == ["rewritten"] and recorded.sites == report.sites
-    assert report.sites[0].where.startswith("test_capture.py:")
+    assert report.sites[0].where.startswith("test_explain.py:")
     assert engine.options[0].choose == "fused" and report.graphs == 1
     assert len(attn_pass.reports()) == before
     assert seen and seen[0].min() > 50  # the original ran, with the keyword
