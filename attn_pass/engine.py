@@ -428,7 +428,9 @@ class _Graph:
         stays = bool(site.needed_as_well)
         written = replace(site.written, copied_bytes=copied(self.sizes.hint), joined_bytes=joined, needed_as_well=stays)
         rule, measure = rule_for((site.node, *site.internal), record, self.options), None
-        if self.measure is not None and rule is None and not stays:
+        # What is measured as it is are the parts that were read, which a call that has a kernel of its own is not.
+        is_parts = site.opaque is None or site.opaque.written is None
+        if self.measure is not None and rule is None and not stays and is_parts:
             measure = functools.partial(self.measure, self._place(site, setting))
         choice = choose(
             attention,

@@ -147,7 +147,7 @@ def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
             site.written = opaque.written or site.written
             if site.error is None and opaque.is_used_otherwise:
                 site.refused_at = None
-                if site.refusal:
+                if site.refusal and (opaque.written is None or site.unshared is not None):
                     site.refusal = opaque.also
                 elif site.needed_as_well:
                     site.needed_as_well = opaque.also

@@ -611,6 +611,21 @@ def test_the_call_is_no_kernel_whose_mask_a_target_may_keep() -> None:
     assert not Setting(h100, "compile", kernel_as_written=FLEX).fused_as_written
 
 
+def test_a_call_is_verified_and_not_measured() -> None:
+    """As it is it would be timed as products and a softmax."""
+    site = site_of(made_inside(causal), *qkv(1, 2, N, N), verify="graph", tune=True)
+    assert site.verified_error is not None and site.verified_error < 1e-5
+    assert site.measured_us == {} and "predicted" in site.reason
+
+
+def test_of_a_call_whose_log_sum_exp_is_used_the_reason_is_its_own() -> None:
+    def jumps(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.floor(s)
+
+    site = site_of(flex(None, jumps, return_lse=True), *qkv(1, 2, 9, 9), rewritten=0, reference=False)
+    assert "log-sum-exp" not in site.reason
+
+
 def test_a_call_in_a_checkpoint() -> None:
     for fn, mask in ((flex(), "none"), (flex(blocks(causal)), "dense")):
 
