@@ -43,7 +43,10 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("build")
 
 
-BUILT = ("../README.md", "catalogue.md", "comparison.md", "cuda.md", "rewrites.md")
+BUILT = (
+    *("../README.md", "architecture.md", "catalogue.md", "comparison.md", "cuda.md", "howto/device.md", "rewrites.md"),
+    "usage.md",
+)
 
 
 @pytest.mark.parametrize("page", BUILT)

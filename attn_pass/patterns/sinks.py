@@ -108,9 +108,10 @@ def sink_positions(
     dim = read.dim
     extra: Index = reader.shape(softmax)[dim] - keys.size
     first = at_softmax[dim] - axis_index(keys)
-    if not isinstance(extra, int) or not 0 <= extra <= _MOST:
-        raise Unreadable(OTHER_KEYS if len(reader.products.get(read.input, ())) > 1 else _NOT_WHOLE, softmax)
     outside = keys in axes(*at_softmax[:dim], *at_softmax[dim + 1 :])
+    if not isinstance(extra, int) or not 0 <= extra <= _MOST:
+        joined = len(reader.products.get(read.input, ())) > 1 and not outside
+        raise Unreadable(OTHER_KEYS if joined else _NOT_WHOLE, softmax)
     if outside or not isinstance(first, int) or not 0 <= first <= extra:
         raise Unreadable(_NOT_WHOLE if extra else "the softmax runs over another dimension than the keys", softmax)
     places: list[Index] = [*range(first), *(keys.size + n for n in range(first, extra))]

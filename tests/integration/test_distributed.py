@@ -90,7 +90,8 @@ def sites(parallel):
     reference, model = Stack(2), Stack(2)
     mine = everything[rank if shares_batch else 0]
     with attn_pass.record() as report:
-        out = parallel(model)(mine)
+        trained = parallel(model)  # kept: without its wrapper nobody adds the processes' gradients up
+        out = trained(mine)
         out.square().mean().backward()
     torch.testing.assert_close(out, reference(mine), rtol=1e-4, atol=1e-5)
     if shares_batch:

@@ -24,7 +24,7 @@ RUN = {
     "timm_vit": ("timm", 2, "rewritten to sdpa"),
     "diffusers_block": ("diffusers", 2, "rewritten to sdpa"),
     "training": ("torch", 1, "causal"),
-    "aotinductor": ("torch", 1, "shared K/V over the"),
+    "aotinductor": ("torch", 1, "shared_kv"),
 }
 
 

@@ -203,7 +203,7 @@ def test_a_record_of_another_shape_is_measured_again(
     record: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuner.store, "load", lambda key: json.loads(record))
+    monkeypatch.setattr(tuner.disk_cache, "load", lambda key: json.loads(record))
     monkeypatch.setattr(tuner, "_run", lambda job, program: {"us": {n: [1.0] for n in job["labels"]}, "failed": {}})
     torch._dynamo.reset()
     with attn_pass.record() as report, torch.no_grad(), warnings.catch_warnings():
