@@ -56,7 +56,6 @@ def site_of(report: SiteReport) -> Site:
         "mask": report.mask,
         "refused": sorted(report.refusals),
         "reason": "by its prediction" if predicted else report.reason,
-        "refusals": dict(sorted(report.refusals.items())),
     }
 
 
@@ -131,7 +130,14 @@ def decided(asked: list[Question], console: Console) -> Decisions:
     return found
 
 
-_WORDING = ("reason", "refusals")
+_WORDING = ("reason",)
+
+
+def _written(document: dict[str, Any]) -> str:
+    """A line a program, so that a record can be read and its changes seen."""
+    *head, last = (f'"{key}": {json.dumps(value)}' for key, value in document.items() if key != "decisions")
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(sites)}" for name, sites in document["decisions"].items())
+    return "{" + ",\n".join([*head, last, '"decisions": {\n' + rows + "\n}"]) + "}\n"
 
 
 def differences(before: Decisions, now: Decisions) -> tuple[list[str], list[str]]:
@@ -172,7 +178,7 @@ def main(
     now = decided(asked, console)
     if record:
         document = {"versions": versions(), "command": command(), "decisions": now}
-        file.write_text(json.dumps(document, indent=1) + "\n")
+        file.write_text(_written(document))
         console.print(f"{len(now)} programs, {sum(map(len, now.values()))} sites recorded in {file}")
         return
     before = json.loads(file.read_text())["decisions"]
