@@ -10,7 +10,19 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Factor
-from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, expression_axes, is_boolean, loads
+from attn_pass.model.expression import (
+    Apply,
+    Const,
+    Dot,
+    Expr,
+    Load,
+    apply,
+    contains_dot,
+    expression_axes,
+    is_boolean,
+    loads,
+    walk,
+)
 from attn_pass.model.index import Axis
 from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.describe import _with
@@ -193,11 +205,13 @@ def without_row_reductions(
     """
     values: dict[Load, Expr] = {}
     nodes: list[Node] = []
+    # In float16 what is added before and after it may have no sum: -40000 twice is -inf there.
+    narrow = any((v := tensor_value(n)) is not None and v.dtype == torch.float16 for n in scores.internal)
     for load, side in scores.loads.items():
         if keys in expression_axes(load):
             continue
         chain = maximum_of(reader, side.written, scores)
-        if chain is not None and _only_added(score, load):
+        if chain is not None and _only_added(score, load) and not (narrow and _added_twice(score, load)):
             values[load] = Const(0.0)
             nodes += chain
     return (_with(score, values) if values else score), tuple(nodes)
@@ -245,6 +259,22 @@ def _only_added(score: Expr, load: Load) -> bool:
             return masking and all(_only_added(a, load) for a in score.args[1:] if load in loads(a))
         return score.op == "cast" and _only_added(score.args[0], load)
     return False
+
+
+def _added_twice(score: Expr, load: Load) -> bool:
+    """Whether something joins the scores before the load is taken off them, and something after it."""
+    if not isinstance(score, Apply) or load not in loads(score):
+        return False
+    inner = [a for a in score.args if a != load and load in loads(a)]
+    others = [a for a in score.args if load not in loads(a)]
+    after = score.op in ("add", "sub") and bool(inner) and not any(map(contains_dot, others))
+    return (after and any(_is_joined(a, load) for a in inner)) or any(_added_twice(a, load) for a in inner)
+
+
+def _is_joined(score: Expr, load: Load) -> bool:
+    """Whether anything else than the load is added to the product."""
+    sums = (e for e in walk(score) if isinstance(e, Apply) and e.op in ("add", "sub") and contains_dot(e))
+    return any(a != load and not contains_dot(a) for e in sums for a in e.args)
 
 
 # ---------------------------------------------------------------- rows without a key

@@ -450,4 +450,20 @@ FOUND: tuple[tuple[str, Case], ...] = (
         )
         for targets in (None, ("flex",), ("cpu_kernel",))
     ),
+    (
+        "what is added before and after a maximum is taken off has no sum in float16",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dtype=torch.float16,
+                query=(Step(row="flipped"),),
+                score=(
+                    Step(row="bias: far down", x=-64.0),
+                    Step(row="bias: minus the maximum"),
+                    Step(row="bias: far down", x=-64.0),
+                ),
+            )
+        ),
+    ),
 )
