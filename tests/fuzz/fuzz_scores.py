@@ -55,7 +55,7 @@ BIASES: Table = {
     "table": Row(lambda c, s, e: s + e.t[torch.arange(c.s) - torch.arange(c.l)[:, None] + c.l - 1], "table"),
     "of rows": Row(lambda c, s, e: s + e.t, "rows"),
     "far down, in float32": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 7e4).to(c.f32), numbers=(-2e4, 2e4)),
-    "far down": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 4e4).to(s.dtype), numbers=(-64.0, 512.0)),
+    "far down": Row(lambda c, s, e: s + (torch.arange(c.s) * e.x - 40960).to(s.dtype), numbers=(-512.0, 512.0)),
     "far down, subtracted": Row(lambda c, s, e: s - (torch.arange(c.s) * e.x + 7e4).to(c.f32), numbers=(2e4, -2e4)),
     "far down, scaled": Row(lambda c, s, e: (s.to(c.f32) * 8 - torch.arange(c.s) * 7e5) / e.x, numbers=(8.0, 2.0)),
     "minus the maximum": Row(lambda c, s, e: s - s.amax(-1, keepdim=True)),
