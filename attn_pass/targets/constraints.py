@@ -103,11 +103,6 @@ RANDOM_NUMBERS = Common(
 )
 AFFINE = Common("scores", lambda c: c.attention.not_affine, lambda c: not c.attention.not_affine)
 NOT_EMPTY = Common("sizes", "a size is 0", lambda c: 0 not in sizes_of(c.attention))
-KNOWN_SIZES = Common(
-    "known sizes",
-    "a size is not known when the graph is compiled",
-    lambda c: all(isinstance(n, int) for n in sizes_of(c.attention)),
-)
 
 
 def takes(kernel: str, *dtypes: torch.dtype) -> Common:

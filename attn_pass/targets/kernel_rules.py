@@ -11,7 +11,7 @@ from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.device import Device
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index
-from attn_pass.targets.constraints import Constraint, dtype_name
+from attn_pass.targets.constraints import Constraint, dtype_name, sizes_of
 
 HALF = (torch.float16, torch.bfloat16)
 Version = tuple[int, int]
@@ -129,13 +129,7 @@ def capability_rule(lowest: Version) -> Rule:
 SIZES = Rule(
     "sizes",
     "a size is 0",
-    lambda c: (
-        0
-        not in (
-            *(c.attention.q_len, c.attention.kv_len, c.attention.head_dim),
-            *(c.attention.value_head_dim, c.attention.batch_size, c.attention.query_heads),
-        )
-    ),
+    lambda c: 0 not in sizes_of(c.attention),
     "check_nonzero_sequence_lengths_dense",
 )
 PADDABLE = Rule(

@@ -31,6 +31,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.index import Index
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
@@ -108,8 +109,9 @@ class Sdpa:
             return f"no measured rule for {setting.device.type} devices yet"
         if not setting.device.kernels:
             return "no GPU is here, or torch's fused kernels are switched off"
-        if a.dropout and setting.same_random_numbers:
-            return "fallback_random asks for eager's random numbers, and the kernel draws others"
+        case = Attended(a, setting)
+        if not RANDOM_NUMBERS.holds(case):
+            return RANDOM_NUMBERS.why(case)
         allowed = setting.allowed_backends
         kernels = [
             k for k in order(setting.device) if allowed is None or rules_of(k, setting.device).backend in allowed
@@ -123,8 +125,8 @@ class Sdpa:
             return reason or f"torch's call pads no head dims for the {kernels[-1]} kernel"
         if (reason := refusal(picked, call)) is not None:
             return reason
-        if setting.autocast is not None and setting.autocast != a.compute_dtype:
-            return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+        if not AUTOCAST.holds(case):
+            return AUTOCAST.why(case)
         return None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:

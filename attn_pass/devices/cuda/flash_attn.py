@@ -31,6 +31,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import expression_axes, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.constraints import AUTOCAST, Attended
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import dense_last
@@ -133,8 +134,9 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
         return "flash_attn is given no dropout here and takes no sink"
     if a.compute_dtype not in (torch.float16, torch.bfloat16):
         return "flash_attn takes half precision"
-    if setting.autocast is not None and setting.autocast != a.compute_dtype:
-        return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+    case = Attended(a, setting)
+    if not AUTOCAST.holds(case):
+        return AUTOCAST.why(case)
     if setting.allowed_backends is not None:
         return "sdpa_kernel allows torch's own kernels only"
     dims = (a.head_dim, a.value_head_dim)

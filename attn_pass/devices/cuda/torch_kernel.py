@@ -16,6 +16,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, divide
 from attn_pass.targets.bands import window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.empty_rows import EmptyRows
 from attn_pass.targets.kernel_rules import Call, KernelRules, padded
 from attn_pass.targets.lower import Lowering
@@ -90,8 +91,9 @@ class Kernel:
             return a.not_affine
         if a.sink is not None:
             return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
-        if a.dropout and setting.same_random_numbers:
-            return "fallback_random asks for eager's random numbers, and the kernel draws others"
+        case = Attended(a, setting)
+        if not RANDOM_NUMBERS.holds(case):
+            return RANDOM_NUMBERS.why(case)
         allowed = setting.allowed_backends
         if allowed is not None and self.rules.backend not in allowed:
             return f"sdpa_kernel allows only {', '.join(allowed) or 'nothing'}"
@@ -110,8 +112,8 @@ class Kernel:
         reason = refusal(self.name, call)
         if reason is not None:
             return reason
-        if setting.autocast is not None and setting.autocast != a.compute_dtype:
-            return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+        if not AUTOCAST.holds(case):
+            return AUTOCAST.why(case)
         if a.scale == 0 and kind != "none":
             return "a scale of 0 would be multiplied with what masks"
         return mask_refusal(a, setting)

@@ -24,6 +24,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Axis
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import AUTOCAST, Attended
 from attn_pass.targets.empty_rows import replaced_and_added
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, assumed
@@ -189,8 +190,9 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
         return f"the Pallas kernels need {' and '.join(missing)}, not installed here (docs/xla.md has the versions)"
     if setting.program == "aoti":
         return "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program"
-    if setting.autocast is not None and setting.autocast != a.compute_dtype:
-        return f"autocast to {str(setting.autocast)[6:]} would narrow it from {str(a.compute_dtype)[6:]}"
+    case = Attended(a, setting)
+    if not AUTOCAST.holds(case):
+        return AUTOCAST.why(case)
     if setting.allowed_backends is not None:
         return "sdpa_kernel allows torch's own kernels only"
     return refusal(a)
