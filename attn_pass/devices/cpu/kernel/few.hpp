@@ -161,7 +161,8 @@ template <class T> void part_task(const void* job, i64 task) {
   }
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   std::memset(s, 0, size_t(padded * PANEL) * 4);
-  const bool tensors = a.keep.data || a.bias.data, transposed = R >= (T::PAIR ? 4 : 8);
+  // From so many rows on transposing a panel once is cheaper than adding up lanes for each row; measured.
+  const bool tensors = a.keep.data || a.bias.data, transposed = R >= (T::CODE == FLOAT32 ? 5 : 4);
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
   for (i64 w = from; w < to; ++w) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key);
