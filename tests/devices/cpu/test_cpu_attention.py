@@ -231,6 +231,23 @@ def test_a_row_that_keeps_a_key_which_is_no_number_is_none_and_others_are() -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_rows_in_any_number(dtype: torch.dtype) -> None:
+    """Panels are read as they lie, or transposed first, by the number of rows: the same comes out."""
+    torch.manual_seed(0)
+    for rows in range(1, 18):
+        for dim in (40, 64):
+            query, key, value = (
+                torch.randn(2, heads, n, dim).to(dtype) for heads, n in ((rows, 1), (1, 150), (1, 150))
+            )
+            given = {"keep": torch.rand(2, rows, 1, 150) < 0.7, "after": 140}
+            value[:, :, 145] = float("nan")  # behind the last key that is kept
+            expected, expected_lse = reference(query, key, value.nan_to_num(0.0), 0.2, **given)
+            out, lse = WITH_LSE(query, key, value, 0.2, **given)
+            assert difference(out, expected) <= ERRORS[dtype], rows
+            assert difference(lse, expected_lse) <= ERRORS[dtype], rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     before = torch.get_num_threads()
