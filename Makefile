@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/python -m bench.demo $(ARGS)
+	$(BIN)/python -m bench demo $(ARGS)
 
 # Two workers of a thread each: a compile is a compiler process of its own, and OpenMP's threads wait by working, so that
 # more of them than cores take a third of the time for nothing.

@@ -1,1 +1,1 @@
-"""Measurements of attn_pass on real input; each module is a command (`python -m bench.demo`, `python -m bench.s4`)."""
+"""Measurements of attn_pass on real input: `python -m bench NAME`, on a GPU `python -m bench.gpu`."""

@@ -4,45 +4,50 @@ from __future__ import annotations
 
 import typer
 
-from bench import (
+from bench import results_page
+from bench.gpu import __main__ as gpu
+from bench.suites import (
+    commands,
     constants,
     decisions,
+    demo,
     dynamic_query,
-    lists,
     models,
     never_slower,
-    page,
     pass_time,
     peers_suite,
     training,
     verify_time,
 )
-from bench.census.__main__ import compile_time_command
-from bench.gpu import __main__ as gpu
-from bench.kernel import __main__ as kernel
-from bench.seeds import __main__ as seeds
+from bench.suites.census import command as census
+from bench.suites.kernel import command as kernel
+from bench.suites.seeds import command as seeds
+from bench.suites.seeds import xla
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, function in {
     "seeds": seeds.main,
-    "cases": lists.cases_command,
-    "variants": lists.variants_command,
-    "forms": lists.forms_command,
+    "cases": commands.cases_command,
+    "variants": commands.variants_command,
+    "forms": commands.forms_command,
     "models": models.main,
-    "peers": lists.peers_command,
+    "peers": commands.peers_command,
     "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
     "decisions": decisions.main,
     "never-slower": never_slower.main,
     "kernel": kernel.main,
     "training": training.main,
-    "compile-time": compile_time_command,
+    "compile-time": census.compile_time_command,
     "pass-time": pass_time.main,
     "verify-time": verify_time.main,
     "constants": constants.main,
-    "page": page.main,
+    "page": results_page.main,
+    "demo": demo.main,
+    "xla": xla.main,
 }.items():
     app.command(name)(function)
+app.add_typer(census.app, name="census")
 
 
 @app.command(

@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> None:
         warnings.filterwarnings("ignore", category=category)
     env = Environment(args.device, args.quick, args.shard.count)
     if env.dry:
-        from bench import stand_ins
+        from bench.gpu import stand_ins
 
         stand_ins.install()
         torch.set_num_threads(1)  # for shapes this small threads only wait for each other

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.frame.document import markdown_table
 from bench.gpu import goals
 from bench.gpu.environment import one_line
 from bench.gpu.journal import Journal
 from bench.gpu.parts import Part, Row
+from bench.harness.document import markdown_table
 
 
 def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> dict[str, Any]:

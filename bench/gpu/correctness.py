@@ -18,7 +18,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.targets.registry import all_targets
-from bench import decode_cases
+from bench.gpu import decode_cases
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
@@ -276,7 +276,7 @@ def _interpreted(case: decode_cases.Case) -> Row:
     import subprocess
     import sys
 
-    line = [sys.executable, "-m", "bench.interpreted", case.name]
+    line = [sys.executable, "-m", "bench.gpu.interpreted", case.name]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the interpreter ended"])[-1])

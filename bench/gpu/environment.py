@@ -19,7 +19,8 @@ from attn_pass.devices.cuda import facts as cuda_facts
 from attn_pass.devices.device import Device
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
-from bench.machine import compiled, device_name, versions
+from bench.harness.environment import device_name, versions
+from bench.harness.timing import compiled
 
 Program = Callable[..., Tensor]
 _MUCH = 4 << 30

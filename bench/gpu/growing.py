@@ -20,7 +20,7 @@ import attn_pass
 from bench.gpu.environment import Environment, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.timing import why
-from bench.machine import compiled
+from bench.harness.timing import compiled
 
 MODES = ("", "reduce-overhead")
 SPELLINGS = ("eager", "sdpa")

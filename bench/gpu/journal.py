@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bench.frame.document import Row
+from bench.harness.document import Row
 
 
 class Journal:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
-from bench.machine import compiled
+from bench.harness.timing import compiled
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -7,10 +7,10 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from bench.frame.document import Column, Row
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
 from bench.gpu.timing import why
+from bench.harness.document import Column, Row
 
 Tell = Callable[[str], None]
 _TRACE = 2500  # characters kept of a traceback

@@ -28,7 +28,7 @@ from attn_pass.targets.kernel_rules import Call as TableCall
 from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.machine import compiled
+from bench.harness.timing import compiled
 
 NAMED = ("H200", "A100", "L4", "B200")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

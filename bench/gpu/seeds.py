@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
-from bench import shared_keys
-from bench.frame import ways
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.timing import Variant, compare, host_us, why
-from bench.machine import relative_error
+from bench.harness import variants
+from bench.harness.timing import relative_error
+from bench.suites.seeds import shared_keys
 
 FP16 = torch.float16
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _device(env: Environment) -> str:
 
 def packaged(env: Environment) -> Row:
     """S4's three packages: stock, decomposed, the pass's; timed as they are launched, answers checked."""
-    chosen = (ways.PACKAGE_PASS, ways.PACKAGE, ways.DECOMPOSED)
+    chosen = (variants.PACKAGE_PASS, variants.PACKAGE, variants.DECOMPOSED)
     if env.quick:
         chosen = chosen[:1]
     row: Row = {"reported": shared_keys.REPORTED, "build_s": {}, "failed": {}}
@@ -169,19 +169,19 @@ def packaged(env: Environment) -> Row:
                 path = Path(folder) / f"{number}.pt2"
                 with attn_pass.record() as report:
                     model = shared_keys.SharedKeys(_device(env), _half(env)).eval()
-                    ways.package(way, model, inputs, shapes, path)
+                    variants.package(way, model, inputs, shapes, path)
                 runs[way] = torch._inductor.aoti_load_package(str(path))
                 row["build_s"][way] = round(time.perf_counter() - began, 1)
-                if way == ways.PACKAGE_PASS:
+                if way == variants.PACKAGE_PASS:
                     row |= said(report)
             except Exception as error:
                 row["failed"][way] = why(error)
-        if ways.PACKAGE in runs:
-            runs["stock again"] = runs[ways.PACKAGE]
+        if variants.PACKAGE in runs:
+            runs["stock again"] = runs[variants.PACKAGE]
         row |= _answers(runs, env)
         times = compare(env, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
     us = {name: time.median_us for name, time in times.found.items()}
-    return row | _told(us, {**row["failed"], **times.failed}, ways.PACKAGE, ways.PACKAGE_PASS)
+    return row | _told(us, {**row["failed"], **times.failed}, variants.PACKAGE, variants.PACKAGE_PASS)
 
 
 def _answers(runs: dict[str, Callable[..., Any]], env: Environment) -> Row:
@@ -235,23 +235,23 @@ def packages(env: Environment, program: Callable[..., Tensor], inputs: tuple[Ten
     runs: dict[str, Callable[..., Any]] = {}
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         right = program(*(x[:1].double() for x in inputs))
-        for way in (ways.PACKAGE_PASS, ways.PACKAGE):
+        for way in (variants.PACKAGE_PASS, variants.PACKAGE):
             try:
                 path = Path(folder) / f"{len(runs)}.pt2"
                 with attn_pass.record() as report:
-                    ways.package(way, _Called(program).eval(), inputs, None, path)
+                    variants.package(way, _Called(program).eval(), inputs, None, path)
                 runs[way] = torch._inductor.aoti_load_package(str(path))
-                if way == ways.PACKAGE_PASS:
+                if way == variants.PACKAGE_PASS:
                     row |= said(report)
             except Exception as error:
                 row["failed"][way] = why(error)
         row["errors"] = {name: relative_error(run(*inputs)[:1], right) for name, run in runs.items()}
         row["wrong"] = ", ".join(n for n, off in row["errors"].items() if not off <= _PACKAGED_TOLERANCE) or None
-        if ways.PACKAGE in runs:
-            runs["stock again"] = runs[ways.PACKAGE]
+        if variants.PACKAGE in runs:
+            runs["stock again"] = runs[variants.PACKAGE]
         times = compare(env, {n: Variant(r, capture=False) for n, r in runs.items()}, [inputs])
     us = {name: time.median_us for name, time in times.found.items()}
-    return row | _told(us, {**row["failed"], **times.failed}, ways.PACKAGE, ways.PACKAGE_PASS)
+    return row | _told(us, {**row["failed"], **times.failed}, variants.PACKAGE, variants.PACKAGE_PASS)
 
 
 _PACKAGED_TOLERANCE = 4e-3  # of the largest value, in float16

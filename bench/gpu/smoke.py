@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 import attn_pass
-from bench import decode_cases, shared_keys
-from bench.gpu import toolchain
+from bench.gpu import decode_cases, toolchain
 from bench.gpu.correctness import check_case, decode_case
 from bench.gpu.environment import Environment, facts, one_line, said
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.machine import relative_error
+from bench.harness.timing import relative_error
+from bench.suites.seeds import shared_keys
 
 _CLOCKS = (
     "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,utilization.gpu,memory.used"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
-from bench.machine import percentile_10
+from bench.harness.timing import percentile_10
 
 Inputs = tuple[Any, ...]
 Run = Callable[..., Any]

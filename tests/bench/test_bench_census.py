@@ -1,4 +1,4 @@
-"""What `python -m bench.census` makes of rows; the measurements themselves need a census folder."""
+"""What `python -m bench census` makes of rows; the measurements themselves need a census folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench.census import tables
-from bench.census.children import Task, in_child, run_all
-from bench.census.folder import FolderError, open_census
-from bench.census.rows import read_rows
+from bench.harness.process import Task, in_child, run_all
+from bench.suites.census import tables
+from bench.suites.census.dataset import FolderError, open_census
+from bench.suites.census.rows import read_rows
 
 GOOD = {"ok": True, "rel_l2": 1e-7, "max_abs": 1e-6}
 WRONG = {"ok": False, "rel_l2": 0.5, "max_abs": 2.0}

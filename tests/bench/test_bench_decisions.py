@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import attn_pass
 from attn_pass.report.site import SiteReport
 from bench.__main__ import app
-from bench.decisions import differences, questions, site_of
+from bench.suites.decisions import differences, questions, site_of
 
 LEFT = SiteReport(outcome="left", reason="a size is 0", refusals={"sdpa": "a size is 0"})
 

@@ -19,9 +19,7 @@ from host_events import Event
 pytest.importorskip("triton")
 
 from attn_pass.devices.cuda import decode_operator
-from bench import stand_ins
-from bench.frame.document import Column
-from bench.gpu import console, counters, decode_grid, floors, goals, probes, smoke, supervisor, toolchain
+from bench.gpu import console, counters, decode_grid, floors, goals, probes, smoke, stand_ins, supervisor, toolchain
 from bench.gpu.__main__ import PARTS, arguments, main
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
@@ -29,6 +27,7 @@ from bench.gpu.parts import Case, Lost, Part, Shard, run_parts
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.supervisor import Limits, supervise
 from bench.gpu.timing import Variant, compare, sets_for
+from bench.harness.document import Column
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,11 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from bench.__main__ import app
-from bench.frame import document
-from bench.kernel import __main__ as bench
-from bench.kernel import cases, peers
-from bench.kernel.read import reader
-from bench.machine import relative_error
+from bench.harness import document
+from bench.harness.timing import relative_error
+from bench.suites.kernel import cases, peers
+from bench.suites.kernel import command as bench
+from bench.suites.kernel.read import reader
 
 SMALL = {"LENGTH": 300, "CACHE": 150, "VALID": 70, "DOCUMENT": 40}
 

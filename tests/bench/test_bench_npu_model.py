@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_pass.devices.npu import generations
-from bench import npu_model
+from bench.suites.seeds import npu_model
 
 
 def test_every_row_says_that_it_is_predicted() -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import peers_suite
 from bench.__main__ import app
-from bench.peer_forms import Form, NotRun, SuiteError, collect, load
+from bench.suites import peers_suite
+from bench.suites.peer_forms import Form, NotRun, SuiteError, collect, load
 
 SUITE = """
 import functools, unittest

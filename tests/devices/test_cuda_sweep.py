@@ -15,7 +15,7 @@ from attn_pass.devices.cuda import sweep as cuda
 from attn_pass.devices.cuda.points import Point
 from attn_pass.devices.device import Device, Shares
 from attn_pass.tuning.clock import Reading
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 H100 = registry.by_name("H100")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
 import attn_pass
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 BF16 = torch.bfloat16

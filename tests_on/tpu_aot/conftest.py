@@ -8,6 +8,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from bench import tpu_aot  # noqa: E402
+from bench.suites.seeds import tpu_aot  # noqa: E402
 
 tpu_aot.prepare()

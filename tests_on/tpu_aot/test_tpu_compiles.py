@@ -19,7 +19,7 @@ pytest.importorskip("libtpu")
 import attn_pass
 from attn_pass.devices.tpu.kernels import Blocks, Call, packed
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for
-from bench import tpu_aot
+from bench.suites.seeds import tpu_aot
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.bool: "bool"}

@@ -1,6 +1,6 @@
 """The self-check over the decode kernel, and over copies of it with one mistake each, under Triton's interpreter.
 
-Prints what it says of each as JSON. A process of its own, see `bench.interpreted`.
+Prints what it says of each as JSON. A process of its own, see `bench.gpu.interpreted`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 
 if __name__ == "__main__":
-    import bench.interpreted  # noqa: F401  # first: it tells Triton to interpret
+    import bench.gpu.interpreted  # noqa: F401  # first: it tells Triton to interpret
 
 from attn_pass.devices.cuda import decode_operator, decode_triton, self_check
 

@@ -13,7 +13,7 @@ from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 

@@ -16,14 +16,14 @@ pytest.importorskip("triton")
 
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.cuda.decode_operator import decode, decode_with_lse, splits_for
-from bench import decode_cases
+from bench.gpu import decode_cases
 
 
 @lru_cache(maxsize=1)
 def _interpreted() -> dict[str, dict[str, float]]:
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-m", "bench.interpreted"], capture_output=True, text=True, check=False, cwd=root
+        [sys.executable, "-m", "bench.gpu.interpreted"], capture_output=True, text=True, check=False, cwd=root
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])

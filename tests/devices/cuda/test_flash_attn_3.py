@@ -30,7 +30,7 @@ from flash_attn_programs import (
 
 import attn_pass
 from attn_pass.devices.cuda import flash_attn
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 

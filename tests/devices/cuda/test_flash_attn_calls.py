@@ -11,7 +11,7 @@ import torch
 from against_eager import NEG_INF, randn, same
 
 import attn_pass
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 flash_attn = flash_attn_stand_in.import_or_skip()

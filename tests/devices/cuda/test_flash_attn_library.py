@@ -29,7 +29,7 @@ from flash_attn_programs import (
 
 import attn_pass
 from attn_pass.devices.cuda import flash_attn as target
-from bench import stand_ins
+from bench.gpu import stand_ins
 
 stand_ins.install()
 flash_attn_stand_in.import_or_skip()

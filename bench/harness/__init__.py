@@ -1,0 +1,1 @@
+"""How benches measure: programs, the variants of each, fresh processes, timing, floors, documents, baselines, plots."""

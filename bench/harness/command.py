@@ -1,0 +1,75 @@
+"""What the commands of this frame share: their options, the run's head, and the end of a run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from bench.harness import baseline as baselines
+from bench.harness import document
+from bench.harness.console import show, show_table
+from bench.harness.document import Document
+from bench.harness.environment import command, device_name, versions
+from bench.harness.floors import Rates, rates
+from bench.harness.programs import Setting
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write here, and a table beside it.")]
+Against = Annotated[Path | None, typer.Option("--against", help="Compare with a run that was written.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few of them, fewer rounds.")]
+Only = Annotated[str, typer.Option(help="Only programs whose name holds this.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
+
+
+def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document, Rates, Document | None]:
+    """A document without tables, this device's rates, measured now, and the run to compare with, read before all.
+
+    Raises:
+        typer.BadParameter: the run to compare with cannot be read.
+    """
+    try:
+        before = None if baseline is None else document.read(baseline)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--against") from error
+    torch.set_num_threads(setting.threads)
+    found = rates(setting.device)
+    run = {
+        "device": device_name(setting.device),
+        "threads": setting.threads,
+        "rounds": f"{setting.rounds} in turns, a fresh process a program",
+        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "rates": asdict(found),
+        "command": command(),
+    }
+    if setting.quick:
+        run["quick"] = "cut sizes and fewer rounds"
+    return Document(title, run), found, before
+
+
+def finish(console: Console, made: Document, json_file: Path | None, before: Document | None) -> None:
+    """Shows and writes the document, compares it with another run.
+
+    Raises:
+        typer.Exit: 1, something is wrong, nothing ran, or it got worse.
+    """
+    show(console, made)
+    if json_file is not None:
+        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
+    rows = [row for table in made.tables for row in table.rows]
+    bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
+    if before is not None:
+        found = baselines.compare(made, before)
+        show_table(console, found)
+        bad = bad or baselines.regressed(found)
+    if bad:
+        raise typer.Exit(1)

@@ -1,0 +1,87 @@
+"""The least time a program can take: its products at the rate of a large product, its tensors at the rate of a copy.
+
+Both rates are measured in the same run. FLOPs are counted by `torch.utils.flop_counter` on the eager program and cut
+to the share of the scores its masks keep; bytes are those of inputs and outputs, once, as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from bench.harness.timing import in_turns, percentile_10
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one device: GFLOP/s of a large product by dtype ("float32"), GB/s of a copy, reads and writes counted."""
+
+    gflops: Mapping[str, float]
+    gbs: float
+
+    def floor_us(self, flops: float, size: int, dtype: str) -> float:
+        """The longer of computing and moving."""
+        return max(self._computing(flops, dtype), size / self.gbs) / 1e3
+
+    def bound(self, flops: float, size: int, dtype: str) -> str:
+        return "products" if self._computing(flops, dtype) >= size / self.gbs else "memory"
+
+    def _computing(self, flops: float, dtype: str) -> float:
+        return flops / self.gflops.get(dtype, self.gflops["float32"])
+
+
+# float16 has no fast product on CPUs.
+DTYPES = {True: (torch.float32, torch.bfloat16), False: (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def rates(device: str) -> Rates:
+    """Measured now, with as many threads as torch uses."""
+    on_cpu = not device.startswith("cuda")
+    side, elements = (2048, 1 << 25) if on_cpu else (8192, 1 << 29)
+    source = torch.randn(elements, device=device)
+    target = torch.empty_like(source)
+    runs: dict[str, Callable[..., Any]] = {"copy": lambda _: target.copy_(source)}
+    for dtype in DTYPES[on_cpu]:
+        a = torch.randn(side, side, device=device, dtype=dtype)
+        runs[name_of(dtype)] = lambda _, a=a: a @ a
+    taken = {name: percentile_10(found) for name, found in in_turns(runs, (source,), 7, seconds=0.05).items()}
+    copied = taken.pop("copy")
+    return Rates({n: 2 * side**3 / us / 1e3 for n, us in taken.items()}, 2 * source.nbytes / copied / 1e3)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cpu_attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def count_flops(run: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> float:
+    """Of one call: what the operators that run multiply and add."""
+    # The counter knows the fused operators of GPUs alone.
+    known = {aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention}
+    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+        run(*inputs)
+    return float(counter.get_total_flops())
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes a tensor takes in memory; an expanded axis is there once, and so are windows that overlap."""
+    elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride()) if stride != 0)
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 0)
+    return min(elements, spanned) * tensor.element_size()
+
+
+def moved_bytes(inputs: Any, outputs: Any) -> int:
+    """Of the tensors that go in and come out, one that is given twice once."""
+    found = {id(x): x for x in pytree.tree_leaves((inputs, outputs)) if isinstance(x, torch.Tensor)}
+    return sum(map(extent, found.values()))

@@ -1,0 +1,194 @@
+"""One program in a process of its own: built in every way, timed in turns, compared with float64 and with its floor."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attn_pass
+from bench.harness import variants as w
+from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
+from bench.harness.process import Task, in_child
+from bench.harness.programs import Program, Setting, program_of
+from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, private_caches, relative_error
+
+Row = dict[str, Any]
+Tell = Callable[[str], None]
+LIMIT_S = 900.0
+LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
+
+
+def quiet(threads: int) -> None:
+    """No notices of the libraries, this many threads, no gradients: for the rest of this process."""
+    for category in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+
+
+def warm_compiler() -> None:
+    """Compile something trivial: the first compile in a fresh cache also builds Inductor's precompiled headers."""
+    torch.compile(lambda x: x + 1)(torch.zeros(8))
+
+
+def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, rates: Rates) -> Iterator[Row]:
+    """What a child does: the rows of one program, one a way, with ``status`` "ok"."""
+    quiet(setting.threads)
+    program = program_of(module, name, setting)
+    # Without the graph caches: two ways that end in the same graph must both pay for compiling it.
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, private_caches(Path(place)), uncached:
+        warm_compiler()
+        shop = w.Workshop(program, setting.device, Path(place))
+        candidates, failures = _built(shop, chosen)
+        runs = {candidate.name: candidate.run for candidate in candidates}
+        samples = in_turns(runs, shop.inputs, setting.rounds, seconds=setting.block_s)
+        peaks = {candidate.name: peak_bytes(candidate, shop.inputs) for candidate in candidates}
+        work = _work(program, shop, rates)
+        errors = _errors(program, candidates, shop.inputs, setting.device)
+        reports = {way: _told(report) for way, report in shop.reports.items()}
+    for candidate in candidates:
+        taken = samples[candidate.name]
+        yield {
+            "program": name,
+            "way": candidate.name,
+            "stage": candidate.name,
+            "status": "ok",
+            "median_us": statistics.median(taken),
+            "p10_us": percentile(taken, 10),
+            "p90_us": percentile(taken, 90),
+            "error": errors[candidate.name],
+            "tolerance": program.tolerance,
+            "compile_s": candidate.compile_s,
+            "package_bytes": candidate.package_bytes,
+            "peak_bytes": peaks[candidate.name],
+            **work,
+            **reports.get(candidate.name, {}),
+            **({"took": program.hand} if candidate.name in (w.HAND, w.PACKAGE_HAND) else {}),
+            **({"took": candidate.run.took} if hasattr(candidate.run, "took") else {}),
+        }
+    for way, failure in failures.items():
+        yield {"program": name, "way": way, "stage": way, "status": "failed", "error_text": failure}
+
+
+def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], dict[str, str]]:
+    candidates, failures = [], {}
+    for way in chosen:
+        if way in (w.HAND, w.PACKAGE_HAND) and shop.program.by_hand is None:
+            continue
+        try:
+            candidates.append(shop.build(way))
+        except Exception as error:
+            failures[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return candidates, failures
+
+
+def _work(program: Program, shop: w.Workshop, rates: Rates) -> Row:
+    flops = count_flops(shop.module, shop.inputs) * program.kept
+    size = moved_bytes(shop.inputs, shop.module(*shop.inputs))
+    dtype = name_of(program.dtype or shop.inputs[0].dtype)
+    return {
+        "flops": flops,
+        "bytes": size,
+        "dtype": dtype,
+        "floor_us": rates.floor_us(flops, size, dtype),
+        "bound": rates.bound(flops, size, dtype),
+        "reported": program.reported or None,
+    }
+
+
+def _errors(
+    program: Program, candidates: Sequence[Candidate], inputs: tuple[torch.Tensor, ...], device: str
+) -> dict[str, float]:
+    """The worst relative error of every candidate over all inputs of the program."""
+    worst = {candidate.name: 0.0 for candidate in candidates}
+    # Last of all: other sizes make torch.compile compile again, and that is not what was timed.
+    for given in (inputs, *(other(device) for other in program.others)):
+        want = program.exact(device, given)
+        for candidate in candidates:
+            found = relative_error(candidate.run(*given), want)
+            # max() would drop a NaN.
+            if math.isnan(found) or found > worst[candidate.name]:
+                worst[candidate.name] = found
+    return worst
+
+
+def _told(report: attn_pass.Report) -> Row:
+    sites = list(report.sites)
+    said = [
+        f"left: {site.reason}" if site.outcome == "left" else " + ".join((str(site.target), *site.poor_cases))
+        for site in sites
+    ]
+    return {"took": "; ".join(dict.fromkeys(said)) or "no site", "report": str(report)}
+
+
+# ---------------------------------------------------------------- the caller's side
+
+
+def run(
+    module: str, programs: Sequence[Program], chosen: Sequence[str], setting: Setting, rates: Rates, tell: Tell
+) -> list[Row]:
+    """Every program in a fresh process; rows with ratios and verdicts. A failure is a row of its own."""
+    rows: list[Row] = []
+    for program in programs:
+        rows += judged(child(program.name, measured, (module, program.name, tuple(chosen), setting, rates), tell))
+    return rows
+
+
+def child(name: str, function: Callable[..., Iterator[Row]], args: tuple[Any, ...], tell: Tell) -> list[Row]:
+    """The rows a function yields in a fresh process, told as they are."""
+    began = time.perf_counter()
+    found = in_child(Task({"program": name, "stage": name}, function, args), LIMIT_S)
+    for row in found:
+        if row["status"] not in ("ok", "failed"):  # the process died, or was late
+            row |= {"way": row.get("stage", ""), "error_text": row.pop("error", ""), "status": "failed"}
+    failed = [f"{row['way']}: {row['error_text']}" for row in found if row["status"] == "failed"]
+    tell(f"{name}: {time.perf_counter() - began:.0f} s" + "".join(f"\n  failed: {text}" for text in failed))
+    return found
+
+
+def judged(rows: list[Row]) -> list[Row]:
+    """Adds to the rows of one program: how many times as fast as stock, the noise, and what to make of it."""
+    by_way = {row["way"]: row for row in rows if row["status"] == "ok"}
+    for row in by_way.values():
+        base = by_way.get(w.base_of(row["way"]))
+        if "floor_us" in row:
+            row["of_floor"] = row["floor_us"] / row["median_us"]
+        if base is not None:
+            row["over_stock"] = base["median_us"] / row["median_us"]
+            row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
+            row["verdict"] = verdict(row["over_stock"], base["p10_us"] / row["p10_us"], row["noise"])
+        if not row["error"] <= row["tolerance"]:
+            row["verdict"] = "WRONG"
+    return rows
+
+
+def noise(base: Row, again: Row | None) -> float:
+    """How far apart the same code is from itself in this run, as a share; NaN where it ran once."""
+    if again is None:
+        return math.nan
+    apart = (abs(math.log(base[field] / again[field])) for field in ("median_us", "p10_us"))
+    return max(*apart, LEAST_NOISE)
+
+
+def verdict(median: float, p10: float, around: float) -> str:
+    """In words, of the ratios of medians and of 10th percentiles: within the noise, or where they differ, the same.
+
+    Some code has two speeds, from call to call: then one of the two ratios says so, and the other does not.
+    """
+    if math.isnan(around):
+        return "no A/A row"
+    if min(median, p10) > math.exp(around):
+        return "faster"
+    if max(median, p10) < math.exp(-around):
+        return "slower"
+    return "same"

@@ -1,0 +1,148 @@
+"""Clean compiles, candidates timed in turns, peak memory, errors: how everything on a CPU is measured.
+
+Nothing here needs more than torch: the GPU's benches (`bench.gpu`) run where there may be nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Inputs = tuple[torch.Tensor, ...]
+Runner = Callable[..., Any]
+
+
+@contextmanager
+def private_caches(folder: Path) -> Iterator[None]:
+    """Keep Inductor's disk caches of this block in `folder`, so that compile times are those of a first compile."""
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def fresh(program: Runner) -> Runner:
+    """The program as a function whose code Dynamo has not seen, so that no two compiles share anything."""
+
+    def copy(*args: Any) -> Any:
+        return program(*args)
+
+    copy.__code__ = copy.__code__.replace()
+    return copy
+
+
+def compiled(program: Runner, *, dynamic: bool | None = False, **settings: Any) -> Runner:
+    """By ``torch.compile`` with these settings, and shared with no other compile of the program."""
+    made: Runner = torch.compile(fresh(program), dynamic=dynamic, **settings)
+    return made
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way that is ready to run, with what it took to get there."""
+
+    name: str
+    run: Runner
+    compile_s: float
+    package_bytes: int | None
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference over the largest expected value; NaN for a NaN in `got`, inf for another shape."""
+    if got.shape != want.shape:
+        return math.inf
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+
+
+def in_turns(
+    runs: Mapping[str, Runner],
+    inputs: Inputs,
+    rounds: int,
+    *,
+    seconds: float,
+    least: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more.
+
+    Every round starts with another run. Work of a GPU is waited for at the end of a block. With ``time.process_time``
+    as the clock, and one thread, what other processes take of the machine is not counted.
+    """
+    wait = torch.cuda.synchronize if any(x.is_cuda for x in inputs) else _nothing
+
+    def seconds_of(run: Runner, count: int) -> float:
+        wait()
+        began = clock()
+        for _ in range(count):
+            run(*inputs)
+        wait()
+        return clock() - began
+
+    calls = {}
+    for name, run in runs.items():
+        run(*inputs)
+        calls[name] = max(least, int(seconds / max(seconds_of(run, 1), 1e-6)))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(seconds_of(runs[name], calls[name]) / calls[name] * 1e6)
+    return samples
+
+
+def _nothing() -> None:
+    pass
+
+
+def _status_kib(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
+    """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
+    if inputs[0].is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        candidate.run(*inputs)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        # What earlier calls freed is still resident and would be reused unseen: hand it back first (malloc_trim(3)).
+        ctypes.CDLL(None).malloc_trim(0)
+        # Linux: writing 5 resets the high-water mark of resident memory (proc(5), clear_refs).
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_kib("VmRSS")
+        candidate.run(*inputs)
+        return max(0, _status_kib("VmHWM") - before) * 1024
+    except (OSError, AttributeError, TypeError):
+        return None
+
+
+def percentile(samples: Sequence[float], which: int) -> float:
+    """The 10th, 20th ... 90th percentile."""
+    if len(samples) == 1:
+        return samples[0]
+    return statistics.quantiles(samples, n=10, method="inclusive")[which // 10 - 1]
+
+
+def percentile_10(samples: Sequence[float]) -> float:
+    return percentile(samples, 10)

@@ -1,0 +1,105 @@
+"""The ways to run a program: eagerly, compiled and packaged, by stock, by the pass, and in the form written by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import attn_pass
+from bench.harness.programs import Program, Tensors
+from bench.harness.timing import Candidate, compiled
+
+EAGER = "eager"
+STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"
+NO_PATTERNS = "compile, stock without patterns"
+PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
+DECOMPOSED, PACKAGE_PASS = "AOTInductor, decomposed", "AOTInductor, attn_pass"
+PACKAGE_HAND = "AOTInductor, by hand"
+
+COMPILED = (EAGER, STOCK, STOCK_AGAIN, PASS, HAND)
+PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
+
+AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
+"""The same code measured twice: the difference is noise."""
+
+
+def base_of(way: str) -> str:
+    """What a way is compared with: packages with the stock package, everything else with stock torch.compile."""
+    return PACKAGE if way.startswith("AOTInductor") else STOCK
+
+
+@dataclass
+class Workshop:
+    """One program being built in every way, in this process; packages are built once."""
+
+    program: Program
+    device: str
+    folder: Path
+    packages: dict[str, tuple[Path, float]] = field(default_factory=dict)
+    reports: dict[str, attn_pass.Report] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.module, self.inputs = self.program.make(self.device)
+
+    def build(self, way: str) -> Candidate:
+        """Ready to run and warmed up by one call."""
+        if way.startswith("AOTInductor"):
+            path, seconds = self._package(PACKAGE if way == PACKAGE_AGAIN else way)
+            run = torch._inductor.aoti_load_package(str(path))
+            run(*self.inputs)
+            return Candidate(way, run, seconds, path.stat().st_size)
+        began = time.perf_counter()
+        extra = self.program.extra.get(way)
+        run = _CALLABLES[way](self) if extra is None else extra(self.module, self.inputs, self.folder)
+        # A compiled function compiles in its first call.
+        with attn_pass.record() as report:
+            run(*self.inputs)
+        if way == PASS:
+            self.reports[way] = report
+        return Candidate(way, run, 0.0 if way == EAGER else time.perf_counter() - began, None)
+
+    def by_hand(self) -> nn.Module:
+        assert self.program.by_hand is not None
+        return self.program.by_hand(self.device)
+
+    def _package(self, way: str) -> tuple[Path, float]:
+        if way not in self.packages:
+            began = time.perf_counter()
+            path = self.folder / f"{_FILES[way]}.pt2"
+            with attn_pass.record() as report:
+                package(way, self.by_hand() if way == PACKAGE_HAND else self.module, self.inputs, self.shapes(), path)
+            if way == PACKAGE_PASS:
+                self.reports[way] = report
+            self.packages[way] = path, time.perf_counter() - began
+        return self.packages[way]
+
+    def shapes(self) -> Any:
+        return self.program.dynamic_shapes
+
+
+_CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
+    EAGER: lambda shop: shop.module,
+    STOCK: lambda shop: compiled(shop.module),
+    STOCK_AGAIN: lambda shop: compiled(shop.module),
+    NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
+    PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
+    HAND: lambda shop: compiled(shop.by_hand()),
+}
+_FILES = {PACKAGE: "stock", DECOMPOSED: "decomposed", PACKAGE_PASS: "attn_pass", PACKAGE_HAND: "by_hand"}
+
+
+def package(way: str, module: nn.Module, inputs: Tensors, shapes: Any, path: Path) -> None:
+    """Exports the module and compiles it into a package at `path`, one of the ways of AOTInductor."""
+    if way == PACKAGE_PASS:
+        attn_pass.aot_compile(module, inputs, dynamic_shapes=shapes, package_path=path)
+        return
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes)
+    if way == DECOMPOSED:
+        program = program.run_decompositions()
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -1,0 +1,192 @@
+"""The page of results and its pictures, from the committed runs: `python -m bench page [--results FOLDER]`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench.harness import plots
+from bench.harness import variants as w
+from bench.harness.document import Document, Row, markdown_table, read
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+PICTURES = "pictures"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A committed run with tables, by its file's name without the ending, and what it is about."""
+
+    file: str
+    about: str
+
+
+RUNS = (
+    Run("seeds-cpu", "the five field reports"),
+    Run("variants-cpu", "masks and score functions by hand"),
+    Run("forms-cpu", "common forms, by hand and as calls"),
+    Run("cases-cpu", "collected cases that must be fast"),
+    Run("peers-cpu", "whole models beside other systems"),
+)
+SCALING = "S5.2: speed-up over the sequence length"
+CURVE = "never-slower"
+OTHERS = (
+    ("never-slower.md", "a grid of 164 shapes against stock and every form the pass could have taken"),
+    ("never-slower-tuned.md", "the same with `tune=True`"),
+    ("models-cpu.md", "15 whole models: time, error, compile time, memory"),
+    ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
+    ("kernel-cpu.md", "the CPU kernel beside a large product's rate, a plain read and other kernels"),
+    ("training-cpu.md", "training steps"),
+    ("census.md", "how much of 600 models is found and rewritten"),
+    ("cases.md", "collected bugs and wishes: which hold"),
+    ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
+    ("fuzz.md", "generated programs: what was run, what it found, faults put in on purpose"),
+    ("versions.md", "the core tests with other versions of torch"),
+    ("verify-time.md", 'what `verify="graph"` takes'),
+    ("compile-time.md", "the pass's share of a cold compile"),
+    ("pass-time.md", "the pass alone, over the depth of a model"),
+    ("cpu-constants.md", "the rates of the cost model, measured"),
+)
+
+
+def documents(folder: Path) -> dict[str, Document]:
+    """The runs that are there, by file; what another bench wrote under such a name is told and left out."""
+    found = {}
+    for run in RUNS:
+        path = folder / f"{run.file}.json"
+        if path.exists():
+            try:
+                found[run.file] = read(path)
+            except ValueError as error:
+                typer.echo(f"left out: {error}", err=True)
+    return found
+
+
+def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
+    """The pictures that the runs allow: (file without its ending, what it shows)."""
+    made = []
+    scaling = [row for table in _tables(found.get("seeds-cpu"), SCALING) for row in table.rows if "length" in row]
+    if scaling:
+        plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
+        plots.save(plots.memory(scaling), folder / PICTURES / "memory")
+        made += [("speed-up", "Seed S5: speed-up over the sequence length"), ("memory", "Seed S5: memory of one call")]
+    measured = [found[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in found]
+    if measured:
+        plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
+        made.append(("roofline", "What stock and the pass reach of what the device allows; a line joins one program"))
+    curve = folder / f"{CURVE}.json"
+    if curve.exists():
+        plots.save(plots.never_slower(json.loads(curve.read_text())), folder / PICTURES / CURVE)
+        made.append((CURVE, "164 shapes against stock, sorted"))
+    return made
+
+
+def _tables(document: Document | None, title: str) -> Iterator[Any]:
+    yield from (table for table in (document.tables if document else []) if table.title == title)
+
+
+def summary(document: Document) -> dict[str, Any]:
+    """Over the rows of the pass: how many, times stock (middle, least, most), verdicts; and all that failed."""
+    rows = [row for table in document.tables for row in table.rows if row.get("way") in (w.PASS, w.PACKAGE_PASS)]
+    rows = [row for row in rows if "over_stock" in row]
+    ratios = [row["over_stock"] for row in rows]
+    verdicts = [row["verdict"] for row in rows]
+    return {
+        "rows": len(rows),
+        "middle": statistics.median(ratios) if ratios else math.nan,
+        "least": min(ratios, default=math.nan),
+        "most": max(ratios, default=math.nan),
+        **{name: verdicts.count(name) for name in ("faster", "same", "slower", "WRONG")},
+        "failed": sum(len(table.failures()) for table in document.tables),
+    }
+
+
+def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str]]) -> str:
+    """The text of README.md."""
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m bench page` from the runs beside it; each says its device, versions and command, and",
+        "[benchmarks.md](../benchmarks.md) how it was measured. No GPU, NPU or TPU has run any of this yet.",
+        "",
+        "## The pass against stock Inductor",
+        "",
+    ]
+    titles = ("run", "rows", "times stock: middle", "least", "most", "faster", "same", "slower", "wrong", "failed")
+    rows = []
+    for run in RUNS:
+        if run.file not in found:
+            continue
+        told = summary(found[run.file])
+        ratios = [f"{told[name]:.2f}" for name in ("middle", "least", "most")]
+        counts = [str(told[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
+        rows.append([f"[{run.about}]({run.file}.md)", str(told["rows"]), *ratios, *counts])
+    lines += markdown_table(titles, rows)
+    lines += ["", "*Same* is within the noise that stock shows against itself in that run, 3 % or more.", ""]
+    if slower := list(_slower(found)):
+        lines += ["Slower beyond the noise:", "", *slower, ""]
+    for run in RUNS[:2]:
+        if run.file in found:
+            lines += [f"## {run.about.capitalize()}, times stock", "", *by_program(found[run.file]), ""]
+    lines += ["## Pictures", ""]
+    for name, what in pictures:
+        lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]
+    lines += ["## Other runs", ""]
+    lines += [f"- [{file}]({file}): {what}" for file, what in OTHERS if (folder / file).exists()]
+    return "\n".join(lines) + "\n"
+
+
+_WAYS = (
+    (w.PASS, "pass"),
+    (w.HAND, "by hand"),
+    (w.PACKAGE_PASS, "package, pass"),
+    (w.DECOMPOSED, "package, decomposed"),
+)
+
+
+def by_program(document: Document) -> list[str]:
+    """One line a program: how many times as fast as stock each way is, bold beyond the noise."""
+    lines = []
+    for table in document.tables:
+        programs = dict.fromkeys(row["program"] for row in table.rows if "over_stock" in row)
+        for name in programs:
+            rows = {row["way"]: row for row in table.rows if row["program"] == name and "over_stock" in row}
+            cells = [_ratio(rows.get(way)) for way, _ in _WAYS]
+            took = str(rows[w.PASS].get("took", "-")).split(":")[0] if w.PASS in rows else "-"
+            lines.append([f"{table.title.split(':')[0]}: {name}" if len(document.tables) > 1 else name, *cells, took])
+    return markdown_table(("program", *(title for _, title in _WAYS), "the pass took"), lines)
+
+
+def _ratio(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    text = f"{row['over_stock']:.2f}"
+    return f"**{text}**" if row["verdict"] in ("faster", "slower") else text
+
+
+def _slower(found: dict[str, Document]) -> Iterator[str]:
+    for run in RUNS:
+        for table in found[run.file].tables if run.file in found else []:
+            yield from (f"- {_told(run, row)}" for row in table.rows if _is_slower(row))
+
+
+def _is_slower(row: Row) -> bool:
+    return row.get("way") in (w.PASS, w.PACKAGE_PASS) and row.get("verdict") == "slower"
+
+
+def _told(run: Run, row: Row) -> str:
+    return f"{run.about}: {row['program']}, {row['way']}: {row['over_stock']:.2f} (noise {row['noise']:.0%})"
+
+
+def main(folder: Annotated[Path, typer.Option("--results", help="The folder of committed runs.")] = RESULTS) -> None:
+    """Write the page of results and its pictures from the committed runs."""
+    found = documents(folder)
+    (folder / "README.md").write_text(page(folder, found, draw(folder, found)))
+    typer.echo(f"written: README.md from {', '.join(found) or 'no run'}")

@@ -1,0 +1,118 @@
+"""Exported programs: what the pass does to what torch.export gives, as it is and after `run_decompositions()`."""
+
+from __future__ import annotations
+
+import io
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+import attn_pass
+from bench.suites.census.dataset import Census, NotRunnable, Subject, open_census, prepared, told
+from bench.suites.census.rows import Row, told_report
+
+STAGES = ("export", "decomposed")
+LARGEST_SAVED = 200 * 2**20
+"""Programs with more bytes of weights than this are not saved and loaded again, which takes long."""
+
+
+def facts_of(census: Census, name: str) -> Row:
+    """What the first row of a model is about."""
+    return {"bench": "export", "stage": STAGES[0], **census.facts(name)}
+
+
+def measure(folder: Path, name: str) -> Iterator[Row]:
+    """One row for the exported program, one for the decomposed one."""
+    census = open_census(folder)
+    facts = facts_of(census, name)
+    try:
+        subject = prepared(census, name)
+    except NotRunnable as error:
+        yield {**facts, "status": "unbuildable", "error": str(error)}
+        return
+    began = time.perf_counter()
+    program, how, refusals = exported(subject)
+    facts["export_s"] = round(time.perf_counter() - began, 2)
+    if program is None:
+        yield {**facts, "status": "not exportable", "error": " | ".join(refusals)[:1200]}
+        return
+    facts["strict"] = how
+    decomposed, refusal = None, ""
+    began = time.perf_counter()
+    try:
+        with torch.no_grad():
+            # Before the rewrite, which changes `program` in place.
+            decomposed = program.run_decompositions()
+    except Exception as error:
+        refusal = told(error)
+    decompose_s = round(time.perf_counter() - began, 2)
+    yield {**facts, **rewritten(subject, program)}
+    facts.update(stage=STAGES[1], decompose_s=decompose_s)
+    if decomposed is None:
+        yield {**facts, "status": "not decomposable", "error": refusal}
+    else:
+        yield {**facts, **rewritten(subject, decomposed)}
+
+
+def exported(subject: Subject) -> tuple[ExportedProgram | None, bool, list[str]]:
+    """(program, whether it was exported strictly, why earlier ways failed); non-strict export is tried first."""
+    refusals: list[str] = []
+    for strict in (False, True):
+        try:
+            with torch.no_grad():
+                return (
+                    torch.export.export(subject.model, subject.args, subject.kwargs, strict=strict),
+                    strict,
+                    refusals,
+                )
+        except Exception as error:
+            refusals.append(f"strict={strict}: {told(error)}")
+    return None, False, refusals
+
+
+def rewritten(subject: Subject, program: ExportedProgram) -> Row:
+    """Rewrite the program in place, run it before and after, and tell what became of it."""
+    row: Row = {"status": "ok", "sites": subject.census.counted([program.module()])}
+    try:
+        as_exported = subject.run(program.module())
+    except Exception as error:
+        return {**row, "status": "does not run as exported", "error": told(error)}
+    row["exported"] = subject.judged(as_exported)
+    began = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", attn_pass.AttnPassWarning)
+        try:
+            report = attn_pass.rewrite(program, choose="fused")
+        except Exception as error:
+            return {**row, "status": "rewrite failed", "error": told(error)}
+    row["seconds"] = round(time.perf_counter() - began, 3)
+    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    row.update(told_report(report))
+    row["after"] = subject.census.counted([program.module()])
+    try:
+        got = subject.run(program.module())
+    except Exception as error:
+        return {**row, "status": "does not run", "error": told(error)}
+    # What torch.export got wrong is not the pass's: the rewritten program has to equal the one it was made from.
+    row["numerics"] = subject.judged(got, None if row["exported"]["ok"] else as_exported)
+    row["saved"] = saved(subject, program, got)
+    return row
+
+
+def saved(subject: Subject, program: ExportedProgram, expected: list[torch.Tensor]) -> str:
+    """ "ok" if the program comes back from torch.export.save and load and computes the same, else what went wrong."""
+    size = sum(t.numel() * t.element_size() for t in program.state_dict.values())
+    if size > LARGEST_SAVED:
+        return "not tried"
+    file = io.BytesIO()
+    try:
+        torch.export.save(program, file)
+        file.seek(0)
+        got = subject.run(torch.export.load(file).module())
+    except Exception as error:
+        return told(error)
+    return "ok" if subject.judged(got, expected)["ok"] in (True, None) else "other numbers"

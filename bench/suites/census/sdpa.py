@@ -1,0 +1,75 @@
+"""Models that call `scaled_dot_product_attention` themselves: calls the pass reads, and its names for their masks.
+
+transformers models are built with `attn_implementation="sdpa"` and compiled with the rewritten graph run eagerly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import attn_pass
+from bench.suites.census.dataset import Census, NotRunnable, open_census, prepared, told
+from bench.suites.census.rows import Row, told_report
+
+
+def facts_of(census: Census, name: str) -> Row:
+    """What the row of a model is about."""
+    return {"bench": "sdpa", "stage": "", **census.facts(name)}
+
+
+def measure(folder: Path, name: str) -> Iterator[Row]:
+    """One row: the calls in Dynamo's graphs, those the report read, and the numbers against eager."""
+    census = open_census(folder)
+    row = facts_of(census, name)
+    _build_with_sdpa()
+    try:
+        subject = prepared(census, name, keep_cache=True)
+    except NotRunnable as error:
+        yield {**row, "status": "unbuildable", "error": str(error)}
+        return
+    sites: Counter[str] = Counter()
+    graphs = 0
+    rewriting = attn_pass.wrap("eager", choose="fused")
+
+    def counting(gm: GraphModule, inputs: list[Any]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        sites.update(census.counted([gm]))
+        return rewriting(gm, inputs)
+
+    torch._dynamo.config.recompile_limit = 64
+    with warnings.catch_warnings(record=True) as caught, attn_pass.record() as report:
+        warnings.simplefilter("always", attn_pass.AttnPassWarning)
+        try:
+            got = subject.run(torch.compile(subject.model, backend=counting))
+            row.update(status="ok", numerics=subject.judged(got))
+        except Exception as error:
+            row.update(status="does not run", error=told(error))
+    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    yield {**row, "sites": dict(sites), "graphs": graphs, "seconds": round(report.seconds, 3), **told_report(report)}
+
+
+def _build_with_sdpa() -> None:
+    """Let transformers models that are asked for with eager attention have SDPA, and parts that lack it stay eager."""
+    from transformers import PreTrainedModel
+
+    original: Any = PreTrainedModel._from_config.__func__
+
+    def from_config(cls: type, config: Any, **kwargs: Any) -> Any:
+        if kwargs.get("attn_implementation") == "eager":
+            kwargs["attn_implementation"] = "sdpa"
+        try:
+            return original(cls, config, **kwargs)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return original(cls, config, **{**kwargs, "attn_implementation": "eager"})
+
+    PreTrainedModel._from_config = classmethod(from_config)

@@ -1,0 +1,292 @@
+"""Rows of the census as Markdown: a table by family, what is left and why, and what is wrong."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from bench.suites.census.rows import Row
+
+# What a row can be that says nothing about the pass: nothing was there to be rewritten.
+NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run as exported")
+
+
+# Of a cold compile, and in seconds at 48 layers: what the pass may take.
+LARGEST_SHARE, LONGEST_S = 0.03, 1.0
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """All tables the rows are good for."""
+    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "compile-time")}
+    parts: list[str] = []
+    if exports := of["export"]:
+        parts += [export_table(exports), left_table(exports), troubles(exports)]
+    if calls := of["sdpa"]:
+        parts += [sdpa_table(calls), mask_table(calls), left_table(calls), troubles(calls)]
+    if times := of["compile-time"]:
+        parts += [time_table(times), target(times), troubles(times)]
+    return "\n\n".join(part for part in parts if part)
+
+
+# ---- exported programs ----
+
+
+def export_table(rows: Sequence[Row]) -> str:
+    """A line a family; sites and what became of them before and after run_decompositions()."""
+    header = (
+        "family",
+        "models",
+        "exportable",
+        "sites",
+        "rewritten",
+        "%",
+        "sites, decomposed",
+        "rewritten, decomposed",
+        "%, decomposed",
+        "wrong numbers",
+        "failures",
+    )
+    return _table(header, (_export_cells(label, group) for label, group in by_family(rows)))
+
+
+def _export_cells(label: str, rows: Sequence[Row]) -> tuple[Any, ...]:
+    cells: list[Any] = [label, len({row["name"] for row in rows})]
+    cells.append(len({row["name"] for row in rows if "sites" in row}))
+    for stage in ("export", "decomposed"):
+        ran = [row for row in rows if row["stage"] == stage and "sites" in row]
+        sites = sum(row["sites"].get("hand", 0) for row in ran)
+        changed = sum(row.get("rewritten", 0) for row in ran)
+        cells += [sites, changed, percent(changed, sites)]
+    cells.append(sum(is_wrong(row) for row in rows))
+    cells.append(sum(row["status"] not in ("ok", *NOT_OURS) for row in rows))
+    return tuple(cells)
+
+
+def is_wrong(row: Row) -> bool:
+    """Whether the rewritten program computes something else."""
+    return (row.get("numerics") or {}).get("ok") is False
+
+
+# ---- models that call SDPA ----
+
+
+def sdpa_table(rows: Sequence[Row]) -> str:
+    """A line a family: calls in Dynamo's graphs, and what the pass made of them."""
+    header = (
+        "family",
+        "models",
+        "with SDPA calls",
+        "calls",
+        "read",
+        "% read",
+        "rewritten",
+        "hand-written beside",
+        "wrong numbers",
+        "failures",
+    )
+    return _table(header, (_sdpa_cells(label, group) for label, group in by_family(rows)))
+
+
+def _sdpa_cells(label: str, rows: Sequence[Row]) -> tuple[Any, ...]:
+    ran = [row for row in rows if "sites" in row]
+    calls = sum(row["sites"].get("sdpa", 0) for row in ran)
+    read = sum(sum(call_masks(row).values()) for row in ran)
+    return (
+        label,
+        len(rows),
+        sum(row["sites"].get("sdpa", 0) > 0 for row in ran),
+        calls,
+        read,
+        percent(read, calls),
+        sum(row["calls_rewritten"] for row in ran),
+        sum(row["sites"].get("hand", 0) for row in ran),
+        sum(is_wrong(row) for row in rows),
+        sum(row["status"] not in ("ok", *NOT_OURS) for row in rows),
+    )
+
+
+def call_masks(row: Row) -> Counter[str]:
+    """Mask names of the SDPA calls that were read, with how many calls have each."""
+    form = "sdpa: "
+    return Counter({mask[len(form) :]: n for mask, n in row.get("masks", {}).items() if mask.startswith(form)})
+
+
+def mask_table(rows: Sequence[Row]) -> str:
+    """What the masks of the calls are, as the pass names them."""
+    calls: Counter[str] = Counter()
+    models: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        for mask, number in call_masks(row).items():
+            calls[mask] += number
+            models[mask].append(row["name"])
+    header = ("mask of the call", "calls", "%", "models", "such as")
+    return _table(
+        header,
+        (
+            (mask, number, percent(number, calls.total()), len(models[mask]), _listed(models[mask]))
+            for mask, number in calls.most_common()
+        ),
+    )
+
+
+# ---- compile times ----
+
+
+def time_table(rows: Sequence[Row]) -> str:
+    """A line a model: medians over the rounds, in seconds."""
+    header = ("model", "sites", "rewritten", "rounds", "stock, s", "attn_pass, s", "ratio", "the pass, s", "share, %")
+    return _table(header, (_time_cells(name, group) for name, group in compiled(rows).items()))
+
+
+def _time_cells(name: str, group: Sequence[Row]) -> tuple[Any, ...]:
+    ours = [row for row in group if row["way"] != "stock"]
+    stock_s, ours_s = (
+        statistics.median(row["compile_s"] for row in group if (row["way"] == "stock") is stock)
+        for stock in (True, False)
+    )
+    return (
+        name,
+        ours[0]["rewritten"] + ours[0]["calls_rewritten"] + len(ours[0]["left"]),
+        ours[0]["rewritten"] + ours[0]["calls_rewritten"],
+        len(ours),
+        f"{stock_s:.1f}",
+        f"{ours_s:.1f}",
+        f"{ours_s / stock_s:.2f}",
+        f"{_pass_s(group):.3f}",
+        f"{100 * share(group):.2f}",
+    )
+
+
+def compiled(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by model, of the models that were compiled both ways."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["status"] == "ok":
+            groups[row["name"]].append(row)
+    return {name: group for name, group in groups.items() if len({row["way"] for row in group}) == 2}
+
+
+def _pass_s(group: Sequence[Row]) -> float:
+    return statistics.median(row["pass_s"] for row in group if row["way"] != "stock")
+
+
+def share(group: Sequence[Row]) -> float:
+    """The largest share of its compile that the pass took in any round."""
+    return max(row["pass_s"] / row["compile_s"] for row in group if row["way"] != "stock")
+
+
+def target(rows: Sequence[Row]) -> str:
+    """Whether the pass took no more than it may, in words."""
+    groups = compiled(rows)
+    if not groups:
+        return ""
+    worst = max(groups, key=lambda name: share(groups[name]))
+    slowest = max(groups, key=lambda name: _pass_s(groups[name]))
+    shares = "met" if share(groups[worst]) <= LARGEST_SHARE else "missed"
+    seconds = "met" if _pass_s(groups[slowest]) <= LONGEST_S else "missed"
+    return (
+        f"At most {LARGEST_SHARE:.0%} of a cold compile: {shares} (most: {share(groups[worst]):.2%}, {worst}). "
+        f"At most {LONGEST_S:.0f} s: {seconds} (most: {_pass_s(groups[slowest]):.3f} s, {slowest})."
+    )
+
+
+# ---- what is left, what is wrong ----
+
+
+def left_table(rows: Sequence[Row]) -> str:
+    """Reasons of sites that are left, most frequent first, with the stages, models and lines they occur in."""
+    groups: dict[tuple[str, str], list[tuple[Row, Row]]] = defaultdict(list)
+    for row in rows:
+        for site in row.get("left", ()):
+            groups[site["kind"], without_places(site["reason"])].append((row, site))
+    lines = []
+    for (kind, reason), members in sorted(groups.items(), key=lambda item: -len(item[1])):
+        models = _listed(row["name"] for row, _ in members)
+        stages = _listed(row.get("stage", "") for row, _ in members)
+        lines.append((len(members), kind, reason, stages, models, _listed(site["where"] for _, site in members)))
+    return _table(("sites left", "kind", "reason", "stage", "models", "where"), lines)
+
+
+def without_places(reason: str) -> str:
+    """The reason without source lines and without the numbers of nodes, so that equal reasons read the same."""
+    reason = re.sub(r" \([^()]*:\d+ in [^()]*\)", "", reason)
+    return re.sub(r"\b([a-z_]+?)_\d+\b", r"\1", reason)
+
+
+def troubles(rows: Sequence[Row]) -> str:
+    """Wrong numbers, failures, warnings, sites without a row in the report, and models that are not counted."""
+    lists: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        name = f"{row['name']} ({row['stage']})" if row.get("stage") else row["name"]
+        if is_wrong(row):
+            lists["Wrong numbers"].append(f"{name} {_numbers(row['numerics'])}")
+        if row["status"] != "ok":
+            lists[row["status"].capitalize()].append(f"{name}: {first_line(row.get('error', ''))}")
+        for warning in row.get("warnings", ()):
+            lists["Warned"].append(f"{name}: {warning[:300]}")
+        if (exported := row.get("exported")) and exported["ok"] is False:
+            lists["Wrong before the rewrite"].append(f"{name} {_numbers(exported)}")
+        if row.get("saved", "ok") not in ("ok", "not tried"):
+            lists["Not the same after torch.export.save and load"].append(
+                f"{name}: {row['saved'].splitlines()[0][:160]}"
+            )
+        if unseen := unseen_sites(row):
+            lists["Sites the report has no row for"].append(f"{name}: {unseen}")
+    return "\n\n".join(
+        f"{what} ({len(items)}):\n\n" + "\n".join(f"- {item}" for item in items) for what, items in lists.items()
+    )
+
+
+def unseen_sites(row: Row) -> int:
+    """Hand-written sites, by the census's count, that the report neither rewrote nor left."""
+    if "sites" not in row or row["status"] != "ok":
+        return 0
+    left = sum(site["form"] != "sdpa" for site in row.get("left", ()))
+    return max(0, int(row["sites"].get("hand", 0)) - row.get("rewritten", 0) - left)
+
+
+def _numbers(numerics: Row) -> str:
+    told = f"rel {numerics['rel_l2']:.1e}, max {numerics['max_abs']:.1e}"
+    if "nonfinite" in numerics:
+        told += f", {numerics['nonfinite']} finite where the other is not"
+    return f"{told}, {numerics['why']}" if "why" in numerics else told
+
+
+# ---- helpers ----
+
+
+def by_family(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """(family, rows) in alphabetical order, then all of them; controls, which hold no attention, stand alone."""
+    families: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if not row.get("control"):
+            families[row["family"]].append(row)
+    yield from sorted(families.items())
+    yield "**all**", [row for row in rows if not row.get("control")]
+    if controls := [row for row in rows if row.get("control")]:
+        yield "controls", controls
+
+
+def first_line(text: str, length: int = 200) -> str:
+    return next(iter(text.splitlines()), "")[:length]
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _listed(items: Iterable[str], most: int = 6) -> str:
+    distinct = list(dict.fromkeys(items))
+    rest = len(distinct) - most
+    return ", ".join(distinct[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _table(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; "" without a line."""
+    rows = [" | ".join(str(cell).replace("|", "\\|") for cell in line) for line in lines]
+    if not rows:
+        return ""
+    return "\n".join(f"| {row} |" for row in (" | ".join(header), " | ".join("---" for _ in header), *rows))

@@ -1,0 +1,203 @@
+"""The CPU kernel beside the machine's rates and its peers: `python -m bench kernel [--threads 1,2] [--json FILE]`.
+
+Everything of a case runs in turns in one process, the kernel twice (A/A). With one thread processor time counts, so
+that other work on the machine does not, but for what it takes of caches and memory; with more it is wall time. Peers
+that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench.harness.command import Json, Only, Quick, Rounds
+from bench.harness.console import plain_console, show, teller
+from bench.harness.document import Column, Document, Row, Table
+from bench.harness.environment import command, device_name, versions
+from bench.harness.measure import quiet
+from bench.harness.timing import percentile_10, relative_error
+from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few
+from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours, peer_versions
+from bench.suites.kernel.read import reader
+
+TITLE = "The CPU kernel"
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+QUICK_CASES = (MANY[0], MANY[1], FEW[0], FEW[4])
+SIDE = 1024  # of the product whose rate is the measure
+LEAST, WRONG = "least", "WRONG"
+BLOCK_S, SLOW_S, REST_S = 0.02, 0.1, 0.01
+
+_FIRST = (Column("program", "program"), Column("case", "case"), Column("ms", "ours_us", ".2f", 1e-3))
+_LAST = (
+    Column("aim", "aim", ".2f"),
+    Column("A/A", "noise", ".0%"),
+    *(Column(f"times {name}", name, ".2f") for name in PEERS),
+    Column("times one thread", "scaling", ".2f"),
+    Column("error", "error", ".0e"),
+    Column("SDPA's", "sdpa_error", ".0e"),
+    Column("verdict", "verdict"),
+)
+MANY_COLUMNS = (*_FIRST, Column("GFLOP/s", "rate", ".0f"), Column("of torch.mm", "share", ".2f"), *_LAST)
+FEW_COLUMNS = (*_FIRST, Column("GB/s", "rate", ".1f"), Column("of a plain read", "share", ".2f"), *_LAST)
+NOTES = (
+    "Times and ratios are of 10th percentiles. Times a peer: how many times as fast as it the kernel is; masks of "
+    "peers, block masks too, are made beforehand. A/A: how far the kernel is from itself in the same turns.",
+    "Error: largest against float64, relative to the largest value.",
+)
+MANY_NOTES = (
+    f"Queries (1, 4, 2048, D). Of torch.mm: FLOPs a second, over the pairs that the mask keeps, as a share of those of "
+    f"a product of two matrices {SIDE} x {SIDE} in the same dtype; for float16 in float32, since torch has no fast "
+    f"product of float16 here.",
+    *NOTES,
+)
+FEW_NOTES = (
+    "One query, 8 KV heads, 4096 keys: 64 MiB of keys and values in every dtype. Of a plain read: what a loop takes "
+    "that reads the same keys and values and adds them up.",
+    *NOTES,
+)
+
+
+def timed(runs: Mapping[str, Callable[[], Any]], rounds: int, threads: int) -> dict[str, float]:
+    """Seconds a call of each: the 10th percentile of blocks in turns, fewer of what is slow."""
+    clock = time.process_time if threads == 1 else time.perf_counter
+    seconds = {}
+    for name, run in runs.items():
+        run()
+        began = clock()
+        run()
+        seconds[name] = clock() - began
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if seconds[name] > SLOW_S and number % 3:
+                continue
+            # Threads of the library that ran before wait by working, for milliseconds.
+            time.sleep(REST_S if threads > 1 else 0.0)
+            calls = max(1, int(BLOCK_S / max(seconds[name], 1e-6)))
+            began = clock()
+            for _ in range(calls):
+                runs[name]()
+            samples[name].append((clock() - began) / calls)
+    return {name: percentile_10(taken) for name, taken in samples.items()}
+
+
+def least_of(case: Case | Few, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Any], float]:
+    """What the kernel is a share of, and the work it does: FLOPs of a product, bytes of a read."""
+    if isinstance(case, Few):
+        read, (_, key, value) = reader(), inputs
+        return lambda: (read(key), read(value)), key.nbytes + value.nbytes
+    dtype = inputs[0].dtype if inputs[0].dtype != torch.float16 else torch.float32
+    a, b = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(2))
+    return lambda: torch.mm(a, b), 2.0 * SIDE**3
+
+
+def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], rounds: int) -> Iterator[Row]:
+    """A row for each number of threads."""
+    inputs = case.inputs(dtype)
+    exact, (least, work) = case.exact(inputs), least_of(case, inputs)
+    own = work if isinstance(case, Few) else case.flops()
+    others, run, alone = Peers(case, inputs), ours(case, inputs), math.nan
+    for count in threads:
+        torch.set_num_threads(count)
+        runs: dict[str, Run] = {OURS: run, **others.runs()}
+        taken = timed({LEAST: least, AGAIN: run, **runs}, rounds, count)
+        errors = {name: relative_error(found(), exact) for name, found in runs.items()}
+        mine = taken[OURS]
+        alone = mine if count == 1 else alone
+        wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype] * (1 if name == OURS else 10)]
+        yield {
+            "program": f"{str(dtype)[6:]}, {count} thread{'s' if count > 1 else ''}",
+            "way": OURS,
+            "status": "ok",
+            "case": case.name,
+            "threads": count,
+            "ours_us": mine * 1e6,
+            "rate": own / mine / 1e9,
+            "share": (own / mine) / (work / taken[LEAST]),
+            "aim": case.aims.get(dtype) if isinstance(case, Case) else case.aim,
+            "noise": abs(math.log(mine / taken[AGAIN])),
+            "scaling": alone / mine if count > 1 else None,
+            "error": errors[OURS],
+            "sdpa_error": errors.get(SDPA),
+            "verdict": WRONG if OURS in wrong else ", ".join(f"{name} is wrong" for name in wrong),
+            "failures": others.failures,
+            **{name: taken[name] / mine for name in runs if name != OURS},
+        }
+
+
+def _threads(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(sorted({int(number) for number in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1:
+        raise typer.BadParameter(f"{text!r} is no list of numbers like 1,2", param_hint="--threads")
+    return found
+
+
+def main(
+    threads: Annotated[str, typer.Option(help="Numbers of threads, with commas between them.")] = "1,2",
+    json_file: Json = None,
+    quick: Quick = False,
+    only: Only = "",
+    rounds: Rounds = 5,
+) -> None:
+    """The CPU kernel as an operator: shares of a product's rate or of a plain read, and peers beside it."""
+    counts = _threads(threads)
+    console = plain_console()
+    tell = teller(console)
+    quiet(max(counts))
+    made = Document(TITLE, _conditions(counts, min(rounds, 3) if quick else rounds, quick))
+    for title, cases, columns, notes in (
+        ("Many rows", MANY, MANY_COLUMNS, MANY_NOTES),
+        ("Few rows", FEW, FEW_COLUMNS, FEW_NOTES),
+    ):
+        table = Table(title, columns, notes=[*notes])
+        made.tables.append(table)
+        for dtype in DTYPES:
+            of_dtype: list[Row] = []
+            for case in cases:
+                if only in case.name and (not quick or case in QUICK_CASES):
+                    rows = list(measured(case, dtype, counts, made.run["rounds"]))
+                    of_dtype += rows
+                    tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_told, rows))}")
+            table.rows += sorted(of_dtype, key=lambda row: row["threads"])
+            if json_file is not None:
+                made.write(json_file)  # what is measured stays when the run is stopped
+        failed = {f"{name}: {why}" for row in table.rows for name, why in row["failures"].items()}
+        table.notes += [f"Not measured: {text}." for text in sorted(failed)]
+    show(console, made)
+    rows = [row for table in made.tables for row in table.rows]
+    if not rows:
+        raise typer.BadParameter(f"no case's name holds {only!r}", param_hint="--only")
+    if json_file is not None:
+        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
+    if any(row["verdict"] == WRONG for row in rows):
+        raise typer.Exit(1)
+
+
+def _told(row: Row) -> str:
+    return f"{row['ours_us'] / 1e3:.2f} ms ({row['share']:.2f}) {row['verdict']}".rstrip()
+
+
+def _conditions(threads: Sequence[int], rounds: int, quick: bool) -> dict[str, Any]:
+    told = {"quick": "a few cases, fewer rounds"} if quick else {}
+    return {
+        "device": device_name("cpu"),
+        "threads": ", ".join(map(str, threads)),
+        "rounds": rounds,
+        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
+        "date": datetime.date.today().isoformat(),
+        "versions": {**versions(), **peer_versions()},
+        "command": command(),
+        **told,
+    }

@@ -1,0 +1,356 @@
+"""Variants of masks and scores, each as users write it by hand: `python -m bench variants [--json FILE] [--quick]`.
+
+Beside stock and the pass, the form a specialist writes today: FlexAttention with its block mask made once, or a call.
+The list is that of FlexAttention's and Flashlight's papers, with what transformers and T5 do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from bench.harness.programs import Built, Function, Program, Setting, Tensors
+from bench.harness.timing import compiled
+
+TITLE = "Masks and score functions"
+HEADS, LENGTH, DIM = 8, 2048, 64
+NEG_INF = float("-inf")
+SCALE = DIM**-0.5
+
+
+# ---------------------------------------------------------------- as users write them
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.mT / math.sqrt(q.size(-1))
+
+
+def _positions(scores: Tensor) -> tuple[Tensor, Tensor]:
+    i, j = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+    return i[:, None], j[None, :]
+
+
+def _where(scores: Tensor, keep: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(scores.masked_fill(~keep, NEG_INF), -1) @ v
+
+
+def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(_scores(q, k), -1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores, j <= i, v)
+
+
+def bottom_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores, j <= i + k.size(-2) - q.size(-2), v)
+
+
+def lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As transformers writes causal attention: the mask of lowest numbers added, softmax in float32."""
+    lowest_number = torch.finfo(torch.float32).min
+    mask = torch.full((q.size(-2), k.size(-2)), lowest_number, dtype=q.dtype, device=q.device).triu(1)
+    weights = torch.matmul(q, k.transpose(2, 3)) * SCALE + mask[None, None].expand(q.size(0), 1, -1, -1)
+    weights = torch.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(F.dropout(weights, p=0.0, training=False), v).transpose(1, 2).contiguous()
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores, (j <= i) & (i - j < 256), v)
+
+
+def prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores, (j <= i) | (j < 512), v)
+
+
+def document(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores, (ids[:, None, :, None] == ids[:, None, None, :]) & (j <= i), v)
+
+
+def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = 30.0 * torch.tanh(_scores(q, k) / 30.0)
+    i, j = _positions(scores)
+    return _where(scores, j <= i, v)
+
+
+def _slopes(heads: int, like: Tensor) -> Tensor:
+    return 2.0 ** -torch.arange(1, heads + 1, dtype=like.dtype, device=like.device)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    i, j = _positions(scores)
+    return _where(scores + _slopes(q.size(1), q)[:, None, None] * (j - i), j <= i, v)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups = q.size(1) // k.size(1)
+    k, v = (x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for x in (k, v))
+    return causal(q, k, v)
+
+
+def relative(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """T5's: a bias looked up by a logarithmic bucket of the distance."""
+    return torch.softmax(q @ k.mT + relative_bias(q.size(-2), k.size(-2), table), -1) @ v
+
+
+def relative_bias(q_len: int, kv_len: int, table: Tensor) -> Tensor:
+    """(1, H, L, S), of a table (32, H)."""
+    distance = torch.arange(kv_len, device=table.device) - torch.arange(q_len, device=table.device)[:, None]
+    bucket = (distance > 0).long() * 16
+    distance = distance.abs()
+    large = 8 + (torch.log(distance.float().clamp(min=1) / 8) / math.log(128 / 8) * 8).long()
+    bucket = bucket + torch.where(distance < 8, distance, large.clamp(max=15))
+    return F.embedding(bucket, table).permute(2, 0, 1)[None]
+
+
+def head_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return torch.softmax(_scores(q, k) + bias, -1) @ v
+
+
+def differential(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
+    """Differential Transformer: the difference of two attentions."""
+    return full(q, k, v) - 0.3 * full(q2, k2, v)
+
+
+def pair_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """Evoformer's row attention: rank 5, a bias over pairs of residues, a gate."""
+    return torch.sigmoid(gate) * (torch.softmax(_scores(q, k) + bias[:, None], -1) @ v)
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def _randn(seed: int, *shapes: tuple[int, ...]) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(*shape, generator=generator) for shape in shapes)
+
+
+def _qkv(q_len: int, kv_len: int, kv_heads: int = HEADS) -> Tensors:
+    keys = (1, kv_heads, kv_len, DIM)
+    return _randn(q_len, (1, HEADS, q_len, DIM), keys, keys)
+
+
+def _plain(n: int) -> Tensors:
+    return _qkv(n, n)
+
+
+def _last(n: int) -> Tensors:
+    return _qkv(64, n + 64)
+
+
+def _groups(n: int) -> Tensors:
+    return _qkv(n, n, HEADS // 4)
+
+
+def _documents(n: int) -> Tensors:
+    return (*_qkv(n, n), torch.arange(n)[None] // 300)
+
+
+def _table(n: int) -> Tensors:
+    return (*_qkv(n, n), *_randn(1, (32, HEADS)))
+
+
+def _bias(n: int) -> Tensors:
+    return (*_qkv(n, n), *_randn(1, (1, HEADS, n, n)))
+
+
+def _two(n: int) -> Tensors:
+    return (*_qkv(n, n), *_qkv(n, n)[:2])
+
+
+def _pairs(n: int) -> Tensors:
+    rows, length, dim = 16, n // 8, 32
+    operand = (1, rows, HEADS, length, dim)
+    return _randn(n, operand, operand, operand, (1, HEADS, length, length), operand)
+
+
+# ---------------------------------------------------------------- as a specialist writes them
+
+
+def _flex(mask: Any, score: Any, n: int, device: str) -> nn.Module:
+    block_mask = None if mask is None else create_block_mask(mask, None, None, n, n, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=q.size(1) != k.size(1))
+
+    return Function(attend)
+
+
+def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def _near(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j <= i) & (i - j < 256)
+
+
+def _early(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j <= i) | (j < 512)
+
+
+def _same(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i // 300 == j // 300) & (j <= i)
+
+
+def _capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+def _sloped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score + torch.exp2(-(h + 1.0)) * (j - i)
+
+
+def _call(n: int, device: str, **settings: Any) -> nn.Module:
+    return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **settings))
+
+
+def _call_with(mask: Callable[[Tensor, Tensor], Tensor], n: int, device: str) -> nn.Module:
+    """A call with a mask made once: of positions, what is kept, or what is added."""
+    i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
+    made = mask(i, j)
+    return Function(lambda q, k, v, *more: F.scaled_dot_product_attention(q, k, v, attn_mask=made))
+
+
+def _kept(mask: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda i, j: mask(None, None, i, j)
+
+
+def _alibi_matrix(i: Tensor, j: Tensor) -> Tensor:
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1, device=i.device)
+    return (slopes[:, None, None] * (j - i)).masked_fill(j > i, NEG_INF)[None]
+
+
+def _buckets(n: int, device: str) -> nn.Module:
+    """The matrix of T5's bias is made of the table, which is an input; the rest is a call."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=relative_bias(q.size(-2), k.size(-2), table), scale=1.0
+        )
+
+    return Function(attend)
+
+
+def _last_keys(n: int, device: str) -> nn.Module:
+    keep = torch.ones(64, n + 64, dtype=torch.bool, device=device).tril(n)
+    return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
+
+
+def _grouped_call(n: int, device: str) -> nn.Module:
+    return _call(n, device, is_causal=True, enable_gqa=True)
+
+
+def _heads_last(n: int, device: str) -> nn.Module:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    return Function(attend)
+
+
+def _with_bias(n: int, device: str) -> nn.Module:
+    return Function(lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+
+
+def _two_calls(n: int, device: str) -> nn.Module:
+    call = F.scaled_dot_product_attention
+    return Function(lambda q, k, v, q2, k2: call(q, k, v) - 0.3 * call(q2, k2, v))
+
+
+def _folded(n: int, device: str) -> nn.Module:
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=bias)
+        return torch.sigmoid(gate) * out.unflatten(0, q.shape[:2])
+
+    return Function(attend)
+
+
+# ---------------------------------------------------------------- the list
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A program, its inputs for a length, the specialist's form, and the share of the scores the mask keeps.
+
+    ``dense``: where the form is FlexAttention, what the same would be as a call with a mask made once.
+    """
+
+    name: str
+    run: Callable[..., Tensor]
+    inputs: Callable[[int], Tensors]
+    by_hand: Callable[[int, str], nn.Module] | None
+    hand: str = "FlexAttention"
+    kept: float = 1.0
+    dense: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+HALF = (LENGTH + 1) / (2 * LENGTH)
+VARIANTS: Sequence[Variant] = (
+    Variant("full", full, _plain, _call, "call"),
+    Variant("causal", causal, _plain, partial(_call, is_causal=True), "call, is_causal", HALF),
+    Variant("causal as in transformers, finfo.min", lowest, _plain, _heads_last, "call, is_causal", HALF),
+    Variant("causal to the last key, 64 queries", bottom_right, _last, _last_keys, "call with a mask", 1 - 1 / 66),
+    Variant("sliding window 256", window, _plain, partial(_flex, _near, None), kept=0.117, dense=_kept(_near)),
+    Variant("prefix of 512", prefix, _plain, partial(_flex, _early, None), kept=0.53, dense=_kept(_early)),
+    Variant(
+        "documents of 300, causal", document, _documents, partial(_flex, _same, None), kept=0.072, dense=_kept(_same)
+    ),
+    Variant("soft cap, causal", softcap, _plain, partial(_flex, _below, _capped), kept=HALF),
+    Variant("ALiBi, causal", alibi, _plain, partial(_flex, _below, _sloped), kept=HALF, dense=_alibi_matrix),
+    Variant("grouped heads 8/2, causal", grouped, _groups, _grouped_call, "call, is_causal, enable_gqa", HALF),
+    Variant("T5's relative bias", relative, _table, _buckets, "call with the bias"),
+    Variant("bias a head", head_bias, _bias, _with_bias, "call with a mask"),
+    Variant("differential attention", differential, _two, _two_calls, "two calls"),
+    Variant("Evoformer, rank 5", pair_biased, _pairs, _folded, "call, folded"),
+)
+QUICK = ("causal", "documents of 300, causal")
+
+
+def _make(variant: Variant, length: int, device: str) -> Built:
+    return Function(variant.run), tuple(x.to(device) for x in variant.inputs(length))
+
+
+DENSE = "compile, by hand: a call with a mask"
+
+
+def _dense(
+    mask: Callable[[Tensor, Tensor], Tensor], n: int, module: nn.Module, inputs: Tensors, folder: Path
+) -> Callable[..., Any]:
+    del module, folder
+    return compiled(_call_with(mask, n, inputs[0].device.type))
+
+
+def programs(setting: Setting) -> list[Program]:
+    """Float32, (1, 8, 2048, 64) unless the name says otherwise."""
+    return [
+        Program(
+            variant.name,
+            partial(_make, variant, LENGTH),
+            None if variant.by_hand is None else partial(variant.by_hand, LENGTH),
+            variant.hand,
+            kept=variant.kept,
+            tolerance=2e-5,
+            extra={} if variant.dense is None else {DENSE: partial(_dense, variant.dense, LENGTH)},
+        )
+        for variant in VARIANTS
+        if not setting.quick or variant.name in QUICK
+    ]

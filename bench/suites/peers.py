@@ -1,0 +1,206 @@
+"""Peers on three whole models: `make bench-peers`, or `python -m bench peers [--json FILE]` where they are installed.
+
+Stock Inductor with and without its patterns, the library's own SDPA and FlexAttention under stock Inductor, ONNX
+Runtime as it is and with its attention fusion, OpenVINO; all on the model with attention written out, but for the two
+of the library. Float32, the same number of threads, the same inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench.harness import variants as w
+from bench.harness.programs import Built, Program, Setting, Tensors
+from bench.harness.timing import compiled
+
+TITLE = "Peers on whole models"
+SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
+ORT, ORT_FUSED, OPENVINO = "ONNX Runtime", "ONNX Runtime, attention fusion", "OpenVINO"
+WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, SDPA, FLEX, ORT, ORT_FUSED, OPENVINO)
+
+
+class First(nn.Module):
+    """A library's model with tensors in under these names, and its first output."""
+
+    def __init__(self, model: nn.Module, *names: str, **settings: Any) -> None:
+        super().__init__()
+        self.model, self.names, self.settings = model, names, settings
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(**dict(zip(self.names, tensors)), **self.settings, return_dict=False)[0]
+        return found
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model of transformers: classes, sizes, and what goes in."""
+
+    name: str
+    model: str
+    config: str
+    sizes: Mapping[str, Any]
+    names: tuple[str, ...]
+    inputs: Callable[[], Tensors]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, attention: str = "eager") -> nn.Module:
+        """The same weights on every call."""
+        import transformers
+
+        torch.manual_seed(0)
+        made = getattr(transformers, self.config)(**self.sizes)
+        model = getattr(transformers, self.model)._from_config(made, attn_implementation=attention)
+        return First(model, *self.names, **self.settings).eval().requires_grad_(False)
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 30000, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def _padded(batch: int, length: int) -> Tensors:
+    lengths = length - length // 12 * torch.arange(batch)
+    return _tokens(batch, length), (torch.arange(length) < lengths[:, None]).long()
+
+
+def _pixels(batch: int) -> Tensors:
+    return (torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1)),)
+
+
+PEERS: tuple[Peer, ...] = (
+    Peer(
+        "BERT base, 4 x 384, padded",
+        "BertModel",
+        "BertConfig",
+        {},
+        ("input_ids", "attention_mask"),
+        functools.partial(_padded, 4, 384),
+    ),
+    Peer(
+        "GPT-2 small, 1 x 1024",
+        "GPT2Model",
+        "GPT2Config",
+        {},
+        ("input_ids",),
+        lambda: (_tokens(1, 1024),),
+        {"use_cache": False},
+    ),
+    Peer("ViT-B/16, 8 x 197", "ViTModel", "ViTConfig", {}, ("pixel_values",), functools.partial(_pixels, 8)),
+)
+QUICK = Peer(
+    "BERT, 2 layers, 2 x 128, padded",
+    "BertModel",
+    "BertConfig",
+    {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
+    ("input_ids", "attention_mask"),
+    functools.partial(_padded, 2, 128),
+)
+
+
+# ---------------------------------------------------------------- the ways
+
+
+def _library(peer: Peer, attention: str, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    del module, inputs, folder
+    return compiled(peer.make(attention))
+
+
+def _exported(module: nn.Module, inputs: Tensors) -> Any:
+    # The exporter prints its progress.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return torch.onnx.export(module, inputs, dynamo=True, optimize=True)
+
+
+def _onnx(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
+    path = folder / "model.onnx"
+    if not path.exists():
+        _exported(module, inputs).save(str(path), external_data=True)
+    return path
+
+
+def _session(path: Path) -> Callable[..., Any]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        found = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
+        return torch.from_numpy(found[0])
+
+    return run
+
+
+def _onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    return _session(_onnx(module, inputs, folder))
+
+
+def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    """With the fusions of onnxscript: those of `onnxruntime.transformers` find nothing in what torch exports now."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    program = _exported(module, inputs)
+    program.model, _ = optimize_for_ort(program.model)
+    path = folder / "fused.onnx"
+    program.save(str(path), external_data=True)
+    fused = Counter(node.op_type for node in program.model.graph if "Attention" in node.op_type)
+    run = _session(path)
+    run.took = _listed(fused) or "no attention fused"  # type: ignore[attr-defined]
+    return run
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    import openvino
+
+    core = openvino.Core()
+    # By default it may compute in bfloat16 where the processor has it.
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    model = core.compile_model(core.read_model(_onnx(module, inputs, folder)), "CPU", settings)
+    kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(model([x.numpy() for x in tensors])[0])
+
+    # Its CPU plugin fuses attention into a subgraph of its own, whose inside it does not tell.
+    run.took = f"{kinds.count('Softmax')} softmaxes left, {kinds.count('Subgraph')} subgraphs"  # type: ignore[attr-defined]
+    return run
+
+
+def _make(peer: Peer, device: str) -> Built:
+    del device
+    return peer.make(), peer.inputs()
+
+
+def programs(setting: Setting) -> list[Program]:
+    """BERT, GPT-2 and ViT at real sizes; a small BERT in quick runs."""
+    return [
+        Program(
+            peer.name,
+            functools.partial(_make, peer),
+            tolerance=1e-3,
+            extra={
+                SDPA: functools.partial(_library, peer, "sdpa"),
+                FLEX: functools.partial(_library, peer, "flex_attention"),
+                ORT: _onnx_runtime,
+                ORT_FUSED: _onnx_runtime_fused,
+                OPENVINO: _openvino,
+            },
+        )
+        for peer in ((QUICK,) if setting.quick else PEERS)
+    ]

@@ -1,0 +1,284 @@
+"""S5, FlashAttention on Ascend NPUs: its four experiments on the device at hand, causal unless said.
+
+Traffic, speed-up over the sequence length, tile sizes, and what the causal mask costs; reported for batch 4, heads 32,
+head dim 64 in float16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench.harness import variants as w
+from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
+from bench.harness.floors import Rates
+from bench.harness.measure import Tell, child, judged, quiet, run, warm_compiler
+from bench.harness.programs import Built, Function, Program, Setting, Tensors
+from bench.harness.timing import compiled, in_turns, percentile, relative_error
+from bench.suites.seeds import npu_model, traffic
+from bench.suites.seeds.common import by_hand, operands
+
+BATCH, HEADS, DIM = 4, 32, 64
+LENGTH = 2048
+SPEEDUPS = {512: 2.73, 1024: 3.71, 2048: 5.48, 4096: 7.05, 8192: 8.58}  # reported
+TILES = (64, 128, 256, 512)
+
+
+# ---------------------------------------------------------------- the programs
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    return torch.softmax((q @ k.mT * DIM**-0.5).masked_fill(~keep, -math.inf), -1) @ v
+
+
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _hand(device: str) -> nn.Module:
+    return Function(_call)
+
+
+def sizes(setting: Setting) -> tuple[int, int]:
+    """Batch and heads: the report's, or fewer on a CPU, where 8192 positions of 128 heads take 34 GB a tensor."""
+    return (BATCH, HEADS) if not setting.on_cpu else (1, 4)
+
+
+def inputs(batch: int, heads: int, length: int, device: str) -> Tensors:
+    return operands(batch, heads, length, DIM, seed=length, device=device)
+
+
+def _make(batch: int, heads: int, length: int, device: str) -> Built:
+    return Function(causal), inputs(batch, heads, length, device)
+
+
+def programs(setting: Setting) -> list[Program]:
+    """Causal attention by hand, over the sequence length."""
+    batch, heads = sizes(setting)
+    lengths = [n for n in SPEEDUPS if n <= 2048] if setting.quick else list(SPEEDUPS)
+    return [
+        Program(
+            f"B{batch} H{heads} L{length} D{DIM}, causal by hand",
+            partial(_make, batch, heads, length),
+            _hand,
+            "scaled_dot_product_attention, is_causal",
+            kept=(length + 1) / (2 * length),
+            tolerance=setting.tolerance,
+        )
+        for length in lengths
+    ]
+
+
+# ---------------------------------------------------------------- 1: traffic
+
+
+def _traffic() -> Iterator[Row]:
+    quiet(2)
+    for row in traffic.count(causal, (BATCH, HEADS, LENGTH, DIM)):
+        yield {"program": "traffic", "way": row["what"], "stage": row["what"], "status": "ok", **row}
+
+
+TRAFFIC = (
+    Column("what", "what"),
+    Column("read MiB", "read", ".0f", 2**-20),
+    Column("written MiB", "written", ".0f", 2**-20),
+    Column("together MiB", "together", ".0f", 2**-20),
+    Column("less than unfused", "less", ".1%"),
+    Column("how it is known", "how"),
+)
+
+
+# ---------------------------------------------------------------- 2: over the length
+
+
+SCALING = (
+    *STANDARD[:6],
+    Column("times eager", "over_eager", ".2f"),
+    Column("reported", "reported_speedup", ".2f"),
+    *STANDARD[6:],
+)
+
+
+def _scaling(setting: Setting, rates: Rates, tell: Tell) -> Table:
+    rows = run(__name__, programs(setting), w.COMPILED, setting, rates, tell)
+    eager = {row["program"]: row["median_us"] for row in rows if row["way"] == w.EAGER and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] != "ok" or row["program"] not in eager:
+            continue
+        row["over_eager"] = eager[row["program"]] / row["median_us"]
+        row["length"] = next(int(word[1:]) for word in row["program"].split() if word[0] == "L")
+        if row["way"] == w.PASS:
+            row["reported_speedup"] = SPEEDUPS[row["length"]]
+    notes = [
+        "reported: fused over unfused on an NPU, batch 4, heads 32, float16; eager is the unfused form here",
+        LEGEND,
+    ]
+    return Table("S5.2: speed-up over the sequence length", SCALING, rows, notes)
+
+
+# ---------------------------------------------------------------- 3: tiles
+
+
+def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
+    """Compiled FlexAttention with every tile size, in turns, scaled_dot_product_attention beside it."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    quiet(setting.threads)
+    warm_compiler()
+    batch, heads = sizes(setting)
+    given = inputs(batch, heads, LENGTH, setting.device)
+    runs: dict[str, Callable[..., Any]] = {}
+    failed: dict[str, str] = {}
+    for tile in lengths:
+        mask = create_block_mask(_below, None, None, LENGTH, LENGTH, device=setting.device, BLOCK_SIZE=tile)
+        # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
+        options = {} if setting.on_cpu else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
+
+        def attend(q: Any, k: Any, v: Any, mask: Any = mask, options: Any = options) -> Any:
+            return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
+
+        run_ = compiled(attend)
+        try:
+            run_(*given)
+            runs[str(tile)] = run_
+        except Exception as error:  # a tile that does not fit on the chip is an answer
+            failed[str(tile)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    runs["call"] = _call
+    runs["call again"] = _call
+    want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
+    samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
+    for name, run_ in runs.items():
+        median, error = percentile(samples[name], 50), relative_error(run_(*given), want)
+        yield {
+            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}, causal",
+            "way": f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}",
+            "stage": name,
+            "status": "ok",
+            "median_us": median,
+            "p10_us": percentile(samples[name], 10),
+            "p90_us": percentile(samples[name], 90),
+            "error": error,
+            "of_best": best / median,
+            "tolerance": setting.tolerance,
+            **_loops(name),
+        }
+    for name, text in failed.items():
+        yield {"program": "tiles", "way": name, "stage": name, "status": "failed", "error_text": text}
+
+
+def _loops(name: str) -> Row:
+    return {"loops": LENGTH // int(name), "tile": int(name)} if name.isdigit() else {}
+
+
+TILE_COLUMNS = (
+    Column("program", "program"),
+    Column("way", "way"),
+    Column("loops over the keys", "loops"),
+    *STANDARD[2:5],
+    Column("of the best tile", "of_best", ".0%"),
+    Column("error", "error", ".0e"),
+    Column("verdict", "verdict"),
+)
+
+
+# ---------------------------------------------------------------- 4: the mask
+
+
+def mask_cost(setting: Setting) -> Iterator[Row]:
+    """Causal and full attention in turns, each way; the extra time of the mask."""
+    import attn_pass
+
+    quiet(setting.threads)
+    warm_compiler()
+    batch, heads = sizes(setting)
+    given = inputs(batch, heads, LENGTH, setting.device)
+    made: Mapping[str, Callable[..., Any]] = {
+        "eager, unfused": lambda f: f,
+        w.STOCK: compiled,
+        w.STOCK_AGAIN: compiled,
+        w.PASS: partial(compiled, backend=attn_pass.backend),
+    }
+    runs: dict[str, Callable[..., Any]] = {
+        f"{name}: {mask}": make(function)
+        for name, make in made.items()
+        for mask, function in (("full", by_hand), ("causal", causal))
+    }
+    samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
+    doubles = [x.double() for x in given]
+    for name in made:
+        error = relative_error(runs[f"{name}: causal"](*given), causal(*doubles))
+        without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("full", "causal"))
+        yield {
+            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}",
+            "way": name,
+            "stage": name,
+            "status": "ok",
+            "plain_us": without,
+            "median_us": with_mask,
+            "p10_us": percentile(samples[f"{name}: causal"], 10),
+            "p90_us": percentile(samples[f"{name}: causal"], 90),
+            "extra": with_mask / without - 1,
+            "error": error,
+            "tolerance": setting.tolerance,
+        }
+
+
+MASK_COLUMNS = (
+    Column("program", "program"),
+    Column("way", "way"),
+    Column("full, ms", "plain_us", ".3f", 1e-3),
+    Column("causal, ms", "median_us", ".3f", 1e-3),
+    *STANDARD[3:5],
+    Column("the mask costs", "extra", "+.1%"),
+    *STANDARD[5:8],
+    Column("error", "error", ".0e"),
+)
+
+
+# ---------------------------------------------------------------- an NPU, by the model
+
+
+def npu() -> Iterator[Table]:
+    """The four experiments as the model predicts them of an Ascend 910B, at the report's sizes."""
+    sizes = {"heads": HEADS, "dim": DIM, "batch": BATCH}
+    made = {
+        "S5.1, predicted for an NPU: memory traffic": npu_model.traffic((LENGTH,), **sizes),
+        "S5.2, predicted for an NPU: speed-up over the sequence length": npu_model.speed_up(
+            lengths=tuple(SPEEDUPS), **sizes
+        ),
+        "S5.3, predicted for an NPU: tiles in its 256 KB buffer": npu_model.tiles(DIM, LENGTH, TILES),
+        "S5.4, predicted for an NPU: bytes of causal masks, 32 layers": npu_model.causal_masks((LENGTH,), heads=HEADS),
+    }
+    for title, predicted in made.items():
+        rows = list(predicted)
+        columns = [Column(name, name, ".4g") for name in rows[0] if name != "source"]
+        yield Table(title, columns, rows, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
+
+
+def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+    """The four experiments."""
+    counted = child("S5.1 traffic", _traffic, (), tell)
+    title = f"S5.1: memory traffic of one call, batch {BATCH}, heads {HEADS}, L {LENGTH}, D {DIM}, float16, causal"
+    reported = "reported on an NPU: 3420 read and 3240 written unfused, 180 and 160 fused (-94.7 %, -95.1 %)"
+    yield Table(title, TRAFFIC, counted, [reported])
+    yield _scaling(setting, rates, tell)
+    chosen = (64, 256) if setting.quick else TILES
+    found = judged(child("S5.3 tiles", tiles, (setting, chosen), tell))
+    note = "reported for an NPU, estimated: tiles of 64, 128, 256, 512 in 32, 16, 8, 4 loops"
+    yield Table("S5.3: tile sizes", TILE_COLUMNS, found, [note])
+    cost = judged(child("S5.4 mask", mask_cost, (setting,), tell))
+    note = "reported on an NPU: the causal mask costs 7.5 % fused, 16.2 % unfused; where it is less than nothing, the "
+    yield Table("S5.4: what the causal mask costs", MASK_COLUMNS, cost, [note + "kernel skips what the mask hides"])
+    yield from npu()

@@ -1,0 +1,120 @@
+"""What `verify="graph"` takes: `python -m bench verify-time [--json FILE]`.
+
+Seconds a site beside the same capture without it, at sizes of known models; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import attn_pass
+from bench.harness.command import Json
+from bench.harness.console import plain_console, show
+from bench.harness.document import Column, Document, Row, Table
+from bench.harness.environment import command, device_name, versions
+
+Tensor = torch.Tensor
+COLUMNS = (
+    Column("site", "site"),
+    Column("s without", "without", ".2f"),
+    Column("s with", "median", ".2f"),
+    Column("s of verification", "extra", ".2f"),
+    Column("error", "error", ".0e"),
+    Column("said", "said"),
+)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return torch.softmax((q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~keep, -math.inf), -1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    low = (1.0 - keep[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return torch.softmax(q @ k.mT / math.sqrt(q.size(-1)) + low, -1) @ v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.size(-1)), -1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A program and the shapes of its operands."""
+
+    name: str
+    run: Callable[..., Tensor]
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    grad: bool = False
+    mask: tuple[int, ...] = ()
+
+    def inputs(self) -> list[Tensor]:
+        made = [torch.randn(*s).requires_grad_(self.grad) for s in (self.query, self.key, self.key)]
+        return made + ([torch.ones(*self.mask, dtype=torch.int64)] if self.mask else [])
+
+
+SITES = (
+    Site("GPT-2, 1 x 12 x 1024 x 64, causal", causal, (1, 12, 1024, 64), (1, 12, 1024, 64)),
+    Site("GPT-2, the same in training", causal, (1, 12, 512, 64), (1, 12, 512, 64), grad=True),
+    Site("BERT, 4 x 12 x 384 x 64, padded", padded, (4, 12, 384, 64), (4, 12, 384, 64), mask=(4, 384)),
+    Site("ViT, 8 x 12 x 197 x 64", plain, (8, 12, 197, 64), (8, 12, 197, 64)),
+    Site("Llama, decoding 4 x 32/8 x 1 of 4096 x 64", grouped, (4, 32, 1, 64), (4, 8, 4096, 64)),
+    Site("diffusion, 2 x 8 x 4096 x 40", plain, (2, 8, 4096, 40), (2, 8, 4096, 40)),
+    Site("long, 1 x 16 x 16384 x 64, causal", causal, (1, 16, 16384, 64), (1, 16, 16384, 64)),
+)
+
+
+def _capture(site: Site, inputs: list[Tensor], verify: str) -> tuple[float, attn_pass.SiteReport]:
+    """Seconds the pass takes for the site, and what it says; only the graph is traced, nothing computes."""
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"verify": verify, "choose": "fused", "on_error": "raise"}
+    seen: list[float] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        began = time.perf_counter()
+        attn_pass.wrap(lambda graph, _: graph.forward, **options)(gm, example_inputs)
+        seen.append(time.perf_counter() - began)
+        return lambda *_: (inputs[0].new_zeros(()),)
+
+    with attn_pass.record() as report, torch.set_grad_enabled(site.grad):
+        torch.compile(site.run, backend=backend, dynamic=False)(*inputs)
+    return seen[0], report.sites[0]
+
+
+def main(json_file: Json = None) -> None:
+    """Seconds of `verify="graph"` a site, at sizes of known models."""
+    torch.set_num_threads(2)
+    rows: list[Row] = []
+    for site in SITES:
+        inputs = site.inputs()
+        without, _ = _capture(site, inputs, "off")
+        found, told = _capture(site, inputs, "graph")
+        rows.append(
+            {
+                "site": site.name,
+                "without": without,
+                "median": found,
+                "extra": found - without,
+                "error": told.verified_error,
+                "said": told.not_verified or f"{told.target}, verified",
+                "status": "ok",
+            }
+        )
+    run = {"device": device_name("cpu"), "threads": 2, "versions": versions(), "command": command()}
+    made = Document("What verification takes", run, [Table('verify="graph", a site', COLUMNS, rows)])
+    show(plain_console(), made)
+    if json_file is not None:
+        made.write(json_file)
