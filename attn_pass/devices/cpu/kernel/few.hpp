@@ -165,7 +165,7 @@ template <class T> void part_task(const void* job, i64 task) {
   const bool tensors = a.keep.data || a.bias.data, transposed = R >= (T::CODE == FLOAT32 ? 5 : 4);
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
   for (i64 w = from; w < to; ++w) {
-    const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key);
+    const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
     const bool more = w + 1 < to;  // panels to read ahead
     bool full = n == PANEL && all_lo <= key && all_hi >= key + PANEL && !tensors;
     u64 any = ~u64(0), all = ~u64(0);
@@ -188,7 +188,7 @@ template <class T> void part_task(const void* job, i64 task) {
       const bool lie = k_stride[3] == 1;  // where they do not, a row is no row of memory
       Lines next = lines_of<T>(k + PANEL * k_stride[2], k_stride[2], more && lie ? PANEL : 0, a.D, blocks_of(R, 6) * j.columns * (PANEL / WIDE));
       for (i64 r = 0; r < R; r += 6)
-        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, rows + r,
+        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, there, rows + r,
                       std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r, next);
     } else {
       const bool done = full && j.scale.as_they_are;
@@ -199,12 +199,12 @@ template <class T> void part_task(const void* job, i64 task) {
           Isa::store(s + r * PANEL + g, c);
         }
       for (i64 r = 0; r < R && !done; ++r)
-        top[r] = finish_row(a, j.scale, rows[r], full ? ~u64(0) : words[r], key, s + r * PANEL, top[r]);
+        top[r] = finish_row(a, j.scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * PANEL, top[r]);
     }
     for (i64 r = 0; r < R; ++r) {
       const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
       float* at = s + r * PANEL;
-      running[r].sum += Isa::reduce_add(weigh<T>(at, reinterpret_cast<i32*>(at), j.scale.factor, off, Isa::zero()));
+      running[r].sum += Isa::reduce_add(weigh<T>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, Isa::zero()));
     }
     for (i64 r = R; r < padded; ++r) std::memset(s + r * PANEL, 0, PANEL * 4);
     const i32* weights = reinterpret_cast<const i32*>(s);

@@ -46,6 +46,15 @@ struct Isa {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   }
+  // n elements that are there, zeros behind them.
+  template <class S> struct Part {
+    S at[W] = {};
+    ATTN_METHOD Part(const S* p, i64 n) { std::memcpy(at, p, size_t(n) * sizeof(S)); }
+  };
+  ATTN_INLINE vec load_some(const float* p, i64 n) { return load(Part<float>(p, n).at); }
+  ATTN_INLINE vec load_some_f16(const u16* p, i64 n) { return load_f16(Part<u16>(p, n).at); }
+  ATTN_INLINE vec load_some_bf16(const u16* p, i64 n) { return load_bf16(Part<u16>(p, n).at); }
+  ATTN_INLINE vec load_some_pairs(const u16*, i64) { return zero(); }
   ATTN_INLINE void store_f16(u16* p, vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

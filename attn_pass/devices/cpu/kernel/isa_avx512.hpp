@@ -32,6 +32,16 @@ struct Isa {
     const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
   }
+  // n elements that are there, zeros behind them.
+  ATTN_INLINE __m256i some_halves(const u16* p, i64 n) { return _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p); }
+  ATTN_INLINE vec load_some(const float* p, i64 n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+  ATTN_INLINE vec load_some_f16(const u16* p, i64 n) { return _mm512_cvtph_ps(some_halves(p, n)); }
+  ATTN_INLINE vec load_some_bf16(const u16* p, i64 n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(some_halves(p, n)), 16));
+  }
+  ATTN_INLINE vec load_some_pairs(const u16* p, i64 n) {
+    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(__mmask32((u64(1) << n) - 1), p));
+  }
   ATTN_INLINE void store_f16(u16* p, vec x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }

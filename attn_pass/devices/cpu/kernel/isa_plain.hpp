@@ -62,6 +62,15 @@ struct Isa {
   ATTN_INLINE vec load_bf16(const u16* p) {
     return vec{from_bf16(p[0]), from_bf16(p[1]), from_bf16(p[2]), from_bf16(p[3])};
   }
+  // n elements that are there, zeros behind them.
+  template <class S> struct Part {
+    S at[W] = {};
+    ATTN_METHOD Part(const S* p, i64 n) { std::memcpy(at, p, size_t(n) * sizeof(S)); }
+  };
+  ATTN_INLINE vec load_some(const float* p, i64 n) { return load(Part<float>(p, n).at); }
+  ATTN_INLINE vec load_some_f16(const u16* p, i64 n) { return load_f16(Part<u16>(p, n).at); }
+  ATTN_INLINE vec load_some_bf16(const u16* p, i64 n) { return load_bf16(Part<u16>(p, n).at); }
+  ATTN_INLINE vec load_some_pairs(const u16*, i64) { return zero(); }
   ATTN_INLINE void store_f16(u16* p, vec x) {
     for (int i = 0; i < W; ++i) p[i] = to_f16(x[i]);
   }

@@ -134,7 +134,7 @@ template <class T> void rows_task(const void* job, i64 task) {
         }
         strip.active |= 1u << p;
         const i64 r = strip.row;
-        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, rows + r, strip.rows,
+        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, whole_steps(strip.hi - key), rows + r, strip.rows,
                       words[p] + r, full, s + r * LD + p * PANEL, LD, top + r, nothing);
       }
     }
@@ -145,8 +145,9 @@ template <class T> void rows_task(const void* job, i64 task) {
         const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
         vec sum = Isa::zero();
         for (u32 m = strip.active; m; m &= m - 1) {
-          float* at = s + r * LD + __builtin_ctz(m) * PANEL;
-          sum = weigh<T>(at, reinterpret_cast<i32*>(at), j.scale.factor, off, sum);
+          const i64 p = __builtin_ctz(m), there = whole_steps(strip.hi - (w0 + p) * PANEL);
+          float* at = s + r * LD + p * PANEL;
+          sum = weigh<T>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, sum);
         }
         running[r].sum += Isa::reduce_add(sum);
       }

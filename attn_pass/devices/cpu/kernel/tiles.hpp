@@ -9,6 +9,7 @@ struct F32 {
   static constexpr int CODE = FLOAT32, PER_COLUMN = 1, DEGREE = 5;
   static constexpr bool PAIR = false;
   ATTN_INLINE vec widen(const st* p) { return Isa::load(p); }
+  ATTN_INLINE vec some(const st* p, i64 n) { return Isa::load_some(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store(p, x); }
   ATTN_INLINE float one(st x) { return x; }
 };
@@ -17,6 +18,7 @@ struct BF16 {
   static constexpr int CODE = BFLOAT16, PER_COLUMN = Isa::PAIRS ? 2 : 1, DEGREE = 3;
   static constexpr bool PAIR = Isa::PAIRS;
   ATTN_INLINE vec widen(const st* p) { return Isa::load_bf16(p); }
+  ATTN_INLINE vec some(const st* p, i64 n) { return PAIR ? Isa::load_some_pairs(p, n) : Isa::load_some_bf16(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store_bf16(p, x); }
   ATTN_INLINE float one(st x) { return from_bf16(x); }
 };
@@ -25,6 +27,7 @@ struct F16 {
   static constexpr int CODE = FLOAT16, PER_COLUMN = 1, DEGREE = 4;
   static constexpr bool PAIR = false;
   ATTN_INLINE vec widen(const st* p) { return Isa::load_f16(p); }
+  ATTN_INLINE vec some(const st* p, i64 n) { return Isa::load_some_f16(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store_f16(p, x); }
   ATTN_INLINE float one(st x) { return from_f16(x); }
 };
@@ -35,10 +38,7 @@ template <class T> ATTN_INLINE vec whole_columns(const typename T::st* p) {
   else return T::widen(p);
 }
 template <class T> ATTN_INLINE vec some_columns(const typename T::st* p, i64 elements) {
-  if (elements >= W * T::PER_COLUMN) return whole_columns<T>(p);
-  typename T::st part[W * T::PER_COLUMN] = {};
-  std::memcpy(part, p, size_t(elements > 0 ? elements : 0) * sizeof(part[0]));
-  return whole_columns<T>(part);
+  return elements >= W * T::PER_COLUMN ? whole_columns<T>(p) : T::some(p, elements > 0 ? elements : 0);
 }
 template <class T> ATTN_INLINE void narrow_some(typename T::st* p, vec x, i64 elements) {
   if (elements >= W) return T::narrow(p, x);
@@ -301,12 +301,14 @@ ATTN_INLINE vec captured_at(const Args& a, const Row& r, int which, i64 key) {
 }
 #define captured(which) captured_at(a, row, which, key + n)
 
+// Of n keys of a panel so many scores are computed, and made weights of.
+ATTN_INLINE i64 whole_steps(i64 n) { return std::min<i64>(PANEL, round_up(n, 2 * W)); }
+
 // Scores that are more than products: scaled, biased, and -inf where a key is not kept. Returns the largest.
-ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, float* s, vec top) {
+ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, i64 there, float* s, vec top) {
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
   const vec by = Isa::set1(scale.before);
-#pragma GCC unroll 4
-  for (int n = 0; n < PANEL; n += W) {
+  for (int n = 0; n < there; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
       x = Isa::mul(x, by);
@@ -322,47 +324,54 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
   return top;
 }
 
-// ---- one panel of keys for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
-template <bool PAIR, int MR, class Next>
-ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, bool done, float* s, i64 ld, vec* top, Next& following) {
+// ---- the first keys of a panel for MR rows: scores into s (rows of `ld`), the largest of each row into `top`
+template <bool PAIR, int MR, int NR, class Next>
+ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, bool done, float* s, i64 ld, vec* top, Next& following) {
   Next next = following;
 #pragma GCC unroll 1
-  for (int at = 0; at < PANEL; at += WIDE) {
-    vec c[MR][Isa::NR];
+  for (int at = 0; at < there; at += NR * W) {
+    vec c[MR][NR];
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m)
 #pragma GCC unroll 4
-      for (int n = 0; n < Isa::NR; ++n) c[m][n] = Isa::zero();
-    multiply<PAIR, MR, Isa::NR>(q, ldq, keys + at, PANEL, columns, c, next);
+      for (int n = 0; n < NR; ++n) c[m][n] = Isa::zero();
+    multiply<PAIR, MR, NR>(q, ldq, keys + at, PANEL, columns, c, next);
 #pragma GCC unroll 6
     for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 4
-      for (int n = 0; n < Isa::NR; ++n) Isa::store(s + m * ld + at + n * W, c[m][n]);
+      for (int n = 0; n < NR; ++n) Isa::store(s + m * ld + at + n * W, c[m][n]);
       if (done) {
 #pragma GCC unroll 4
-        for (int n = 0; n < Isa::NR; ++n) top[m] = Isa::max(c[m][n], top[m]);
+        for (int n = 0; n < NR; ++n) top[m] = Isa::max(c[m][n], top[m]);
       }
     }
   }
   following = next;
 }
 template <class T, class Next>
-ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key,
+ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key, i64 there,
                             const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top, Next& next) {
   const bool done = full && scale.as_they_are;
-#define ATTN_CALL(MR) score_panel<T::PAIR, MR>(q, ldq, columns, keys, done, s, ld, top, next)
-  ATTN_FOR_ROWS(strip_rows(count), ATTN_CALL)
-#undef ATTN_CALL
+#define ATTN_WHOLE(MR) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next)
+#define ATTN_HALF(MR) score_panel<T::PAIR, MR, HALF>(q, ldq, columns, keys, there, done, s, ld, top, next)
+  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
+  if (there > HALF * W) {
+    ATTN_FOR_ROWS(strip_rows(count), ATTN_WHOLE)
+  } else {
+    ATTN_FOR_ROWS(strip_rows(count), ATTN_HALF)
+  }
+#undef ATTN_WHOLE
+#undef ATTN_HALF
   if (done) return;
-  for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, s + r * ld, top[r]);
+  for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
 
-// PANEL scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`.
-template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, float factor, float taken, vec sum) {
+// Scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`.
+template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, i64 there, float factor, float taken, vec sum) {
   // Taken off first: multiplied, the lowest numbers that masks are made of are infinite.
   const vec by = Isa::set1(factor), off = Isa::set1(-taken);
 #pragma GCC unroll 4
-  for (int i = 0; i < PANEL; i += 2 * W) {
+  for (int i = 0; i < there; i += 2 * W) {
     const vec e0 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
     const vec e1 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
     if constexpr (T::PAIR) {
