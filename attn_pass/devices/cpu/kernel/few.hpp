@@ -7,7 +7,7 @@ struct Few {
   Scale scale;
   i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
   float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
-  size_t at_q, at_s, at_o, at_keys, at_copies, at_room;
+  size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room;
   Parts parts_of_task;
 };
 
@@ -115,13 +115,11 @@ ATTN_INLINE void add_all_lying(const i32* p, const typename T::st* v, i64 stride
   }
 }
 
-template <class T> bool all_finite(const typename T::st* v, i64 stride, i64 n, i64 dim) {
-  for (i64 s = 0; s < n; ++s)
-    for (i64 d = 0; d < dim; ++d) {
-      const float x = T::one(v[s * stride + d]);
-      if (!(x - x == 0)) return false;
-    }
-  return true;
+inline bool all_finite(const float* x, i64 n) {  // n is a multiple of W
+  vec check = Isa::zero();  // NaN once a number was none
+  for (i64 i = 0; i < n; i += W) check = Isa::fma(Isa::load(x + i), Isa::zero(), check);
+  const float sum = Isa::reduce_add(check);
+  return sum == sum;
 }
 
 template <class T> void part_task(const void* job, i64 task) {
@@ -133,6 +131,7 @@ template <class T> void part_task(const void* job, i64 task) {
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
   float* s = reinterpret_cast<float*>(memory + j.at_s);
   float* o = reinterpret_cast<float*>(memory + j.at_o);
+  float* before = reinterpret_cast<float*>(memory + j.at_before);
   i32* packed = reinterpret_cast<i32*>(memory + j.at_keys);
   st* copies = reinterpret_cast<st*>(memory + j.at_copies);
   st* room = reinterpret_cast<st*>(memory + j.at_room);
@@ -168,12 +167,14 @@ template <class T> void part_task(const void* job, i64 task) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
     const bool more = w + 1 < to;  // panels to read ahead
     bool full = n == PANEL && all_lo <= key && all_hi >= key + PANEL && !tensors;
+    bool whole = full;  // every row keeps all keys there are, perhaps fewer than a panel's
     u64 any = ~u64(0), all = ~u64(0);
     if (!full) {
       any = 0;
       for (i64 r = 0; r < R; ++r) words[r] = word_of(a, rows[r], key), any |= words[r], all &= words[r];
       if (!any) continue;
       full = !~all;
+      whole = !(~all & range_word(0, n, 0));
     }
     const st* k = rows_at<T>(a.k, b, hk, key);
     const st* v = rows_at<T>(a.v, b, hk, key);
@@ -209,19 +210,22 @@ template <class T> void part_task(const void* job, i64 task) {
     for (i64 r = R; r < padded; ++r) std::memset(s + r * PANEL, 0, PANEL * 4);
     const i32* weights = reinterpret_cast<const i32*>(s);
     const i64 strips = blocks_of(R, 6), columns = blocks_of(n, T::PER_COLUMN);
-    // Widening values once for every strip costs more than packing them, but for one strip.
-    if ((strips == 1 || T::CODE == FLOAT32) && (full || all_finite<T>(v, v_stride, n, a.DV))) {
+    // Widening values once for every strip costs more than packing them, but for one strip. A masked key whose value is
+    // no number shows in the sums, since zero times it is none: then they are computed again.
+    if (strips == 1 || T::CODE == FLOAT32) {
+      if (!whole) std::memcpy(before, o, size_t(R * j.ldv) * 4);
       for (i64 x = 0; x < strips; ++x) {
         const i64 r = x * 6, strip = more ? x : -1;
 #define ATTN_CALL(MR) add_all_lying<T, MR>(weights + r * PANEL, v, v_stride, n, a.DV, strip, strips, o + r * j.ldv, j.ldv)
         ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
 #undef ATTN_CALL
       }
-      continue;
+      if (whole || all_finite(o, R * j.ldv)) continue;
+      std::memcpy(o, before, size_t(R * j.ldv) * 4);
     }
     i32* values = packed;  // the keys of this panel are done with
     const i64 stride[4] = {0, 0, v_stride, 1};
-    if (!pack_values<T>(v, stride, n, a.DV, j.ldv, room, values) && !full) {
+    if (!pack_values<T>(v, stride, n, a.DV, j.ldv, room, values) && !whole) {
       for (i64 r = 0; r < R; ++r) add_kept<T>(weights + r * PANEL, words[r], values, j.ldv, a.DV, o + r * j.ldv);
       continue;
     }
@@ -285,6 +289,7 @@ template <class T> void attend_few(const Args& a) {
   j.at_q = task.add(size_t((FEW + 2) * j.packed_columns) * 4);
   j.at_s = task.add(size_t((FEW + 2) * PANEL) * 4);
   j.at_o = task.add(size_t((FEW + 2) * j.ldv) * 4);
+  j.at_before = task.add(size_t(FEW * j.ldv) * 4);
   j.at_keys = task.add(std::max(as_keys, as_values));
   j.at_copies = task.add(a.v.stride[3] != 1 ? size_t(PANEL * a.DV) * sizeof(typename T::st) : 0);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
