@@ -402,7 +402,7 @@ class _Graph:
                 "on: call the model under torch.no_grad()"
             )
         if self.context_parallel:
-            return _OF_A_SHARD if attention.has_mask or attention.not_affine else _WITHIN_A_SHARD
+            return _OF_A_SHARD if not attention.mask.is_none or attention.not_affine else _WITHIN_A_SHARD
         return ""
 
     def _call_stays(self, site: Site, attention: Attention) -> str:

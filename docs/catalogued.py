@@ -21,7 +21,7 @@ from attn_pass import patterns, poor_cases
 from attn_pass.devices.cuda import flash_attn_calls
 from attn_pass.devices.npu import npu_calls
 from attn_pass.devices.registry import families
-from attn_pass.model import mask
+from attn_pass.model import structure
 from attn_pass.patterns import calls, composite, flex_calls, softmax
 from attn_pass.reading import vocabulary
 from attn_pass.targets.registry import built_in
@@ -166,7 +166,7 @@ def masks() -> Iterator[str]:
 
 def words() -> Iterator[str]:
     """What a mask is made of: the parts, each with what it says of itself."""
-    for part in (mask.Band, mask.Keys, mask.Chunk, mask.Either, mask.Opaque):
+    for part in (structure.Band, structure.Keys, structure.Chunk, structure.Either, structure.Opaque):
         yield f"- *{part.__name__}*: {_cell(inspect.getdoc(part) or '')}"
 
 

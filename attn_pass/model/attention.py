@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
-from attn_pass.model.distance import ByDistance
-from attn_pass.model.expression import DOT, Expr, Load, expression_axes
+from attn_pass.model.expression import DOT, Expr, Load
 from attn_pass.model.index import Axis, Index, axes, product
-from attn_pass.model.mask import EVERYTHING, Structure, row_index
+from attn_pass.model.mask import Mask
+from attn_pass.model.structure import row_index
 
 SourceKind = Literal["input", "parameter", "buffer", "computed"]
 
@@ -42,22 +42,6 @@ class Factor:
 
     value: Expr
     inverse: bool = False
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Scores are kept where ``condition`` holds and are ``fill`` elsewhere."""
-
-    condition: Expr
-    fill: float
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Bias and keep-condition once more, down to indices and to what the program's tensors of them were made of."""
-
-    bias: Expr | None
-    condition: Expr | None
 
 
 @dataclass(frozen=True)
@@ -115,13 +99,7 @@ class Attention:
     factors: tuple[Factor, ...] = ()
     result_factors: tuple[Factor, ...] = ()  # of the result's rows, over batch, heads and rows: a head mask
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
-    bias: Expr | None = None
-    keep: Keep | None = None
-    bias_fills: tuple[float, ...] | None = None  # proved: the bias is 0 where a key is kept, and one of these elsewhere
-    distance: ByDistance | None = None  # bias and condition of keep once more, where they depend on ``key - row`` alone
-    computed: Computed | None = None  # and where they can be computed element by element, without a tensor of them
-    structure: Structure = EVERYTHING  # what bias and keep-condition together keep
-    rows_never_empty: bool = False  # proved: every row keeps at least one key
+    mask: Mask = Mask.none()  # noqa: RUF009
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
@@ -184,27 +162,7 @@ class Attention:
     @property
     def is_causal(self) -> bool:
         """Whether the whole mask is ``key <= row`` for the rows as they are grouped now."""
-        return self.structure.is_causal and row_index(self.rows) == self.structure.row
-
-    @property
-    def mask_text(self) -> str:
-        """The mask in words: its structure."""
-        of_distance = self.distance is not None and not self.structure.is_exact
-        return f"{self.structure}, by distance" if of_distance else str(self.structure)
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether anything but a scale stands between the product and the softmax."""
-        return self.bias is not None or self.keep is not None
-
-    def mask_axes(self) -> set[Axis]:
-        """The axes that bias and keep-condition depend on."""
-        found: set[Axis] = set()
-        if self.bias is not None:
-            found |= expression_axes(self.bias)
-        if self.keep is not None:
-            found |= expression_axes(self.keep.condition)
-        return found
+        return self.mask.structure.is_causal and row_index(self.rows) == self.mask.structure.row
 
     def regrouped(self, **groups: tuple[Axis, ...]) -> Attention:
         """The same function with its axes in other groups (``batch``, ``heads``, ``rows``)."""

@@ -17,7 +17,7 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, Poly, Quotient, axes, axis_index, is_at_most, is_less, terms_of
-from attn_pass.model.mask import ORDER, Band, Chunk, Either, Keys, Opaque, Part, Structure, row_index
+from attn_pass.model.structure import ORDER, Band, Chunk, Either, Keys, Opaque, Part, Structure, row_index
 
 
 @lru_cache(maxsize=1024)

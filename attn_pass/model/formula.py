@@ -8,7 +8,7 @@ from functools import lru_cache
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Expr, Load, children
 from attn_pass.model.index import Axis
-from attn_pass.model.mask import Structure
+from attn_pass.model.structure import Structure
 from attn_pass.model.text import index_source, source
 
 _LONGEST = 600  # characters of one formula: a report is stored in packages
@@ -26,14 +26,14 @@ def formula_of(a: Attention) -> dict[str, str]:
     names = axis_names(a)
     read: list[Expr | None] = [f.value for f in (*a.factors, *a.result_factors)]
     condition = condition_of(a)
-    read += [a.bias, a.sink, a.modified if a.not_affine else None, condition]
+    read += [a.mask.bias, a.sink, a.modified if a.not_affine else None, condition]
     known: dict[int, int] = {}
     if sum(_terms(e, known) for e in read if e is not None) > _MOST_TERMS:
         return {"score": "too long to be written out", "result": "softmax(score) @ v"}
     found = {"score": _cut(_score(a, names))}
-    if a.keep is not None and condition is not None:
+    if a.mask.keep is not None and condition is not None:
         found["keep"] = _cut(source(condition, names, ""))
-        found["else"] = f"{a.keep.fill:.6g}"
+        found["else"] = f"{a.mask.keep.fill:.6g}"
     found["result"] = _cut(_result(a, names))
     for number in sorted({n for e in read if e is not None for n in _sources(e)}):
         tensor = a.sources[number]
@@ -44,11 +44,11 @@ def formula_of(a: Attention) -> dict[str, str]:
 
 def condition_of(a: Attention) -> Expr | None:
     """The keep-condition, by indices where it can be: not as a look into the tensor that holds the mask."""
-    if a.keep is None:
+    if a.mask.keep is None:
         return None
-    if a.bias_fills is None and a.structure.is_exact and a.structure.parts:
-        return _condition(a.structure)
-    return a.keep.condition if a.computed is None or a.computed.condition is None else a.computed.condition
+    if a.mask.fills is None and a.mask.structure.is_exact and a.mask.structure.parts:
+        return _condition(a.mask.structure)
+    return a.mask.deep_condition
 
 
 @lru_cache(maxsize=256)
@@ -76,7 +76,7 @@ def _score(a: Attention, names: Mapping[Axis, str]) -> str:
         text = "dot(q, k)" if a.scale == 1 else f"{a.scale:.6g} * dot(q, k)"
         for factor in a.factors:
             text += f" {'/' if factor.inverse else '*'} {source(factor.value, names, '', inner=True)}"
-    return text if a.bias is None else f"{text} + {source(a.bias, names, '', inner=True)}"
+    return text if a.mask.bias is None else f"{text} + {source(a.mask.bias, names, '', inner=True)}"
 
 
 def _result(a: Attention, names: Mapping[Axis, str]) -> str:

@@ -1,204 +1,122 @@
-"""What a mask keeps: named parts over key and row that hold together, exact for symbolic sizes, and what has no name.
+"""`Mask`: what stands between the scores and the softmax, as one value: what it is, and what is proved of it.
 
-What depends on a run-time value, or fits no form, is an `Opaque` part: its name is for people, and nothing may be
-concluded from it. `conditions.py` takes a keep-condition apart.
+What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`, `computed`) holds
+for the bias and the condition beside it alone, over the same axes. So the parts come and go together: a form without a
+mask has `Mask.none()`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from attn_pass.model.expression import (
-    FALSE,
-    TRUE,
-    Expr,
-    apply,
-    index_value,
-    rewrite_indices,
-)
-from attn_pass.model.index import (
-    Axis,
-    Index,
-    axis_index,
-    is_less,
-    is_nonnegative,
-)
+from attn_pass.model.distance import ByDistance
+from attn_pass.model.expression import Expr, expression_axes
+from attn_pass.model.index import Axis
+from attn_pass.model.structure import EVERYTHING, Structure
+
+_NEG_INF = float("-inf")
 
 
 @dataclass(frozen=True)
-class Band:
-    """``lower <= key - row <= upper``; None is no bound. Causal, with or without an offset, and sliding windows."""
+class Keep:
+    """Scores are kept where ``condition`` holds and are ``fill`` elsewhere."""
 
-    lower: Index | None = None
-    upper: Index | None = None
-
-    def condition(self, key: Index, row: Index) -> Expr:
-        """The part as an expression."""
-        return Keys(
-            None if self.lower is None else row + self.lower, None if self.upper is None else row + self.upper
-        ).condition(key, row)
-
-    def __str__(self) -> str:
-        if self.lower is None:
-            return "causal" if self.upper == 0 else f"causal with offset {self.upper}"
-        if self.upper is None:
-            return f"sliding window ({-1 * self.lower}, all)"
-        return f"sliding window ({-1 * self.lower}, {self.upper})"
+    condition: Expr
+    fill: float
 
 
 @dataclass(frozen=True)
-class Keys:
-    """``lower <= key <= upper``, the same for every row; None is no bound."""
+class Computed:
+    """Bias and keep-condition once more, down to indices and to what the program's tensors of them were made of."""
 
-    lower: Index | None = None
-    upper: Index | None = None
-
-    def condition(self, key: Index, row: Index) -> Expr:
-        """The part as an expression."""
-        out: Expr = TRUE
-        if self.upper is not None:
-            out = apply("le", index_value(key), index_value(self.upper))
-        if self.lower is not None:
-            out = apply("and", out, apply("ge", index_value(key), index_value(self.lower)))
-        return out
-
-    def __str__(self) -> str:
-        if self.lower is None:
-            return f"prefix ({1 if self.upper is None else self.upper + 1})"
-        return f"keys from {self.lower}" + ("" if self.upper is None else f" to {self.upper}")
+    bias: Expr | None
+    condition: Expr | None
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """``(key + key_shift) // size == (row + row_shift) // size``: a query sees the keys of its own chunk."""
+class Mask:
+    """``score + bias where keep, else fill``, and what is known of it.
 
-    size: Index
-    key_shift: Index = 0
-    row_shift: Index = 0
-
-    def condition(self, key: Index, row: Index) -> Expr:
-        """The part as an expression."""
-        size = index_value(self.size)
-        left, right = index_value(key + self.key_shift), index_value(row + self.row_shift)
-        return apply("eq", apply("floordiv", left, size), apply("floordiv", right, size))
-
-    def __str__(self) -> str:
-        shifted = "" if self.key_shift == self.row_shift == 0 else f" shifted by ({self.key_shift}, {self.row_shift})"
-        return f"chunked ({self.size}){shifted}"
-
-
-@dataclass(frozen=True)
-class Either:
-    """At least one of several conjunctions: a prefix everybody sees beside a causal rest."""
-
-    options: tuple[tuple[Part, ...], ...]
-
-    def condition(self, key: Index, row: Index) -> Expr:
-        """The part as an expression."""
-        out: Expr = FALSE
-        for option in self.options:
-            out = apply("or", out, Structure(key, row, option).condition())
-        return out
-
-    def __str__(self) -> str:
-        words = [" and ".join(str(part) for part in option) for option in self.options]
-        return " or ".join(f"({w})" if " and " in w else w for w in words)
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """What depends on run-time values, or has no name: ``text`` is for people, and nothing may be concluded from it."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-Part = Band | Keys | Chunk | Either | Opaque
-ORDER = (Band, Chunk, Keys, Either, Opaque)
-
-
-@dataclass(frozen=True)
-class Structure:
-    """A conjunction of parts over the indices ``key`` and ``row``; none of them keeps every key.
-
-    Axes are named, so the structure goes on holding when they are moved into other groups.
+    ``is_none`` is a mask that changes no score; `none` is one of which it is proved besides that no row is empty.
     """
 
-    key: Index = 0
-    row: Index = 0
-    parts: tuple[Part, ...] = ()
+    bias: Expr | None = None
+    keep: Keep | None = None
+    fills: tuple[float, ...] | None = None  # proved: the bias is 0 where a key is kept, and one of these elsewhere
+    structure: Structure = EVERYTHING  # what bias and keep-condition together keep
+    never_empty: bool = False  # proved: every row keeps at least one key, whose score is a number
+    by_distance: ByDistance | None = None  # the same, where it depends on ``key - row`` alone
+    computed: Computed | None = None  # the same, where it can be computed element by element, without a tensor of it
+
+    @staticmethod
+    def none() -> Mask:
+        """No mask: every key is kept as it is."""
+        return Mask(never_empty=True)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the parts are the whole mask: nothing depends on run-time values."""
-        return not any(isinstance(part, Opaque) for part in self.parts)
+    def is_none(self) -> bool:
+        """Whether nothing but a scale stands between the product and the softmax."""
+        return self.bias is None and self.keep is None
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the whole mask is ``key <= row``."""
-        return self.parts == (Band(None, 0),)
+    def condition(self) -> Expr | None:
+        """The keep-condition; None where no score is replaced."""
+        return None if self.keep is None else self.keep.condition
 
-    def condition(self) -> Expr:
-        """The keep-condition of an exact structure."""
-        assert self.is_exact
-        out: Expr = TRUE
-        for part in self.parts:
-            assert not isinstance(part, Opaque)
-            out = apply("and", out, part.condition(self.key, self.row))
-        return out
+    @property
+    def deep_bias(self) -> Expr | None:
+        """The bias, computed from indices where it can be: not read from the tensor that holds it."""
+        deeper = None if self.computed is None else self.computed.bias
+        return self.bias if deeper is None else deeper
 
-    def and_opaque(self, text: str) -> Structure:
-        """The structure with one more part that nobody could name."""
-        part = Opaque(text)
-        return self if part in self.parts else replace(self, parts=(*self.parts, part))
+    @property
+    def deep_condition(self) -> Expr | None:
+        """The keep-condition, computed from indices where it can be: not read from the tensor that holds it."""
+        deeper = None if self.computed is None else self.computed.condition
+        return self.condition if deeper is None else deeper
+
+    @property
+    def replaces_with_number(self) -> bool:
+        """Whether masked scores become a number, of which a fully masked row has a softmax."""
+        return self.keep is not None and self.keep.fill != _NEG_INF
+
+    @property
+    def only_hides(self) -> bool:
+        """Whether it adds nothing, and gives masked scores no number."""
+        return self.bias is None and self.keep is not None and self.keep.fill == _NEG_INF
+
+    def parts(self) -> list[Expr]:
+        """What there is of bias and keep-condition."""
+        return [e for e in (self.bias, self.condition) if e is not None]
+
+    def axes(self) -> set[Axis]:
+        """The axes that bias and keep-condition depend on."""
+        return {axis for part in self.parts() for axis in expression_axes(part)}
+
+    def rewritten(self, by: Callable[[Expr], Expr]) -> Mask:
+        """The same with every expression it holds rewritten; what is proved of it goes on holding."""
+
+        def both(of: Expr | None) -> Expr | None:
+            return None if of is None else by(of)
+
+        keep, distance, computed = self.keep, self.by_distance, self.computed
+        return replace(
+            self,
+            bias=both(self.bias),
+            keep=None if keep is None else Keep(by(keep.condition), keep.fill),
+            by_distance=None
+            if distance is None
+            else replace(distance, bias=both(distance.bias), condition=both(distance.condition)),
+            computed=None if computed is None else Computed(both(computed.bias), both(computed.condition)),
+        )
+
+    def said_again(self) -> Iterator[Expr]:
+        """The expressions that say the mask once more: over distances, and element by element."""
+        for again in (self.by_distance, self.computed):
+            if again is not None:
+                yield from (e for e in (again.bias, again.condition) if e is not None)
 
     def __str__(self) -> str:
-        words = [f"({p})" if isinstance(p, Either) and len(self.parts) > 1 else str(p) for p in self.parts]
-        return " and ".join(words) or "none"
-
-
-EVERYTHING = Structure()
-
-
-def row_index(rows: tuple[Axis, ...]) -> Index:
-    """The position in the query's length that row axes, slowest first, amount to."""
-    total: Index = 0
-    for axis in rows:
-        total = total * axis.size + axis_index(axis)
-    return total
-
-
-# ---------------------------------------------------------------- rows
-
-
-def keeps_a_key(structure: Structure, keys: Axis) -> bool:
-    """Proves that every row keeps at least one key: a key is named for each row, and shown to exist and to be kept.
-
-    A softmax over no keys at all has no row to lose; one key or more is taken for granted.
-    """
-    if not structure.is_exact:
-        return False
-    condition = structure.condition()
-    candidates: list[Index] = [0, structure.row, keys.size - 1]
-    for part in _all_parts(structure.parts):
-        if isinstance(part, Band):
-            candidates += [structure.row + b for b in (part.upper, part.lower) if b is not None]
-        elif isinstance(part, Keys):
-            candidates += [b for b in (part.lower, part.upper) if b is not None]
-        elif isinstance(part, Chunk):
-            candidates.append(structure.row + part.row_shift - part.key_shift)
-    return any(_is_kept(condition, witness, keys) for witness in candidates)
-
-
-def _all_parts(parts: tuple[Part, ...]) -> list[Part]:
-    found: list[Part] = []
-    for part in parts:
-        found += [q for o in part.options for q in _all_parts(o)] if isinstance(part, Either) else [part]
-    return found
-
-
-def _is_kept(condition: Expr, witness: Index, keys: Axis) -> bool:
-    exists = witness == 0 or (is_nonnegative(witness) and is_less(witness, keys.size))
-    return exists and rewrite_indices(condition, {keys: witness}) == TRUE
+        of_distance = self.by_distance is not None and not self.structure.is_exact
+        return f"{self.structure}, by distance" if of_distance else str(self.structure)

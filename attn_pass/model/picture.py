@@ -56,11 +56,11 @@ def picture_of(a: Attention, values: Sequence[torch.Tensor | None], hint: Callab
 
 
 def _condition(a: Attention) -> Expr:
-    if a.structure.is_exact and a.structure.parts:
-        return a.structure.condition()
+    if a.mask.structure.is_exact and a.mask.structure.parts:
+        return a.mask.structure.condition()
     condition = condition_of(a) or TRUE
-    if a.bias is not None and a.bias_fills is not None:
-        condition = apply("and", condition, apply("eq", a.bias, ZERO))
+    if a.mask.bias is not None and a.mask.fills is not None:
+        condition = apply("and", condition, apply("eq", a.mask.bias, ZERO))
     return condition
 
 

@@ -20,14 +20,15 @@ from dataclasses import replace
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, Load, rewrite_indices
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_less, is_nonnegative, substitute
-from attn_pass.model.mask import EVERYTHING, Band, Keys, Structure
+from attn_pass.model.mask import Mask
+from attn_pass.model.structure import Band, Keys, Structure
 
 NAME = "key_range"
 
 
 def variants(attention: Attention) -> Iterator[Attention]:
     """The attention over the keys between the bounds, without a mask."""
-    bounds = _bounds(attention.structure)
+    bounds = _bounds(attention.mask.structure)
     if bounds is None or attention.not_affine or attention.sink is not None:
         return
     first: Index = 0 if bounds.lower is None else bounds.lower
@@ -48,11 +49,7 @@ def variants(attention: Attention) -> Iterator[Attention]:
         key=load(attention.key),
         value=load(attention.value),
         score=score,
-        bias=None,
-        keep=None,
-        distance=None,
-        structure=EVERYTHING,
-        rows_never_empty=True,
+        mask=Mask.none(),
     )
 
 

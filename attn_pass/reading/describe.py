@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.attention import Attention, Computed, Factor, Keep
+from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import (
     Apply,
@@ -32,10 +32,11 @@ from attn_pass.model.index import (
     substitute,
     unsplit_axis,
 )
+from attn_pass.model.mask import Computed, Mask
 from attn_pass.model.rematerializable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading import half
-from attn_pass.reading.masks import NamedMask, name_mask
+from attn_pass.reading.masks import name_mask
 from attn_pass.reading.reader import OperandForm, Reader, Unreadable
 from attn_pass.reading.scores import (
     Modified,
@@ -320,7 +321,7 @@ class _Assembly:
 
     def _distance(
         self,
-        named: NamedMask,
+        named: Mask,
         scores: Scores,
         batch: tuple[Axis, ...],
         heads: tuple[Axis, ...],
@@ -329,8 +330,7 @@ class _Assembly:
         """The mask over distances alone, where it is that and what it is made of stays what it is."""
         reader, result = self.parts.reader, self.parts.result
         real = [a for a in rows if a.size != 1]
-        masked = (named.bias is not None or named.keep is not None) and not named.structure.is_causal
-        if len(real) != 1 or self.parts.keys.size == 1 or not masked:
+        if len(real) != 1 or self.parts.keys.size == 1 or named.is_none or named.structure.is_causal:
             return None
         bias = None if named.bias is None else self._deep(scores.bias)
         condition = None if named.keep is None or scores.keep is None else self._deep(scores.keep.condition)
@@ -347,7 +347,7 @@ class _Assembly:
         groups = () if found is None else (batch, heads, (), (found.axis,))
         return found if all(self._is_view(x, groups) for e in kept for x in loads(e)) else None
 
-    def _computed(self, named: NamedMask, bias: Expr | None, condition: Expr | None) -> Computed | None:
+    def _computed(self, named: Mask, bias: Expr | None, condition: Expr | None) -> Computed | None:
         """The mask computed element by element, where that gives what the program's own tensors hold.
 
         ``bias`` and ``condition`` are lifted as far as they go. What they load must still be what it was.
@@ -386,8 +386,11 @@ class _Assembly:
             reason = half.refusal(scores, self._deep_of, nan_guard=parts.nan_guard)
             if reason is not None:
                 raise Unreadable(reason, parts.result)
-        distance = self._distance(named, scores, batch, heads, rows)
-        computed = self._computed(named, deep_bias, deep_keep)
+        mask = replace(
+            named,
+            by_distance=self._distance(named, scores, batch, heads, rows),
+            computed=self._computed(named, deep_bias, deep_keep),
+        )
         operands = {n: Load(reader.source(f.node), self.positions[n]) for n, f in self.forms.items()}
         groups = {
             "query": (batch, heads, rows, (parts.dim,)),
@@ -402,17 +405,15 @@ class _Assembly:
         mask_groups = (batch, heads, rows, (parts.keys,))
         used = list(operands.values())
         for expression in (
-            named.bias,
-            named.keep.condition if named.keep else None,
+            *mask.parts(),
             *(f.value for f in scores.factors),
             *self._row_terms(),
         ):
             if expression is not None:
                 used += loads(expression)
         views = used[len(operands) :]
-        for again in (distance, computed):
-            for expression in () if again is None else (again.bias, again.condition):
-                used += () if expression is None else loads(expression)
+        for expression in mask.said_again():
+            used += loads(expression)
         function: Expr = Dot() if self.modified is None else self._whole_score(self.modified.function)
         if self.modified is not None:
             used += loads(function)
@@ -440,23 +441,23 @@ class _Assembly:
         value = tensor_value(result)
         assert value is not None
         score = self._whole_score(self.score)
-        never_empty = named.rows_never_empty and is_bounded(function)
+        never_empty = mask.never_empty and is_bounded(function)
         if self.sink is not None and not never_empty and any(_masks(e, parts.score_dtype) for e in walk(self.sink)):
             # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
             raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
         fills = any(_fills(e, parts.score_dtype) for e in walk(score))
-        if parts.by_logarithm and not never_empty and (named.bias is not None or fills):
+        if parts.by_logarithm and not never_empty and (mask.bias is not None or fills):
             # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.
             raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", result)
         compute_dtype = self._compute_dtype(value.dtype)
         if parts.score_dtype == torch.float64 != compute_dtype:
             # Where scores are only added to, a row can be shifted to what float32 keeps of it, and a sink cannot.
-            other = self.modified is not None or (named.keep is not None and named.keep.fill != float("-inf"))
-            if (named.bias is not None and other) or half.adds_to_scores(self._deep_of(function)):
+            other = self.modified is not None or (mask.keep is not None and mask.keep.fill != float("-inf"))
+            if (mask.bias is not None and other) or half.adds_to_scores(self._deep_of(function)):
                 raise Unreadable(
                     "a matrix is added to float64 scores of narrower operands, beside another mask", result
                 )
-            if named.bias is not None and self.sink is not None:
+            if mask.bias is not None and self.sink is not None:
                 raise Unreadable("a matrix is added to float64 scores of narrower operands, beside a sink", result)
         attention = Attention(
             batch=batch,
@@ -480,24 +481,7 @@ class _Assembly:
             factors=tuple(Factor(renumber(f.value), f.inverse) for f in scores.factors),
             result_factors=tuple(Factor(renumber(f.value), f.inverse) for f in self.result_factors),
             sink=None if self.sink is None else renumber(self.sink),
-            bias=None if named.bias is None else renumber(named.bias),
-            keep=None if named.keep is None else Keep(renumber(named.keep.condition), named.keep.fill),
-            bias_fills=named.bias_fills,
-            distance=None
-            if distance is None
-            else replace(
-                distance,
-                bias=None if distance.bias is None else renumber(distance.bias),
-                condition=None if distance.condition is None else renumber(distance.condition),
-            ),
-            computed=None
-            if computed is None
-            else Computed(
-                None if computed.bias is None else renumber(computed.bias),
-                None if computed.condition is None else renumber(computed.condition),
-            ),
-            structure=named.structure,
-            rows_never_empty=never_empty,
+            mask=replace(mask.rewritten(renumber), never_empty=never_empty),
             dropout=parts.dropout,
             empty_row_is_nan=parts.empty_row_is_nan,
             nan_guard=parts.nan_guard,

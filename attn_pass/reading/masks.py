@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from attn_pass.model.attention import Keep
 from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import (
     FALSE,
@@ -22,20 +21,10 @@ from attn_pass.model.expression import (
     walk,
 )
 from attn_pass.model.index import Axis
-from attn_pass.model.mask import Structure, keeps_a_key
+from attn_pass.model.mask import Keep, Mask
 from attn_pass.model.piecewise import as_condition, pieces
+from attn_pass.model.structure import keeps_a_key
 from attn_pass.reading.scores import WEAKEST_FILL, is_masking, is_small
-
-
-@dataclass(frozen=True)
-class NamedMask:
-    """What a mask turned out to be: the parts still needed, its structure, whether a row can be empty."""
-
-    bias: Expr | None
-    keep: Keep | None
-    structure: Structure
-    rows_never_empty: bool
-    bias_fills: tuple[float, ...] | None = None  # proved: the bias is 0, or one of these where it masks
 
 
 def name_mask(
@@ -46,7 +35,7 @@ def name_mask(
     keys: Axis,
     rows: tuple[Axis, ...],
     dtype: torch.dtype,
-) -> NamedMask:
+) -> Mask:
     """Names bias and keep-condition. ``deep_*`` are the same expressions lifted down to index arithmetic.
 
     What keeps everything and what is constant along the keys and finite vanishes; ``key <= query`` becomes that
@@ -65,8 +54,8 @@ def name_mask(
     if structure.is_causal:
         fill = keep.fill if keep is not None else added.fill
         whole = apply("le", index_value(structure.key), index_value(structure.row))
-        return NamedMask(None, Keep(whole, fill), structure, True)
-    return NamedMask(bias, keep, structure, keeps_a_key(structure, keys), _fills(deep_bias, dtype))
+        return Mask(keep=Keep(whole, fill), structure=structure, never_empty=True)
+    return Mask(bias, keep, _fills(deep_bias, dtype), structure, never_empty=keeps_a_key(structure, keys))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def record_of(site: Site, count: int) -> SiteReport:
     if site.described is not None:
         a = site.described.attention
         kv_heads = product(x.size for x in a.kv_heads)
-        record.mask = a.mask_text
+        record.mask = str(a.mask)
         record.shapes = {
             "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
             "key": _words((a.batch_size, kv_heads, a.kv_len, a.head_dim)),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, is_at_most, is_nonnegative
-from attn_pass.model.mask import Band, row_index
+from attn_pass.model.structure import Band, row_index
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,18 @@ def band_of(a: Attention) -> Band | None:
     A row without a key must be one that kernels give 0 for, one filled with -inf: where the fill is a number it
     averages the values.
     """
-    if not a.has_mask or a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+    if a.mask.is_none or a.mask.structure.row != row_index(a.rows) or len(a.mask.structure.parts) != 1:
         return None
-    (band,) = a.structure.parts
-    if not isinstance(band, Band) or not a.structure.is_exact:
+    (band,) = a.mask.structure.parts
+    if not isinstance(band, Band) or not a.mask.structure.is_exact:
         return None
-    zero = a.bias is None and a.keep is not None and a.keep.fill == float("-inf")
-    return band if a.rows_never_empty or zero else None
+    return band if a.mask.never_empty or a.mask.only_hides else None
 
 
 def window_of(a: Attention) -> Window | None:
     """The whole mask as a window whose bounds hold the row's own key; None if it is another one."""
     band = band_of(a)
-    if band is None or a.bias is not None:
+    if band is None or a.mask.bias is not None:
         return None
     last = a.kv_len - a.q_len
     left = None if band.lower is None else last - band.lower

@@ -45,12 +45,11 @@ class Decomposed:
             return Refusal(self.name, "grouped heads are packed into rows instead")
         if 0 in (attention.kv_len, attention.head_dim):
             return Refusal(self.name, "a size is 0")
-        bias = [load for e in (attention.bias,) if e is not None for load in loads(e)]
-        if bias and setting.numerics == "strict":
+        if attention.mask.bias is not None and loads(attention.mask.bias) and setting.numerics == "strict":
             return Refusal(self.name, "numerics='strict': a row may be masked out entirely")
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
         microseconds = roofline.unfused(setting.device, problem)
-        if attention.has_mask:
+        if not attention.mask.is_none:
             microseconds += roofline.safe_softmax(setting.device, problem)
         return Offer(self.name, variant, attention, microseconds, fused=False)
 
@@ -75,11 +74,11 @@ class Decomposed:
 
     def _mask(self, lower: Lowering) -> Value | None:
         a = lower.attention
-        if not a.has_mask:
+        if a.mask.is_none:
             return None
-        bias: Expr = a.bias if a.bias is not None else Const(0.0)
-        if a.keep is not None:
-            bias = apply("where", a.keep.condition, bias, Const(a.keep.fill))
+        bias: Expr = a.mask.bias if a.mask.bias is not None else Const(0.0)
+        if a.mask.keep is not None:
+            bias = apply("where", a.mask.keep.condition, bias, Const(a.mask.keep.fill))
         mask = lower.expression(bias, lower.mask_groups())
         if fake_of(mask).dtype != a.compute_dtype:
             mask = lower.plan.call(aten.to.dtype, mask, a.compute_dtype)

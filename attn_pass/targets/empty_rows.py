@@ -33,16 +33,16 @@ def cannot_be_told_apart(a: Attention) -> str | None:
     the gradient differs from key to key.
     """
     reason = replaced_and_added(a)
-    if reason is not None or a.bias is None:
+    if reason is not None or a.mask.bias is None:
         return reason
-    if len(set(loads(a.bias))) > 1:
+    if len(set(loads(a.mask.bias))) > 1:
         return "a row may be masked out entirely by several matrices that are added"
     return None
 
 
 def replaced_and_added(a: Attention) -> str | None:
     """Why it would not be known which scores of such rows pass their gradient on, or None."""
-    if a.bias is not None and (a.keep is not None or replaces_scores(a.bias)):
+    if a.mask.bias is not None and (a.mask.keep is not None or replaces_scores(a.mask.bias)):
         return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
     return None
 
@@ -100,7 +100,7 @@ class EmptyRows:
             rows = call(aten.where.ScalarOther, self.rows, nothing, 0.0)
             return call(aten.add.Tensor, out, call(aten.to.dtype, rows, fake_of(out).dtype))
         mean = self._mean(value)
-        if self.attention.keep is None:
+        if self.attention.mask.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
             mean = call(aten.add.Tensor, mean, zero_with_gradient(self.plan, linear))
         return self._put(mean, out)

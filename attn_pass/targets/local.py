@@ -23,7 +23,8 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Expr, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
-from attn_pass.model.mask import Band, Chunk, Structure, row_index
+from attn_pass.model.mask import Mask
+from attn_pass.model.structure import Band, Chunk, Structure, row_index
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import hides_keys
@@ -83,9 +84,9 @@ class Local:
             return "the mask is no sliding window and no chunks of a size that is known"
         if setting.device.type != "cpu":
             return f"no measured rule for {setting.device.type} devices yet"
-        if not a.structure.is_exact or not a.rows_never_empty:
+        if not a.mask.structure.is_exact or not a.mask.never_empty:
             return "part of the mask depends on run-time values, or a row may keep no key"
-        if a.structure.row != row_index(a.rows):
+        if a.mask.structure.row != row_index(a.rows):
             return "the query rows are several positions packed together"
         if a.sink is not None:
             return "a sink needs the whole row's sum of exponentials"
@@ -97,7 +98,7 @@ class Local:
             return "the head dims differ, and are not known"
         if setting.numerics == "strict" and hides_keys(a, setting):
             return STRICT_KEYS
-        plain = replace(a, bias=None, keep=None)
+        plain = replace(a, mask=Mask.none())
         return Sdpa().unfit(plain, setting)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
@@ -123,7 +124,7 @@ class Local:
 def _choices(a: Attention) -> list[Blocks]:
     """The blocks a window or a chunk can be computed in."""
     found = []
-    for part in a.structure.parts:
+    for part in a.mask.structure.parts:
         if isinstance(part, Band) and isinstance(part.lower, int) and isinstance(part.upper, int):
             found += [Blocks(r, part.lower, r + part.upper - part.lower) for r in _ROWS if part.upper >= part.lower]
         if isinstance(part, Chunk) and part.key_shift == part.row_shift and isinstance(part.size, int):
@@ -194,7 +195,7 @@ def _mask(lower: Lowering, blocks: Blocks, count: Index, rows: Index) -> Value |
     block, row, key = Axis("t", count), Axis("ti", blocks.rows), Axis("tj", blocks.width)
     first = axis_index(block) * blocks.rows
     at_row, at_key = first + axis_index(row), first + axis_index(key) + blocks.first
-    condition: Expr = Structure(at_key, at_row, a.structure.parts).condition()
+    condition: Expr = Structure(at_key, at_row, a.mask.structure.parts).condition()
     condition = apply("and", condition, apply("ge", index_value(at_key), index_value(0)))
     condition = apply("and", condition, apply("lt", index_value(at_key), index_value(a.kv_len)))
     if rows != a.q_len:

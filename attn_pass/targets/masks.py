@@ -21,28 +21,27 @@ LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
 def mask_kind(a: Attention, setting: Setting) -> str:
     """ "none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
-    if not a.has_mask:
+    if a.mask.is_none:
         return "none"
     if a.is_causal:
         return "causal"
-    if a.bias is not None:
+    if a.mask.bias is not None:
         return "additive"
-    assert a.keep is not None
-    nonempty = a.rows_never_empty or setting.assume_nonempty_rows
-    return "boolean" if nonempty or not _is_finite_fill(a) else "additive"
+    nonempty = a.mask.never_empty or setting.assume_nonempty_rows
+    return "additive" if a.mask.replaces_with_number and not nonempty else "boolean"
 
 
 def wants_mask_gradient(a: Attention) -> bool:
     """Whether anything a bias or mask is computed from needs a gradient."""
-    return a.needs_grad and any(a.sources[load.source].needs_grad for e in _mask_parts(a) for load in loads(e))
+    return a.needs_grad and any(a.sources[load.source].needs_grad for e in a.mask.parts() for load in loads(e))
 
 
 def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     """What a fused kernel's result rests on, for the report."""
     keys = (FINITE_KEYS,) if hides_keys(a, setting) and mask_kind(a, setting) != "causal" else ()
-    if setting.assume_nonempty_rows and not a.rows_never_empty:
+    if setting.assume_nonempty_rows and not a.mask.never_empty:
         return ("no row is masked out entirely", *keys)
-    possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.rows_never_empty
+    possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.mask.never_empty
     return (EMPTY_ROWS, *keys) if possible else keys
 
 
@@ -51,14 +50,14 @@ def hides_keys(a: Attention, setting: Setting) -> bool:
 
     Kernels add their masks. With their own causal flag they replace scores too, and leave most of them out.
     """
-    filled = a.keep is not None or (a.bias is not None and replaces_scores(a.bias))
+    filled = a.mask.keep is not None or (a.mask.bias is not None and replaces_scores(a.mask.bias))
     return filled and setting.eager_form
 
 
 def mask_refusal(a: Attention, setting: Setting) -> str | None:
     """Why the rows its mask may leave without a key would not be the program's; None where they would."""
-    strict = setting.numerics == "strict" and not a.rows_never_empty
-    if strict and _mask_parts(a) and a.empty_row_is_nan:
+    strict = setting.numerics == "strict" and not a.mask.never_empty
+    if strict and not a.mask.is_none and a.empty_row_is_nan:
         return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
     if setting.numerics == "strict" and hides_keys(a, setting) and mask_kind(a, setting) != "causal":
         return STRICT_KEYS
@@ -67,7 +66,7 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
             return reason
     if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
         return "autocast to float16 would change an additive mask"
-    if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.bias, a):
+    if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.mask.bias, a):
         return (
             f"a bias that the program adds in {str(a.score_dtype)[6:]} would be rounded to {str(a.compute_dtype)[6:]}"
         )
@@ -93,8 +92,8 @@ def mask_tensor(lower: Lowering, setting: Setting) -> Value:
     a = lower.attention
     if mask_kind(a, setting) != "boolean":
         return additive_mask(lower, setting)
-    assert a.keep is not None
-    return lower.condition(a.keep.condition, lower.mask_groups())
+    assert a.mask.condition is not None
+    return lower.condition(a.mask.condition, lower.mask_groups())
 
 
 def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = None) -> Value:
@@ -106,13 +105,13 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
     """
     a, plan = lower.attention, lower.plan
     groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
-    added = a.bias if over is None else over.bias
-    condition = over.condition if over is not None else None if a.keep is None else a.keep.condition
+    added = a.mask.bias if over is None else over.bias
+    condition = a.mask.condition if over is None else over.condition
     bias: Expr = added if added is not None else Const(0.0)
-    if condition is not None and a.keep is not None:
+    if condition is not None and a.mask.keep is not None:
         if added is not None:
             bias = apply("cast", bias, dtype=torch.promote_types(a.compute_dtype, torch.float32))
-        fill = _LOWEST if added is None and a.keep.fill != float("-inf") else a.keep.fill
+        fill = _LOWEST if added is None and a.mask.keep.fill != float("-inf") else a.mask.keep.fill
         bias = apply("where", condition, bias, Const(fill))
     mask = lower.expression(bias, groups)
     made = fake_of(mask).dtype
@@ -139,13 +138,13 @@ def _as_in_half(lower: Lowering, mask: Value) -> Value:
     wide = plan.call(aten.to.dtype, mask, torch.float32)
     joined = wide if a.rescaled == 1 else plan.call(aten.div.Tensor, wide, a.rescaled)
     rounded = plan.call(aten.to.dtype, mask if joined is wide else joined, torch.float16)
-    if a.bias is not None and Const(_LOWEST) in walk(a.bias):
+    if a.mask.bias is not None and Const(_LOWEST) in walk(a.mask.bias):
         # What the reader made of a finite fill before one of -inf (`reading.scores`): no number of the program's.
         low = plan.call(aten.le.Scalar, wide, 0.99 * _LOWEST * min(a.rescaled, 1.0))
         lowest = plan.call(aten.logical_and.default, low, plan.call(aten.gt.Scalar, wide, float("-inf")))
         rounded = plan.call(aten.masked_fill.Scalar, rounded, lowest, torch.finfo(torch.float16).min)
     masked = plan.call(aten.le.Scalar, rounded, torch.finfo(torch.float16).min / 2)
-    learned = a.bias is not None and wants_mask_gradient(a)
+    learned = a.mask.bias is not None and wants_mask_gradient(a)
     low = plan.call(aten.to.dtype, plan.call(aten.detach.default, rounded) if learned else rounded, torch.float32)
     low = plan.call(aten.mul.Scalar, low, _HALF_ABSORBS)
     if not learned:
@@ -182,7 +181,7 @@ def _in_kernel_dtype(lower: Lowering, mask: Value) -> Value:
 def shifts_rows(a: Attention) -> bool:
     """Whether what is added is taken off each row's largest element: float64 scores of narrower operands."""
     wide = torch.promote_types(a.compute_dtype, torch.float32)
-    return a.bias is not None and a.score_dtype == torch.float64 != wide
+    return a.mask.bias is not None and a.score_dtype == torch.float64 != wide
 
 
 def _finite_in_float32(plan: Plan, mask: Value) -> Value:
@@ -201,7 +200,7 @@ def repaired(
     """
     empty = None
     if mask is not None and repairs_empty_rows(lower.attention, setting):
-        learned = lower.attention.bias is not None and wants_mask_gradient(lower.attention)
+        learned = lower.attention.mask.bias is not None and wants_mask_gradient(lower.attention)
         empty = EmptyRows(lower.plan, lower.attention, mask, learned)
         mask = empty.unmasked()
     if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
@@ -229,7 +228,7 @@ def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
     In training, on CUDA in float16, which has no number that absorbs a score, and where a fill that does not absorb
     one keeps its own value.
     """
-    possible = not (a.rows_never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
+    possible = not (a.mask.never_empty or setting.assume_nonempty_rows or setting.fused_as_written)
     return possible and (_needs_exact_rows(a, setting) or _leaks(a)) and mask_kind(a, setting) == "additive"
 
 
@@ -240,22 +239,14 @@ def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
 
 def _leaks(a: Attention) -> bool:
     """Whether a fill is added beside a bias that leaves something of scores of a few tens: -1e9 in float32."""
-    return a.bias is not None and a.keep is not None and _ABSORBING < a.keep.fill < 0
+    return a.mask.bias is not None and a.mask.keep is not None and _ABSORBING < a.mask.keep.fill < 0
 
 
 def may_hold_finite_fill(a: Attention) -> bool:
     """Whether the mask may mask with a number: all but one that fills with -inf, and adds nothing."""
-    return a.bias is not None or _is_finite_fill(a)
+    return a.mask.bias is not None or a.mask.replaces_with_number
 
 
 def may_hold_infinity(a: Attention) -> bool:
     """Whether the mask may mask with -inf: all but one that fills with a number, and adds nothing."""
-    return a.bias is not None or (a.keep is not None and not _is_finite_fill(a))
-
-
-def _is_finite_fill(a: Attention) -> bool:
-    return a.keep is not None and a.keep.fill != float("-inf")
-
-
-def _mask_parts(a: Attention) -> list[Expr]:
-    return [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
+    return a.mask.bias is not None or a.mask.only_hides

@@ -39,19 +39,16 @@ def cost_of(kernel: str, attention: Attention, problem: Problem, setting: Settin
 
 def mask_elements(attention: Attention, hint: Callable[[Index], int]) -> int:
     """Elements of the mask as it would lie in memory: broadcast axes count once."""
-    parts = [attention.bias, attention.keep.condition if attention.keep else None]
-    used: set[Axis] = set()
-    for part in parts:
-        used |= _axes_of(part)
+    parts = attention.mask.parts()
+    used = {axis for part in parts for axis in _axes_of(part)}
     if used & set(attention.rows):
         used |= set(attention.rows)  # rows are merged, so a mask that varies along one is repeated along the others
-    return hint(product(a.size for a in used)) if any(p is not None for p in parts) else 0
+    return hint(product(a.size for a in used)) if parts else 0
 
 
 def mask_bytes_read(attention: Attention, hint: Callable[[Index], int]) -> int:
     """Bytes of the tensors that bias and mask read, each once; none where positions alone say what is kept."""
-    parts = [attention.bias, attention.keep.condition if attention.keep else None]
-    return bytes_of(attention, (load for part in parts if part is not None for load in loads(part)), hint)
+    return bytes_of(attention, (load for part in attention.mask.parts() for load in loads(part)), hint)
 
 
 def bytes_of(attention: Attention, read: Iterable[Load], hint: Callable[[Index], int]) -> int:

@@ -50,7 +50,7 @@ class Recompute:
         width = max(problem.head_dim, problem.value_dim)
         forward = roofline.fused(setting.device, replace(problem, head_dim=width, value_dim=width))
         again = _SHARE_AGAIN * roofline.unfused(setting.device, problem)
-        assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.rows_never_empty else ()
+        assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.mask.never_empty else ()
         if hides_keys(attention, setting):
             assumptions = (*assumptions, FINITE_KEYS)
         return Offer(self.name, variant, attention, forward + again, fused=True, assumptions=assumptions)
@@ -69,13 +69,15 @@ class Recompute:
         plain = Sdpa().unfit(a, setting)
         if plain is not None:
             return plain
-        if not a.has_mask or a.is_causal or setting.fused_as_written:
+        if a.mask.is_none or a.is_causal or setting.fused_as_written:
             return "the plain call takes it"
-        if a.bias is not None and replaces_scores(a.bias) and not (a.rows_never_empty or setting.assume_nonempty_rows):
+        bias, nonempty = a.mask.bias, a.mask.never_empty or setting.assume_nonempty_rows
+        if bias is not None and replaces_scores(bias) and not nonempty:
             return "a row may be masked out entirely by scores that are replaced before a matrix is added"
         if setting.numerics == "strict" and hides_keys(a, setting):
             return STRICT_KEYS
-        if a.keep is not None and any(a.sources[load.source].needs_grad for load in loads(a.keep.condition)):
+        condition = a.mask.condition
+        if condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition)):
             return "the mask's condition needs a gradient"
         return None
 
@@ -86,8 +88,8 @@ class Recompute:
         query, key, value = (settled(plan, x) for x in operands(lower))
         mask = settled(plan, additive_mask(lower, setting))
         inputs: list[Value] = [query, key, value, mask]
-        if a.keep is not None:
-            inputs.append(lower.expression(a.keep.condition, lower.mask_groups()))
+        if a.mask.condition is not None:
+            inputs.append(lower.expression(a.mask.condition, lower.mask_groups()))
         shapes = [fake_of(x).shape for x in inputs]
         summed = [n for n in range(4) if _is_one(shapes[3][n]) and not _is_one(_scores(shapes)[n])]
         forward = plan.module("attn_pass_forward", _forward(len(inputs), a.scale))

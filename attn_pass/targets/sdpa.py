@@ -217,7 +217,7 @@ def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting:
     a, call = lower.attention, lower.plan.call
     assert a.sink is not None
     causal = mask_kind(a, setting) == "causal"
-    mask = None if causal or not a.has_mask else settled(lower.plan, additive_mask(lower, setting))
+    mask = None if causal or a.mask.is_none else settled(lower.plan, additive_mask(lower, setting))
     query, key, value = (settled(lower.plan, x) for x in (query, key, value))
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
@@ -258,7 +258,7 @@ def operands(lower: Lowering) -> tuple[Value, Value, Value]:
 
 def distance_mask(a: Attention, setting: Setting) -> ByDistance | None:
     """The mask over distances, where handing over a vector of them is cheaper than the matrix they make."""
-    by = a.distance
+    by = a.mask.by_distance
     rows = tuple(x for x in a.rows if x.size != 1)
     if by is None or rows != (by.row,) or a.sink is not None or repairs_empty_rows(a, setting):
         return None

@@ -39,7 +39,7 @@ class SingleKey:
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if a.kv_len != 1:
             return "there is more than one key"
-        if a.has_mask:
+        if not a.mask.is_none:
             return "a mask may hide the one key"
         if a.sink is not None:
             return "a sink takes a share of the weight"

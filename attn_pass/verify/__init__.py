@@ -150,7 +150,7 @@ def _cut(subject: Subject, chosen: Mapping[str, int]) -> Cut:
     tensors = [n for n in _meant_by(d.attention) if isinstance(fake_value(d.nodes[n]), torch.Tensor)]
     a = d.attention
     operands = {a.query.source, a.key.source, a.value.source}
-    made_of = set() if a.computed is None else _sources(a.computed.bias, a.computed.condition)
+    made_of = set() if a.mask.computed is None else _sources(a.mask.computed.bias, a.mask.computed.condition)
     problem: CannotExtract | None = None
     for begin in (operands, operands | made_of, operands | set(tensors)):
         try:

@@ -40,8 +40,8 @@ def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
     """The kind of each source's values, as the score uses them."""
     found: dict[int, Spec] = {}
     expressions = [attention.score, attention.sink, *(f.value for f in attention.result_factors)]
-    if attention.computed is not None:
-        expressions += [attention.computed.bias, attention.computed.condition]
+    if attention.mask.computed is not None:
+        expressions += [attention.mask.computed.bias, attention.mask.computed.condition]
     longest = max(2, _number(attention.kv_len, sizes))
     for expression in expressions:
         if expression is not None:

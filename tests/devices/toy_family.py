@@ -14,7 +14,7 @@ TOY_1 = Sheet("privateuseone", "Toy 1", 4, half_gflops=20e3, single_gflops=5e3, 
 CONSTRAINTS = (
     AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16),
     Constraint("mask", "toy::attention takes no mask but a causal one",
-               lambda c: c.attention.is_causal or not c.attention.has_mask),
+               lambda c: c.attention.is_causal or c.attention.mask.is_none),
     Constraint("extras", "toy::attention draws no dropout and takes no sink",
                lambda c: not c.attention.dropout and c.attention.sink is None),
     Constraint("gradient", "toy::attention has no backward",

@@ -121,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "empty rows proved away",
-        "model/mask.py",
+        "model/structure.py",
         "        return False\n    condition = structure",
         "        return True\n    condition = structure",
     ),

@@ -1,118 +1,83 @@
-"""A structure keeps what the condition it was taken from keeps, and a row said to keep a key keeps one."""
+"""A mask is one value: what it says of itself, and that rewriting it leaves none of its expressions behind."""
 
 from __future__ import annotations
 
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
-from attn_pass.model.conditions import structure_of
-from attn_pass.model.expression import TRUE, Apply, Const, Expr, Load, apply, index_value
-from attn_pass.model.index import Axis, Poly, Symbol, axis_index
-from attn_pass.model.mask import Band, Chunk, Keys, Opaque, keeps_a_key
-from attn_pass.model.piecewise import as_condition, pieces
-from attn_pass.model.reference import Evaluation
+import pytest
 
-property_test = settings(max_examples=300, deadline=None, derandomize=True, database=None)
-LENGTH, PAST = Poly.of(Symbol("s0", 1)), Poly.of(Symbol("s1", 0))
-SIZES = {"s0": 5, "s1": 3}
-I, J = Axis("i", LENGTH), Axis("j", LENGTH + PAST)
-ROWS: tuple[Axis, ...] = (I,)
-row, key = index_value(axis_index(I)), index_value(axis_index(J))
-MASK = (torch.tensor([True, False, True, True, False, False, True, True]),)
-LOADED = apply("cast", Load(0, (axis_index(J),)), dtype=torch.bool)
+from attn_pass.model.distance import ByDistance
+from attn_pass.model.expression import Expr, Load, apply, index_value, loads, rewrite_indices
+from attn_pass.model.index import Axis, axis_index
+from attn_pass.model.mask import Computed, Keep, Mask
+from attn_pass.model.structure import Band, Opaque, Structure
 
-
-def grid(expression: Expr) -> torch.Tensor:
-    return Evaluation((I, J), MASK, SIZES).expression(expression).expand(5, 8)
-
-
-NUMBERS = st.integers(-4, 9).map(Const)
-LEAVES = st.sampled_from((row, key, apply("floordiv", key, Const(3)), apply("floordiv", row, Const(3)))) | NUMBERS
-INDICES = st.recursive(
-    LEAVES | st.just(index_value(PAST)),
-    lambda inner: (
-        st.builds(lambda op, a, b: apply(op, a, b), st.sampled_from(("add", "sub")), inner, inner)
-        | st.builds(lambda a, n: apply("mul", a, Const(n)), inner, st.integers(-2, 2))
-        | st.builds(lambda a: apply("abs", a), inner)
-    ),
-    max_leaves=4,
-)
-COMPARISONS = st.builds(
-    lambda op, a, b: apply(op, a, b), st.sampled_from(("le", "lt", "ge", "gt", "eq", "ne")), INDICES, INDICES
-)
-CONDITIONS = st.recursive(
-    COMPARISONS | st.just(LOADED),
-    lambda inner: (
-        st.builds(lambda op, a, b: apply(op, a, b), st.sampled_from(("and", "or", "mul")), inner, inner)
-        | st.builds(lambda a: apply("not", a), inner)
-        | st.builds(lambda c, a, b: apply("where", c, a, b), inner, inner, inner)
-    ),
-    max_leaves=5,
+NEG_INF = float("-inf")
+I, J, DISTANCE = Axis("i", 3), Axis("j", 5), Axis("distance", 7)
+ROW, KEY = axis_index(I), axis_index(J)
+CONDITION = apply("le", Load(1, (KEY,)), index_value(ROW))
+FULL = Mask(
+    bias=Load(0, (ROW, KEY)),
+    keep=Keep(CONDITION, NEG_INF),
+    fills=(NEG_INF,),
+    structure=Structure(KEY, ROW, (Band(None, 0), Opaque("padding"))),
+    never_empty=True,
+    by_distance=ByDistance(DISTANCE, I, Load(2, (axis_index(DISTANCE),)), Load(3, (axis_index(DISTANCE),))),
+    computed=Computed(Load(4, (KEY,)), Load(5, (KEY,))),
 )
 
 
-@property_test
-@given(CONDITIONS)
-def test_an_exact_structure_is_the_condition(condition: Expr) -> None:
-    kept = grid(condition)
-    structure = structure_of(as_condition(condition), J, ROWS)
-    if structure.is_exact:
-        assert torch.equal(grid(structure.condition()), kept), structure
-    for part in structure.parts:
-        if not isinstance(part, Opaque):
-            assert grid(part.condition(structure.key, structure.row))[kept].all(), structure
-    if keeps_a_key(structure, J):
-        assert kept.any(-1).all(), structure
+def expressions(value: object) -> Iterator[Expr]:
+    """Every expression anywhere in a value."""
+    if isinstance(value, Expr):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from expressions(getattr(value, field.name))
 
 
-NUMERIC = st.recursive(
-    st.sampled_from((0.0, 1.0, -1e9, 2.0)).map(Const) | CONDITIONS.map(lambda c: apply("cast", c, dtype=torch.float32)),
-    lambda inner: (
-        st.builds(
-            lambda op, a, b: Apply(op, (a, b)),
-            st.sampled_from(("add", "sub", "mul", "maximum", "minimum")),
-            inner,
-            inner,
-        )
-        | st.builds(lambda c, a, b: apply("where", c, a, b), CONDITIONS, inner, inner)
-    ),
-    max_leaves=3,
+def test_no_mask_keeps_every_key() -> None:
+    none = Mask.none()
+    assert none.is_none and none.never_empty and none.parts() == [] and none.axes() == set() and str(none) == "none"
+    assert none.deep_bias is none.deep_condition is none.condition is None
+    assert not none.only_hides and not none.replaces_with_number
+
+
+@pytest.mark.parametrize(
+    ("mask", "only_hides", "with_number"),
+    [
+        (Mask(keep=Keep(CONDITION, NEG_INF)), True, False),
+        (Mask(keep=Keep(CONDITION, -1e9)), False, True),
+        (Mask(bias=FULL.bias), False, False),
+        (Mask(bias=FULL.bias, keep=Keep(CONDITION, NEG_INF)), False, False),
+        (Mask(bias=FULL.bias, keep=Keep(CONDITION, -1e9)), False, True),
+    ],
 )
+def test_what_it_does_to_a_score(mask: Mask, only_hides: bool, with_number: bool) -> None:
+    assert not mask.is_none
+    assert (mask.only_hides, mask.replaces_with_number) == (only_hides, with_number)
 
 
-@property_test
-@given(NUMERIC)
-def test_pieces_are_the_values(expression: Expr) -> None:
-    found = pieces(expression)
-    if found is None:
-        return
-    values = grid(expression).double()
-    total = torch.zeros(5, 8)
-    for condition, value in found:
-        where = grid(condition)
-        total = total + where
-        assert (values[where] == value.value).all()
-    assert (total == 1).all()
-    assert torch.equal(grid(as_condition(apply("ne", expression, Const(0.0)))), values != 0)
+def test_what_is_computed_stands_in_for_what_is_read() -> None:
+    assert (FULL.deep_bias, FULL.deep_condition) == (Load(4, (KEY,)), Load(5, (KEY,)))
+    alone = Mask(FULL.bias, FULL.keep, computed=Computed(None, Load(5, (KEY,))))
+    assert (alone.deep_bias, alone.deep_condition) == (FULL.bias, Load(5, (KEY,)))
 
 
-def test_parts_by_name() -> None:
-    """With symbolic lengths; the diagonal of the last keys is a key of its row."""
-    last = apply("le", key, apply("add", row, index_value(PAST)))
-    window = apply("gt", key, apply("sub", apply("add", row, index_value(PAST)), Const(4)))
-    chunk = apply("eq", apply("floordiv", key, Const(3)), apply("floordiv", row, Const(3)))
-    for condition, parts, nonempty in (
-        (TRUE, (), True),
-        (apply("le", key, row), (Band(None, 0),), True),
-        (last, (Band(None, PAST),), True),
-        (apply("and", last, window), (Band(PAST - 3, PAST),), True),
-        (apply("and", chunk, apply("le", key, row)), (Band(None, 0), Chunk(3)), True),
-        (apply("lt", key, row), (Band(None, -1),), False),
-        (apply("lt", key, Const(4)), (Keys(None, 3),), True),
-        (apply("ge", key, Const(1)), (Keys(1, None),), False),
-        (apply("and", LOADED, last), (Band(None, PAST), Opaque("padding")), False),
-    ):
-        structure = structure_of(condition, J, ROWS)
-        assert structure.parts == parts
-        assert keeps_a_key(structure, J) == nonempty
+def test_its_axes_are_those_of_bias_and_condition() -> None:
+    assert FULL.axes() == {I, J} and Mask(bias=Load(0, (ROW,))).axes() == {I}
+
+
+def test_by_distance_is_told_where_the_structure_is_not_all() -> None:
+    assert str(FULL) == "causal and padding, by distance"
+    assert str(Mask(structure=Structure(KEY, ROW, (Band(None, 0),)), by_distance=FULL.by_distance)) == "causal"
+
+
+def test_rewriting_leaves_no_expression_behind() -> None:
+    every = list(expressions(FULL))
+    assert len(every) == 6 and {x.source for e in every for x in loads(e)} == {0, 1, 2, 3, 4, 5}
+    moved = FULL.rewritten(lambda e: Load(9, ()))
+    assert set(expressions(moved)) == {Load(9, ())} and len(list(expressions(moved))) == 6
+    assert (moved.fills, moved.structure, moved.never_empty) == (FULL.fills, FULL.structure, FULL.never_empty)
+    assert Mask.none().rewritten(lambda e: rewrite_indices(e, {J: 0})) == Mask.none()

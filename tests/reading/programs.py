@@ -13,10 +13,10 @@ from attn_pass.graph.effects import Effects, is_metadata_assertion
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import Apply, Const, Dot, Expr, apply, index_value
-from attn_pass.model.index import Poly, Symbol
-from attn_pass.model.mask import row_index
+from attn_pass.model.expression import Apply, Const, Dot, Expr, apply, expression_axes, index_value
+from attn_pass.model.index import Poly, Symbol, axes
 from attn_pass.model.reference import reference
+from attn_pass.model.structure import row_index
 from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.softmax_forms import read_softmax
@@ -200,8 +200,10 @@ class Meaning:
         close(self.of(attention), self.computed, "the description")
         close(self.of(from_parts(attention)), self.computed, "scale, factors, bias and keep-condition")
         for names, variant in variants(attention, None):
+            assert is_over_own_axes(variant), f"the mask of variant {names} is over axes of another form"
             close(self.of(variant), self.computed, f"variant {names}")
             close(self.of(from_parts(variant)), self.computed, f"the parts of variant {names}")
+            close(self.of(from_parts(said_again(variant))), self.computed, f"the mask said again in variant {names}")
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -217,16 +219,34 @@ def from_parts(a: Attention) -> Attention:
     score: Expr = apply("mul", Dot(), Const(a.scale))
     for factor in a.factors:
         score = apply("div" if factor.inverse else "mul", score, factor.value)
-    if a.bias is not None:
-        score = apply("add", score, a.bias)
-    if a.keep is not None:
-        condition = a.keep.condition
+    if a.mask.bias is not None:
+        score = apply("add", score, a.mask.bias)
+    if a.mask.keep is not None:
+        condition = a.mask.keep.condition
         if a.is_causal:  # what the kernel's flag means for the rows as they are grouped now
-            condition = apply("le", index_value(a.structure.key), index_value(row_index(a.rows)))
-        elif a.structure.is_exact and a.bias is None:
-            condition = a.structure.condition()
-        score = Apply("where", (condition, score, Const(a.keep.fill)))
+            condition = apply("le", index_value(a.mask.structure.key), index_value(row_index(a.rows)))
+        elif a.mask.structure.is_exact and a.mask.bias is None:
+            condition = a.mask.structure.condition()
+        score = Apply("where", (condition, score, Const(a.mask.keep.fill)))
     return replace(a, score=score)
+
+
+def is_over_own_axes(a: Attention) -> bool:
+    """Whether all that its mask says is over the axes the attention has now."""
+    mask, own = a.mask, {*a.batch, *a.heads, *a.rows, a.keys}
+    said = axes(mask.structure.key, mask.structure.row).union(*(expression_axes(e) for e in mask.parts()))
+    if mask.computed is not None:
+        said |= {x for e in (mask.computed.bias, mask.computed.condition) if e is not None for x in expression_axes(e)}
+    if mask.by_distance is not None:
+        said.add(mask.by_distance.row)
+    return said <= own
+
+
+def said_again(a: Attention) -> Attention:
+    """The attention whose mask is what is computed element by element in the place of the program's tensors."""
+    keep, condition = a.mask.keep, a.mask.deep_condition
+    again = None if keep is None or condition is None else replace(keep, condition=condition)
+    return replace(a, mask=replace(a.mask, bias=a.mask.deep_bias, keep=again))
 
 
 def meanings(captured: Captured) -> tuple[list[Meaning], list[Site]]:

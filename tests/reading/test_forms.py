@@ -356,7 +356,7 @@ def test_causal_is_proved_or_not_said(mask: str, hide: str) -> None:
     """Every spelling of key <= query is named; what differs by one, or in the axis, is not."""
     make = (LOWER | NOT_LOWER)[mask]
     (meaning,) = check(lambda q, k, v: attend(HIDING[hide](q @ k.mT, make(6)), v), square(), "dynamo")
-    assert meaning.attention.is_causal == (mask in LOWER), meaning.attention.structure
+    assert meaning.attention.is_causal == (mask in LOWER), meaning.attention.mask.structure
 
 
 @pytest.mark.parametrize("q_len, kv_len", [(1, 5), (3, 5), (5, 3), (5, 5)])
@@ -364,7 +364,7 @@ def test_causal_calls_are_aligned_top_left(q_len: int, kv_len: int) -> None:
     """With one query too, whatever axes are then moved into its rows."""
     call = Call(lead=(2, 4), kv_heads=2, q_len=q_len, kv_len=kv_len, is_causal=True)
     (meaning,) = check(call, call.inputs(), "dynamo")
-    assert meaning.attention.is_causal and meaning.attention.rows_never_empty
+    assert meaning.attention.is_causal and meaning.attention.mask.never_empty
 
 
 @pytest.mark.parametrize("bias", ["constant", "row"])
@@ -372,7 +372,7 @@ def test_what_is_the_same_for_every_key_is_no_mask(bias: str) -> None:
     """A softmax does not see what is added to a whole row."""
     rows = torch.arange(6)[:, None] * 2 if bias == "row" else 1.5
     (meaning,) = check(lambda q, k, v: attend(q @ k.mT + rows, v), square(), "export")
-    assert bias == "row" or not meaning.attention.has_mask
+    assert bias == "row" or meaning.attention.mask.is_none
 
 
 def test_everything_that_scales_ends_in_scale_and_factors() -> None:
@@ -381,7 +381,7 @@ def test_everything_that_scales_ends_in_scale_and_factors() -> None:
 
     (meaning,) = check(function, [*square(), numbers(3, 1, 1).exp()], "dynamo")
     assert meaning.attention.scale == pytest.approx(3.0) and len(meaning.attention.factors) == 1
-    assert not meaning.attention.has_mask
+    assert meaning.attention.mask.is_none
 
 
 def test_operands_are_followed_to_where_they_lie() -> None:

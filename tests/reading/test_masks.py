@@ -14,7 +14,9 @@ from programs import DIALECTS, check, close
 from torch import Tensor
 
 from attn_pass.model.expression import Apply, Const, Dot, apply
+from attn_pass.model.mask import Mask
 from attn_pass.model.reference import reference
+from attn_pass.poor_cases import key_range
 
 transformers = pytest.importorskip("transformers")
 masking = pytest.importorskip("transformers.masking_utils")
@@ -140,7 +142,7 @@ def test_however_it_is_hidden(name: str, hide: str) -> None:
     make = next(iter(NAMED[name].values()))
     q, k, v = qkv(q_len=N, kv_len=N)
     found = check(lambda q, k, v: attend(HIDE[hide](scores(q, k), make(N, N)), v), (q, k, v), "export")[0].attention
-    assert (found.mask_text, found.rows_never_empty) == (name, True)
+    assert (str(found.mask), found.mask.never_empty) == (name, True)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -154,8 +156,8 @@ def test_the_structure_is_the_whole_mask(name: str, dialect: str) -> None:
 
     (meaning,) = check(program, qkv(q_len=N, kv_len=N), dialect)
     a = meaning.attention
-    assert a.mask_text == name and a.structure.is_exact and a.rows_never_empty
-    score = Apply("where", (a.structure.condition(), apply("mul", Dot(), Const(a.scale)), Const(-INF)))
+    assert str(a.mask) == name and a.mask.structure.is_exact and a.mask.never_empty
+    score = Apply("where", (a.mask.structure.condition(), apply("mul", Dot(), Const(a.scale)), Const(-INF)))
     close(reference(replace(a, score=score), meaning.sources, meaning.sizes), meaning.computed, "the structure")
 
 
@@ -231,7 +233,7 @@ def test_aligned_to_the_last_key(spelling: str, n: int, name: str) -> None:
         report = same(program, *operands, rewritten=1, dynamic=dynamic, targets=("sdpa",))
         assert report.sites[0].mask.startswith(name), dynamic
     (meaning,) = check(program, operands, "export")
-    assert meaning.attention.rows_never_empty
+    assert meaning.attention.mask.never_empty
 
 
 def test_an_offset_that_grows_keeps_its_rows() -> None:
@@ -244,7 +246,7 @@ def test_an_offset_that_grows_keeps_its_rows() -> None:
 
     inputs = (*qkv(q_len=5, kv_len=5), *qkv(q_len=7, kv_len=7)[:2])
     (meaning,) = check(program, inputs, "dynamo", dynamic=True)
-    assert meaning.attention.mask_text.startswith("causal with offset s") and meaning.attention.rows_never_empty
+    assert str(meaning.attention.mask).startswith("causal with offset s") and meaning.attention.mask.never_empty
     same(program, *inputs, rewritten=1, dynamic=True, targets=("sdpa",))
 
 
@@ -265,9 +267,23 @@ def test_rows_that_may_be_empty(case: str) -> None:
 
     operands = qkv(q_len=N, kv_len=N - 4)
     (meaning,) = check(program, operands, "dynamo")
-    assert meaning.attention.structure.is_exact and not meaning.attention.rows_never_empty
+    assert meaning.attention.mask.structure.is_exact and not meaning.attention.mask.never_empty
     same(program, *operands, rewritten=1, targets=("sdpa",))
     same(program, *qkv(q_len=N, kv_len=N - 4, grad=True), rewritten=1, grad=True, targets=("sdpa",))
+
+
+@pytest.mark.parametrize("hide", HIDE)
+def test_a_run_of_keys_takes_nothing_of_the_mask_with_it(hide: str) -> None:
+    """The form over the keys that one query sees: nothing of its mask, computed or proved, is over the keys before."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        m = k.shape[2]
+        return attend(HIDE[hide](scores(q, k), (columns(m) > m - 5) & (columns(m) < m)), v)
+
+    (meaning,) = check(program, qkv(q_len=1, kv_len=N), "dynamo")
+    assert meaning.attention.mask.computed is not None
+    (cut,) = key_range.variants(meaning.attention)
+    assert cut.mask == Mask.none() and cut.kv_len == 4
 
 
 def test_a_window_as_long_as_the_sequence_is_causal() -> None:
@@ -371,7 +387,7 @@ def test_what_depends_on_values_is_never_assumed(case: str) -> None:
     for dialect in DIALECTS:
         (meaning,) = check(program, (*operands, mask), dialect)
         a = meaning.attention
-        assert a.mask_text == name and not a.structure.is_exact and not a.rows_never_empty and not a.is_causal
+        assert str(a.mask) == name and not a.mask.structure.is_exact and not a.mask.never_empty and not a.is_causal
 
 
 def test_a_buffer_is_no_fact() -> None:
@@ -446,8 +462,8 @@ def test_transformers_masks(factory: str, given: str, implementation: str) -> No
     fixed, any_length = DIALECTS[1:] if implementation == "sdpa" else DIALECTS[:0:-1]
     for dialect, dims in ((fixed, None), (any_length, shapes)):
         (meaning,) = check(program, inputs, dialect, dims)
-        assert meaning.attention.mask_text == name, (dialect, dims)
-        assert meaning.attention.rows_never_empty == (given != "padding")
+        assert str(meaning.attention.mask) == name, (dialect, dims)
+        assert meaning.attention.mask.never_empty == (given != "padding")
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -13,6 +13,7 @@ from attn_pass.devices.registry import families
 from attn_pass.model.attention import Attention, Source
 from attn_pass.model.expression import DOT, Load
 from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index
+from attn_pass.model.mask import Mask
 from attn_pass.targets.kernel_rules import Call
 
 KERNELS = {kernel: rules for family in families() for kernel, rules in family.kernel_rules.items()}
@@ -65,6 +66,6 @@ def call(
         output_dtype=dtype,
         dropout=dropout,
         needs_grad=grad,
-        rows_never_empty=never_empty,
+        mask=Mask(never_empty=never_empty),
     )
     return Call(attention, mask, device, torch_version=torch_version, **of_call)

@@ -23,7 +23,7 @@ import attn_pass
 from attn_pass.devices import registry
 from attn_pass.devices.cuda import cost as cost_cuda
 from attn_pass.devices.roofline import Problem
-from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
+from attn_pass.model.structure import Band, Chunk, Either, Keys, Part
 from attn_pass.targets.base import Offer
 from attn_pass.targets.flex import blocks as flex_blocks
 from attn_pass.targets.flex import rules

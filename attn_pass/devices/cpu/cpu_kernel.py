@@ -28,7 +28,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import TRUE, Apply, Expr, apply
 from attn_pass.model.index import Axis, Index, is_at_most, product
-from attn_pass.model.mask import Band, Keys
+from attn_pass.model.structure import Band, Keys
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, outgrows_float32
 from attn_pass.targets.lower import Lowering
@@ -72,7 +72,7 @@ class CpuKernel:
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
-        adds = attention.bias is not None
+        adds = attention.mask.bias is not None
         return Offer(
             self.name,
             variant,
@@ -102,7 +102,7 @@ class CpuKernel:
             return "an exported program would need attn_pass where it runs"
         if any(setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads))):
             return "there may be no heads"
-        if a.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
+        if a.mask.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
             return STRICT_KEYS
         return _refusal_of_score(a) or _cannot_be_built(setting)
 
@@ -130,7 +130,7 @@ class CpuKernel:
         given |= {name: plan.size(size) for name, size in sizes.items() if size is not None}
         if bounds.rest != TRUE:
             given["keep"] = _kept(lower, bounds.rest)
-        if a.bias is not None:
+        if a.mask.bias is not None:
             given["bias"] = additive_mask(lower, setting)
         score, captured = _score(a)
         if score:
@@ -200,18 +200,17 @@ def bounds_of(a: Attention) -> Bounds:
 
     Beside a bias whose fully masked rows average all keys, what is masked with a number is left to the bias.
     """
-    if a.keep is None or (a.bias is not None and not a.rows_never_empty):
+    if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
         return Bounds()
     bounds = Bounds()
-    written = a.keep.condition if a.computed is None or a.computed.condition is None else a.computed.condition
-    for condition in conjuncts(written):
+    for condition in conjuncts(a.mask.deep_condition or TRUE):
         parts = structure_of(condition, a.keys, a.rows).parts
         tighter: Bounds | None = bounds
         for part in parts:
             tighter = None if tighter is None else _tightened(tighter, part)
         bounds = tighter or replace(bounds, rest=apply("and", bounds.rest, condition))
     # Where no bound was found the program's own tensor serves.
-    return replace(bounds, rest=a.keep.condition) if replace(bounds, rest=TRUE) == Bounds() else bounds
+    return replace(bounds, rest=a.mask.keep.condition) if replace(bounds, rest=TRUE) == Bounds() else bounds
 
 
 def _tightened(bounds: Bounds, part: object) -> Bounds | None:
@@ -241,7 +240,7 @@ def _smaller(one: Index | None, other: Index | None) -> Index | None:
 
 
 def _fully_masked(a: Attention) -> str:
-    if a.keep is not None and a.bias is None and a.keep.fill != float("-inf"):
+    if a.mask.replaces_with_number and a.mask.bias is None:
         return "mean"
     return "nan" if a.empty_row_is_nan else "zero"
 
@@ -253,7 +252,7 @@ def _gives_logarithm(a: Attention) -> bool:
     """
     rows = [x for group in (a.batch, a.heads, a.rows) for x in group if x.size != 1]
     said = [x for dims in a.score_rows for x in dims if x.size != 1]
-    masks = a.keep is None or a.keep.fill == float("-inf") or a.rows_never_empty
+    masks = not a.mask.replaces_with_number or a.mask.never_empty
     return bool(a.score_rows) and set(rows) == set(said) and len(rows) == len(said) and masks
 
 

@@ -30,7 +30,7 @@ from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Load
 from attn_pass.model.index import Axis, Index, axis_index, divide, is_at_most, substitute
-from attn_pass.model.mask import Band
+from attn_pass.model.structure import Band
 from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
@@ -61,14 +61,14 @@ class Decode:
             if isinstance(band.lower, int) and isinstance(band.upper, int):
                 problem = replace(problem, kv_len=min(problem.kv_len, band.upper - band.lower + problem.q_len))
         joining = 0.0 if attention.sink is None else setting.device.kernel_us
-        empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.rows_never_empty
+        empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.mask.never_empty
         return Offer(
             self.name,
             variant,
             attention,
             cost_cuda.split_keys(setting.device, problem) + joining,
             fused=True,
-            assumptions=(EMPTY_ROWS,) if attention.has_mask and empty else (),
+            assumptions=(EMPTY_ROWS,) if not attention.mask.is_none and empty else (),
             moved=problem.moved_bytes,
         )
 
@@ -89,7 +89,7 @@ class Decode:
             return "autocast would give the products another dtype"
         if setting.allowed_backends is not None:
             return "sdpa_kernel allows torch's own kernels only"
-        if setting.numerics == "strict" and a.has_mask and not a.rows_never_empty:
+        if setting.numerics == "strict" and not a.mask.is_none and not a.mask.never_empty:
             return "numerics='strict': a row may be masked out entirely"
         return _refusal_of_sizes(a) or _failed_check(a, setting)
 
@@ -111,7 +111,7 @@ class Decode:
         if band is not None and band.lower is not None:
             assert isinstance(band.upper, int) and isinstance(band.lower, int)
             window = band.upper - band.lower
-        elif band is None and a.has_mask:
+        elif band is None and not a.mask.is_none:
             mask = mask_tensor(lower, setting)
         arguments = (query, key, value, mask, a.scale, causal, window)
         if a.sink is None:

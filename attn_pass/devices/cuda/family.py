@@ -25,7 +25,7 @@ from attn_pass.devices.cuda.rules.flash import FLASH
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.model.mask import Band
+from attn_pass.model.structure import Band
 from attn_pass.targets.base import Setting, Target
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.torch_call import is_padded, picked_by_torch
@@ -127,9 +127,9 @@ class Cuda(Family):
 
     def keeps_flex(self, attention: Attention) -> str:
         """Inductor compiles a kernel around mask and scores: what torch's own take as a flag may be worth another."""
-        if attention.not_affine or attention.bias is not None:
+        if attention.not_affine or attention.mask.bias is not None:
             return "FlexAttention's own kernel computes such scores on CUDA devices: the call stays"
-        if all(isinstance(part, Band) for part in attention.structure.parts):
+        if all(isinstance(part, Band) for part in attention.mask.structure.parts):
             return ""
         return "FlexAttention's own kernel takes such a mask on CUDA devices: the call stays"
 

@@ -28,8 +28,8 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most
-from attn_pass.model.mask import Band, Keys, Opaque, Structure, keeps_a_key, row_index
 from attn_pass.model.piecewise import pieces
+from attn_pass.model.structure import Band, Keys, Opaque, Structure, keeps_a_key, row_index
 
 _ADDED = Opaque("additive")  # what a structure says of a bias that is no mask
 _EXACT = (torch.float32, torch.float64)  # positions are exact in these
@@ -59,12 +59,12 @@ def arguments_of(a: Attention) -> Arguments:
     """The arguments. Raises `NoForm`."""
     scale, softcap = _scale_and_cap(a)
     found = Arguments(abs(scale), scale < 0, softcap)
-    if not a.has_mask:
+    if a.mask.is_none:
         return found
-    finite = a.keep is not None and a.keep.fill != float("-inf")
-    visible = replace(a.structure, parts=tuple(p for p in a.structure.parts if p != _ADDED))
+    finite = a.mask.replaces_with_number
+    visible = replace(a.mask.structure, parts=tuple(p for p in a.mask.structure.parts if p != _ADDED))
     term: Expr | None = None
-    if a.bias is not None:
+    if a.mask.bias is not None:
         added = _added(a)
         term, finite = added.term, finite or added.finite_fill
         if added.condition != TRUE and visible.is_exact:
@@ -80,7 +80,7 @@ def arguments_of(a: Attention) -> Arguments:
         left=left,
         right=right,
         slopes=None if term is None else _slopes(a, term, own, after=right == 0 or _is_last(a, own)),
-        rows_never_empty=a.rows_never_empty or keeps_a_key(visible, a.keys),
+        rows_never_empty=a.mask.never_empty or keeps_a_key(visible, a.keys),
         finite_fill=finite,
     )
 
@@ -138,7 +138,7 @@ def _band(a: Attention, visible: Structure) -> Band:
     if isinstance(part, Keys) and visible.row == 0:  # one row, at 0
         part = Band(part.lower, part.upper)
     if len(visible.parts) > 1 or not isinstance(part, Band):
-        raise NoForm(f"the mask is no window of keys: {a.mask_text}")
+        raise NoForm(f"the mask is no window of keys: {a.mask}")
     return part
 
 
@@ -203,10 +203,10 @@ def _added(a: Attention) -> _Added:
 
 def _over_places(a: Attention) -> Expr:
     """The bias over key and row, by index arithmetic where it is known over distances."""
-    assert a.bias is not None
-    by = a.distance
+    assert a.mask.bias is not None
+    by = a.mask.by_distance
     if by is None or by.bias is None or tuple(x for x in a.rows if x.size != 1) != (by.row,):
-        return a.bias
+        return a.mask.bias
     return rewrite_indices(by.bias, {by.axis: axis_index(a.keys) - axis_index(by.row) + by.row.size - 1})
 
 

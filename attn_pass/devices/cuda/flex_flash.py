@@ -182,7 +182,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
     ),
     Constraint(
         "a row may be masked out entirely, and what FlexAttention's FLASH backend gives there is not known",
-        lambda c: c.attention.rows_never_empty or not c.attention.has_mask or c.setting.assume_nonempty_rows,
+        lambda c: c.attention.mask.never_empty or c.attention.mask.is_none or c.setting.assume_nonempty_rows,
         "",
     ),
     Constraint(

@@ -20,7 +20,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import apply
 from attn_pass.model.index import is_nonnegative
-from attn_pass.model.mask import Band, row_index
+from attn_pass.model.structure import Band, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
 from attn_pass.targets.lower import Lowering
@@ -53,9 +53,9 @@ class MaskPlan:
 
 def mask_plan(a: Attention, setting: Setting, operator: str) -> MaskPlan:
     """The plan for a mask. Raises `NoForm`."""
-    if not a.has_mask:
+    if a.mask.is_none:
         return MaskPlan()
-    nonempty = a.rows_never_empty or setting.assume_nonempty_rows
+    nonempty = a.mask.never_empty or setting.assume_nonempty_rows
     one_row = a.q_len == 1
     plan = None if one_row and operator == INFERENCE else _by_mode(a)
     if plan is not None and nonempty:
@@ -64,7 +64,7 @@ def mask_plan(a: Attention, setting: Setting, operator: str) -> MaskPlan:
     zeros = fills == {_NEG_INF}  # the program gives zeros, or NaN
     if plan is not None and zeros and not one_row:
         return plan
-    if operator == INFERENCE and a.mask_axes() & {axis for axis in a.heads if axis.size != 1}:
+    if operator == INFERENCE and a.mask.axes() & {axis for axis in a.heads if axis.size != 1}:
         raise NoForm("the mask differs from head to head, which the inference operator has no shape for")
     if not nonempty and not zeros and (why := _cannot_be_replaced(a, fills)) is not None:
         raise NoForm(f"{why}; assume_nonempty_rows says that there is no such row")
@@ -85,26 +85,26 @@ def _cannot_be_replaced(a: Attention, fills: set[float]) -> str | None:
 def _fills(a: Attention) -> set[float]:
     """The numbers that stand where a key is masked."""
     found: set[float] = set()
-    if a.keep is not None:
-        found.add(a.keep.fill)
-    if a.bias is not None:
-        if a.bias_fills is None:
+    if a.mask.keep is not None:
+        found.add(a.mask.keep.fill)
+    if a.mask.bias is not None:
+        if a.mask.fills is None:
             raise NoForm(
                 "what is added to the scores is not proved to be 0 or masking everywhere: the operator takes boolean "
                 "masks, and its bias (pse) is not used until it is seen on hardware"
             )
-        found |= set(a.bias_fills)
+        found |= set(a.mask.fills)
     return found
 
 
 def _by_mode(a: Attention) -> MaskPlan | None:
     """The mode that is the whole mask; None if none is."""
-    if a.structure.row != row_index(a.rows) or len(a.structure.parts) != 1:
+    if a.mask.structure.row != row_index(a.rows) or len(a.mask.structure.parts) != 1:
         return None
-    (band,) = a.structure.parts
+    (band,) = a.mask.structure.parts
     if not isinstance(band, Band):
         return None
-    inner = 0 if a.rows_never_empty else 2
+    inner = 0 if a.mask.never_empty else 2
     if band == Band(None, 0):
         return MaskPlan("compressed", 2, UNBOUNDED, 0, inner)
     last = a.kv_len - a.q_len
@@ -141,7 +141,7 @@ class FilledRows(EmptyRows):
         """The operator's (B, H, L, Dv) result with the mean of the values in those rows."""
         a, call = self.attention, self.plan.call
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
-        if a.needs_grad and a.bias is not None:  # what is added hides a score, and passes its gradient on
+        if a.needs_grad and a.mask.bias is not None:  # what is added hides a score, and passes its gradient on
             key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
             return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
@@ -175,10 +175,10 @@ def _masked_out(lower: Lowering) -> Value:
     """(B, H, L, S), at size 1 where it does not vary; True where masked out."""
     a, call = lower.attention, lower.plan.call
     found: list[Value] = []
-    if a.keep is not None:
-        found.append(lower.condition(apply("not", a.keep.condition), lower.mask_groups()))
-    if a.bias is not None:
-        found.append(call(aten.ne.Scalar, lower.expression(a.bias, lower.mask_groups()), 0))
+    if a.mask.condition is not None:
+        found.append(lower.condition(apply("not", a.mask.condition), lower.mask_groups()))
+    if a.mask.bias is not None:
+        found.append(call(aten.ne.Scalar, lower.expression(a.mask.bias, lower.mask_groups()), 0))
     return found[0] if len(found) == 1 else call(aten.logical_or.default, *found)
 
 

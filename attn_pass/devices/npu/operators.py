@@ -71,7 +71,7 @@ class _Operator:
         _, copied = best(attention, found, setting.hint)
         problem = _problem(attention, mask, copied, width(attention, found), setting)
         predicted = operator_cost(device, found, problem) + _around(
-            problem, mask, setting, again=attention.needs_grad and attention.bias is not None
+            problem, mask, setting, again=attention.needs_grad and attention.mask.bias is not None
         )
         if _overload(found) is None:
             return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
@@ -185,8 +185,9 @@ def _kv_heads(a: Attention) -> int:
 
 def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     found: list[str] = []
-    if a.has_mask and not a.rows_never_empty:
-        infinite = float("-inf") in (a.bias_fills or ()) or (a.keep is not None and a.keep.fill == float("-inf"))
+    if not a.mask.is_none and not a.mask.never_empty:
+        keep = () if a.mask.keep is None else (a.mask.keep.fill,)
+        infinite = float("-inf") in (*keep, *(a.mask.fills or ()))
         if setting.assume_nonempty_rows:
             found.append(_NONEMPTY)
         elif a.empty_row_is_nan and infinite:
@@ -224,5 +225,5 @@ def _around(problem: Problem, mask: MaskPlan, setting: Setting, *, again: bool) 
 def _replaced(lower: Lowering, rows: FilledRows, out: Value) -> Value:
     """The result with rows without a key as the program has them: the mean of the values, or zeros."""
     a = lower.attention
-    filled = a.keep.fill if a.keep is not None else (a.bias_fills or (float("-inf"),))[0]
+    filled = a.mask.keep.fill if a.mask.keep is not None else (a.mask.fills or (float("-inf"),))[0]
     return rows.with_zeros(out) if filled == float("-inf") else rows.with_mean(lower, out)

@@ -89,7 +89,7 @@ def _kv_heads(a: Attention) -> Index:
 
 
 def _mask_needs_grad(a: Attention) -> bool:
-    parts = [e for e in (a.bias, a.keep.condition if a.keep else None) if e is not None]
+    parts = a.mask.parts()
     return a.needs_grad and any(a.sources[load.source].needs_grad for e in parts for load in loads(e))
 
 
@@ -202,7 +202,7 @@ RULES: tuple[Constraint[Case], ...] = (
     Rule(
         "rows",
         "whether there is one query row or more is not known, and for one row the mask means something else",
-        lambda c: not c.attention.has_mask or c.attention.q_len == 1 or has_many_rows(c.attention, c.setting),
+        lambda c: c.attention.mask.is_none or c.attention.q_len == 1 or has_many_rows(c.attention, c.setting),
         of=(INFERENCE,),
     ),
     Rule(
@@ -216,14 +216,15 @@ RULES: tuple[Constraint[Case], ...] = (
         "the mask needs a gradient, which the operator does not give",
         lambda c: not _mask_needs_grad(c.attention),
     ),
-    Rule("scale", "a scale of 0 beside a mask", lambda c: c.attention.scale != 0 or not c.attention.has_mask),
+    Rule("scale", "a scale of 0 beside a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
     Rule(
         "numerics",
         "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there",
         lambda c: (
             c.setting.numerics != "strict"
-            or c.attention.rows_never_empty
-            or not (c.attention.has_mask and c.attention.empty_row_is_nan)
+            or c.attention.mask.never_empty
+            or c.attention.mask.is_none
+            or not c.attention.empty_row_is_nan
         ),
     ),
 )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import TRUE, Apply, Expr, apply, expression_axes
-from attn_pass.model.mask import Band, row_index
+from attn_pass.model.structure import Band, row_index
 
 
 @dataclass(frozen=True)
-class Mask:
+class KernelMask:
     """``lower <= key - row <= upper``, None being no bound, and ``kept`` over batch and keys; or neither: a matrix."""
 
     lower: int | None = None
@@ -48,23 +48,21 @@ class Mask:
         return " and ".join(x for x in (band, "keys" if self.kept is not None else "") if x) or "none"
 
 
-MATRIX = Mask(matrix=True)
+MATRIX = KernelMask(matrix=True)
 
 
-def mask_of(a: Attention) -> Mask:
+def mask_of(a: Attention) -> KernelMask:
     """The whole mask of an attention, exactly. What is no band and is not the same for all rows is a matrix."""
-    if not a.has_mask:
-        return Mask()
-    if a.bias is not None or a.keep is None:
+    if a.mask.is_none:
+        return KernelMask()
+    if a.mask.bias is not None or a.mask.condition is None:
         return MATRIX
-    found = _of_condition(a.keep.condition, a)
-    computed = None if a.computed is None else a.computed.condition
-    if found.matrix and computed is not None:
-        found = _of_condition(computed, a)
-    return found
+    found = _of_condition(a.mask.condition, a)
+    deeper = a.mask.deep_condition
+    return _of_condition(deeper, a) if found.matrix and deeper is not None else found
 
 
-def _of_condition(condition: Expr, a: Attention) -> Mask:
+def _of_condition(condition: Expr, a: Attention) -> KernelMask:
     lowers: list[int] = []
     uppers: list[int] = []
     kept: Expr = TRUE
@@ -77,7 +75,7 @@ def _of_condition(condition: Expr, a: Attention) -> Mask:
             kept = apply("and", kept, part)
         else:
             return MATRIX
-    return Mask(max(lowers, default=None), min(uppers, default=None), None if kept == TRUE else kept)
+    return KernelMask(max(lowers, default=None), min(uppers, default=None), None if kept == TRUE else kept)
 
 
 def _band(part: Expr, a: Attention) -> Band | None:

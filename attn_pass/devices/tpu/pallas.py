@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from attn_pass.devices.tpu import cost as cost_xla
 from attn_pass.devices.tpu.kernels import Blocks
-from attn_pass.devices.tpu.masks import Mask, mask_of
+from attn_pass.devices.tpu.masks import KernelMask, mask_of
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, refusal, whole, width
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
@@ -45,7 +45,7 @@ class _Pallas:
         if self.name not in device.kernels or device.name not in GENERATIONS:
             return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", other_device=True)
         reason = _refusal(attention, setting)
-        mask = Mask() if reason else mask_of(attention)
+        mask = KernelMask() if reason else mask_of(attention)
         reason = reason or self._refusal_of(attention, mask) or _refusal_of_rows(attention, mask, setting)
         if reason is not None:
             return Refusal(self.name, reason)
@@ -76,7 +76,7 @@ class _Pallas:
             moved=problem.moved_bytes,
         )
 
-    def sizes(self, a: Attention, mask: Mask) -> Sizes:
+    def sizes(self, a: Attention, mask: KernelMask) -> Sizes:
         """The sizes that tiles follow from."""
         rows, keys, dim, value_dim = (whole(n) for n in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim))
         return Sizes(
@@ -90,7 +90,7 @@ class _Pallas:
             window=mask.width,
         )
 
-    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
         raise NotImplementedError
 
     def _copied(self, a: Attention, dim: int) -> int:
@@ -158,7 +158,7 @@ class PallasFlash(_Pallas):
 
     name, kind = FLASH, "flash"
 
-    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
         if mask.has_band and not mask.is_causal:
             return "flash attention's causal flag is from the first key on, and any other band is splash attention's"
         return None
@@ -169,7 +169,7 @@ class PallasSplash(_Pallas):
 
     name, kind = SPLASH, "splash"
 
-    def _refusal_of(self, a: Attention, mask: Mask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
         if mask.matrix:
             return "splash attention adds no matrix, and the mask is no band of distances"
         rows, keys = whole(a.q_len), whole(a.kv_len)
@@ -198,7 +198,7 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
     return refusal(a)
 
 
-def _refusal_of_rows(a: Attention, mask: Mask, setting: Setting) -> str | None:
+def _refusal_of_rows(a: Attention, mask: KernelMask, setting: Setting) -> str | None:
     """Why the rows a mask may leave without a key would not be the program's."""
     if not _may_be_empty(a, setting):
         return None
@@ -208,7 +208,7 @@ def _refusal_of_rows(a: Attention, mask: Mask, setting: Setting) -> str | None:
 
 
 def _may_be_empty(a: Attention, setting: Setting) -> bool:
-    return a.has_mask and not a.rows_never_empty and not setting.assume_nonempty_rows
+    return not a.mask.is_none and not a.mask.never_empty and not setting.assume_nonempty_rows
 
 
 def _told(b: Blocks) -> tuple[tuple[str, int], ...]:
@@ -217,7 +217,7 @@ def _told(b: Blocks) -> tuple[tuple[str, int], ...]:
     return forward + ((("block_q_backward", b.rows_back), ("block_k_backward", b.keys_back)) if b.rows_back else ())
 
 
-def _kept(lower: Lowering, mask: Mask) -> Value:
+def _kept(lower: Lowering, mask: KernelMask) -> Value:
     """The keys that are kept, (B, S)."""
     plan, a = lower.plan, lower.attention
     assert mask.kept is not None
@@ -238,13 +238,13 @@ def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value
     number that is added hides a score and passes its gradient on, one that replaces it does not.
     """
     plan, a = lower.plan, lower.attention
-    if a.bias is not None:
+    if a.mask.bias is not None:
         assert matrix is not None
         kept = plan.call(aten.gt.Scalar, plan.call(aten.amax.default, matrix, [-1], True), _NEG_INF)
         return plan.call(aten.where.ScalarOther, kept, out, 0.0)
-    assert a.keep is not None
-    kept = plan.call(aten.any.dim, lower.condition(a.keep.condition, lower.mask_groups()), -1, True)
-    if a.keep.fill == _NEG_INF:
+    assert a.mask.condition is not None
+    kept = plan.call(aten.any.dim, lower.condition(a.mask.condition, lower.mask_groups()), -1, True)
+    if a.mask.only_hides:
         return plan.call(aten.where.ScalarOther, kept, out, 0.0)
     width_ = fake_of(out).shape[-1]
     mean: Value = plan.call(aten.mean.dim, value, [-2], True, dtype=torch.float32)

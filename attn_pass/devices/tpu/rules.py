@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scale",
         lambda a: f"a scale of {a.scale:g} leaves no room for a mask above it",
-        lambda a: not a.has_mask or abs(a.scale) >= SMALLEST_SCALE,
+        lambda a: a.mask.is_none or abs(a.scale) >= SMALLEST_SCALE,
     ),
 )
 

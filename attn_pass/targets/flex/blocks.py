@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.index import Index
-from attn_pass.model.mask import Band, Chunk, Either, Keys, Part
+from attn_pass.model.structure import Band, Chunk, Either, Keys, Part
 
 _FAR = 1 << 30  # past every block
 _MOST_OPTIONS = 8

@@ -31,7 +31,7 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
-from attn_pass.model.mask import Band
+from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
 from attn_pass.targets.flex.blocks import Sides, block_mask, share
@@ -78,9 +78,9 @@ class Flex:
         if reason is not None:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
-        if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.rows_never_empty:
+        if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.mask.never_empty:
             assumptions = ("no row is masked out entirely",)
-        elif attention.empty_row_is_nan and not attention.rows_never_empty:
+        elif attention.empty_row_is_nan and not attention.mask.never_empty:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))
         problem = _problem(attention, function, setting)
@@ -203,8 +203,8 @@ def as_written(attention: Attention, problem: Problem, setting: Setting) -> floa
     """Predicted microseconds of a call that the program makes itself, whose blocks are torch's own of 128 by 128."""
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
-    visited = share(attention.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["cuda"])
-    if not attention.structure.is_exact:
+    visited = share(attention.mask.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["cuda"])
+    if not attention.mask.structure.is_exact:
         visited *= _UNKNOWN_SHARE
     splits = no_decoding(attention) is None
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=splits, as_written=True)

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load, walk
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, product
-from attn_pass.model.mask import Band
+from attn_pass.model.structure import Band
 from attn_pass.model.views import Group
 from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
 from attn_pass.targets.sdpa import is_dense

@@ -122,7 +122,7 @@ def _heads_and_dims(a: Attention) -> tuple[Index, ...]:
 
 def _may_be_nan(c: Case) -> bool:
     a = c.attention
-    return c.setting.numerics == "strict" and not a.rows_never_empty and a.empty_row_is_nan
+    return c.setting.numerics == "strict" and not a.mask.never_empty and a.empty_row_is_nan
 
 
 # ---------------------------------------------------------------- the CPU's
@@ -205,11 +205,11 @@ _NO_EMPTY_ROW_GRADIENT = Rule(
 def _may_be_filled(c: Case) -> bool:
     """Whether every key of some row may be masked by a number: one that replaces scores, or one among what is added."""
     a = c.attention
-    if not a.has_mask or a.rows_never_empty or c.setting.assume_nonempty_rows:
+    if a.mask.is_none or a.mask.never_empty or c.setting.assume_nonempty_rows:
         return False
-    if a.keep is not None and a.keep.fill != float("-inf"):
+    if a.mask.replaces_with_number:
         return True
-    bias = a.bias if a.computed is None or a.computed.bias is None else a.computed.bias
+    bias = a.mask.deep_bias
     return bias is not None and not _is_slope(bias, a.keys)
 
 
@@ -308,5 +308,5 @@ def rows_are_safe(a: Attention) -> bool:
     Proved where nothing is masked, and for a causal mask, where the first tile of a row block begins with a key that
     all of its rows see. With splits the last ones may have no key at all.
     """
-    everything = not a.has_mask or a.is_causal
-    return a.rows_never_empty and everything and no_decoding(a) is not None
+    everything = a.mask.is_none or a.is_causal
+    return a.mask.never_empty and everything and no_decoding(a) is not None

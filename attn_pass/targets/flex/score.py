@@ -16,7 +16,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import DOT, Apply, Const, Expr, Load, apply, contains_dot, loads, walk
 from attn_pass.model.index import Axis, product
-from attn_pass.model.mask import Band, Keys, Opaque, Part, Structure, row_index
+from attn_pass.model.structure import Band, Keys, Opaque, Part, Structure, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.flex.blocks import are_known
 from attn_pass.targets.masks import LOWEST_CUDA, OVERFLOWS_HALF
@@ -58,30 +58,28 @@ def function_of(a: Attention, setting: Setting) -> Function:
 def _on_cpu(a: Attention) -> Function:
     band = visible(a)
     parts = () if band == Band() else (band,)
-    mask = Structure(a.structure.key, a.structure.row, parts).condition() if is_whole_mask(a) else None
+    mask = Structure(a.mask.structure.key, a.mask.structure.row, parts).condition() if is_whole_mask(a) else None
     return Function(score_of(a), mask, parts, mask is not None)
 
 
 def _on_cuda(a: Attention, setting: Setting) -> Function:
     score = multiplied_once(a.modified) if a.not_affine else DOT
-    if not a.has_mask:
+    if a.mask.is_none:
         return Function(score)
     # Only bounds on keys mean the same where rows are packed: a band's row is the query's own.
-    in_order = a.structure.row == row_index(a.rows) or all(isinstance(p, Keys) for p in a.structure.parts)
-    never_empty = a.rows_never_empty or setting.assume_nonempty_rows
-    only_hides = a.bias is None and a.keep is not None and a.keep.fill == float("-inf")
-    if a.structure.is_exact and (never_empty or only_hides):
-        parts = a.structure.parts if in_order else ()
-        return Function(score, a.structure.condition(), parts, in_order and are_known(parts))
-    bias, keep = _bias(a), None if a.keep is None else _cheapest(a, "condition")
+    in_order = a.mask.structure.row == row_index(a.rows) or all(isinstance(p, Keys) for p in a.mask.structure.parts)
+    never_empty = a.mask.never_empty or setting.assume_nonempty_rows
+    if a.mask.structure.is_exact and (never_empty or a.mask.only_hides):
+        parts = a.mask.structure.parts if in_order else ()
+        return Function(score, a.mask.structure.condition(), parts, in_order and are_known(parts))
+    bias, keep = _bias(a), None if a.mask.keep is None else _cheapest(a, "condition")
     if bias is not None:
         score = apply("add", score, bias)
-    if a.keep is None or keep is None:
+    if a.mask.keep is None or keep is None:
         return Function(score)
-    if a.keep.fill != float("-inf") and not never_empty:
-        return Function(apply("where", keep, score, Const(max(float(a.keep.fill), LOWEST_CUDA))))
-    deep = keep if a.computed is None or a.computed.condition is None else a.computed.condition
-    known = structure_of(deep, a.keys, a.rows)
+    if a.mask.replaces_with_number and not never_empty:
+        return Function(apply("where", keep, score, Const(max(float(a.mask.keep.fill), LOWEST_CUDA))))
+    known = structure_of(a.mask.deep_condition or keep, a.keys, a.rows)
     parts = tuple(p for p in known.parts if not isinstance(p, Opaque))
     mask = known.condition() if known.is_exact else keep
     return Function(score, mask, parts, known.is_exact and are_known(parts))
@@ -89,8 +87,8 @@ def _on_cuda(a: Attention, setting: Setting) -> Function:
 
 def _cheapest(a: Attention, name: str) -> Expr:
     """Bias or keep-condition: computed where that takes few operations, else the program's tensor."""
-    written = a.bias if name == "bias" else a.keep.condition if a.keep is not None else None
-    computed = None if a.computed is None else getattr(a.computed, name)
+    written = a.mask.bias if name == "bias" else a.mask.condition
+    computed = None if a.mask.computed is None else getattr(a.mask.computed, name)
     assert written is not None
     few = computed is not None and sum(1 for e in walk(computed) if isinstance(e, Apply)) <= _MOST_OPERATIONS
     return computed if few and computed is not None else written
@@ -98,7 +96,7 @@ def _cheapest(a: Attention, name: str) -> Expr:
 
 def _bias(a: Attention) -> Expr | None:
     """The bias, its masking fills no lower than the kernel can take in base 2; -inf stays."""
-    if a.bias is None:
+    if a.mask.bias is None:
         return None
     bias = apply("cast", _cheapest(a, "bias"), dtype=torch.float32)
     if a.score_dtype == torch.float16:
@@ -121,8 +119,8 @@ def _as_in_half(bias: Expr, lowest: float, rescaled: float) -> Expr:
 
 def visible(a: Attention) -> Band:
     """A band that holds every key any row attends to; without bounds where a row may have none."""
-    bands = [p for p in a.structure.parts if isinstance(p, Band)]
-    known = a.rows_never_empty and a.structure.row == row_index(a.rows)
+    bands = [p for p in a.mask.structure.parts if isinstance(p, Band)]
+    known = a.mask.never_empty and a.mask.structure.row == row_index(a.rows)
     return bands[0] if known and len(bands) == 1 else Band()
 
 
@@ -130,24 +128,24 @@ def is_whole_mask(a: Attention) -> bool:
     """Whether the band `visible` gives, with bounds that are known, is all there is to the mask."""
     band = visible(a)
     known = all(b is None or isinstance(b, int) for b in (band.lower, band.upper))
-    return known and band != Band() and a.structure.parts == (band,)
+    return known and band != Band() and a.mask.structure.parts == (band,)
 
 
 def score_of(a: Attention) -> Expr:
     """The score function: the modified product, the bias added, the fill where it is not kept."""
     score = multiplied_once(a.modified)
-    if a.has_mask and is_whole_mask(a):
+    if not a.mask.is_none and is_whole_mask(a):
         return score
-    if a.has_mask and a.structure.is_exact and a.rows_never_empty:
+    if not a.mask.is_none and a.mask.structure.is_exact and a.mask.never_empty:
         # The mask is index arithmetic, and what is masked weighs nothing: no tensor to read, and none to make.
-        return apply("where", a.structure.condition(), score, Const(float("-inf")))
-    if a.bias is not None:
-        bias = a.bias
+        return apply("where", a.mask.structure.condition(), score, Const(float("-inf")))
+    if a.mask.bias is not None:
+        bias = a.mask.bias
         if a.score_dtype == torch.float16:
             bias = _as_in_half(apply("cast", bias, dtype=torch.float32), _LOWEST, a.rescaled)
         score = apply("add", score, bias)
-    if a.keep is not None:
-        score = apply("where", a.keep.condition, score, Const(float(a.keep.fill)))
+    if a.mask.keep is not None:
+        score = apply("where", a.mask.keep.condition, score, Const(float(a.mask.keep.fill)))
     return score
 
 

@@ -14,10 +14,11 @@ from attn_pass.devices.npu import generations
 from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
 from attn_pass.devices.npu.masks import mask_plan
 from attn_pass.devices.npu.rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
-from attn_pass.model.attention import Attention, Keep, Source
+from attn_pass.model.attention import Attention, Source
 from attn_pass.model.expression import Const, Load
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
-from attn_pass.model.mask import Band, Structure
+from attn_pass.model.mask import Keep
+from attn_pass.model.structure import Band, Structure
 from attn_pass.targets.base import Setting
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -28,18 +29,24 @@ OF_SETTING = (
     *("autocast", "allowed_backends", "same_random_numbers", "deterministic", "numerics", "kernel_as_written"),
     *("may_need_grad", "is_recomputed", "may_be_merged_by_cse", "program"),
 )
+OF_MASK = ("bias", "keep", "fills", "structure")
 OF_CALL = ("batch", "heads", "groups", "q_len", "kv_len", "dim", "value_dim", "dtype", "dropout", "grad", "never_empty")
 
 
 def attention(**given: Any) -> Attention:
-    """What `call` builds of its own arguments, with the others replaced; ``unknown_heads`` is no field."""
+    """What `call` builds of its own arguments, with the others replaced, the mask's among them.
+
+    ``unknown_heads`` is no field.
+    """
     made = call(**{n: v for n, v in given.items() if n in OF_CALL}).attention
     learned = given.pop("learned", False)
     if given.pop("unknown_heads", False):
         made = made.regrouped(batch=made.heads[:1], heads=(*made.batch, *made.heads[1:]))
     mask = Source(3, (), FP32, torch.device("cpu"))
     made = replace(made, sources=(*made.sources, LEARNED if learned else mask))
-    return replace(made, **{n: v for n, v in given.items() if n not in OF_CALL and n not in OF_SETTING})
+    fields = {n: v for n, v in given.items() if n not in OF_CALL and n not in OF_SETTING}
+    masked = replace(made.mask, **{n: fields.pop(n) for n in OF_MASK if n in fields})
+    return replace(made, mask=masked, **fields)
 
 
 def told(operator: str, given: dict[str, Any]) -> str | None:
@@ -163,5 +170,5 @@ def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan
     made = attention(q_len=rows, kv_len=9, never_empty=never_empty, structure=causal, keep=KEEP)
     found = mask_plan(made, Setting(A2, "compile"), operator)
     assert (found.kind, found.inner_precise, found.repaired) == plan
-    folded = replace(made, structure=replace(causal, row=axis_index(Axis("b", 2))))
+    folded = replace(made, mask=replace(made.mask, structure=replace(causal, row=axis_index(Axis("b", 2)))))
     assert mask_plan(folded, Setting(A2, "compile"), operator).kind == "boolean"

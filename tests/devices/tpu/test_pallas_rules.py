@@ -17,7 +17,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.registry import device_for
 from attn_pass.devices.tpu import cost as cost_xla
 from attn_pass.devices.tpu import pallas
-from attn_pass.devices.tpu.masks import Mask
+from attn_pass.devices.tpu.masks import KernelMask
 from attn_pass.devices.tpu.pallas import PallasFlash, PallasSplash
 from attn_pass.devices.tpu.rules import width
 from attn_pass.targets.base import Offer
@@ -76,8 +76,8 @@ def test_what_an_offer_is_costed_for() -> None:
     assert cost_xla.pallas(device, problem, 1000) - cost_xla.pallas(device, problem, 0) > 100
 
 
-MASKS: tuple[Mask, ...] = tuple(
-    Mask(low, up)
+MASKS: tuple[KernelMask, ...] = tuple(
+    KernelMask(low, up)
     for low in (None, -9, -5, -3, 0, 1, 4, 6)
     for up in (None, -2, 0, 3, 9)
     if low is not None or up is not None
