@@ -32,6 +32,7 @@ NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -998244352 in bfloat16
 _FILL = 1e9  # from here on a number may stand for a mask, whatever its sign
+_ABSORBING = -1e17  # absorbs scores of up to a billion in float32
 _SMALL = 1e6  # a number that neither absorbs a score nor turns a masking fill into a weak one
 
 
@@ -228,10 +229,21 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if isinstance(term, Const) and is_small(term, dtype):
         # The same for every key: the softmax does not see it, and it is too small to undo a mask.
         return replace(scores, shift=scores.shift + float(term.value))
+    _refuse_a_fill_that_leaks(scores.keep, dtype)
     scores = _without_keep(scores, dtype)
     scores = scores if is_small(term, dtype) else _joined_anew(scores)
     bias = term if scores.bias is None else apply("add", _wide(scores.bias, dtype), _wide(term, dtype))
     return replace(scores, bias=bias)
+
+
+def _refuse_a_fill_that_leaks(keep: Keep | None, dtype: torch.dtype) -> None:
+    """A kernel adds the fill to the score it replaces; beside what is added after it, that score may show.
+
+    -1e9 leaves multiples of 64 of a score in float32, and a row that keeps no key is no longer uniform, whose result
+    would be known without its scores.
+    """
+    if keep is not None and dtype != torch.float16 and keep.fill > _ABSORBING:
+        raise NotAffine(f"{keep.fill:g} is filled in, which may leave something of a score, and more is added after it")
 
 
 def _wide(term: Expr, dtype: torch.dtype) -> Expr:

@@ -466,4 +466,23 @@ FOUND: tuple[tuple[str, Case], ...] = (
             )
         ),
     ),
+    *(
+        (
+            f"-1e9 filled in and a mask added after it, with scores beyond 32 ({targets})",
+            Case(
+                Program(
+                    lead=(2, 2),
+                    kv_len=4,
+                    query=(Step(row="flipped"),),
+                    key=(Step(row="div", x=0.125),),
+                    score=(
+                        Step(row="mask: masked_fill", fill=-1e9, mask=Mask(name="causal, moved")),
+                        Step(row="mask: input of fills"),
+                    ),
+                ),
+                targets=targets,
+            ),
+        )
+        for targets in (None, ("flex",), ("cpu_kernel",))
+    ),
 )

@@ -202,6 +202,26 @@ def test_a_matrix_of_fills_is_added_and_another_fill_replaces(low: float, fill: 
         same(fn, *qkv(4, 4), reference=False)
 
 
+def filled_and_added(fill: float, added: Tensor) -> Callable[..., Tensor]:
+    """Scores of hundreds, in rows of which the first keeps no key; ``added`` comes after the fill."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past = torch.ones(8, 8, dtype=torch.bool).tril(-1)
+        return ((q @ k.mT * 32).masked_fill(~past, fill) + added).softmax(-1) @ v
+
+    return fn
+
+
+@pytest.mark.parametrize("targets", [None, ("sdpa",), ("flex",), ("cpu_kernel",)], ids=str)
+def test_no_score_shows_beside_a_fill_to_which_a_mask_is_added(targets: tuple[str, ...] | None) -> None:
+    """-1e9 of float32 leaves multiples of 64 of a score, in rows where what follows masks some of their keys again."""
+    added = torch.zeros(8, 8).masked_fill(torch.arange(8) % 3 == 0, -1e9)
+    with torch.no_grad():
+        same(filled_and_added(-1e9, added), *qkv(), reference=False, rewritten=None, targets=targets)
+        strong = same(filled_and_added(-1e30, added), *qkv(), reference=False, rewritten=None)
+    assert "additive" in strong.sites[0].mask, "a fill that absorbs any score is a mask as before"
+
+
 def test_a_guard_against_nan_of_scores_that_become_infinite() -> None:
     """Minus the mask's -inf is inf, whose row is NaN in the program and guarded to 0."""
 
