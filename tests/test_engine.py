@@ -61,11 +61,11 @@ def test_both_sites_are_rewritten_and_equal_eager() -> None:
 def test_a_fault_in_the_reading_of_one_site_leaves_that_site_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = softmax.describe, []
 
-    def faulty(parts: Any) -> Any:
+    def faulty(parts: Any, used: Any) -> Any:
         calls.append(parts)
         if len(calls) == 1:
             raise ZeroDivisionError("injected")
-        return original(parts)
+        return original(parts, used)
 
     monkeypatch.setattr(softmax, "describe", faulty)
     args = inputs()

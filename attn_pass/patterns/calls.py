@@ -70,7 +70,6 @@ def find(reader: Reader) -> Iterator[Site]:
         if given is None and settled is None:
             continue
         region = reader.regions.of(node)
-        reader.start_site()
         try:
             if given is None:
                 raise Unreadable(
@@ -81,7 +80,8 @@ def find(reader: Reader) -> Iterator[Site]:
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS) if node.target in KERNELS else (node, [])
-            described = describe(_lift(reader, node, result, given))
+            with reader.site() as used:
+                described = describe(_lift(reader, node, result, given), used)
             check_window(reader, described, result)
             internal = (*rest, *((node,) if result is not node else ()))
             written = _as_written(reader, result, given)

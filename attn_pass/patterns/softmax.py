@@ -152,10 +152,10 @@ def _read_to(
     if region.functorch:
         return refused(node, FORM, region, Unreadable(f"it runs under {region.describe()}", product.node))
     for candidate in sorted(reader.products[read.input], key=lambda n: reader.order[n]):
-        reader.start_site()
         try:
-            parts, internal = _lift(reader, product, weights, softmax, read, candidate, ending, late=late)
-            site.described = describe(parts)
+            with reader.site() as used:
+                parts, internal = _lift(reader, product, weights, softmax, read, candidate, ending, late=late)
+                site.described = describe(parts, used)
             site.softmax_of = (read.input, read.dim)
             site.internal = with_shape_uses(reader, internal, site.described.nodes, node)
             site.shape_uses = remaining_shape_uses(reader, site.internal, node)
@@ -247,7 +247,7 @@ def _lift(
     if read.scale != 1:
         score = apply("mul", score, Const(read.scale))
         sink = None if sink is None else apply("mul", sink, Const(read.scale))
-    internal |= dict.fromkeys(reader.instead.get(node, ()))
+    internal |= dict.fromkeys(reader.instead_of(node))
     internal |= dict.fromkeys(p.times for p in (product, inner) if p.times is not None)
     score = with_product(reader, scores, inner, score)
     plain = not (late or beside or made_of.zeroed) and read.scale == 1

@@ -70,6 +70,11 @@ def read_softmax(reader: Reader, node: Node) -> Softmax | None:
     return None if read is None else read(reader, node, call)
 
 
+def is_softmax(reader: Reader, node: Node) -> bool:
+    """Whether a node computes a softmax."""
+    return read_softmax(reader, node) is not None
+
+
 # ---------------------------------------------------------------- one node
 
 

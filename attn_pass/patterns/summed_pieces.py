@@ -65,9 +65,7 @@ def join_sums(graph: Graph, reader: Reader) -> list[Summed]:
         joined = _joined(graph, reader, node, terms)
         if joined is not None:
             found.append(joined)
-            reader.read_again(joined.product.users)
-            reader.products[joined.product] = frozenset((joined.product,))
-            reader.instead[joined.product] = joined.idle
+            reader.put_in_place(joined.product, joined.idle)
     return found
 
 

@@ -37,7 +37,7 @@ from attn_pass.model.rematerializable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading import half
 from attn_pass.reading.masks import name_mask
-from attn_pass.reading.reader import OperandForm, Reader, Unreadable
+from attn_pass.reading.reader import OperandForm, Reader, Unreadable, Used
 from attn_pass.reading.scores import (
     Modified,
     NotAffine,
@@ -99,13 +99,13 @@ class Described:
     copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
 
 
-def describe(parts: Parts) -> Described:
-    """Sorts the parts out. Raises `Unreadable` with the first thing that did not fit."""
+def describe(parts: Parts, used: Used) -> Described:
+    """Sorts out the parts, lifted while ``used`` was noted. Raises `Unreadable` with what does not fit first."""
     forms = {"query": parts.query, "key": parts.key, "value": parts.value}
     parts.chosen = {name: len(found) - 1 for name, found in forms.items()}
     while True:
         try:
-            return _Assembly(parts, {n: forms[n][parts.chosen[n]] for n in forms}).build()
+            return _Assembly(parts, used, {n: forms[n][parts.chosen[n]] for n in forms}).build()
         except _Shallower as shallower:
             if parts.chosen[shallower.operand] == 0:
                 raise Unreadable(
@@ -121,8 +121,9 @@ class _Shallower(Exception):
 
 
 class _Assembly:
-    def __init__(self, parts: Parts, forms: dict[str, OperandForm]) -> None:
+    def __init__(self, parts: Parts, used: Used, forms: dict[str, OperandForm]) -> None:
         self.parts = parts
+        self.used = used
         self.forms = forms
         self.positions = {name: form.position for name, form in forms.items()}
         self.outer, self.row = parts.rows_at
@@ -431,7 +432,7 @@ class _Assembly:
         times = {f.node: f.at for f in self.forms.values()}
         for load in used:
             node = reader.source_nodes[load.source]
-            at = min(times.get(node, 1 << 60), reader.read_times.get(node, 1 << 60))
+            at = min(times.get(node, 1 << 60), self.used.read_times.get(node, 1 << 60))
             read_at[position[load.source]] = min(at, reader.order[parts.result])
 
         def renumber(expression: Expr) -> Expr:
@@ -489,7 +490,7 @@ class _Assembly:
             not_affine="" if self.modified is None else self.modified.reason,
             modified=renumber(function),
         )
-        names = dict.fromkeys(self.parts.reader.known_used)
+        names = dict.fromkeys(self.used.known)
         assumed = tuple(f"{name} keeps the values it has now" for name in names)
         fixed = tuple(name.partition(" ")[2] for name in names)  # without "buffer" or "constant"
         return Described(attention, nodes, read_at, assumed, fixed, self._copies())

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,6 +84,9 @@ SCATTERS = ("slice_scatter", "select_scatter")
 _TRANSPARENT = frozenset({"copy", "detach", "cast", "dropout", "nan_to_num"})
 
 
+_MOST_REACHED = 8
+
+
 @dataclass(frozen=True)
 class OperandForm:
     """One way to see an operand: ``scale * product(factors) * node[position]``."""
@@ -94,13 +99,61 @@ class OperandForm:
     factors: tuple[tuple[Expr, bool], ...] = ()
 
 
+@dataclass
+class Used:
+    """What was noted down while one site was read."""
+
+    read_times: dict[Node, int] = field(default_factory=dict)  # of each node loaded, the earliest time it is read at
+    known: list[str] = field(default_factory=list)  # the tensors that something was concluded from the values of
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The only call of a body: the reader of the graph it is in, what is passed to each placeholder, and when."""
+
+    reader: Reader
+    passed: Mapping[Node, Node]
+    time: int
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The products and the softmaxes that each node's elements come from."""
+
+    products: dict[Node, frozenset[Node]] = field(default_factory=dict)
+    softmaxes: dict[Node, frozenset[Node]] = field(default_factory=dict)
+
+
+def _is_never(_: Reader, __: Node) -> bool:
+    return False
+
+
 class Reader:
-    """What is known of one graph: operations, effects, regions, which products and softmaxes reach a node."""
+    """What is known of one graph: operations, effects, regions, which products and softmaxes reach a node.
+
+    Args:
+        is_softmax: whether a node is what the finders take for a softmax.
+        knows_gradients: False for an exported graph, whose fake values do not tell what needs a gradient.
+        constants: tensors of one element that are part of the program's text.
+        known: tensors that keep the values they have, with their names.
+        needed: nodes without users that will have some: results of calls taken apart.
+        caller: for a body that is called once, where from.
+    """
 
     def __init__(
-        self, graph: Graph, sizes: Sizes, effects: Effects, regions: Regions, *, knows_gradients: bool = True
+        self,
+        graph: Graph,
+        sizes: Sizes,
+        effects: Effects,
+        regions: Regions,
+        *,
+        is_softmax: Callable[[Reader, Node], bool] = _is_never,
+        knows_gradients: bool = True,
+        constants: Mapping[Node, torch.Tensor] | None = None,
+        known: Mapping[Node, tuple[str, torch.Tensor]] | None = None,
+        needed: frozenset[Node] = frozenset(),
+        caller: Caller | None = None,
     ) -> None:
-        self.knows_gradients = knows_gradients  # fake values of an exported graph do not tell what needs a gradient
         self.graph = graph
         self.sizes = sizes
         self.effects = effects
@@ -108,25 +161,32 @@ class Reader:
         self.order = effects.position
         self.sources: list[Source] = []
         self.source_nodes: list[Node] = []
+        self.knows_gradients = knows_gradients
+        self.constants: Mapping[Node, torch.Tensor] = constants or {}
+        self.known: Mapping[Node, tuple[str, torch.Tensor]] = known or {}
+        self.needed = needed
+        self.caller = caller
+        self._is_softmax = is_softmax
+        self._used = Used()
         self._source_of: dict[Node, int] = {}
         self._calls: dict[Node, Call | None] = {}
         self._elements: dict[tuple[Node, Position, int], Expr] = {}
-        self.bindings: dict[Node, tuple[Reader, Node, int]] = {}  # placeholder: what the only caller passes, and when
-        self.constants: dict[Node, torch.Tensor] = {}  # tensors of one element that are part of the program's text
-        self.known: dict[Node, tuple[str, torch.Tensor]] = {}  # tensors that keep the values they have, by their names
-        self.needed: frozenset[Node] = frozenset()  # nodes without users that will have some: of calls taken apart
-        self.known_used: list[str] = []  # those that something was concluded from, for the present site
-        self.instead: dict[Node, tuple[Node, ...]] = {}  # nodes that another stands in the place of, and nobody uses
-        self.products: dict[Node, frozenset[Node]] = {}
-        self.softmaxes: dict[Node, frozenset[Node]] = {}
-        self.read_times: dict[
-            Node, int
-        ] = {}  # for each node loaded by the present site, the earliest time it is read at
+        self._instead: dict[Node, tuple[Node, ...]] = {}
 
-    def start_site(self) -> None:
-        """Forgets what was noted down for the site before."""
-        self.read_times = {}
-        self.known_used.clear()
+    @contextmanager
+    def site(self) -> Iterator[Used]:
+        """Notes down what is used of the graph, and of those around it, from here to the end of the block."""
+        before, used = self._used, Used()
+        self._note_in(used)
+        try:
+            yield used
+        finally:
+            self._note_in(before)
+
+    def _note_in(self, used: Used) -> None:
+        self._used = used
+        if self.caller is not None:
+            self.caller.reader._note_in(used)
 
     # ------------------------------------------------------------ nodes
 
@@ -168,10 +228,16 @@ class Reader:
         """Has a node read as another operation, which gives the same elements."""
         self._calls[node] = call
 
-    def read_again(self, nodes: Iterable[Node]) -> None:
-        """Forgets the operations of nodes that were given other inputs."""
-        for node in nodes:
+    def put_in_place(self, product: Node, idle: tuple[Node, ...]) -> None:
+        """Notes that a product stands in the place of nodes, which nobody uses now: its users have other inputs."""
+        for node in product.users:
             self._calls.pop(node, None)
+        self._reach.products[product] = frozenset((product,))
+        self._instead[product] = idle
+
+    def instead_of(self, product: Node) -> tuple[Node, ...]:
+        """The nodes that a product stands in the place of."""
+        return self._instead.get(product, ())
 
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
@@ -243,27 +309,36 @@ class Reader:
             return None, 0
         return tuple(self.sizes.index(s) for s in value.stride()), self.sizes.index(value.storage_offset())
 
-    def find_reach(self, is_softmax: Any) -> None:
-        """One pass over the graph: which products and which softmaxes each node's elements come from.
+    @property
+    def products(self) -> Mapping[Node, frozenset[Node]]:
+        """The products that each node's elements come from, through views, casts and pointwise operations alone."""
+        return self._reach.products
 
-        Only through views, casts and pointwise operations; at most eight of each are remembered.
-        """
-        none: frozenset[Node] = frozenset()
+    @property
+    def softmaxes(self) -> Mapping[Node, frozenset[Node]]:
+        """The softmaxes that each node's elements come from, in the same way."""
+        return self._reach.softmaxes
+
+    @cached_property
+    def _reach(self) -> _Reach:
+        """One pass over the graph; at most eight products and softmaxes of a node are remembered."""
+        reach, none = _Reach(), frozenset[Node]()
         for node in self.graph.nodes:
             call = self.result_call(node)
             if call is None:
                 continue
-            if is_softmax(node):
-                self._reaches(node, self.softmaxes, frozenset((node,)))
+            if self._is_softmax(self, node):
+                self._reaches(node, reach.softmaxes, frozenset((node,)))
                 continue
             if self._is_product(node, call):
-                self._reaches(node, self.products, frozenset((node,)))
+                self._reaches(node, reach.products, frozenset((node,)))
                 continue
             inputs = self.inputs(call)
-            for reach in (self.products, self.softmaxes):
-                found = none.union(*(reach.get(i, none) for i in inputs)) if inputs else none
-                if found and len(found) <= 8:
-                    self._reaches(node, reach, found)
+            for from_what in (reach.products, reach.softmaxes):
+                found = none.union(*(from_what.get(i, none) for i in inputs)) if inputs else none
+                if found and len(found) <= _MOST_REACHED:
+                    self._reaches(node, from_what, found)
+        return reach
 
     def _reaches(self, node: Node, reach: dict[Node, frozenset[Node]], found: frozenset[Node]) -> None:
         """Notes what reaches a node, and with it what else sees the tensor that it is written to."""
@@ -470,7 +545,8 @@ class Reader:
 
     def load(self, node: Node, position: Position, at: int) -> Load:
         """An element of a node's tensor, to be read where the node stands; remembers the time it must hold from."""
-        self.read_times[node] = min(at, self.read_times.get(node, at))
+        times = self._used.read_times
+        times[node] = min(at, times.get(node, at))
         return Load(self.source(node), position)
 
     # ------------------------------------------------------------ values
@@ -481,9 +557,9 @@ class Reader:
         key = (node, position, -1 if mutation is None else mutation.position)
         known = self._elements.get(key)
         if known is None:
-            before = len(self.known_used)
+            before = len(self._used.known)
             known = self._element(node, position, at, depth)
-            if len(self.known_used) == before:  # what an assumption was made for has to be told again
+            if len(self._used.known) == before:  # what an assumption was made for has to be told again
                 self._elements[key] = known
         return known
 
@@ -492,9 +568,9 @@ class Reader:
         node, position, at = self.through_views(node, position, at, None)
         if (node, position, at) != start and depth < 60:
             return self.element(node, position, at, depth + 1)
-        if node in self.bindings and depth < 60:
-            outer, argument, time = self.bindings[node]
-            found = outer.element(argument, position, time, depth + 1)
+        if self.caller is not None and node in self.caller.passed and depth < 60:
+            caller = self.caller
+            found = caller.reader.element(caller.passed[node], position, caller.time, depth + 1)
             return found if not _has_load(found) else self._leaf(node, position)
         literal = self._literal(node, at)
         if literal is not None:
@@ -505,7 +581,7 @@ class Reader:
             name, tensor = self.known[node]
             found_value = element_of(tensor, position)
             if found_value is not None:
-                self.known_used.append(name)
+                self._used.known.append(name)
                 return found_value
         defined, call = self.definition(node, at)
         if call is None or depth >= 60 or tensor_value(node) is None:

@@ -44,19 +44,19 @@ def compiled_with(**options: Any) -> tuple[attn_pass.Report, list[warnings.Warni
 # Every stage, as module, name, and what becomes of the two sites if it fails once: how many are rewritten, and whether
 # the warning can name a line.
 STAGES: dict[str, tuple[str, str, bool]] = {
-    "finding effects": ("attn_pass.engine", "Effects", False),
-    "finding regions": ("attn_pass.engine", "Regions", False),
+    "finding effects": ("attn_pass.rewriting.context", "Effects", False),
+    "finding regions": ("attn_pass.rewriting.context", "Regions", False),
     "finding calls": ("attn_pass.patterns.calls", "find", False),
     "finding softmaxes": ("attn_pass.patterns.softmax", "find", False),
     "finding flash-attn's calls": ("attn_pass.devices.cuda.flash_attn_calls", "find", False),
     "taking calls apart": ("attn_pass.patterns.composite", "take_apart", False),
     "describing": ("attn_pass.patterns.softmax", "describe", True),
     "naming masks": ("attn_pass.reading.describe", "name_mask", True),
-    "variants": ("attn_pass.engine", "variants", True),
-    "choosing": ("attn_pass.engine", "choose", True),
-    "lengths": ("attn_pass.engine", "lengths", True),
-    "the device": ("attn_pass.engine", "device_for", True),
-    "planning": ("attn_pass.engine", "Plan", True),
+    "variants": ("attn_pass.rewriting.decision", "variants", True),
+    "choosing": ("attn_pass.rewriting.decision", "choose", True),
+    "lengths": ("attn_pass.rewriting.decision", "lengths", True),
+    "the device": ("attn_pass.rewriting.setting", "device_for", True),
+    "planning": ("attn_pass.rewriting.emission", "Plan", True),
     "source lines": ("attn_pass.report.build", "source_line", False),
     "module paths": ("attn_pass.report.build", "module_path", False),
     "the record": ("attn_pass.report.build", "SiteReport", False),
@@ -100,9 +100,9 @@ def test_a_target_that_fails(method: str, failure: type[BaseException], monkeypa
 
 
 def test_one_site_that_fails_concerns_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import engine
+    from attn_pass.rewriting import decision
 
-    choose, calls = engine.choose, []
+    choose, calls = decision.choose, []
 
     def fails_first(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -110,19 +110,19 @@ def test_one_site_that_fails_concerns_no_other(monkeypatch: pytest.MonkeyPatch) 
             raise RuntimeError("put in on purpose")
         return choose(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "choose", fails_first)
+    monkeypatch.setattr(decision, "choose", fails_first)
     report, told = compiled_with()
     assert [s.outcome for s in report.sites] == ["left", "rewritten"] or len(report.sites) == 2
     assert len(told) == 1
 
 
 def test_keyboard_interrupts_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import engine
+    from attn_pass.rewriting import decision
 
     def stops(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "choose", stops)
+    monkeypatch.setattr(decision, "choose", stops)
     with pytest.raises(KeyboardInterrupt):
         compiled_with()
 
@@ -276,10 +276,10 @@ def test_an_option_error_at_a_later_site_leaves_the_program_as_it_was() -> None:
 
 
 def test_a_failure_that_is_raised_leaves_the_program_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import engine
+    from attn_pass.rewriting import decision
 
     program = torch.export.export(_Twice(), (torch.randn(1, 2, 9, 8),), strict=False)
-    before, choose, calls = program.graph_module.code, engine.choose, []
+    before, choose, calls = program.graph_module.code, decision.choose, []
 
     def fails_later(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
@@ -287,7 +287,7 @@ def test_a_failure_that_is_raised_leaves_the_program_as_it_was(monkeypatch: pyte
             raise RuntimeError("put in on purpose")
         return choose(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "choose", fails_later)
+    monkeypatch.setattr(decision, "choose", fails_later)
     with pytest.raises(RuntimeError, match="on purpose"):
         attn_pass.rewrite(program, choose="fused", on_error="raise")
     program.graph_module.recompile()

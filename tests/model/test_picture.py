@@ -154,9 +154,9 @@ def test_a_mask_that_differs_between_heads_says_which_is_shown() -> None:
 
 
 def test_nobody_draws_who_does_not_collect(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import engine
+    from attn_pass.rewriting import record
 
-    monkeypatch.setattr(engine, "picture_of", lambda *_: pytest.fail("a picture that nobody asked for"))
+    monkeypatch.setattr(record, "picture_of", lambda *_: pytest.fail("a picture that nobody asked for"))
     attn_pass.explain(masked(MASKS["causal"]), *qkv(5, 5))
 
 

@@ -137,6 +137,6 @@ def test_what_was_measured_decides_whatever_was_predicted() -> None:
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attn_pass.engine.choose", choose)
+        patch.setattr("attn_pass.rewriting.decision.choose", choose)
         site = decided(repeated, "H200", 4, 32, 8, 2048, 2048, 128)
     assert site.target == "cudnn" and "us as written" in site.reason and "asked for" not in site.reason

@@ -13,7 +13,7 @@ from torch import Tensor
 from ways import LOWEST, Program, hand, table, training, ways
 
 import attn_pass
-from attn_pass import engine
+from attn_pass.rewriting import decision
 
 NAME, SHARED, KEYS = "grouped_heads", "shared_kv", "key_range"
 B, GROUPS, KV, S, D = 2, 3, 2, 7, 16
@@ -66,8 +66,8 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """The only form on offer, so that a cost does not hide the other."""
     wanted = (NAME,) if request.param == "packed" else ()
-    every = engine.variants
-    monkeypatch.setattr(engine, "variants", lambda a, allowed: [f for f in every(a, allowed) if f[0] == wanted])
+    every = decision.variants
+    monkeypatch.setattr(decision, "variants", lambda a, allowed: [f for f in every(a, allowed) if f[0] == wanted])
     return wanted
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ways import LOWEST, Program, call, hand, table, training, ways
 
 import attn_pass
-from attn_pass import engine
+from attn_pass.rewriting import decision
 
 NAME = "shared_kv"
 B, H, L, S, D, BEAMS = 3, 2, 5, 7, 16, 3
@@ -33,8 +33,8 @@ def operands(batch: int = B, kv_batch: int = 1, grad: bool = False, q_len: int =
 @pytest.fixture
 def only_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folding is the only form on offer, so that a cost does not hide it."""
-    every = engine.variants
-    monkeypatch.setattr(engine, "variants", lambda a, allowed: [f for f in every(a, allowed) if f[0] == (NAME,)])
+    every = decision.variants
+    monkeypatch.setattr(decision, "variants", lambda a, allowed: [f for f in every(a, allowed) if f[0] == (NAME,)])
 
 
 def flags(fn: Program, *inputs: Tensor, **options: Any) -> list[tuple[tuple[int, ...], bool, bool]]:

@@ -19,7 +19,7 @@ from attn_pass.model.reference import reference
 from attn_pass.model.structure import row_index
 from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
-from attn_pass.patterns.softmax_forms import read_softmax
+from attn_pass.patterns.softmax_forms import is_softmax
 from attn_pass.poor_cases import variants
 from attn_pass.reading.reader import Reader
 
@@ -91,8 +91,7 @@ def read(captured: Captured) -> tuple[Reader, list[Site]]:
     guards = _guards(captured.gm)
     effects = Effects(graph)
     outer = Region.ambient() if captured.program == "compile" else Region()
-    reader = Reader(graph, Sizes(), effects, Regions(graph, outer))
-    reader.find_reach(lambda node: read_softmax(reader, node) is not None)
+    reader = Reader(graph, Sizes(), effects, Regions(graph, outer), is_softmax=is_softmax)
     sites = [*calls.find(reader), *softmax.find(reader)]
     assert _guards(captured.gm) == guards, "reading added guards"
     return reader, sorted(sites, key=lambda s: effects.position[s.node])

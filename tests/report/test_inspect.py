@@ -300,12 +300,12 @@ def test_a_part_that_fails_is_a_warning(
 
 
 def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attn_pass import engine
+    from attn_pass.rewriting import record
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("put in on purpose")
 
-    monkeypatch.setattr(engine, "picture_of", fails)
+    monkeypatch.setattr(record, "picture_of", fails)
     (told,) = inspected(tmp_path)
     assert "drawing a mask failed" in told and (tmp_path / "report.html").exists()
 

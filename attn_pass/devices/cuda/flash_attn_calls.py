@@ -52,7 +52,6 @@ def find(reader: Reader) -> Iterator[Site]:
         if name not in (_FORWARD, _VARIABLE_LENGTHS):
             continue
         region = reader.regions.of(node)
-        reader.start_site()
         try:
             if name == _VARIABLE_LENGTHS:
                 yield Site(node, FORM, region, composite=_several_lengths(reader, node))
@@ -61,7 +60,8 @@ def find(reader: Reader) -> Iterator[Site]:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS)
             given = _arguments(node)
-            described = describe(_lift(reader, node, result, given))
+            with reader.site() as used:
+                described = describe(_lift(reader, node, result, given), used)
             check_window(reader, described, result)
             written = AsWritten(fused=True, causal=bool(given["causal"]), library=FORM)
             yield Site(result, FORM, region, described, internal=(node, *rest), written=written, is_call=True)

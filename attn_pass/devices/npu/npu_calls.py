@@ -94,7 +94,6 @@ def find(reader: Reader) -> Iterator[Site]:
         if space != "npu" or name not in (*_FUSION, _INFERENCE, *_NOT_READ):
             continue
         region = reader.regions.of(node)
-        reader.start_site()
         try:
             if name in _NOT_READ:
                 raise Unreadable(f"calls of {name} are not read: it stays", node)
@@ -102,8 +101,9 @@ def find(reader: Reader) -> Iterator[Site]:
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS)
             given = _arguments(node, name)
-            mask = _Mask(reader, node, given)
-            described = describe(_lift(reader, node, result, given, mask))
+            with reader.site() as used:
+                mask = _Mask(reader, node, given)
+                described = describe(_lift(reader, node, result, given, mask), used)
             check_window(reader, described, result)
             described = replace(described, assumptions=(*described.assumptions, *mask.trusted))
             written = _as_written(reader, given)

@@ -45,9 +45,9 @@ def check_triangle(reader: Reader, mask: Node, at: int) -> tuple[str | None, boo
         return _UNREAD, False
     if reader.effects.mutations(node):
         return _UNREAD, False
-    if node in reader.bindings:
-        outer, argument, time = reader.bindings[node]
-        return check_triangle(outer, argument, time)
+    caller = reader.caller
+    if caller is not None and node in caller.passed:
+        return check_triangle(caller.reader, caller.passed[node], caller.time)
     held = reader.known[node][1] if node in reader.known else attribute(node)
     held = held_now(node) if held is None else held
     if isinstance(held, torch.Tensor) and type(held) in _PLAIN and not held.is_meta:

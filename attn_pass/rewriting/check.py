@@ -1,0 +1,51 @@
+"""Running a site as it was and as it is to be, where ``verify`` asks for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.fx import GraphModule, Node
+
+from attn_pass.devices.device import Device
+from attn_pass.graph.edit import Value
+from attn_pass.graph.values import tensor_value, value_key, wants_gradient
+from attn_pass.patterns.base import Site
+from attn_pass.planner.choose import Selection
+from attn_pass.reading.describe import Described
+from attn_pass.report.site import SiteReport
+from attn_pass.rewriting.context import GraphContext
+from attn_pass.verify import Subject, Verified, verify
+
+
+def verified(
+    context: GraphContext,
+    site: Site,
+    described: Described,
+    record: SiteReport,
+    take: Selection,
+    nodes: tuple[Node, ...],
+    value: Value,
+    device: Device,
+    verify_smaller: Callable[[GraphModule], float],
+) -> Verified:
+    """What running both showed, or why neither was run. Raises `Mismatch`."""
+    old = tensor_value(site.node)
+    if old is None or not device.is_here or old.device.type != device.type:
+        return Verified(None, f"there is no {device.name} here to run it on")
+    subject = Subject(
+        site.node,
+        replace(described, nodes=nodes),
+        context.around_node(site.node),
+        context.sizes,
+        site.region,
+        context.values,
+        wants_gradient if described.attention.needs_grad else lambda _: False,
+        value,
+        take.target.name,
+        record.where,
+        value_key(site.node),
+        verify_smaller,
+        context.run.compile_site,
+    )
+    return verify(subject)

@@ -1,0 +1,128 @@
+"""The edit of one site: planned on fake values, checked, and applied in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from attn_pass.errors import RewriteError
+from attn_pass.graph.edit import LayoutError, Plan, Value, fake_of
+from attn_pass.graph.provenance import Emission, operator_name
+from attn_pass.graph.stand_in import NoSize, ShapeUse, give_stand_ins
+from attn_pass.graph.values import tensor_value
+from attn_pass.patterns import also_used
+from attn_pass.patterns.base import Site
+from attn_pass.planner.choose import Selection
+from attn_pass.reading.describe import Described
+from attn_pass.report.site import SiteReport
+from attn_pass.rewriting.check import verified
+from attn_pass.rewriting.context import GraphContext
+from attn_pass.targets.base import Setting
+from attn_pass.verify import Verified
+
+VerifySmaller = Callable[[GraphModule], float]
+
+
+class HoldsForSome(RewriteError):
+    """What was planned rests on a fact about symbolic sizes or strides: a reason to leave the site, and no fault."""
+
+
+def emit(
+    context: GraphContext,
+    site: Site,
+    described: Described,
+    record: SiteReport,
+    take: Selection,
+    setting: Setting,
+    verify_smaller: VerifySmaller,
+) -> Verified | None:
+    """Puts what was chosen in a site's place; returns what running both showed, where the options ask for that.
+
+    Raises `HoldsForSome`, `RewriteError` or `Mismatch` before anything in the graph has changed.
+    """
+    nodes = tuple(context.now(n) for n in described.nodes)
+    stands_for = None if site.opaque is None else site.opaque.stands_for(site.node)
+    plan = Plan(
+        context.gm, site.node, site.region, context.size_nodes, context.effects, context.around.is_body, stands_for
+    )
+    value, logarithms = _planned(context, plan, site, nodes, take, setting)
+    _check_result(context, site.node, value, take)
+    outcome = None
+    if context.run.options.verify != "off":
+        outcome = verified(context, site, described, record, take, nodes, value, setting.device, verify_smaller)
+    _apply(context, plan, site, value, logarithms, take)
+    return outcome
+
+
+def _planned(
+    context: GraphContext, plan: Plan, site: Site, nodes: tuple[Node, ...], take: Selection, setting: Setting
+) -> tuple[Value, list[tuple[Node, Value]]]:
+    """What the target computes in the site's place, and the log-sum-exps that its kernel gives beside it."""
+    name = take.target.name
+    with plan.running():
+        before = plan.guards()
+        try:
+            value = take.target.emit(plan, nodes, take.offer, setting)
+            if site.written_to is not None and _is_seen(context, site.written_to, site.node):
+                value = plan.call(torch.ops.aten.copy_.default, context.now(site.written_to), value)
+            logarithms = also_used.given_by_kernel(plan, site, take.offer.gives_logarithm)
+        except LayoutError as error:
+            raise HoldsForSome(str(error)) from None
+        except GuardOnDataDependentSymNode as error:
+            raise HoldsForSome(f"{name} asks for a size that is known at run time only ({error.cond})") from None
+    if context.run.program != "compile" and (broken := plan.broken_guard(before)) is not None:
+        raise HoldsForSome(f"{name} would hold for some sizes only: {broken}")  # nobody checks them
+    return value, logarithms
+
+
+def _is_seen(context: GraphContext, buffer: Node, writer: Node) -> bool:
+    """Whether anybody sees the tensor a result is written to but by the operation that writes it."""
+    is_own = buffer.op not in ("placeholder", "get_attr") and context.effects.aliases(buffer)[0] is buffer
+    return not is_own or set(buffer.users) != {writer}
+
+
+def _check_result(context: GraphContext, node: Node, value: Value, take: Selection) -> None:
+    """Raises `RewriteError` where what was planned has another shape or type than the site's result."""
+    old, new, sizes = tensor_value(node), fake_of(value), context.sizes
+    if old is None or sizes.shape(old) != sizes.shape(new) or old.dtype != new.dtype:
+        was = None if old is None else (old.dtype, tuple(old.shape))
+        raise RewriteError(f"{take.target.name} gives {new.dtype} {tuple(new.shape)} where {node.name} was {was}")
+
+
+def _apply(
+    context: GraphContext,
+    plan: Plan,
+    site: Site,
+    value: Value,
+    logarithms: list[tuple[Node, Value]],
+    take: Selection,
+) -> None:
+    stack_trace = str(site.node.meta.get("stack_trace") or "")
+    internal, shape_uses = site.internal, site.shape_uses
+    if logarithms:
+        assert site.logarithms is not None
+        internal, shape_uses = site.logarithms.internal, site.logarithms.shape_uses
+    _give_stand_ins(context, site.node, internal, shape_uses)
+    gone = {site.node, *internal}
+    for old, made in logarithms:
+        context.put_in_place(plan.put_beside(made, old, gone), old, site.region)
+    node = plan.apply(value, [n for n in internal if not n._erased])
+    operators = frozenset(operator_name(n.target) for n in plan.inserted if n.op == "call_function")
+    context.run.emissions.append(Emission(take.target.name, operators, stack_trace))
+    context.put_in_place(node, site.node, site.region)
+
+
+def _give_stand_ins(
+    context: GraphContext, result: Node, internal: Sequence[Node], shape_uses: Sequence[ShapeUse]
+) -> None:
+    """Gives what takes a shape from the site's inner nodes, and stays, other tensors of that shape."""
+    try:
+        gone = {result, *internal}
+        for made, user in give_stand_ins(context.gm.graph, shape_uses, gone, context.sizes):
+            context.effects.position[made] = context.effects.position[user]
+            context.regions.add(made, context.regions.of(user))
+    except NoSize as error:
+        raise HoldsForSome(str(error)) from None

@@ -1,0 +1,59 @@
+"""What holds for a root graph and for every body in it: options, report, who measures and compiles; and warnings."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from attn_pass.errors import AttnPassWarning, first_line
+from attn_pass.graph.provenance import Emission
+from attn_pass.graph.values import Sizes
+from attn_pass.options import Options, Runner
+from attn_pass.patterns.random_ops import DropoutSites
+from attn_pass.planner.choose import Measured
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
+from attn_pass.tuning.tuner import TuningSite
+from attn_pass.verify import CompileSite
+
+MeasurePlace = Callable[[TuningSite, Sequence[str]], Measured | str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A call of `attn_pass.engine.rewrite_graph`, whose arguments these are."""
+
+    options: Options
+    report: Report
+    program: str
+    sizes: Sizes
+    dropout_sites: DropoutSites  # of the root graph
+    runner: Runner = "other"
+    measure: MeasurePlace | None = None
+    compile_site: CompileSite | None = None
+    emissions: list[Emission] = field(default_factory=list)
+    without: Mapping[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def details(self, record: SiteReport) -> Iterator[None]:
+        """Around what the report could do without: a failure there leaves no site."""
+        try:
+            yield
+        except Exception as error:
+            self.complain(record, "the report of a site lacks something", error)
+
+    def complain(self, record: SiteReport | None, what: str, error: Exception) -> None:
+        """Warns of a failure, with the source line it concerns and where it came from; or raises it, where asked to."""
+        if self.options.on_error == "raise":
+            raise error
+        where = record.where if record is not None else "this graph"
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        warnings.warn(
+            f"attn_pass: {where}: {what} ({type(error).__name__}: {first_line(error)}, at "
+            f"{last.filename.rpartition('/')[2]}:{last.lineno})",
+            AttnPassWarning,
+            stacklevel=2,
+        )
