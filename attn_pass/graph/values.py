@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from attn_pass.model.index import (
@@ -28,6 +29,7 @@ CONSTANTS = "attn_pass_constants"
 KNOWN_TENSORS = "attn_pass_known_tensors"
 # And the names of symbols that may be 0 at run time, whatever the range says that they were traced in.
 MAY_BE_ZERO = "attn_pass_may_be_zero"
+PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)  # any other fake value is that of a subclass
 
 
 def fake_value(node: Node) -> Any:

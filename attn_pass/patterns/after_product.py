@@ -24,7 +24,9 @@ from attn_pass.patterns.softmax_forms import (
     read_logsumexp,
 )
 from attn_pass.reading.products import Product
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.reach import inputs
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad, UseDefWalk
 from attn_pass.reading.views import VIEWS, Position, broadcast_position
 
@@ -96,7 +98,7 @@ def reach_from(reader: Reader, leaf: Node, steps: int = 64) -> dict[Node, frozen
     while waiting and steps:
         node, steps = waiting.pop(0), steps - 1
         call = reader.call(node)
-        if node in found or call is None or not any(i in found for i in reader.inputs(call)):
+        if node in found or call is None or not any(i in found for i in inputs(call)):
             continue
         found[node] = frozenset((leaf,))
         waiting += node.users
@@ -206,7 +208,7 @@ def _logarithms(reader: Reader, node: Node) -> Iterator[Node]:
         if call is not None and (call.op == "logsumexp" or (call.op == "add" and _is_logarithm(reader, call["input"]))):
             yield current
         if call is not None:
-            waiting += reader.inputs(call)
+            waiting += inputs(call)
 
 
 def _is_logarithm(reader: Reader, node: object) -> bool:

@@ -19,7 +19,8 @@ from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
 from attn_pass.patterns.base import Logarithms, Site, check_window, is_logarithm
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 
 
 def with_what_else_is_needed(reader: Reader, sites: Iterable[Site]) -> Iterator[Site]:

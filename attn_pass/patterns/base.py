@@ -16,7 +16,9 @@ from attn_pass.graph.regions import Region
 from attn_pass.graph.stand_in import ShapeUse
 from attn_pass.model.attention import AsWritten
 from attn_pass.reading.describe import Described
-from attn_pass.reading.reader import OperandForm, Reader, Unreadable
+from attn_pass.reading.operands import OperandForm
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from attn_pass.patterns.composite import Opaque

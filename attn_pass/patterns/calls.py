@@ -14,7 +14,9 @@ from attn_pass.model.expression import Const, Dot, Expr, IndexValue, Load, apply
 from attn_pass.model.index import Axis, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import Site, check_window, failed, first_result, refused
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.operands import operand
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position, broadcast_position
 
@@ -167,9 +169,9 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
         rows_at=(outer, row),
         keys=keys,
         dim=dim,
-        query=reader.operand(query, positions["query"], time, region, factors=True),
-        key=reader.operand(key, positions["key"], time, region, factors=True),
-        value=reader.operand(value, positions["value"], time, region, factors=False),
+        query=operand(reader, query, positions["query"], time, region, factors=True),
+        key=operand(reader, key, positions["key"], time, region, factors=True),
+        value=operand(reader, value, positions["value"], time, region, factors=False),
         score=score,
         side=side,
         score_dtype=q.dtype,

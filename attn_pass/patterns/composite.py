@@ -18,11 +18,10 @@ from attn_pass.graph.edit import Plan, SizeNodes
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, Expansion, expand
 from attn_pass.graph.regions import Region, Regions
-from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.graph.values import PLAIN_TENSORS, Sizes, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.patterns import fast_paths
 from attn_pass.patterns.base import Site, failed
-from attn_pass.reading.reader import PLAIN_TENSORS
 
 FORM = "nn.MultiheadAttention"
 ENCODER_LAYER = "nn.TransformerEncoderLayer"

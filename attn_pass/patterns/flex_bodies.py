@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from attn_pass.graph.expand import CannotExpand
 from attn_pass.graph.subgraphs import indexed_by_export
-from attn_pass.reading.reader import POINTWISE
+from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.vocabulary import understand
 
 aten = torch.ops.aten

@@ -20,9 +20,9 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.expression import Apply, Expr, apply, is_boolean, loads, may_be_boolean
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most
-from attn_pass.reading.reader import Reader, tensor_dims
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import broadcast_position
-from attn_pass.reading.vocabulary import Call, understand
+from attn_pass.reading.vocabulary import Call, tensor_dims, understand
 
 aten = torch.ops.aten
 _NO_BLOCKS = 1 << 30  # torch's own size of the one block that stands for no mask, whatever the lengths are

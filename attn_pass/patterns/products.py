@@ -10,8 +10,9 @@ from attn_pass.model.expression import Const, Dot, Expr, apply
 from attn_pass.model.index import Axis, axis_index
 from attn_pass.reading.describe import _with_dot
 from attn_pass.reading.products import Product
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import is_small
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
 

@@ -7,9 +7,11 @@ from torch.fx import Node
 from attn_pass.model.expression import Const, Dot
 from attn_pass.model.index import Axis, axis_index
 from attn_pass.patterns.softmax_forms import read_softmax, sums_what_is_not_negative
-from attn_pass.reading.reader import Reader, Unreadable, tensor_dims
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad, UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
+from attn_pass.reading.vocabulary import tensor_dims
 
 _LEAST = 0.5  # a sum of weights is above it, whatever their rounding
 

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.patterns.base import Site, check_window
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 
 
 def with_partners(reader: Reader, sites: Sequence[Site]) -> list[Site]:

@@ -14,7 +14,8 @@ from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, apply, con
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.patterns.softmax_forms import Softmax
 from attn_pass.patterns.weights import maximum_of
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import Position, broadcast_position
 

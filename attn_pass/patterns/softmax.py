@@ -30,8 +30,11 @@ from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, rea
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
 from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
 from attn_pass.reading.describe import Parts, describe
+from attn_pass.reading.operands import operand
+from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.products import Product
-from attn_pass.reading.reader import POINTWISE, Reader, Unreadable
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import VIEWS
 
@@ -280,10 +283,10 @@ def _lift(
         keys=keys,
         dim=dim,
         query=still_held(
-            reader, reader.operand(query, at_query, order[scores_product], region, factors=True), ending.node
+            reader, operand(reader, query, at_query, order[scores_product], region, factors=True), ending.node
         ),
-        key=still_held(reader, reader.operand(key, at_key, order[scores_product], region, factors=True), ending.node),
-        value=still_held(reader, reader.operand(values, at_values, order[node], region, factors=False), ending.node),
+        key=still_held(reader, operand(reader, key, at_key, order[scores_product], region, factors=True), ending.node),
+        value=still_held(reader, operand(reader, values, at_values, order[node], region, factors=False), ending.node),
         score=score,
         side=scores.loads,
         score_dtype=score_dtype,

@@ -16,9 +16,9 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Const
 from attn_pass.model.index import Axis, axis_index
-from attn_pass.reading.reader import Reader, tensor_dims
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import Position, broadcast_position
-from attn_pass.reading.vocabulary import Call
+from attn_pass.reading.vocabulary import Call, tensor_dims
 
 
 @dataclass(frozen=True)

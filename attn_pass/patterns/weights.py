@@ -26,9 +26,11 @@ from attn_pass.model.expression import (
 from attn_pass.model.index import Axis
 from attn_pass.patterns.renormalised import renormalised_by
 from attn_pass.reading.describe import _with
-from attn_pass.reading.reader import Reader, Unreadable, tensor_dims
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import UseDefWalk
+from attn_pass.reading.vocabulary import tensor_dims
 
 
 @dataclass

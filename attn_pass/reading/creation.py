@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -11,15 +11,13 @@ from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
 from attn_pass.model.index import Index, is_nonnegative
 from attn_pass.reading.dtype_range import WRAPPING
+from attn_pass.reading.graph_reader import GraphReader
 from attn_pass.reading.scans import along
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
-if TYPE_CHECKING:
-    from attn_pass.reading.reader import Reader
 
-
-def created(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def created(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """The element of a creation operation, of tril and triu, of an index by index tensors; None for anything else."""
     value = tensor_value(node)
     if value is None:
@@ -63,7 +61,9 @@ def _bounds(call: Call) -> tuple[Any, ...]:
     return (*call.get("bounds", ()), *(call.args[n] for n in ("start", "end") if n in call.args))
 
 
-def _arange(reader: Reader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor) -> Expr | None:
+def _arange(
+    reader: GraphReader, bounds: tuple[Any, ...], step: Any, position: Position, value: torch.Tensor
+) -> Expr | None:
     if value.dtype in (*WRAPPING, torch.float16, torch.bfloat16) or len(position) != 1:
         return None
     start: Index = 0
@@ -84,7 +84,7 @@ def _whole(number: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() and abs(number) < 1 << 20 else number
 
 
-def _triangle(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _triangle(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     diagonal = call["diagonal"]
     if isinstance(diagonal, Node):
         diagonal = fake_value(diagonal)
@@ -95,11 +95,11 @@ def _triangle(reader: Reader, node: Node, call: Call, position: Position, depth:
     offset = reader.sizes.index(diagonal)
     left, right = index_value(column), index_value(row + offset)
     inside = apply("le", left, right) if call.op == "tril" else apply("ge", left, right)
-    inner = reader._value(call["input"], position, reader.order[node], depth + 1)
+    inner = reader.value_at(call["input"], position, reader.order[node], depth + 1)
     return apply("where", inside, inner, apply("cast", Const(0), dtype=value.dtype))
 
 
-def _gathered(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """``x[i, :, j]`` by index tensors whose elements are index arithmetic."""
     source = call["input"]
     base = tensor_value(source)
@@ -122,7 +122,7 @@ def _gathered(reader: Reader, node: Node, call: Call, position: Position, depth:
         elif entry == slice(None):
             found.append(next(rest))
         else:
-            index = as_index(reader._value(entry, gathered, time, depth + 1))
+            index = as_index(reader.value_at(entry, gathered, time, depth + 1))
             if index is None and entries == [entry]:
                 return _looked_up(reader, node, entry, position, call, depth)
             if index is None or not is_nonnegative(index):
@@ -131,7 +131,9 @@ def _gathered(reader: Reader, node: Node, call: Call, position: Position, depth:
     return reader.element(source, (*found, *rest), time, depth + 1)
 
 
-def _looked_up(reader: Reader, node: Node, index: object, position: Position, call: Call, depth: int) -> Expr | None:
+def _looked_up(
+    reader: GraphReader, node: Node, index: object, position: Position, call: Call, depth: int
+) -> Expr | None:
     """A row of a table, its number computed from indices alone: T5's bias of a distance."""
     table, rows = call["input"], tensor_value(index)
     held = tensor_value(table)

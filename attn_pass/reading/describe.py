@@ -37,7 +37,8 @@ from attn_pass.model.rematerializable import is_repeatable
 from attn_pass.model.views import NoView, _digit_axes, split_axes, view_steps
 from attn_pass.reading import half
 from attn_pass.reading.masks import name_mask
-from attn_pass.reading.reader import OperandForm, Reader, Unreadable, Used
+from attn_pass.reading.operands import OperandForm
+from attn_pass.reading.reader import Reader, Used
 from attn_pass.reading.scores import (
     Modified,
     NotAffine,
@@ -47,6 +48,7 @@ from attn_pass.reading.scores import (
     normalise,
     weakest_fill,
 )
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 

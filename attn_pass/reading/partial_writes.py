@@ -14,7 +14,8 @@ from attn_pass.graph.effects import Mutation
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Expr, apply, as_index, index_value
 from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most, is_nonnegative
-from attn_pass.reading.reader import POINTWISE, Reader
+from attn_pass.reading.pointwise import POINTWISE
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import VIEWS, Position
 from attn_pass.reading.vocabulary import Call
 

@@ -6,7 +6,7 @@ the program itself. What cannot be decided is left to be loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -25,17 +25,15 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, Poly, is_at_most, is_less
+from attn_pass.reading.graph_reader import GraphReader
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call, one_or_many
-
-if TYPE_CHECKING:
-    from attn_pass.reading.reader import Reader
 
 _INTEGERS = (torch.int64, torch.int32)
 _MOST_PIECES = 4
 
 
-def along(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def along(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """The element of an operation along a dimension; None where it is not decided by index arithmetic."""
     if call.op == "diff":
         return _diff(reader, node, call, position, depth)
@@ -58,14 +56,16 @@ def _at(position: Position, dim: int, index: Index) -> Position:
     return (*position[:dim], index, *position[dim + 1 :])
 
 
-def _canonical(reader: Reader, tensor: Node, position: Position, dim: int, at: int, depth: int) -> tuple[Axis, Expr]:
+def _canonical(
+    reader: GraphReader, tensor: Node, position: Position, dim: int, at: int, depth: int
+) -> tuple[Axis, Expr]:
     """The element with a variable of its own along ``dim``: what is proven of it holds at every index of the tensor."""
     axis = Axis(f"{tensor.name}~{id(tensor)}.{dim}", reader.shape(tensor)[dim])
     index: Index = Poly.of(axis) if axis.size != 1 else 0
     return axis, reader.element(tensor, _at(position, dim, index), at, depth + 1)
 
 
-def _diff(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _diff(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     tensor, before = call["input"], call["prepend"]
     value, out = tensor_value(tensor), tensor_value(node)
     if value is None or out is None or call["n"] != 1 or call["append"] is not None or value.dtype not in _INTEGERS:
@@ -101,7 +101,7 @@ def _index_difference(left: Expr, right: Expr) -> Expr | None:
     return None if a is None or b is None else index_value(a - b)
 
 
-def _cumsum(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _cumsum(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """Of what is the same along the dimension: that many times it."""
     tensor = call["input"]
     value, out = tensor_value(tensor), tensor_value(node)
@@ -119,7 +119,7 @@ def _cumsum(reader: Reader, node: Node, call: Call, position: Position, depth: i
     return index_value((position[dim] + 1) * step)
 
 
-def _cat(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _cat(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """The piece the position lies in, or a choice between pieces where that differs from index to index."""
     tensors = call["input"]
     out = tensor_value(node)
@@ -153,7 +153,7 @@ def _cat(reader: Reader, node: Node, call: Call, position: Position, depth: int)
     return found
 
 
-def _reduced(reader: Reader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
+def _reduced(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:
     """``all`` and ``any`` of what is true everywhere, or false everywhere."""
     tensor = call["input"]
     value = tensor_value(tensor)

@@ -28,8 +28,11 @@ from attn_pass.model.expression import (
 )
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most, is_less, is_nonnegative, substitute
 from attn_pass.reading.partial_writes import Part, put_part, scattered_part, written_part
-from attn_pass.reading.reader import POINTWISE, SCATTERS, Reader, Unreadable, rounded
+from attn_pass.reading.pointwise import POINTWISE, pointwise, rounded
+from attn_pass.reading.reach import SCATTERS
+from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import is_small
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import VIEWS, Position, broadcast_position, view_of
 from attn_pass.reading.vocabulary import Call
 
@@ -113,7 +116,7 @@ class UseDefWalk:
             return self._padded(defined, call, position, time)
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
-        return self._noted(defined, reader.pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
+        return self._noted(defined, pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
 
     def _is_leaf(self, node: Node, at: int) -> bool:
         """Whether the node holds what the leaf computed: it is the leaf, or what the leaf was written to."""
@@ -199,7 +202,7 @@ class UseDefWalk:
         defined, call = reader.definition(source, read_at)
         if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
             self.internal[source] = None
-            return reader.pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
+            return pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
         found = reader.element(source, where, read_at)
         if isinstance(found, Const):
             return found

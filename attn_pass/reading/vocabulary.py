@@ -404,3 +404,11 @@ def one_or_many(values: Any) -> tuple[Any, ...]:
     if isinstance(values, (tuple, list)) and len(values) == 1 and isinstance(values[0], (tuple, list, torch.Size)):
         return tuple(values[0])
     return tuple(values) if isinstance(values, (tuple, list, torch.Size)) else (values,)
+
+
+def tensor_dims(call: Call, name: str, rank: int) -> tuple[int, ...] | None:
+    """A ``dim`` argument as a tuple of non-negative dimensions; None when it is not constant."""
+    dims = one_or_many(call.get(name))
+    if any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
+        return None
+    return tuple(d % rank for d in dims)

@@ -26,7 +26,9 @@ from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactl
 from attn_pass.patterns.base import Composite, Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.reader import OperandForm, Reader, Unreadable
+from attn_pass.reading.operands import OperandForm, operand
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 
@@ -182,7 +184,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
 
     def forms(name: str) -> list[OperandForm]:
         # A tensor multiplied into the half-precision query stays: the scores, in float32, are not what it was for.
-        found = reader.operand(operands[name], positions[name], time, region, factors=name != "v")
+        found = operand(reader, operands[name], positions[name], time, region, factors=name != "v")
         return [f for f in found if not f.factors]
 
     return Parts(

@@ -27,7 +27,9 @@ from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactl
 from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.reader import Reader, Unreadable
+from attn_pass.reading.operands import operand
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position
 
@@ -243,7 +245,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
     kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), met)
     operands = {"query": given.query, "key": given.key, "value": given.value}
     forms = {
-        n: [f for f in reader.operand(operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
+        n: [f for f in operand(reader, operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
         for n in operands
     }
     dtype = tensors[3].dtype
