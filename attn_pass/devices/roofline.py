@@ -139,7 +139,7 @@ _HALF_MASK_NANOSECONDS = 2.5  # more with a mask in half precision, which is wid
 
 
 def safe_softmax(device: Device, problem: Problem) -> float:
-    """What a softmax that gives 0 for an empty row adds to a plain one."""
+    """What a softmax that gives 0 for a fully masked row adds to a plain one."""
     return problem.scores * _SAFE_NANOSECONDS / device.cores / 1e3
 
 

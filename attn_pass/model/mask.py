@@ -38,7 +38,7 @@ class Computed:
 class Mask:
     """``score + bias where keep, else fill``, and what is known of it.
 
-    ``is_none`` is a mask that changes no score; `none` is one of which it is proved besides that no row is empty.
+    ``is_none`` is a mask that changes no score; `none` is one that is proved to mask no row fully.
     """
 
     bias: Expr | None = None

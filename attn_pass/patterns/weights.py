@@ -1,5 +1,5 @@
 """What programs put around a softmax without changing what it is: row maxima taken off before it, and after it guards
-of empty rows, the mask once more, and factors that differ from head to head."""
+of fully masked rows, the mask once more, and factors that differ from head to head."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
 
 
 def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
-    """The score whose mask, set to zero again after the softmax, leaves empty rows at zero.
+    """The score whose mask, set to zero again after the softmax, leaves fully masked rows at zero.
 
     Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but for rows
     without a key, and a fill of -inf says what those become.
@@ -279,7 +279,7 @@ def _is_joined(score: Expr, load: Load) -> bool:
     return any(a != load and not contains_dot(a) for e in sums for a in e.args)
 
 
-# ---------------------------------------------------------------- rows without a key
+# ---------------------------------------------------------------- fully masked rows
 
 
 def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted: bool) -> tuple[Node, ...] | None:

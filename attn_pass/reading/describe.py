@@ -447,7 +447,7 @@ class _Assembly:
         never_empty = mask.never_empty and is_bounded(function)
         if self.sink is not None and not never_empty and any(_masks(e, parts.score_dtype) for e in walk(self.sink)):
             # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
-            raise Unreadable("a key without a value may be masked, in a row that keeps no key", result)
+            raise Unreadable("a key without a value may be masked, in a fully masked row", result)
         fills = any(_fills(e, parts.score_dtype) for e in walk(score))
         if parts.by_logarithm and not never_empty and (mask.bias is not None or fills):
             # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.

@@ -239,7 +239,7 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
 def _refuse_a_fill_that_leaks(keep: Keep | None, dtype: torch.dtype) -> None:
     """A kernel adds the fill to the score it replaces; beside what is added after it, that score may show.
 
-    -1e9 leaves multiples of 64 of a score in float32, and a row that keeps no key is no longer uniform, whose result
+    -1e9 leaves multiples of 64 of a score in float32, and a fully masked row is no longer uniform, whose result
     would be known without its scores.
     """
     if keep is not None and dtype != torch.float16 and keep.fill > _ABSORBING:
@@ -314,7 +314,7 @@ def _rescaled(scores: Scores, number: float, dtype: torch.dtype) -> float:
 def _fill_times(fill: float, number: float, dtype: torch.dtype) -> float:
     """A fill that is multiplied with the scores, to the last digit what a bias of that number is multiplied to.
 
-    In a row that keeps no key the higher of two fills counts alone, so that equal ones have to stay equal.
+    In a fully masked row the higher of two fills counts alone, so that equal ones have to stay equal.
     """
     wide = float(torch.tensor(fill, dtype=torch.promote_types(dtype, torch.float32)) * number)
     return wide if math.isfinite(wide) else fill * number
@@ -351,7 +351,7 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if scores.keep is not None and NEGATIVE_INFINITY not in (scores.keep.fill, value):
         raise NotAffine(f"masked scores are filled with {scores.keep.fill:g} and with {value:g}")
     if value != NEGATIVE_INFINITY and scores.bias is not None and _fills(scores.bias) - {value}:
-        # In a row without a key the higher of two fills counts alone, and what is emitted knows one number only.
+        # In a fully masked row the higher of two fills counts alone, and what is emitted knows one number only.
         raise NotAffine(f"masked scores are filled with {value:g} and with another number before it")
     if scores.keep is not None and scores.bias is None and value == NEGATIVE_INFINITY:
         # Nothing but -inf comes after this fill, so that it may be low enough to absorb any score.

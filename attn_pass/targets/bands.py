@@ -25,7 +25,7 @@ class Window:
 def band_of(a: Attention) -> Band | None:
     """The whole mask as one band around the query's own position; None if it is another one.
 
-    A row without a key must be one that kernels give 0 for, one filled with -inf: where the fill is a number it
+    A fully masked row must be one that kernels give 0 for, one filled with -inf: where the fill is a number it
     averages the values.
     """
     if a.mask.is_none or a.mask.structure.row != row_index(a.rows) or len(a.mask.structure.parts) != 1:

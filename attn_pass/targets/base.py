@@ -24,10 +24,10 @@ def _static(index: Index) -> int:
 FLEX = "flex_attention"  # the operator, where the program calls it itself
 
 # Assumptions, for the report.
-EMPTY_ROWS = "a row masked out with -inf gives 0, where the program gives NaN"
+EMPTY_ROWS = "a row fully masked with -inf gives 0, where the program gives NaN"
 FINITE_KEYS = "masked keys are finite: the program's fill hides one that is NaN or infinite, the kernel's mask does not"
 STRICT_KEYS = f"numerics='strict' does not assume that {FINITE_KEYS}"
-NAN_GUARD = "a guard against NaN weights serves rows masked out entirely: other NaN among the scores stay NaN"
+NAN_GUARD = "a guard against NaN weights serves fully masked rows: other NaN among the scores stay NaN"
 
 
 def _is_zero(size: Index) -> bool:
@@ -60,7 +60,7 @@ class Setting:
     def fused_as_written(self) -> bool:
         """Whether the program's own call reaches a kernel already that masks and rounds as the targets' do.
 
-        FlexAttention's is compiled around mask and scores: what it makes of a row without a key is its own.
+        FlexAttention's is compiled around mask and scores: what it makes of a fully masked row is its own.
         """
         return self.kernel_as_written not in (None, FLEX)
 

@@ -1,6 +1,6 @@
 """Two products and a softmax: for work so small that a fused call costs more, and where only math is allowed.
 
-A softmax that gives 0 for an empty row, as the call does.
+A softmax that gives 0 for a fully masked row, as the call does.
 
 Offers on the CPU, in inference, in float32 and float64, in place of a call only.
 """
@@ -46,7 +46,7 @@ class Decomposed:
         if 0 in (attention.kv_len, attention.head_dim):
             return Refusal(self.name, "a size is 0")
         if attention.mask.bias is not None and loads(attention.mask.bias) and setting.numerics == "strict":
-            return Refusal(self.name, "numerics='strict': a row may be masked out entirely")
+            return Refusal(self.name, "numerics='strict': a row may be fully masked")
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
         microseconds = roofline.unfused(setting.device, problem)
         if not attention.mask.is_none:
@@ -54,7 +54,7 @@ class Decomposed:
         return Offer(self.name, variant, attention, microseconds, fused=False)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the products; an empty row gives zero, as the call it replaces does."""
+        """Plans the products; a fully masked row gives zero, as the call it replaces does."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype

@@ -36,14 +36,14 @@ def cannot_be_told_apart(a: Attention) -> str | None:
     if reason is not None or a.mask.bias is None:
         return reason
     if len(set(loads(a.mask.bias))) > 1:
-        return "a row may be masked out entirely by several matrices that are added"
+        return "a row may be fully masked by several matrices that are added"
     return None
 
 
 def replaced_and_added(a: Attention) -> str | None:
     """Why it would not be known which scores of such rows pass their gradient on, or None."""
     if a.mask.bias is not None and (a.mask.keep is not None or replaces_scores(a.mask.bias)):
-        return "a row may be masked out entirely by scores that are replaced and by a matrix that is added"
+        return "a row may be fully masked by scores that are replaced and by a matrix that is added"
     return None
 
 

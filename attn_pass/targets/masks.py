@@ -1,4 +1,4 @@
-"""A mask as a kernel gets it: its kind, the tensor, what is assumed of rows without a key, and why it cannot be."""
+"""A mask as a kernel gets it: its kind, the tensor, what is assumed of fully masked rows, and why it cannot be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
     """What a fused kernel's result rests on, for the report."""
     keys = (FINITE_KEYS,) if hides_keys(a, setting) and mask_kind(a, setting) != "causal" else ()
     if setting.assume_nonempty_rows and not a.mask.never_empty:
-        return ("no row is masked out entirely", *keys)
+        return ("no row is fully masked", *keys)
     possible = may_hold_infinity(a) and a.empty_row_is_nan and not a.mask.never_empty
     return (EMPTY_ROWS, *keys) if possible else keys
 
@@ -55,10 +55,10 @@ def hides_keys(a: Attention, setting: Setting) -> bool:
 
 
 def mask_refusal(a: Attention, setting: Setting) -> str | None:
-    """Why the rows its mask may leave without a key would not be the program's; None where they would."""
+    """Why the rows its mask may leave fully masked would not be the program's; None where they would."""
     strict = setting.numerics == "strict" and not a.mask.never_empty
     if strict and not a.mask.is_none and a.empty_row_is_nan:
-        return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+        return "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there"
     if setting.numerics == "strict" and hides_keys(a, setting) and mask_kind(a, setting) != "causal":
         return STRICT_KEYS
     if repairs_empty_rows(a, setting) and _needs_exact_rows(a, setting):
@@ -101,7 +101,7 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
 
     A masking fill is written as float32's lowest number, which absorbs any score, so that a row without a kept
     key averages the values as the program does. In float16 -65504 would not absorb inside the kernel. Beside a bias
-    the fill keeps its own value: the bias may mask too, and in a row without a key the higher of the two counts.
+    the fill keeps its own value: the bias may mask too, and in a fully masked row the higher of the two counts.
     """
     a, plan = lower.attention, lower.plan
     groups = lower.mask_groups() if over is None else (a.batch, a.heads, (), (over.axis,))
@@ -194,7 +194,7 @@ def _finite_in_float32(plan: Plan, mask: Value) -> Value:
 def repaired(
     lower: Lowering, mask: Value | None, setting: Setting, kernel: str | None
 ) -> tuple[Value | None, EmptyRows | None]:
-    """The mask for the kernel, in the dtype it takes, and what replaces rows without a key where they are repaired.
+    """The mask for the kernel, in the dtype it takes, and what replaces fully masked rows where they are repaired.
 
     A call keeps the mask it was given where it reaches the kernel it reached before.
     """
@@ -223,7 +223,7 @@ def _narrowed(lower: Lowering, mask: Value) -> Value:
 
 
 def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
-    """Whether rows without a key are computed beside the kernel: see `EmptyRows`. A fused call keeps those it has.
+    """Whether fully masked rows are computed beside the kernel: see `EmptyRows`. A fused call keeps those it has.
 
     In training, on CUDA in float16, which has no number that absorbs a score, and where a fill that does not absorb
     one keeps its own value.

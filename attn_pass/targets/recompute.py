@@ -1,6 +1,6 @@
 """The fused forward with a backward that computes the weights again: training where a mask or bias wants a gradient.
 
-The fused CPU kernel gives no gradient for its mask, and gets rows without a key wrong (`empty_rows`). This form keeps
+The fused CPU kernel gives no gradient for its mask, and gets fully masked rows wrong (`empty_rows`). This form keeps
 its forward, which stores no score matrix, in an autograd function, and writes the backward out: scores, softmax and
 five products on the operands that were saved. One product more than the backward of the program as written, and the
 weights of no layer are kept from the forward to the backward.
@@ -73,7 +73,7 @@ class Recompute:
             return "the plain call takes it"
         bias, nonempty = a.mask.bias, a.mask.never_empty or setting.assume_nonempty_rows
         if bias is not None and replaces_scores(bias) and not nonempty:
-            return "a row may be masked out entirely by scores that are replaced before a matrix is added"
+            return "a row may be fully masked by scores that are replaced before a matrix is added"
         if setting.numerics == "strict" and hides_keys(a, setting):
             return STRICT_KEYS
         condition = a.mask.condition

@@ -228,7 +228,7 @@ def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting:
 def joined_with_sink(lower: Lowering, out: Value, lse: Value) -> Value:
     """A kernel's result (B, H, L, Dv) and logarithm of the sum of exponentials (B, H, L), with the sink in that sum.
 
-    A row that keeps no key has -inf as its logarithm, and stays 0.
+    A fully masked row has -inf as its logarithm, and stays 0.
     """
     a, call = lower.attention, lower.plan.call
     assert a.sink is not None

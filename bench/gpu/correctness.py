@@ -69,7 +69,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def guarded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """A call: a row without a key is zero."""
+    """A call: a fully masked row is zero."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
 
 
@@ -96,7 +96,7 @@ class Kind:
     program: Callable[..., Tensor]
     sizes: tuple[int, int, int, int, int, int, int]
     dtype: torch.dtype = BF16
-    more: str = ""  # a fourth input: "padding", "empty" (rows without a key), "bias", "learned"
+    more: str = ""  # a fourth input: "padding", "empty" (fully masked rows), "bias", "learned"
     layout: str = ""
 
     def inputs(self, env: Environment, grad: bool) -> tuple[Tensor, ...]:
@@ -136,7 +136,7 @@ KINDS: dict[str, Kind] = {
     "cross": Kind(plain, (2, 4, 4, 333, 77, 40, 40), FP16),
     "causal, aligned to the last key": Kind(causal, (2, 4, 4, 100, 333, 64, 64)),
     "window": Kind(window, (2, 4, 4, 200, 300, 64, 64), FP16),
-    "rows without a key": Kind(guarded, (2, 4, 4, 66, 130, 64, 64), more="empty"),
+    "fully masked rows": Kind(guarded, (2, 4, 4, 66, 130, 64, 64), more="empty"),
     "grouped heads": Kind(plain, (2, 8, 2, 100, 203, 96, 96)),
     "one query": Kind(plain, (2, 8, 2, 1, 1025, 128, 128)),
     "five queries": Kind(plain, (2, 8, 2, 5, 1025, 128, 128), FP16),

@@ -82,7 +82,7 @@ CASES = (
     Case("added mask of a head", mask="head"),
     Case("key padding", mask="padding", q_len=2),
     Case("boolean mask", mask="boolean", q_len=5),
-    Case("rows without a key", mask="empty", q_len=3),
+    Case("fully masked rows", mask="empty", q_len=3),
     Case("rows filled with the lowest number", mask="lowest", q_len=3, kv_len=1000, cores=64),
     Case("mask and causal", mask="padding", q_len=4, causal=True),
     Case("heads last", layout=_heads_last, q_len=2),
@@ -151,12 +151,12 @@ def _beyond(case: Case) -> Tensor | None:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> Tensor:
-    """The call's result in float64, 0 in a row without a key."""
+    """The call's result in float64, 0 in a fully masked row."""
     return exact_with_lse(q, k, v, mask, case)[0]
 
 
 def exact_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
-    """The result and the logarithm of the sum of exponentials in float64, 0 and -inf in a row without a key."""
+    """The result and the logarithm of the sum of exponentials in float64, 0 and -inf in a fully masked row."""
     groups = case.heads // case.kv_heads
     q, k, v = (x.double() for x in (q, k, v))
     beyond = _beyond(case)

@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 NEG_INF = float("-inf")
 FILL = -2e38  # what the pass writes for a masked score
 NEW_LENGTHS = 20
-_EMPTY = 1  # the row that keeps no key
+_EMPTY = 1  # the fully masked row
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Probe:
             return ((at <= row) | (at < keys // 3))[None, None]
         if self.mask == "left padding":
             first = torch.tensor([keys * 5 // 8, 0] * b, device=device)[:b, None, None, None]
-            return ((at >= first) | (at == row)) & (at <= row)  # padding sees itself: no row is empty
+            return ((at >= first) | (at == row)) & (at <= row)  # padding sees itself: no row is fully masked
         if self.mask == "window":
             return ((at <= row) & (at > row - max(1, keys // 10)))[None, None]
         if self.mask == "empty row":
@@ -76,9 +76,9 @@ class Probe:
 
 # A head dim over 128 each forward and backward; S % 128 == 64; one query; a first tile of keys that is masked whole.
 PROBES: dict[str, Probe] = {
-    "a row without a key, -inf": Probe((2, 4, 256, 256, 64), "empty row", train=False, asks="zero, NaN, or the mean"),
-    "a row without a key, -2e38": Probe((2, 4, 256, 256, 64), "empty row", FILL, train=False, asks="the mean"),
-    "a row without a key, gradients": Probe((2, 4, 256, 256, 64), "empty row", asks="zero or NaN"),
+    "a fully masked row, -inf": Probe((2, 4, 256, 256, 64), "empty row", train=False, asks="zero, NaN, or the mean"),
+    "a fully masked row, -2e38": Probe((2, 4, 256, 256, 64), "empty row", FILL, train=False, asks="the mean"),
+    "a fully masked row, gradients": Probe((2, 4, 256, 256, 64), "empty row", asks="zero or NaN"),
     "mask, S = 704, gradients": Probe((2, 4, 704, 704, 64), "prefix", asks="pytorch#196678: NaN in dQ"),
     "mask, S = 768, gradients": Probe((2, 4, 768, 768, 64), "prefix", asks="pytorch#196678, a length that is right"),
     "one query, gradients": Probe((2, 4, 1, 512, 64), asks="cudnn-frontend#1072: NaN in dK and dV"),
@@ -106,7 +106,7 @@ def _operator(probe: Probe, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 
 
 def _plain(probe: Probe, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, *, last: bool) -> Tensor:
-    """The meaning, a row without a key being 0; ``last``: causal masks end at the last key."""
+    """The meaning, a fully masked row being 0; ``last``: causal masks end at the last key."""
     scores = q @ k.mT * q.size(-1) ** -0.5
     rows, keys = scores.shape[-2:]
     if probe.causal:

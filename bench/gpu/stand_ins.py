@@ -345,7 +345,7 @@ def _cudnn(
         mask = attn_bias.double() if mask is None else mask + attn_bias.double()
     out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
     if attn_bias is not None:
-        _ask(bool(torch.isfinite(total).all()), "a row without a key")
+        _ask(bool(torch.isfinite(total).all()), "a fully masked row")
     kept = total[..., None] if compute_log_sumexp else torch.empty(total[..., None].shape)
     laid = _in_order_of(query, out)
     return laid, kept, None, None, query.size(2), key.size(2), seed, torch.zeros((), dtype=torch.int64), None

@@ -120,7 +120,7 @@ FAULTS = (
         "pass",
     ),
     Fault(
-        "empty rows proved away",
+        "fully masked rows proved away",
         "model/structure.py",
         "        return False\n    condition = structure",
         "        return True\n    condition = structure",

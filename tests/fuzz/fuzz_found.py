@@ -143,7 +143,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "in a row without a key the higher of two numbers filled in counts alone, -inf between them or not",
+        "in a fully masked row the higher of two numbers filled in counts alone, -inf between them or not",
         Case(
             Program(
                 lead=(2, 2),
@@ -157,7 +157,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "a matrix of float32's lowest number, -inf, then -1e9: in a row without a key the last counts alone",
+        "a matrix of float32's lowest number, -inf, then -1e9: in a fully masked row the last counts alone",
         Case(
             Program(
                 lead=(2, 2),
@@ -200,7 +200,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "-1e30 filled in and -1e30 in a tensor of bfloat16 are one number, in rows without a key",
+        "-1e30 filled in and -1e30 in a tensor of bfloat16 are one number, in fully masked rows",
         Case(
             Program(
                 lead=(),
@@ -216,7 +216,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "a key without a value that is masked, in a row that keeps no key",
+        "a key without a value that is masked, in a fully masked row",
         Case(
             Program(
                 lead=(),
@@ -243,7 +243,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
         ),
     ),
     (
-        "-1e9 beside a bias leaves something of scores above 32, in a row without a key",
+        "-1e9 beside a bias leaves something of scores above 32, in a fully masked row",
         Case(
             Program(
                 lead=(4, 4, 4),
@@ -434,7 +434,7 @@ FOUND: tuple[tuple[str, Case], ...] = (
     ),
     *(
         (
-            "two fills in float64 scores: the lowest decides in rows that are masked out entirely, and float32 has one",
+            "two fills in float64 scores: the lowest decides in fully masked rows, and float32 has one",
             Case(
                 Program(
                     lead=(2, 2),

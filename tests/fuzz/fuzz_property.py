@@ -365,7 +365,7 @@ _FAR_DOWN = "bias: far down"  # 40,000 below the products, and further
 
 
 _UNITS_OF_GRADIENTS = 4  # torch's fused backward is worse than eager's where scores are large: docs/numerics.md
-_HALVES_GRADIENTS = "mask: max"  # of ties, in a row without a key: a known gap (docs/numerics.md)
+_HALVES_GRADIENTS = "mask: max"  # of ties, in a fully masked row: a known gap (docs/numerics.md)
 
 
 def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequence[Ran]) -> list[str]:

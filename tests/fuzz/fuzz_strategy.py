@@ -127,7 +127,7 @@ def _dynamic(p: Program, pick: Callable[..., Any]) -> tuple[Program, tuple[int, 
 
 @st.composite
 def masks(draw: Any, depth: int = 2) -> Mask:
-    """A tree; most keep the first key, so that no row is empty."""
+    """A tree; most keep the first key, so that no row is fully masked."""
     mask = draw(_trees(depth))
     return mask if _is_safe(mask) or not draw(st.booleans()) else _with_first(mask)
 

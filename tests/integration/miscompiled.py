@@ -158,7 +158,7 @@ PROGRAMS: dict[str, Program] = {
     "a mask of three values": Program(distilbert(0.0, NEG_INF), numbers(*HEADS_INSIDE, also=_padding(3))),
     "where, a fill of 0": Program(gpt2(0.0), numbers(*HEADS_INSIDE, also=_causal(False))),
     "where, a fill of -5": Program(gpt2(-5.0), numbers(*HEADS_INSIDE, also=_causal(False))),
-    "where, an empty row": Program(gpt2(None), numbers(*HEADS_INSIDE, also=_causal(True)), mean_in_empty_rows),
+    "where, a fully masked row": Program(gpt2(None), numbers(*HEADS_INSIDE, also=_causal(True)), mean_in_empty_rows),
     "a bias with alpha": Program(added_with_alpha, numbers(*HEADS_FIRST, also=_bias)),
     "a scale that is a tensor": Program(divided_by_a_tensor, numbers(*HEADS_FIRST, also=_bias_and_scale)),
     "five dimensions": Program(five_dimensions, _five),

@@ -210,7 +210,7 @@ def with_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def scores_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The guard against empty rows looks at other scores than the softmax does."""
+    """The guard against fully masked rows looks at other scores than the softmax does."""
     scores = q @ k.mT
     return torch.where(((scores + 1) != NEG_INF).any(-1, keepdim=True), scores.softmax(-1), 0.5) @ v
 

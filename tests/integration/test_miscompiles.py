@@ -39,7 +39,7 @@ def given(program: Program, dtype: torch.dtype, grad: bool = False) -> list[Any]
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_pass_is_right_in_training(name: str) -> None:
     program = PROGRAMS[name]
-    # Gradients of a row without a key are not the mean's: eager's own are asked for there.
+    # Gradients of a fully masked row are not the mean's: eager's own are asked for there.
     reference = program.reference if program.reference is True else False
     same(program.function, *given(program, torch.float32, grad=True), grad=True, reference=reference)
 
@@ -53,7 +53,7 @@ def test_the_pass_is_right_in_half_precision(name: str) -> None:
 
 def test_what_is_attention_among_them_is_rewritten() -> None:
     """So that the tests above see more than sites that were left."""
-    names = ("a key permuted at once", "padding is 1", "a mask of three values", "where, an empty row")
+    names = ("a key permuted at once", "padding is 1", "a mask of three values", "where, a fully masked row")
     for name in (*names, "heads before the batch", "heads last", "a bias with alpha", "a scale that is a tensor"):
         program = PROGRAMS[name]
         same(program.function, *given(program, torch.float32), reference=program.reference, rewritten=1)

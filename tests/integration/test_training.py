@@ -226,7 +226,7 @@ def test_a_stopped_gradient_stays_stopped(program: Program) -> None:
     same(program, *qkv(grad=True), randn(1, grad=True), grad=True)
 
 
-# ---- rows without a key ----
+# ---- fully masked rows ----
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -16,7 +16,7 @@ NEG_INF = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 OTHER = randn(2, 1, 8, 8, seed=6) > 0
-KEEP[0, 0, 3] = False  # a row without a key
+KEEP[0, 0, 3] = False  # a fully masked row
 PADDED = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
 
 Program = Callable[..., Tensor]

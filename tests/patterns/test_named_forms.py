@@ -84,7 +84,7 @@ def test_shared_heads(pair: Pair, near: bool) -> None:
 # ---------------------------------------------------------------- softmax: masks, guards, by hand
 
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
-KEEP[0, 0, 3] = False  # a row without a key
+KEEP[0, 0, 3] = False  # a fully masked row
 MASKED = (*QKV, KEEP)
 PADDED = torch.tensor([[True] * 8, [True] * 6 + [False] * 2])[:, None, None, :]
 SMALL = (randn(8, 16, seed=1), randn(8, 16, seed=2), randn(8, 16, seed=3))
@@ -161,20 +161,20 @@ SOFTMAXES = {
         MASKED,
         left="changed after the softmax",
     ),
-    "rows without a key by the mask": Pair(
+    "fully masked rows by the mask": Pair(
         lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m)), ~m.any(-1, keepdim=True)) @ v,
         lambda q, k, v, m: zeroed(softmax(masked(q @ k.mT, m, LOWEST)), ~m.all(-2, keepdim=True)) @ v,
         MASKED,
         left=OTHER_MASK,
     ),
-    "rows without a key by the scores": Pair(
+    "fully masked rows by the scores": Pair(
         lambda q, k, v, m: (lambda s: zeroed(softmax(s), (s == -INF).all(-1, keepdim=True)))(masked(q @ k.mT, m)) @ v,
         lambda q, k, v, m: (lambda s: zeroed(softmax(s), (s == -INF).any(-1, keepdim=True)))(masked(q @ k.mT, m)) @ v,
         MASKED,
         told={"mask": "dense"},
         left="scores are also used by eq",
     ),
-    "rows without a key by a factor": Pair(
+    "fully masked rows by a factor": Pair(
         lambda q, k, v, m: (softmax(masked(q @ k.mT, m, LOWEST)) * m.any(-1, keepdim=True)) @ v,
         lambda q, k, v, m: (softmax(masked(q @ k.mT, m, LOWEST)) * m.all(-2, keepdim=True)) @ v,
         MASKED,

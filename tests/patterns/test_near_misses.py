@@ -144,7 +144,7 @@ def weights_without_diagonal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def emptied_by_other_scores(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    """The guard against empty rows tests the scores before they were masked."""
+    """The guard against fully masked rows tests the scores before they were masked."""
     s = q @ k.mT
     w = s.masked_fill(~m, -INF).softmax(-1)
     return torch.where((s == -INF).all(-1, keepdim=True), 0.0, w) @ v
@@ -464,7 +464,7 @@ def test_exported(case: Case) -> None:
     told(case, report, case.exported or case.outcome)
 
 
-# ---------------------------------------------------------------- rows without a key
+# ---------------------------------------------------------------- fully masked rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -17,7 +17,7 @@ import attn_pass
 LOWEST = torch.finfo(torch.float32).min
 NEG_INF = float("-inf")
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
-KEEP[0, 0, 3] = False  # a row without a key
+KEEP[0, 0, 3] = False  # a fully masked row
 SINK = randn(2, seed=4)
 TWO = randn(2, 2, 8, 2, seed=6)
 Program = Callable[..., Tensor]
@@ -280,7 +280,7 @@ def test_exported(decompose: bool) -> None:
 
 @pytest.mark.parametrize("offset", [-1, 0])
 def test_a_key_without_a_value_that_is_masked_in_an_empty_row(offset: int) -> None:
-    """The last key's weight is thrown away; in a row that keeps no key it takes as much of it as any other."""
+    """The last key's weight is thrown away; in a fully masked row it takes as much of it as any other."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keep = torch.ones(4, 4, dtype=torch.bool).tril(offset)

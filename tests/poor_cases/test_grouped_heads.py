@@ -227,8 +227,8 @@ def test_one_query_with_the_flag_sees_the_first_key_of_its_own_kv_head() -> None
 EXTRAS: dict[str, tuple[Program, Tensor]] = {
     "a temperature of each head": (lambda s, v, t: torch.softmax(s * t, -1) @ v, randn(H, 1, 1).exp()),
     "a head mask": (lambda s, v, t: (torch.softmax(s, -1) * t) @ v, randn(1, H, 1, 1)),
-    "rows without a key": (lambda s, v, t: torch.softmax(s.masked_fill(t < 0, LOWEST), -1) @ v, randn(B, H, 5, 1)),
-    "an added matrix with rows without a key": (
+    "fully masked rows": (lambda s, v, t: torch.softmax(s.masked_fill(t < 0, LOWEST), -1) @ v, randn(B, H, 5, 1)),
+    "an added matrix with fully masked rows": (
         lambda s, v, t: torch.softmax(s + t, -1) @ v,
         torch.zeros(B, H, 5, S).masked_fill(randn(B, H, 5, 1) < 0, LOWEST),
     ),

@@ -203,7 +203,7 @@ GIVEN: dict[str, Tensor] = {
     "one column for all": randn(B, 1, L, 1, seed=3).expand(B, H, L, S),
     "everything kept": torch.ones(L, S, dtype=torch.bool),
     "nothing added": torch.zeros(L, S),
-    "a row without a key": torch.ones(L, S, dtype=torch.bool).index_fill(0, ROW, False),
+    "a fully masked row": torch.ones(L, S, dtype=torch.bool).index_fill(0, ROW, False),
     "a row of minus infinity": torch.zeros(L, S).index_fill(0, ROW, NEG_INF),
     "nothing kept": torch.zeros(L, S, dtype=torch.bool),
     "minus infinity everywhere": torch.full((L, S), NEG_INF),

@@ -197,10 +197,10 @@ EXTRAS: dict[str, tuple[Program, Tensor]] = {
     "a temperature of each batch row": (lambda s, v, t: torch.softmax(s * t, -1) @ v, randn(B, 1, 1, 1).exp()),
     "a temperature of each query": (lambda s, v, t: torch.softmax(s / t, -1) @ v, randn(B, H, L, 1).exp()),
     "a head mask": (lambda s, v, t: (torch.softmax(s, -1) * t) @ v, randn(B, H, 1, 1)),
-    "rows without a key": (
+    "fully masked rows": (
         lambda s, v, t: torch.softmax(s.masked_fill(t < 0.5, LOWEST), -1) @ v, randn(B, 1, L, 1),
     ),
-    "an added matrix with rows without a key": (
+    "an added matrix with fully masked rows": (
         lambda s, v, t: torch.softmax(s + t, -1) @ v,
         torch.zeros(B, 1, L, S).masked_fill(randn(B, 1, L, 1) < 0.2, LOWEST),
     ),

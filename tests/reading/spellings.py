@@ -65,7 +65,7 @@ class Form:
         masked = [1 if one else size for size, one in zip(full, self.broadcast)]
         bias = torch.randn(masked, generator=make).to(self.dtype)
         keep = torch.rand(masked, generator=make) > 0.4
-        keep[..., 0] = True  # no row without a key
+        keep[..., 0] = True  # no fully masked row
         head = torch.rand((*self.lead[-1:], 1, 1), generator=make) + 0.5
         row = torch.rand((*self.lead, self.q_len, 1), generator=make) + 0.5
         return [*operands, bias, keep, head.to(self.dtype), row.to(self.dtype), torch.tensor(0.3, dtype=self.dtype)]

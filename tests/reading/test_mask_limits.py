@@ -191,7 +191,7 @@ def test_integers_that_wrap_around_are_not_numbers(name: str) -> None:
 @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9, -1e12])
 @pytest.mark.parametrize("fill", [-1e9, -1e12, torch.finfo(torch.float32).min])
 def test_a_matrix_of_fills_is_added_and_another_fill_replaces(low: float, fill: float) -> None:
-    """In a row that keeps no key the keys of the higher fill count, alone."""
+    """In a fully masked row the keys of the higher fill count, alone."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past = torch.ones(4, 4, dtype=torch.bool).tril(-1)
@@ -235,7 +235,7 @@ def test_a_guard_against_nan_of_scores_that_become_infinite() -> None:
 
 @pytest.mark.parametrize("number", [-0.5, 0.5])
 def test_a_guard_against_nan_of_a_mask_and_a_bias_that_are_turned(number: float) -> None:
-    """The same with a bias between; times a positive number the guard is one of rows without a key."""
+    """The same with a bias between; times a positive number the guard is one of fully masked rows."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         scores = (q @ k.mT).masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), float("-inf")) - bias
@@ -272,7 +272,7 @@ def test_a_lowest_number_of_float16_and_something_small_beside_it() -> None:
 
 
 def test_a_matrix_of_fills_and_a_fill_that_are_multiplied_stay_equal() -> None:
-    """A number times 1e-9 is another one in float64, and in a row that keeps no key the higher would count alone."""
+    """A number times 1e-9 is another one in float64, and in a fully masked row the higher would count alone."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past = torch.ones(4, 4, dtype=torch.bool).tril(-1)
@@ -358,7 +358,7 @@ RESCALED: dict[str, tuple[Change, int]] = {  # and whether it is rewritten
 def test_float16_scores_that_are_multiplied_after_they_were_masked(name: str) -> None:
     """A number that absorbs a score of float16 and is then made smaller is no mask to a kernel, which adds in float32.
 
-    A row that keeps no key is the mean of the values all the same; times a negative number the masked keys are first.
+    A fully masked row is the mean of the values all the same; times a negative number the masked keys are first.
     """
     change, rewritten = RESCALED[name]
 

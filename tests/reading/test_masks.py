@@ -223,7 +223,7 @@ OFFSET: dict[str, Keep] = {
 @pytest.mark.parametrize("spelling", OFFSET)
 @pytest.mark.parametrize("n, name", [(5, "causal with offset"), (1, "none")])
 def test_aligned_to_the_last_key(spelling: str, n: int, name: str) -> None:
-    """A cache's mask: no row is empty, and a single query sees every key."""
+    """A cache's mask: no row is fully masked, and a single query sees every key."""
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(scores(q, k).masked_fill(~OFFSET[spelling](q.shape[2], k.shape[2]), LOWEST), v)

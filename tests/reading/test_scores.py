@@ -69,7 +69,7 @@ FILLED = {
 @pytest.mark.parametrize("second", list(FILLED))
 @pytest.mark.parametrize("first", list(FILLED))
 def test_one_number_in_two_spellings_is_one_fill(first: str, second: str, dtype: torch.dtype) -> None:
-    """It is rounded to the scores' type in all of them: in rows without a key both count the same."""
+    """It is rounded to the scores' type in all of them: in fully masked rows both count the same."""
 
     def program(q: Tensor, k: Tensor, v: Tensor, drop: Tensor) -> Tensor:
         return attend(FILLED[second](FILLED[first](q @ k.mT, drop), I > J), v)

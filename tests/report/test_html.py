@@ -133,7 +133,7 @@ def test_a_report_alone_has_no_graphs_and_no_pictures() -> None:
 def test_what_a_site_knows_is_on_the_page() -> None:
     told = site(
         poor_cases=("grouped_heads",),
-        assumptions=("no row is empty",),
+        assumptions=("no row is fully masked",),
         fixed=("buffer mask",),
         score_mod="def score_mod(score, b, h, q_idx, kv_idx):\n    return score + b",
         verified_error=1.5e-7,
@@ -144,7 +144,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
     for part in (
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
         *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
-        *("no row is empty", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
+        *("no row is fully masked", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
         *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB a call", "250 ms", "1.2 MB"),
     ):
         assert part in text, part

@@ -41,7 +41,7 @@ def negative(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Filled with a number: a row without a key is the mean of the values."""
+    """Filled with a number: a fully masked row is the mean of the values."""
     return weighted(q, k, v, lambda s: s.masked_fill(keys(k) > own(q, k), -6e4))
 
 

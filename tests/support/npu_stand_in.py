@@ -345,7 +345,7 @@ def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         _ask(keys <= 262144, f"{keys} keys")
         _ask(mask is None or tuple(mask.shape) == (batch, keys), "a mask of one query row is (B, S)")
         _ask(mode == 0, "a mode means nothing at one query row")
-        _ask(mask is None or not bool(mask.bool().all(-1).any()), "a row without a key, and no way to ask for zeros")
+        _ask(mask is None or not bool(mask.bool().all(-1).any()), "a fully masked row, and no way to ask for zeros")
     elif mode >= 2:
         _ask(mask is not None, f"attenMask should not be null when sparse_mode is {mode}")
         _compressed(mask, (1, 2048, 2048), (1, 1, 2048, 2048))

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "sliding window over several blocks": (window, qkv(heads=1, q_len=1100, kv_len=1100)),
     "dense bias": (added, (*qkv(), randn(2, 1, 8, 8))),
     "bias of a head": (added, (*qkv(), randn(2, 1, 1))),
-    "rows without a key, finite fill": (added, (*qkv(), (1 - EMPTY) * LOWEST)),
+    "fully masked rows, finite fill": (added, (*qkv(), (1 - EMPTY) * LOWEST)),
     "mask that multiplies": (multiplied, qkv()),
     "weak fill": (weakly_filled, (*qkv(), randn(8, 8) > 0)),
     "clamp": (clamped, qkv()),

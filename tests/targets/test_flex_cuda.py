@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "padding and causal": (padded, (*qkv(**BIG), (torch.arange(300)[None] < torch.tensor([[300], [200]])).float())),
     "dense bias": (added, (*qkv(**BIG), randn(2, 1, 300, 300))),
     "bias and affine scores": (biased, (*qkv(**BIG), randn(2, 300, 300))),
-    "rows without a key, finite fill": (added, (*qkv(), torch.eye(8).roll(1, 0)[None, None] * LOWEST)),
+    "fully masked rows, finite fill": (added, (*qkv(), torch.eye(8).roll(1, 0)[None, None] * LOWEST)),
     "grouped heads": (grouped, qkv(heads=4, kv_heads=2, **BIG)),
     "grouped heads, a window": (grouped_window, qkv(heads=4, kv_heads=1, **BIG)),
     "a factor of the query's rows": (by_temperature, (*qkv(), randn(2, 2, 8, 1))),
@@ -186,7 +186,7 @@ def test_it_computes_what_was_written(name: str) -> None:
     assert report.sites[0].target == "flex"
 
 
-FILLED = ("padding and causal", "dense bias", "bias and affine scores", "rows without a key, finite fill")
+FILLED = ("padding and causal", "dense bias", "bias and affine scores", "fully masked rows, finite fill")
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -195,8 +195,8 @@ def test_its_gradients_are_those_of_what_was_written(name: str) -> None:
     leaves = tuple(x.detach().requires_grad_() if n < 3 and x.is_floating_point() else x for n, x in enumerate(inputs))
     report = same(fn, *leaves, rewritten=int(name not in FILLED), grad=True, **ON_CUDA)
     if name in FILLED:  # a row may hold nothing but a fill, beside which its length is lost in the logsumexp
-        assert "masked out entirely by a number" in report.sites[0].refusals["flex"]
-        if name != "rows without a key, finite fill":
+        assert "fully masked by a number" in report.sites[0].refusals["flex"]
+        if name != "fully masked rows, finite fill":
             same(fn, *leaves, rewritten=1, grad=True, assume_nonempty_rows=True, **ON_CUDA)
 
 
@@ -593,7 +593,7 @@ def test_rows_that_may_be_empty() -> None:
     _, report = rewritten(documents, *qkv(**BIG), IDENTITIES)
     assert "gives 0" in report.sites[0].assumptions[0]
     _, report = rewritten(padded, *CASES["padding and causal"][1], assume_nonempty_rows=True)
-    assert report.sites[0].assumptions == ("no row is masked out entirely",)
+    assert report.sites[0].assumptions == ("no row is fully masked",)
 
 
 def test_a_mask_decided_by_rounded_numbers_stays_the_tensor_it_is() -> None:

@@ -14,7 +14,7 @@ import attn_pass
 
 LOWEST = torch.finfo(torch.float32).min
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
-KEEP[0, 0, 3] = False  # a row without a key
+KEEP[0, 0, 3] = False  # a fully masked row
 PADDED = torch.zeros(2, 1, 1, 8)
 PADDED[1] = LOWEST  # a whole sequence without a key
 

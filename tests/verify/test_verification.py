@@ -117,7 +117,7 @@ FULLY_MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", FULLY_MASKED)
 def test_a_fault_in_fully_masked_rows_alone_is_found(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """-inf where the program has a number: only rows that keep no key show it, in the program's own precision."""
+    """-inf where the program has a number: only fully masked rows show it, in the program's own precision."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return FULLY_MASKED[name](q @ k.mT * 0.3, m).softmax(-1).to(v.dtype) @ v

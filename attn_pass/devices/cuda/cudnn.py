@@ -37,7 +37,7 @@ class Cudnn(Kernel):
         kind = self.mask(a, setting)
         operands = [unbroadcast(plan, x) for x in self.operands(lower)]
         mask, empty = masked(lower, kind, setting, self.name, finite=self.finite_mask)
-        assert empty is None  # it is offered where no row is without a key
+        assert empty is None  # it is offered where no row is fully masked
         both = plan.call(
             aten._scaled_dot_product_cudnn_attention.default,
             *operands,

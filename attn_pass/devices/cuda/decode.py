@@ -90,7 +90,7 @@ class Decode:
         if setting.allowed_backends is not None:
             return "sdpa_kernel allows torch's own kernels only"
         if setting.numerics == "strict" and not a.mask.is_none and not a.mask.never_empty:
-            return "numerics='strict': a row may be masked out entirely"
+            return "numerics='strict': a row may be fully masked"
         return _refusal_of_sizes(a) or _failed_check(a, setting)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:

@@ -166,7 +166,7 @@ def decode(
             as 0 where negative and as S where larger. None for all.
 
     Returns:
-        (B, H, L, Dv), contiguous. A row that keeps no key is 0.
+        (B, H, L, Dv), contiguous. A fully masked row is 0.
     """
     inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
     return _computed(inputs, with_lse=False)[0]
@@ -189,7 +189,7 @@ def decode_with_lse(
     keys that were computed apart.
 
     Returns:
-        The result (B, H, L, Dv), and (B, H, L) in float32 to base e; -inf for a row that keeps no key.
+        The result (B, H, L, Dv), and (B, H, L) in float32 to base e; -inf for a fully masked row.
     """
     inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
     out, lse = _computed(inputs, with_lse=True)

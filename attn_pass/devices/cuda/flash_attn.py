@@ -39,7 +39,7 @@ from attn_pass.targets.sdpa import dense_last
 _PACKAGE = ("flash_attn.flash_attn_interface", "flash_attn")  # of its functions, and of its operators
 _MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
 _WIDEST = 256
-NONEMPTY = "no row is masked out entirely"
+NONEMPTY = "no row is fully masked"
 
 
 class FlashAttn:
@@ -148,7 +148,7 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
 
 
 def assumed_of_rows(a: Attention, given: Arguments, setting: Setting) -> tuple[str, ...]:
-    """What is assumed of rows that may be masked out entirely, for which the kernels give 0."""
+    """What is assumed of rows that may be fully masked, for which the kernels give 0."""
     if given.rows_never_empty:
         return ()
     if setting.assume_nonempty_rows:
@@ -161,9 +161,9 @@ def refusal_of_rows(a: Attention, given: Arguments, setting: Setting, kernel: st
     if given.rows_never_empty or setting.assume_nonempty_rows:
         return None
     if setting.numerics == "strict" and (a.empty_row_is_nan or given.finite_fill):
-        return "numerics='strict': a row may be masked out entirely"
+        return "numerics='strict': a row may be fully masked"
     if given.finite_fill:
-        return f"a row may be masked out entirely by a number, which gives the mean of the values, and 0 in {kernel}"
+        return f"a row may be fully masked by a number, which gives the mean of the values, and 0 in {kernel}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 Without a gradient that is one call of the operator ``flash_attn::_flash_attn_forward``, whose first result is the
 attention, with operands (B, L, H, D), fewer heads of keys and values than of queries where they are grouped, positions
-counted from the last key (``key <= row + kv_len - q_len`` is causal), and rows without a key 0. With a gradient it is
+counted from the last key (``key <= row + kv_len - q_len`` is causal), and fully masked rows 0. With a gradient it is
 an autograd function around the same operator, whose backward is of the library too and takes what the operator saves:
 those are left. Calls on sequences of several lengths stay as well, without copies of their operands that the kernel can
 do without.

@@ -181,7 +181,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "a full block that ends behind the last key: create_block_mask makes none",
     ),
     Constraint(
-        "a row may be masked out entirely, and what FlexAttention's FLASH backend gives there is not known",
+        "a row may be fully masked, and what FlexAttention's FLASH backend gives there is not known",
         lambda c: c.attention.mask.never_empty or c.attention.mask.is_none or c.setting.assume_nonempty_rows,
         "",
     ),

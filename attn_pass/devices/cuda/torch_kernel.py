@@ -212,7 +212,7 @@ def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
 def masked(
     lower: Lowering, kind: str, setting: Setting, kernel: str, *, finite: bool = False
 ) -> tuple[Value | None, EmptyRows | None]:
-    """The mask to add, None where it is none, and what replaces rows without a key where they are repaired.
+    """The mask to add, None where it is none, and what replaces fully masked rows where they are repaired.
 
     ``finite``: -inf becomes a number that absorbs every score, which is the same in rows with a key. Float16 has none,
     and a mask that the kernel was given before stays what it was.

@@ -5,7 +5,7 @@ a float mask is no mask. So a mask is handed over only where the description pro
 
 Modes (torch_npu's documentation): 0 takes a full-size mask; 2 keeps ``key <= row``; 3 keeps ``key <= row + S - L``; 4
 keeps keys from ``row + S - L - pre`` to ``row + S - L + next``. Modes 2 to 4 ask for one triangle of 2048 x 2048,
-whatever the lengths. A row without a key is undefined but for ``inner_precise=2``, which makes it zeros; at one query
+whatever the lengths. A fully masked row is undefined but for ``inner_precise=2``, which makes it zeros; at one query
 row the inference operator knows neither modes nor ``inner_precise=2``, and torch_npu does not ask the other one for it.
 """
 
@@ -39,7 +39,7 @@ class NoForm(Exception):
 class MaskPlan:
     """What an operator is told of the mask.
 
-    ``kind`` is "none", "compressed" or "boolean". Where ``repaired``, rows without a key are unmasked for the operator
+    ``kind`` is "none", "compressed" or "boolean". Where ``repaired``, fully masked rows are unmasked for the operator
     and replaced in its result.
     """
 
@@ -76,9 +76,9 @@ def mask_plan(a: Attention, setting: Setting, operator: str) -> MaskPlan:
 def _cannot_be_replaced(a: Attention, fills: set[float]) -> str | None:
     """Why rows whose every key is masked by a number are not known to be the mean of the values, or None."""
     if len(fills) > 1:
-        return "a row may be masked out entirely by several numbers, and what it then is depends on them"
+        return "a row may be fully masked by several numbers, and what it then is depends on them"
     if a.dropout:
-        return "a row may be masked out entirely, and dropout would draw there as well"
+        return "a row may be fully masked, and dropout would draw there as well"
     return cannot_be_told_apart(a) if a.needs_grad else None
 
 
@@ -149,7 +149,7 @@ class FilledRows(EmptyRows):
 
 
 def emitted_mask(lower: Lowering, plan: MaskPlan, operator: str) -> tuple[Value | None, FilledRows | None]:
-    """The mask's tensor, and what replaces rows without a key where they are repaired.
+    """The mask's tensor, and what replaces fully masked rows where they are repaired.
 
     Made once for all sites of a graph that take the same one.
     """

@@ -44,7 +44,7 @@ from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
 
-_NONEMPTY = "no row is masked out entirely"
+_NONEMPTY = "no row is fully masked"
 _FAMILY = f"the NPU does not say its family: planned for {generations.UNKNOWN}"
 _ROWS_FIRST = next(layout for layout in LAYOUTS if layout.name == "BSND")
 
@@ -211,7 +211,7 @@ def _problem(a: Attention, mask: MaskPlan, copied: int, wide: int | None, settin
 
 
 def _around(problem: Problem, mask: MaskPlan, setting: Setting, *, again: bool) -> float:
-    """Making a boolean mask, and replacing rows without a key; ``again``: with the gradient of what is added."""
+    """Making a boolean mask, and replacing fully masked rows; ``again``: with the gradient of what is added."""
     device, total = setting.device, 0.0
     if mask.kind == "boolean":
         total += traffic(device, 3 * problem.mask_elements) + device.kernel_us
@@ -223,7 +223,7 @@ def _around(problem: Problem, mask: MaskPlan, setting: Setting, *, again: bool) 
 
 
 def _replaced(lower: Lowering, rows: FilledRows, out: Value) -> Value:
-    """The result with rows without a key as the program has them: the mean of the values, or zeros."""
+    """The result with fully masked rows as the program has them: the mean of the values, or zeros."""
     a = lower.attention
     filled = a.mask.keep.fill if a.mask.keep is not None else (a.mask.fills or (float("-inf"),))[0]
     return rows.with_zeros(out) if filled == float("-inf") else rows.with_mean(lower, out)

@@ -219,7 +219,7 @@ RULES: tuple[Constraint[Case], ...] = (
     Rule("scale", "a scale of 0 beside a mask", lambda c: c.attention.scale != 0 or c.attention.mask.is_none),
     Rule(
         "numerics",
-        "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there",
+        "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there",
         lambda c: (
             c.setting.numerics != "strict"
             or c.attention.mask.never_empty

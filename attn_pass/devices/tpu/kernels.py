@@ -65,7 +65,7 @@ def forward(call: Call) -> Callable[..., Any]:
     """``(query, key, value, bias, kept) -> result``, the same function whenever it is asked for.
 
     Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, D), bias broadcastable to (B, H, L, S) or None,
-    kept (B, S) boolean, the keys to keep, or None; the result is (B, H, L, D). A row that keeps no key is an average of
+    kept (B, S) boolean, the keys to keep, or None; the result is (B, H, L, D). A fully masked row is an average of
     values, and which is not said.
     """
 

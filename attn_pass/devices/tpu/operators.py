@@ -47,7 +47,7 @@ def attention(
         blocks: `attn_pass.devices.tpu.kernels.Blocks`.
 
     Returns:
-        (B, H, L, D), contiguous. A row that keeps no key is an average of values.
+        (B, H, L, D), contiguous. A fully masked row is an average of values.
     """
     call = Call(kind, scale, Blocks(*blocks), lower, upper)
     result: Tensor = _run(call, False, (query, key, value), bias, kept)

@@ -3,7 +3,7 @@
 Offers for TPUs (v5e, v5p, v6e, TPU7x), by name or where torch_xla runs on one; in bfloat16 and float32, forward and
 backward, without dropout, for sizes that are known when the graph is compiled. A causal mask is a flag, a window is
 splash attention's band, keys that are padding are segment ids, and any other mask is a float32 matrix, which flash
-attention adds. Rows without a key are replaced beside the kernel. Compiled for these TPUs, and right when interpreted;
+attention adds. Fully masked rows are replaced beside the kernel. Compiled for these TPUs, and right when interpreted;
 not verified on hardware.
 """
 
@@ -106,7 +106,7 @@ class _Pallas:
     # ------------------------------------------------------------ emission
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the operator's call, and what replaces rows without a key."""
+        """Plans the operator's call, and what replaces fully masked rows."""
         import attn_pass.devices.tpu.operators  # noqa: F401  registers them
 
         a = offer.attention
@@ -199,11 +199,11 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
 
 
 def _refusal_of_rows(a: Attention, mask: KernelMask, setting: Setting) -> str | None:
-    """Why the rows a mask may leave without a key would not be the program's."""
+    """Why the rows a mask may leave fully masked would not be the program's."""
     if not _may_be_empty(a, setting):
         return None
     if setting.numerics == "strict" and a.empty_row_is_nan:
-        return "numerics='strict': a row may be masked out entirely, and eager gives NaN or the mean there"
+        return "numerics='strict': a row may be fully masked, and eager gives NaN or the mean there"
     return replaced_and_added(a) if a.needs_grad else None
 
 
@@ -232,7 +232,7 @@ def _matrix(lower: Lowering, setting: Setting) -> Value:
 
 
 def _without_empty_rows(lower: Lowering, out: Value, value: Value, matrix: Value | None) -> Value:
-    """The result with rows that keep no key as the program has them: 0 for NaN, or the mean of the values.
+    """The result with fully masked rows as the program has them: 0 for NaN, or the mean of the values.
 
     A row that an added matrix fills with a number is that mean already, and its scores have the gradient of one: a
     number that is added hides a score and passes its gradient on, one that replaces it does not.

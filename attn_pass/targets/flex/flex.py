@@ -79,7 +79,7 @@ class Flex:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
         if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.mask.never_empty:
-            assumptions = ("no row is masked out entirely",)
+            assumptions = ("no row is fully masked",)
         elif attention.empty_row_is_nan and not attention.mask.never_empty:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))

@@ -98,7 +98,7 @@ _IN_BOUNDS = Rule(
 )
 _STRICT = Rule(
     "numerics",
-    lambda c: "numerics='strict': a row may be masked out entirely, and eager may give NaN there",
+    lambda c: "numerics='strict': a row may be fully masked, and eager may give NaN there",
     lambda c: not _may_be_nan(c),
 )
 _CONTINUOUS = Rule(
@@ -197,7 +197,7 @@ _AFFINE_SINK = Rule(
 _NO_EMPTY_ROW_GRADIENT = Rule(
     "gradient of fully masked rows",
     # The backward recomputes exp(score - logsumexp), in which the logarithm of the row's length is lost beside a fill.
-    lambda c: "a row may be masked out entirely by a number, and the kernel gets its gradients wrong",
+    lambda c: "a row may be fully masked by a number, and the kernel gets its gradients wrong",
     lambda c: not (c.attention.needs_grad and _may_be_filled(c)),
 )
 
@@ -302,9 +302,9 @@ def power_of_two(number: int) -> int:
 
 
 def rows_are_safe(a: Attention) -> bool:
-    """Whether no tile of scores has a row without a key, which ``ROWS_GUARANTEED_SAFE`` asks for.
+    """Whether no tile of scores has a fully masked row, which ``ROWS_GUARANTEED_SAFE`` asks for.
 
-    More than that no row is empty: a row whose keys are all in a later tile gives ``exp(-inf + inf)`` in the first.
+    More than no fully masked row: one whose keys are all in a later tile gives ``exp(-inf + inf)`` in the first.
     Proved where nothing is masked, and for a causal mask, where the first tile of a row block begins with a key that
     all of its rows see. With splits the last ones may have no key at all.
     """

@@ -188,7 +188,7 @@ def amplifies(score: Expr) -> str | None:
 def outgrows_float32(a: Attention) -> str | None:
     """Why a function of float64 scores cannot be computed in float32: it adds numbers that float32 loses scores beside.
 
-    In a row that is masked out entirely the lowest of two fills, -1e30 and -3.4e38, decides which key is attended to.
+    In a fully masked row the lowest of two fills, -1e30 and -3.4e38, decides which key is attended to.
     """
     if a.score_dtype != torch.float64 or a.compute_dtype == torch.float64:
         return None

@@ -146,7 +146,7 @@ def sink(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def filled_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """A row without a key has the fill's logarithm, not that of nothing."""
+    """A fully masked row has the fill's logarithm, not that of nothing."""
     keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool)
     keep[2] = False
     s = (q @ k.mT).masked_fill(~keep, -1e9)

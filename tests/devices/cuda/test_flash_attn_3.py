@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "dropout": ("draws no dropout", dropped, LONG),
     "a sink": ("takes no sink", sinking, LONG),
     "a window with more rows than keys": ("more rows than keys", window(2, 0), qkv(2, 4, 12, 5, 16, dtype=HALF)),
-    "an empty row of numbers": ("and 0 in flash_attn_3", lowest, qkv(2, 4, 12, 5, 16, dtype=HALF)),
+    "a fully masked row of numbers": ("and 0 in flash_attn_3", lowest, qkv(2, 4, 12, 5, 16, dtype=HALF)),
 }
 
 
@@ -259,7 +259,7 @@ def test_no_graph_can_hold_the_operator_beneath() -> None:
 def test_an_empty_row_is_an_assumption() -> None:
     many = qkv(2, 4, 12, 5, 16, dtype=HALF)
     site = site_of(causal, many, targets=("flash_attn_3",), choose="fused")
-    assert site.assumptions == ("a row masked out with -inf gives 0, where the program gives NaN",)
+    assert site.assumptions == ("a row fully masked with -inf gives 0, where the program gives NaN",)
     assert "strict" in site_of(causal, many, numerics="strict").refusals["flash_attn_3"]
 
 

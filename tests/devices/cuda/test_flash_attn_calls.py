@@ -46,7 +46,7 @@ def documented(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """What the documentation of flash_attn_func says, (B, L, H, D), a row without a key 0."""
+    """What the documentation of flash_attn_func says, (B, L, H, D), a fully masked row 0."""
     groups = q.size(2) // k.size(2)
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * (softmax_scale or q.size(3) ** -0.5)

@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
         (*LONG, PER_BATCH),
     ),
     "a window with more rows than keys": ("more rows than keys", window(2, 0), qkv(2, 4, 12, 5, 16, dtype=HALF)),
-    "an empty row of numbers": (
+    "a fully masked row of numbers": (
         "the mean of the values",
         lowest,
         qkv(2, 4, 12, 5, 16, dtype=HALF),
@@ -380,7 +380,7 @@ def test_an_empty_row_is_an_assumption() -> None:
                 "aot_eager_default_partitioner", device="H200", choose="fused", targets=("flash_attn",)
             ),
         )(*many)
-    assert report.sites[0].assumptions == ("a row masked out with -inf gives 0, where the program gives NaN",)
+    assert report.sites[0].assumptions == ("a row fully masked with -inf gives 0, where the program gives NaN",)
     strict = site_of(causal, many, numerics="strict")
     assert "strict" in strict.refusals["flash_attn"]
 

@@ -1,4 +1,4 @@
-"""What an NPU's operator is told of masks, layouts and rows without a key where a near miss would be wrong; costs."""
+"""What an NPU's operator is told of masks, layouts and fully masked rows where a near miss would be wrong; costs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_rows_that_several_numbers_empty_are_left(fn: Callable[..., Tensor], row
         assert not reason(fn, *inputs, target=target, assume_nonempty_rows=True)
 
 
-# ---------------------------------------------------------------- rows without a key
+# ---------------------------------------------------------------- fully masked rows
 
 
 def test_zeros_where_the_program_has_zeros() -> None:

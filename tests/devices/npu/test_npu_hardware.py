@@ -1,7 +1,7 @@
 """On an Ascend NPU itself. Everywhere else every test is skipped, and counts as not verified.
 
 `pip install torch-npu` with CANN, then `pytest tests/devices/npu/test_npu_hardware.py`. What these ask is what no test
-on the CPU can know: the operators' numbers, rows without a key, strides, and the layouts of results.
+on the CPU can know: the operators' numbers, fully masked rows, strides, and the layouts of results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     "one key": (plain, (2, 4, 65, 1, 64)),
     "causal from the first key": (masked(None, 0, False), (2, 4, 130, 257, 64)),
     "causal to the last key": (masked(None, 0, True), (2, 4, 130, 257, 64)),
-    "rows without a key": (masked(None, 0, True), (2, 4, 257, 130, 64)),
+    "fully masked rows": (masked(None, 0, True), (2, 4, 257, 130, 64)),
     "window": (masked(33, 0, True), (2, 4, 257, 257, 64)),
     "window of both sides": (masked(33, 7, True), (2, 4, 257, 257, 64)),
 }
@@ -78,7 +78,7 @@ def test_the_operator_computes_what_was_written(name: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "rows without a key"])
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n != "fully masked rows"])
 def test_gradients(name: str, dtype: torch.dtype) -> None:
     fn, shape = PROGRAMS[name]
     inputs = qkv(*shape, dtype=dtype)

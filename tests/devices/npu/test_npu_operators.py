@@ -116,7 +116,7 @@ def test_inference(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(ONE_ROW))
 def test_one_query_row(name: str) -> None:
-    """The inference operator knows neither modes nor zeros for empty rows there: the stand-in raises on both."""
+    """The inference operator knows neither modes nor zeros for fully masked rows there: the stand-in raises on both."""
     fn, inputs = ONE_ROW[name]
     for poor_cases in (None, ()) if "causal" in name or name == "window" else ((),):
         same(fn, *inputs, rewritten=1, device="Ascend910B", targets=(FIA,), poor_cases=poor_cases)
@@ -179,7 +179,7 @@ def test_gradients_of_rows_masked_in_two_ways_are_not_guessed() -> None:
     assert "assume_nonempty_rows" in reason(program, *leaves)
     kept = with_gradients((*qkv(2, 4, 6, 9, 16), SOME), FP32)
     report = same(added, *kept, rewritten=1, grad=True, device="Ascend910B", assume_nonempty_rows=True)
-    assert "no row is masked out entirely" in report.sites[0].assumptions
+    assert "no row is fully masked" in report.sites[0].assumptions
 
 
 # ---------------------------------------------------------------- the five masks another pass gets wrong

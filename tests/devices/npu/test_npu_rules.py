@@ -165,7 +165,7 @@ def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
     ],
 )
 def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan: tuple[str, int, bool]) -> None:
-    """The kind of mask, ``inner_precise``, and whether rows without a key are replaced."""
+    """The kind of mask, ``inner_precise``, and whether fully masked rows are replaced."""
     causal = Structure(axis_index(Axis("j", 9)), axis_index(Axis("i", rows)), (Band(None, 0),))
     made = attention(q_len=rows, kv_len=9, never_empty=never_empty, structure=causal, keep=KEEP)
     found = mask_plan(made, Setting(A2, "compile"), operator)

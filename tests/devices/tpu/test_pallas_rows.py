@@ -1,4 +1,4 @@
-"""Rows without a key through JAX's flash kernel, interpreted: values and gradients of masks that are a matrix."""
+"""Fully masked rows through JAX's flash kernel, interpreted: values and gradients of masks that are a matrix."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ _OURS: tuple[Rule, ...] = (
     ),
     Rule(
         "empty rows",
-        "a row may be masked out entirely, and what cuDNN gives there is not known",
+        "a row may be fully masked, and what cuDNN gives there is not known",
         lambda c: not c.has_mask_tensor or c.attention.mask.never_empty,
         "no GPU has shown it",
         checked=NEVER,
