@@ -1,4 +1,4 @@
-"""What a user can ask of attn_pass: the fields, their checks, and telling our keys from Inductor's."""
+"""What a user can ask of attn_pass: the fields, their checks, and telling attn_pass's keys from Inductor's."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def make_options(**values: Any) -> Options:
 
 
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any], str | None]:
-    """The ``options`` of torch.compile, split in (ours, Inductor's, the value of "mode" or None).
+    """The ``options`` of torch.compile, split in (attn_pass's, Inductor's, the value of "mode" or None).
 
     Ours are the fields of Options; Inductor's are the keys of torch._inductor.config ("max_autotune",
     "triton.cudagraphs"), returned as torch spells them. Dashes are accepted for underscores, as torch does. A name that
@@ -125,7 +125,7 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
         return make_options(), {}, None
     if not isinstance(options, Mapping):
         raise OptionError(f"options must be a dict of option names to values, got {_shown(options)}")
-    ours: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
     mode: str | None = None
     seen: dict[str, object] = {}
@@ -140,12 +140,12 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
             if _is_inductors_too(name, value):
                 inductor[name] = value
             if name not in inductor or value in get_args(get_type_hints(Options)[name]):
-                ours[name] = value
+                own[name] = value
         elif name in _inductor_keys():
             inductor[name] = _checked_inductor(name, value)
         else:
             raise _unknown_key(key)
-    return make_options(**ours), inductor, mode
+    return make_options(**own), inductor, mode
 
 
 def annotated_targets(value: object) -> tuple[str, ...]:

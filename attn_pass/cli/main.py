@@ -196,7 +196,7 @@ def calibrate(
     if as_json:
         typer.echo(json.dumps(session.as_json(outcome), indent=2))
     else:
-        _print_calibration(session.changes(outcome), session.told(outcome), outcome.failed)
+        _print_calibration(session.changes(outcome), session.summary_lines(outcome), outcome.failed)
     if not outcome.kept:
         raise typer.Exit(_FAILED)
 

@@ -45,14 +45,14 @@ def backend(
         VersionError: torch is too old for this entry.
     """
     require_inductor("backend")
-    ours, inductor, own_mode = split_options(options)
+    own_options, inductor, own_mode = split_options(options)
     if mode and own_mode and mode != own_mode:
         raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
     mode = mode or own_mode
     if (mode or "").startswith("max-autotune") and "tune" not in (options or {}):
-        ours = replace(ours, tune=True)
-    patches = inductor_patches(ours, inductor, mode)
-    return compile_rewritten(gm, example_inputs, ours, functools.partial(compile_under, patches), "inductor")
+        own_options = replace(own_options, tune=True)
+    patches = inductor_patches(own_options, inductor, mode)
+    return compile_rewritten(gm, example_inputs, own_options, functools.partial(compile_under, patches), "inductor")
 
 
 def _reset() -> None:
@@ -84,8 +84,10 @@ class Wrapped:
         """Rewrite the graph, then compile it with the wrapped backend; kwargs are that backend's."""
 
         if self.inner is backend:
-            ours = {name: value for name, value in asdict(self.options).items() if name != "tune" or name in self.given}
-            merged = {**ours, **(kwargs.pop("options", None) or {})}
+            own_options = {
+                name: value for name, value in asdict(self.options).items() if name != "tune" or name in self.given
+            }
+            merged = {**own_options, **(kwargs.pop("options", None) or {})}
             return backend(gm, example_inputs, options=merged, **kwargs)
 
         def compile_inner(graph: GraphModule, inputs: Sequence[Any], report: Report | None) -> Callable[..., Any]:

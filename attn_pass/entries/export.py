@@ -74,9 +74,9 @@ def aot_compile(
         VersionError: torch is too old for this entry.
     """
     require_inductor("aot_compile")
-    ours, inductor, mode = split_options(options)
+    own_options, inductor, mode = split_options(options)
     path = _checked_path(package_path)
-    patches = inductor_patches(ours, _merged(inductor, inductor_configs), mode)
+    patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)
     original = exported(model, args, kwargs, dynamic_shapes)
     program, package = original, ""
     failures: list[Failure] = []
@@ -84,7 +84,7 @@ def aot_compile(
     def again(without: Mapping[str, str] | None = None) -> Decision:
         nonlocal program
         program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
-        return _rewritten(program, ours, "inductor", without)
+        return _rewritten(program, own_options, "inductor", without)
 
     decision = again()
     while decision.changed and not package:
@@ -92,7 +92,7 @@ def aot_compile(
         try:
             package = _package(program, path, with_report(patches | patches_for(report), report))
         except Exception as error:
-            failures.append(failed(error, decision, ours))
+            failures.append(failed(error, decision, own_options))
         if not package:
             decision = next_decision(decision, failures, again)
     report = decision.report
@@ -125,14 +125,14 @@ def rewrite(
         RewriteError: `program` is neither, has no metadata and came without args, or does not run with them.
         OptionError: an option is unknown or has a value that is not accepted.
     """
-    ours = make_options(**options)
+    own_options = make_options(**options)
     if isinstance(program, ExportedProgram):
         if (missing := _without_value(program.graph_module)) is not None:
             raise RewriteError(
                 f"the exported program has no fake value at node {missing.name!r} (meta['val']), so shapes and dtypes "
                 "are unknown there; a pass that ran before dropped it: export the model again"
             )
-        report = _rewritten(program, ours).report
+        report = _rewritten(program, own_options).report
     elif isinstance(program, GraphModule):
         if (missing := _without_value(program)) is not None:
             if args is None and kwargs is None:
@@ -143,7 +143,7 @@ def rewrite(
                 )
             _propagate(program, tuple(args or ()), dict(kwargs or {}))
         _in_one_fake_mode(program)
-        report = decide(program, ours, "export" if _is_aten(program) else "compile").report
+        report = decide(program, own_options, "export" if _is_aten(program) else "compile").report
         program.recompile()
     else:
         raise RewriteError(
@@ -338,7 +338,7 @@ def _problem_of(path: Path) -> str:
         return f"no file can be made in {os.fspath(folder)!r} ({error.strerror or error}); choose another folder"
 
 
-def _merged(ours: Mapping[str, Any], configs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _merged(own_options: Mapping[str, Any], configs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Inductor's options from both places.
 
     Raises:
@@ -346,7 +346,7 @@ def _merged(ours: Mapping[str, Any], configs: Mapping[str, Any] | None) -> dict[
     """
     from torch._inductor import list_options
 
-    merged = dict(ours)
+    merged = dict(own_options)
     known = {*list_options(), "extern_node_serializer"}
     for name, value in (configs or {}).items():
         if name not in known:
@@ -359,8 +359,8 @@ def _merged(ours: Mapping[str, Any], configs: Mapping[str, Any] | None) -> dict[
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> str:
     """The inputs as "(2, 8, 16), mask=(2, 16)" for a message."""
-    told = [_shape(arg) for arg in args] + [f"{name}={_shape(arg)}" for name, arg in (kwargs or {}).items()]
-    return f"of shapes {', '.join(told)}" if told else "(none)"
+    shapes = [_shape(arg) for arg in args] + [f"{name}={_shape(arg)}" for name, arg in (kwargs or {}).items()]
+    return f"of shapes {', '.join(shapes)}" if shapes else "(none)"
 
 
 def _shape(value: Any) -> str:

@@ -61,9 +61,9 @@ def install(**options: Any) -> None:
     require_inductor("install")
     from torch._inductor import config
 
-    ours = make_options(**options)
+    own_options = make_options(**options)
     uninstall()
-    for name, value in _patches(ours).items():
+    for name, value in _patches(own_options).items():
         setattr(config, name, value)
 
 

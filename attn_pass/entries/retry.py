@@ -72,8 +72,8 @@ def warn_failed(report: Report, failures: Sequence[Failure]) -> None:
 def could_not_lower(failures: Sequence[Failure]) -> str:
     """The reason why the sites of a graph were left after all."""
     first, *again = failures
-    told = f"the compiler could not lower the rewritten graph ({first.cause})"
-    return told + "".join(f", nor the one without {' and '.join(first.without)} ({f.cause})" for f in again)
+    reason = f"the compiler could not lower the rewritten graph ({first.cause})"
+    return reason + "".join(f", nor the one without {' and '.join(first.without)} ({f.cause})" for f in again)
 
 
 def leave_all(report: Report, reason: str) -> None:

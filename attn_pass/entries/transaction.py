@@ -93,10 +93,10 @@ def decide(
             )
         aside = collected.seconds
     except Exception as error:
-        told = isinstance(error, OptionError) or options.on_error == "raise"
-        if report.rewritten or not told:  # the nodes of a graph that is as it was stay themselves
+        is_raised = isinstance(error, OptionError) or options.on_error == "raise"
+        if report.rewritten or not is_raised:  # the nodes of a graph that is as it was stay themselves
             original.restore()
-        if told:
+        if is_raised:
             raise
         changed = False
         leave_all(report, f"attn_pass failed on this graph ({cause_of(error)})")

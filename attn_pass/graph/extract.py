@@ -54,7 +54,7 @@ def text_of(graph: Graph) -> str:
         CannotExtract: it names what no other process might have.
     """
     code = graph.python_code("self")
-    foreign = sorted(name for name in code.globals if name not in _NAMES)
-    if foreign:
-        raise CannotExtract(f"it calls {foreign[0]}")
+    unknown = sorted(name for name in code.globals if name not in _NAMES)
+    if unknown:
+        raise CannotExtract(f"it calls {unknown[0]}")
     return code.src

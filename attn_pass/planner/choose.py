@@ -249,7 +249,7 @@ _Forms = Iterable[tuple[tuple[str, ...], Attention]]
 def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: Choice) -> _Offers:
     """What every target offers for every form; refusals and predictions are noted in the choice."""
     offers: list[tuple[Offer, Target]] = []
-    foreign: dict[str, str] = {}  # refusals that say nothing of the site come last
+    other_devices: dict[str, str] = {}  # refusals that say nothing of the site come last
     packages: list[str] = []
     for names, form in forms:
         for target in targets:
@@ -259,15 +259,17 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
             else:
                 answer = target.consider(form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
-                (foreign if answer.other_device else choice.refusals).setdefault(target.name, answer.reason)
+                (other_devices if answer.other_device else choice.refusals).setdefault(target.name, answer.reason)
                 packages += [answer.reason] if answer.package else []
                 continue
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
     native = choice.refusals
     general = [native[name] for name in ("sdpa", "npu_fusion_attention") if name in native]
-    choice.why_none = next(iter((*packages, *general, *native.values(), *foreign.values())), "")
-    choice.refusals = choice.refusals | {name: why for name, why in foreign.items() if name not in choice.refusals}
+    choice.why_none = next(iter((*packages, *general, *native.values(), *other_devices.values())), "")
+    choice.refusals = choice.refusals | {
+        name: why for name, why in other_devices.items() if name not in choice.refusals
+    }
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     return offers

@@ -34,9 +34,9 @@ def record_of(site: Site, count: int) -> SiteReport:
         kv_heads = product(x.size for x in a.kv_heads)
         record.mask = str(a.mask)
         record.shapes = {
-            "query": _words((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
-            "key": _words((a.batch_size, kv_heads, a.kv_len, a.head_dim)),
-            "value": _words((a.batch_size, kv_heads, a.kv_len, a.value_head_dim)),
+            "query": _shape((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
+            "key": _shape((a.batch_size, kv_heads, a.kv_len, a.head_dim)),
+            "value": _shape((a.batch_size, kv_heads, a.kv_len, a.value_head_dim)),
         }
     return record
 
@@ -49,5 +49,5 @@ def place_of(node: Node | None, result: Node) -> str:
     return f" ({where})" if not where.startswith("unknown") else ""
 
 
-def _words(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
+def _shape(sizes: tuple[Index, ...]) -> tuple[int | str, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in sizes)

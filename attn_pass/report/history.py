@@ -39,7 +39,7 @@ def publish(report: Report, *, compiled: bool = True) -> None:
         with LOCK:
             if not any(known is report for known in _HISTORY):
                 _HISTORY.append(report)
-    torch_logging.tell(report)
+    torch_logging.log_report(report)
 
 
 def reports() -> list[Report]:

@@ -99,13 +99,13 @@ class Report:
         if not sites:
             return f"attn_pass: no attention found ({took})"
         outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
-        told = ", ".join(f"{number} {name}" for number, name in outcomes if number)
+        shown = ", ".join(f"{number} {name}" for number, name in outcomes if number)
         misses = sum(site.kind == "near miss" for site in sites)
         what = counted(len(sites) - misses, "attention site")
         if misses:
             near = counted(misses, "near miss", "near misses")
             what = near if misses == len(sites) else f"{what} and {near}"
-        return f"attn_pass: {what}: {told} ({took})"
+        return f"attn_pass: {what}: {shown} ({took})"
 
     def groups(self) -> list[list[SiteReport]]:
         """The sites, with those that differ in nothing but the layer they are in put together."""

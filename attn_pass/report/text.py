@@ -71,10 +71,10 @@ def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
 
 def row_key(site: SiteReport) -> str:
     """Equal for sites whose rows may be shown as one: all fields but the layer they are in."""
-    told = site.to_dict()
-    del told["node"], told["module"]
-    told["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
-    return json.dumps(told, sort_keys=True) + "/".join(_pattern(site.module))
+    fields = site.to_dict()
+    del fields["node"], fields["module"]
+    fields["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
+    return json.dumps(fields, sort_keys=True) + "/".join(_pattern(site.module))
 
 
 def printable(text: str) -> str:

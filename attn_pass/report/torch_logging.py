@@ -25,7 +25,7 @@ NAME = "attn_pass"
 _LOG = logging.getLogger(NAME)
 
 
-def tell(report: Report) -> None:
+def log_report(report: Report) -> None:
     """A graph's report, to the log and to the structured trace, where somebody listens."""
     _trace("report", "json", report.to_json)
     if not _LOG.isEnabledFor(logging.INFO) or not report.sites:

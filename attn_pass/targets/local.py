@@ -179,11 +179,11 @@ def _key_blocks(plan: Plan, a: Attention, blocks: Blocks, value: Value, count: I
     if a.needs_grad:  # the gradient of as_strided is computed element by element
         flat = plan.call(aten.reshape.default, moved, [plan.size(n) for n in (pairs, total, width)])
         windows = plan.call(aten.unfold.default, flat, 1, blocks.width, blocks.rows)
-        turned = plan.call(aten.transpose.int, windows, -1, -2)
+        transposed = plan.call(aten.transpose.int, windows, -1, -2)
         if isinstance(total, int):
-            return turned
+            return transposed
         # Inductor takes the strides of the first length for those of every length (seen in torch 2.13.0).
-        return plan.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return plan.call(aten.clone.default, transposed, memory_format=torch.contiguous_format)
     dense = plan.call(aten.clone.default, moved, memory_format=torch.contiguous_format)
     strides = [plan.size(n) for n in (total * width, blocks.rows * width, width, 1)]
     return plan.call(aten.as_strided.default, dense, sizes, strides)

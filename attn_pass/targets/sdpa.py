@@ -193,8 +193,8 @@ def settled(plan: Plan, value: Value) -> Value:
     """
     tensor = fake_of(value)
     if tensor.dim() == 4 and is_dense(plan, tensor, (0, 2, 1, 3)) and not is_dense(plan, tensor, (0, 1, 2, 3)):
-        turned = plan.call(aten.transpose.int, value, 1, 2)
-        return plan.call(aten.transpose.int, plan.call(aten.contiguous.default, turned), 1, 2)
+        transposed = plan.call(aten.transpose.int, value, 1, 2)
+        return plan.call(aten.transpose.int, plan.call(aten.contiguous.default, transposed), 1, 2)
     return plan.call(aten.contiguous.default, value)
 
 

@@ -23,7 +23,7 @@ from attn_pass.errors import OptionError
 from attn_pass.tuning.clock import Reading
 
 BUSY = 0.25  # the median spread from which on a machine is too busy for its readings to be kept
-Tell = Callable[[str, Reading], None]
+OnReading = Callable[[str, Reading], None]
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Outcome:
         return self.spread > BUSY
 
 
-def calibrate(at: torch.device, seconds: float, tell: Tell, *, keep_if_busy: bool = False) -> Outcome:
+def calibrate(at: torch.device, seconds: float, on_reading: OnReading, *, keep_if_busy: bool = False) -> Outcome:
     """Measures a device and keeps the result in the cache, unless the machine was too busy.
 
     Args:
         at: the CPU or a CUDA device of this process.
         seconds: about how long to measure.
-        tell: hears every reading, by name.
+        on_reading: is called with every reading, by name.
         keep_if_busy: keep it however far the readings are apart.
 
     Raises:
@@ -61,12 +61,12 @@ def calibrate(at: torch.device, seconds: float, tell: Tell, *, keep_if_busy: boo
     if at.type == "cpu":
         found = []
         for probe, reading in cpu.readings(seconds):
-            tell(probe.name, reading)
+            on_reading(probe.name, reading)
             found.append((probe, reading))
         measured = Calibration(facts(device), **cpu.fitted(found))
         spread = statistics.median(reading.spread for _, reading in found)
     else:
-        swept = cuda.sweep(device, at, seconds, tell)
+        swept = cuda.sweep(device, at, seconds, on_reading)
         measured, spread, failed = cuda.fitted(device, swept), swept.spread, swept.failed
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     measured = replace(measured, date=now, spread=round(spread, 3))
@@ -129,7 +129,7 @@ def changes(outcome: Outcome) -> Iterator[tuple[str, float | None, float]]:
             yield name, getattr(before, name), value
 
 
-def told(outcome: Outcome) -> list[str]:
+def summary_lines(outcome: Outcome) -> list[str]:
     """What there is to say beside the numbers, in sentences."""
     name = outcome.measured.facts["device"]
     apart = f"readings of one kernel are {outcome.spread:.0%} apart (the median of all)"

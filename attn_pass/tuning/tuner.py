@@ -65,10 +65,10 @@ class Tuner:
         key = disk_cache.key_of([job, _digests(program), facts(place.setting.device)])
         result = _checked(disk_cache.load(key))
         if result is None:
-            told = _run(job, program)
-            if isinstance(told, str):
-                return f"tune=True: not measured, {told}; the model decides"
-            disk_cache.save(key, result := told)
+            answer = _run(job, program)
+            if isinstance(answer, str):
+                return f"tune=True: not measured, {answer}; the model decides"
+            disk_cache.save(key, result := answer)
         found = {label: statistics.median(samples) for label, samples in result["us"].items()}
         if LEAVE not in found or len(found) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
@@ -128,7 +128,7 @@ def _checked(found: Any) -> dict[str, Any] | None:
 
 
 def _digests(program: Program) -> list[str]:
-    """The contents of the tensors whose values the program was told."""
+    """The contents of the tensors whose values are known to the program."""
     dense = [i.value.detach().cpu().contiguous() for i in program.inputs if i.value is not None]
     return [hashlib.sha256(ctypes.string_at(t.data_ptr(), t.nbytes)).hexdigest() for t in dense]
 

@@ -288,8 +288,8 @@ class _Trial:
         dtype = s.region.autocast_dtype(device)
         autocast = None if dtype is None else (device, str(dtype).removeprefix("torch."))
         try:
-            told = reproduce.write(self.part, self.memory, why=why, where=s.where, target=s.target, autocast=autocast)
-            shown = f"reproduce it with {told}"
+            path = reproduce.write(self.part, self.memory, why=why, where=s.where, target=s.target, autocast=autocast)
+            shown = f"reproduce it with {path}"
         except Exception as error:
             shown = f"no file to reproduce it could be written ({type(error).__name__}: {error})"
         raise Mismatch(f"verification failed: as {s.target}, {why}; {shown}")

@@ -190,15 +190,15 @@ def _rates(device: Device, found: Readings) -> dict[str, Any]:
 
 def _shares(device: Device, attention: Mapping[Point, Reading], wanted: tuple[str, ...]) -> dict[str, dict[str, float]]:
     """Of every kernel those of the wanted fields of `Shares` that some point tells, each the median over its points."""
-    told: dict[tuple[str, str], list[float]] = {}
+    fitted: dict[tuple[str, str], list[float]] = {}
     for point, reading in attention.items():
         name = _share_of(point)
         if name in wanted and point.kernel in device.shares:
             share = calibration.fitted(device, point.kernel, name, point.predicted_us, reading.us)
             if _SENSIBLE[0] < share < _SENSIBLE[1] and _decides(device, point, name, share):
-                told.setdefault((point.kernel, name), []).append(share)
+                fitted.setdefault((point.kernel, name), []).append(share)
     shares: dict[str, dict[str, float]] = {}
-    for (kernel, name), values in told.items():
+    for (kernel, name), values in fitted.items():
         shares.setdefault(kernel, {})[name] = statistics.median(values)
     return shares
 

@@ -1,7 +1,7 @@
 """Collecting: for each root graph decided inside, its code before and after, and what every site did to it.
 
 Nobody pays for it who does not collect: the switch is a context variable, and without one set every function here
-returns at once. What fails in here is told once as a warning and concerns nothing else.
+returns at once. What fails in here is one warning and concerns nothing else.
 """
 
 from __future__ import annotations
@@ -170,11 +170,11 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:
-        told(what, error)
+        warn_once(what, error)
         return None
 
 
-def told(what: str, error: Exception) -> None:
+def warn_once(what: str, error: Exception) -> None:
     """Warn of something that was to be shown and could not be made."""
     warnings.warn(
         f"attn_pass: {what} failed ({type(error).__name__}: {first_line(error)}); what is compiled is not concerned",

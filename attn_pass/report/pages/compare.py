@@ -89,9 +89,9 @@ class Comparison:
         counts: dict[str, int] = defaultdict(int)
         for change in self.changes:
             counts["appeared" if change.before is None else "gone" if change.after is None else "different"] += 1
-        told = ", ".join(f"{number} {what}" for what, number in counts.items())
+        shown = ", ".join(f"{number} {what}" for what, number in counts.items())
         worse = f"; {len(self.worse)} left that was not before" if self.worse else ""
-        return f"attn_pass: {told}, {self.same} the same{worse}"
+        return f"attn_pass: {shown}, {self.same} the same{worse}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Cells of the table: sites, where, what, before, after; layers with the same change are one row."""

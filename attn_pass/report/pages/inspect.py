@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from attn_pass.report.pages.collect import Collection, collect, told
+from attn_pass.report.pages.collect import Collection, collect, warn_once
 from attn_pass.report.pages.graphs import GraphRecord
 from attn_pass.report.pages.html import index_page, page
 from attn_pass.report.pages.outputs import Output, Outputs, decompiled, watching
@@ -55,7 +55,7 @@ def inspect(
             try:
                 _Folder(root).write(collection, outputs, draw=draw)
             except Exception as error:
-                told(f"writing to {os.fsdecode(directory)!r}", error)
+                warn_once(f"writing to {os.fsdecode(directory)!r}", error)
 
 
 @dataclass
@@ -145,13 +145,13 @@ class _Folder:
         self._file(section, name, lambda: drawn.stdout.decode(), "the graph as it was handed on, drawn")
 
     def _file(self, section: Section, name: str, make: Callable[[], str], what: str) -> None:
-        """Write one file; a failure is told once and concerns no other."""
+        """Write one file; a failure is one warning and concerns no other."""
         try:
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(make(), encoding="utf-8")
         except Exception as error:
-            told(f"writing {name}", error)
+            warn_once(f"writing {name}", error)
             section.missing.append(f"{name} could not be written: {type(error).__name__}: {error}")
         else:
             section.files.append((name, what))

@@ -113,8 +113,8 @@ def _of_keys(part: Band | Keys | Chunk, first: Any, size: int, do: Numbers) -> t
     """The rows that see any of the keys ``first`` to ``first + size - 1``, and those that see all of them."""
     if isinstance(part, Band):
         low, high = _whole(part.lower), _whole(part.upper)
-        turned = Band(None if high is None else -high, None if low is None else -low)
-        return _of_rows(turned, first, size, do)
+        mirrored = Band(None if high is None else -high, None if low is None else -low)
+        return _of_rows(mirrored, first, size, do)
     if isinstance(part, Chunk):
         return _of_chunk(first, size - 1, part.size, part.key_shift, part.row_shift, do)
     low, high = _whole(part.lower), _whole(part.upper)
@@ -228,7 +228,7 @@ class Sides:
         # One more than there are: torch guards on a symbolic size of 1 being one.
         return Sides(lengths, sizes, (rows, keys), (_one_more(plan, rows), _one_more(plan, keys)))
 
-    def turned(self) -> Sides:
+    def transposed(self) -> Sides:
         """Of keys and query rows."""
         return Sides(self.lengths[::-1], self.sizes[::-1], self.blocks[::-1], self.room[::-1])
 
@@ -258,7 +258,7 @@ def block_mask(
     exact = whole and masks
 
     def lists(of_keys: bool) -> Lists:
-        around = sides.turned() if of_keys else sides
+        around = sides.transposed() if of_keys else sides
         if len(options) == 1:
             return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys)
         return _of_several(plan, device, options, sides, exact, of_keys=of_keys)
@@ -372,10 +372,10 @@ def _any(plan: Plan, found: list[Value]) -> Value:
     return total
 
 
-def _sorted(plan: Plan, matrix: Value, turned: bool) -> tuple[Value, Value]:
-    """How many columns (rows, if turned) of each row are true, and which, in order."""
+def _sorted(plan: Plan, matrix: Value, of_columns: bool) -> tuple[Value, Value]:
+    """How many columns (rows, if ``of_columns``) of each row are true, and which, in order."""
     call = plan.call
-    if turned:
+    if of_columns:
         matrix = call(aten.transpose.int, matrix, 0, 1)
     numbers = call(aten.to.dtype, matrix, torch.int32)
     counts = call(aten.sum.dim_IntList, numbers, [1], dtype=torch.int32)

@@ -56,14 +56,12 @@ _ANY_SCORE = Rule(
 _UNKNOWN_DEVICE = Rule("device", lambda c: f"no measured rule for {c.setting.device.type} devices yet", lambda c: False)
 _VERSION = Rule(
     "torch",
-    lambda c: (
-        f"FlexAttention on {_words(c)} is known from torch {'.'.join(map(str, _MINIMUM[c.setting.device.type]))} on"
-    ),
+    lambda c: f"FlexAttention on {_on(c)} is known from torch {'.'.join(map(str, _MINIMUM[c.setting.device.type]))} on",
     lambda c: _MINIMUM[c.setting.device.type] <= TORCH_VERSION,
 )
 _DTYPE = Rule(
     "dtype",
-    lambda c: f"FlexAttention takes no {dtype_name(c.attention.compute_dtype)} on {_words(c)}",
+    lambda c: f"FlexAttention takes no {dtype_name(c.attention.compute_dtype)} on {_on(c)}",
     lambda c: c.attention.compute_dtype in _DTYPES,
 )
 _SINK = Rule(
@@ -112,7 +110,7 @@ _FLOAT32 = Rule(
 )
 
 
-def _words(case: Case) -> str:
+def _on(case: Case) -> str:
     return "the CPU" if case.setting.device.type == "cpu" else "CUDA devices"
 
 
