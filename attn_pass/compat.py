@@ -15,10 +15,10 @@ from attn_pass.errors import VersionError
 
 def _parsed(version: str) -> tuple[int, int]:
     """(major, minor) of a torch version string such as "2.13.0+cpu" or "2.14.0a0+git123"."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
         raise VersionError(f"torch reports version {version!r}, which is not of the form 2.13.0; reinstall torch")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 TORCH_VERSION: tuple[int, int] = _parsed(str(torch.__version__))

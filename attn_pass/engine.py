@@ -112,8 +112,8 @@ class _Rewriting:
 
     def _rewrite_sites(self) -> bool:
         context, gm = self.context, self.context.gm
-        found = composite.with_opaque(self._sites(), context.opaque)
-        sites = sorted(found, key=lambda s: context.effects.position[s.node])
+        unordered = composite.with_opaque(self._sites(), context.opaque)
+        sites = sorted(unordered, key=lambda s: context.effects.position[s.node])
         self._note_dropout(sites)
         touched = False
         with context.observed():

@@ -52,16 +52,16 @@ def packages() -> Iterator[Finding]:
     """Of every package its version, or how to get it."""
     for package in known_packages():
         try:
-            found = importlib.metadata.version(package.name)
+            version = importlib.metadata.version(package.name)
         except importlib.metadata.PackageNotFoundError:
             yield Finding(package.name, "", f"{package.purpose}: {package.install}")
         else:
-            yield Finding(package.name, found, package.purpose)
+            yield Finding(package.name, version, package.purpose)
 
 
 def machine() -> Iterator[Finding]:
     """What each family of devices finds here."""
-    return (Finding(*found) for family in families() for found in family.machine())
+    return (Finding(*finding) for family in families() for finding in family.machine())
 
 
 def calibrations() -> Iterator[Finding]:
@@ -69,14 +69,14 @@ def calibrations() -> Iterator[Finding]:
     for name in devices():
         at = torch.device(name)
         device = of_type(at.type).here(at)
-        found = calibration.load(device)
+        stored = calibration.load(device)
         what = f"calibration of {name}"
-        if found is None:
+        if stored is None:
             yield Finding(what, "", f"rates of {_source(device)}; measure: attn-pass calibrate --device {name}")
         else:
-            versions = ", ".join(f"{key} {value}" for key, value in found.facts.items() if key != "device")
-            note = f"{found.facts['device']}; {versions}; readings {found.spread:.0%} apart"
-            yield Finding(what, found.date or "of an unknown date", note)
+            versions = ", ".join(f"{key} {value}" for key, value in stored.facts.items() if key != "device")
+            note = f"{stored.facts['device']}; {versions}; readings {stored.spread:.0%} apart"
+            yield Finding(what, stored.date or "of an unknown date", note)
 
 
 def _source(device: Device) -> str:
@@ -108,6 +108,6 @@ def devices() -> list[str]:
 
 def diagnosis() -> dict[str, list[dict[str, Any]]]:
     """Everything, ready for JSON: "packages", "machine", and what the targets say on each device."""
-    found = {"packages": packages(), "machine": chain(machine(), calibrations())}
-    found |= {f"what the targets say to causal attention on {device}": targets(device) for device in devices()}
-    return {title: [asdict(finding) for finding in findings] for title, findings in found.items()}
+    sections = {"packages": packages(), "machine": chain(machine(), calibrations())}
+    sections |= {f"what the targets say to causal attention on {device}": targets(device) for device in devices()}
+    return {title: [asdict(finding) for finding in findings] for title, findings in sections.items()}

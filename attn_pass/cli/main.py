@@ -152,16 +152,16 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print what is installed here, what for, how to get the rest, and which targets are on."""
-    found = importlib.import_module("attn_pass.cli.doctor").diagnosis()
+    sections = importlib.import_module("attn_pass.cli.doctor").diagnosis()
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(sections, indent=2))
         return
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    for title, findings in found.items():
+    for title, findings in sections.items():
         table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
         for finding in findings:
             mark = "[green]yes[/]" if finding["found"] else "[dim]no[/]"

@@ -65,8 +65,8 @@ def _any_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapesCollection
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             shapes[leaf] = {number: Dim.AUTO for number, size in enumerate(leaf.shape) if size > 1}
-    found: ShapesCollection = shapes
-    return found
+    collection: ShapesCollection = shapes
+    return collection
 
 
 _OWN = "_compiled_call_impl"

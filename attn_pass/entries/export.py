@@ -245,13 +245,13 @@ def _known_tensors(program: ExportedProgram, options: Options) -> dict[str, tupl
     if not options.assume_constant_buffers:
         kept -= set(signature.inputs_to_buffers.values()) - set(signature.non_persistent_buffers)
     values = {**program.state_dict, **program.constants}
-    found: dict[str, tuple[str, torch.Tensor]] = {}
+    tensors: dict[str, tuple[str, torch.Tensor]] = {}
     for node, name in names.items():
         value = values.get(name)
         plain = type(value) in (torch.Tensor, torch.nn.Buffer)
         if name in kept and isinstance(value, torch.Tensor) and plain and not value.requires_grad:
-            found[node] = (f"{'buffer' if node in signature.inputs_to_buffers else 'constant'} {name}", value)
-    return found
+            tensors[node] = (f"{'buffer' if node in signature.inputs_to_buffers else 'constant'} {name}", value)
+    return tensors
 
 
 def _written_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -376,8 +376,8 @@ def _without_value(gm: GraphModule) -> Node | None:
         if node.op in ("get_attr", "output") or not ({"val", "example_value"}.isdisjoint(node.meta)):
             continue
         if node.op == "placeholder" or node.users:
-            found: Node = node
-            return found
+            missing: Node = node
+            return missing
     return None
 
 

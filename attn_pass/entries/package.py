@@ -41,8 +41,10 @@ def package_report(path: str | os.PathLike[str]) -> Report:
     try:
         with zipfile.ZipFile(path) as archive:
             files = (f for f in archive.infolist() if f.filename.endswith(_FILE) and f.file_size <= _MOST_BYTES)
-            found = (json.loads(archive.read(f)) for f in files)
-            stored = next((metadata[KEY] for metadata in found if isinstance(metadata, dict) and KEY in metadata), None)
+            stored_metadata = (json.loads(archive.read(f)) for f in files)
+            stored = next(
+                (metadata[KEY] for metadata in stored_metadata if isinstance(metadata, dict) and KEY in metadata), None
+            )
     except FileNotFoundError:
         raise PackageError(f"there is no file {name!r}") from None
     except _UNREADABLE as error:

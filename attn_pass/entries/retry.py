@@ -34,9 +34,9 @@ class Failure:
 def failure_of(error: BaseException, cause: str, report: Report, emissions: Sequence[Emission]) -> Failure:
     """What is to be known of an error of the compiler once its traceback, which holds on to graphs, is gone."""
     taken = {site.target for site in report.rewritten if site.target is not None}
-    found = culprits(error, emissions) & taken
-    if found:
-        without = dict.fromkeys(sorted(found), f"the compiler could not lower it ({cause})")
+    targets = culprits(error, emissions) & taken
+    if targets:
+        without = dict.fromkeys(sorted(targets), f"the compiler could not lower it ({cause})")
     else:
         suspected = sorted(taken - set(TORCHS_OWN))
         reason = f"the compiler could not lower a graph with it and does not say what it failed on ({cause})"

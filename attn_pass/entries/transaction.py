@@ -190,13 +190,13 @@ def next_decision(decision: Decision, failures: Sequence[Failure], again: Callab
 
 def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
     """With ``assume_constant_buffers``: what the engine is told of the buffers among a Dynamo graph's inputs."""
-    found: dict[str, tuple[str, torch.Tensor]] = {}
+    buffers: dict[str, tuple[str, torch.Tensor]] = {}
     inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
     for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
         of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
-            found[node.name] = (_attribute_path(node), value)
-    return {KNOWN_TENSORS: found}
+            buffers[node.name] = (_attribute_path(node), value)
+    return {KNOWN_TENSORS: buffers}
 
 
 def _attribute_path(node: Node) -> str:

@@ -77,12 +77,12 @@ def put_in_pieces(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -
 
     One that cannot be is left, and no more is said of it: it may have nothing to do with attention.
     """
-    found = [node for node in gm.graph.nodes if _is_allowed(node)]
-    if not found:
+    calls = [node for node in gm.graph.nodes if _is_allowed(node)]
+    if not calls:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
     made: list[InPieces] = []
-    for call in found:
+    for call in calls:
         region = regions.of(call)
         size_nodes.made.clear()
         if region.functorch or not callable(call.target):

@@ -102,16 +102,16 @@ def numbers(sizes: Sizes, chosen: Mapping[str, int] | None = None) -> Number:
             if not given:
                 return sizes.hint(index)
         values = {s: sympy.Integer(given.get(str(s), sizes.hints.get(str(s), 64))) for s in node.expr.free_symbols}
-        found = node.expr.xreplace(values)
+        substituted = node.expr.xreplace(values)
         if isinstance(value, torch.SymBool):
-            return bool(found)
-        if not found.is_number:
+            return bool(substituted)
+        if not substituted.is_number:
             raise CannotExtract(f"{node.expr} is not known before it runs")
         if isinstance(value, torch.SymFloat):
             if node.expr.is_Symbol and node.hint is None:
                 raise CannotExtract("it takes a number that is not known before it runs")
-            return float(node.hint if node.expr.is_Symbol else found)
-        return int(found)
+            return float(node.hint if node.expr.is_Symbol else substituted)
+        return int(substituted)
 
     return number
 
@@ -184,10 +184,10 @@ class _Walk:
 
     def _written_before(self) -> set[Node]:
         """Writes to the memory of a source whose effect is in the value it enters with."""
-        found: set[Node] = set()
+        written: set[Node] = set()
         for source, since in self.sources.items():
-            found |= {m.node for m in self._effects(source).effects.mutations(source) if m.position < since}
-        return found - set(self.sources)
+            written |= {m.node for m in self._effects(source).effects.mutations(source) if m.position < since}
+        return written - set(self.sources)
 
     def _effects(self, node: Node) -> Level:
         if node.graph not in self.level:
@@ -196,19 +196,19 @@ class _Walk:
 
     def order(self, results: Sequence[Node]) -> list[Node]:
         """What computes these, in the order of the program."""
-        found: dict[Node, None] = {}
+        reached: dict[Node, None] = {}
         waiting = list(results)
         while waiting:
             node = waiting.pop()
-            if node in found:
+            if node in reached:
                 continue
             if node in self.before:
                 raise CannotExtract(f"{node.name} writes to what it begins with")
-            found[node] = None
-            if len(found) > _MOST:
+            reached[node] = None
+            if len(reached) > _MOST:
                 raise CannotExtract(f"it reads more than {_MOST} operations of the program")
             waiting += self._needed(node)
-        return sorted(found, key=lambda node: (*self._time(node), node))  # what was added has the time of another
+        return sorted(reached, key=lambda node: (*self._time(node), node))  # what was added has the time of another
 
     def _needed(self, node: Node) -> Iterator[Node]:
         if node in self.sources or isinstance(fake_value(node), SYMBOLIC):
@@ -335,14 +335,14 @@ def _check_plain(nodes: Iterable[Node], around: Around) -> None:
 
 def _leaves_of(value: Value | None) -> list[Node]:
     """The graph's own tensors that planned calls read."""
-    found: dict[Node, None] = {}
+    reached: dict[Node, None] = {}
     seen: set[int] = set()
 
     def visit(value: Any) -> None:
         if isinstance(value, (Node, Planned)) and isinstance(fake_of(value), SYMBOLIC):
             return
         if isinstance(value, Node):
-            found[value] = None
+            reached[value] = None
         elif isinstance(value, Planned) and id(value) not in seen:
             seen.add(id(value))
             visit((value.args, value.kwargs))
@@ -353,7 +353,7 @@ def _leaves_of(value: Value | None) -> list[Node]:
             visit(tuple(value.values()))
 
     visit(value)
-    return list(found)
+    return list(reached)
 
 
 # ---------------------------------------------------------------- inputs

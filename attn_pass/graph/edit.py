@@ -223,9 +223,9 @@ class Plan:
         node = self.size_nodes.integers.get(index)
         if node is not None and not node._erased and self.effects.position[node] < before:
             return node
-        found = self.size_nodes.dimensions.get(index)
-        if found is not None and not found[0]._erased and self.effects.position[found[0]] < before:
-            return self.call(aten.sym_size.int, *found)
+        dimension = self.size_nodes.dimensions.get(index)
+        if dimension is not None and not dimension[0]._erased and self.effects.position[dimension[0]] < before:
+            return self.call(aten.sym_size.int, *dimension)
         total: int | Value = 0
         for monomial, coefficient in index.terms.items():
             term: int | Value = coefficient

@@ -83,16 +83,16 @@ class Effects:
         roots = self._roots_of(node)
         if len(roots) == 1:
             return tuple(self._members[roots[0]])
-        found = {member for root in roots for member in self._members[root]} | {node}
-        return tuple(sorted(found, key=self.position.__getitem__))
+        members = {member for root in roots for member in self._members[root]} | {node}
+        return tuple(sorted(members, key=self.position.__getitem__))
 
     def mutations(self, node: Node) -> Sequence[Mutation]:
         """All writes that reach, or may reach, the memory ``node`` lives in, in graph order."""
         roots = self._roots_of(node)
         if len(roots) == 1:
             return self._writes_of(roots[0])
-        found = {m for root in roots for m in self._writes_of(root)}
-        return tuple(sorted(found, key=_position_of))
+        writes = {m for root in roots for m in self._writes_of(root)}
+        return tuple(sorted(writes, key=_position_of))
 
     def last_mutation(self, node: Node, before: int) -> Mutation | None:
         """The last write strictly before position ``before``; it may come before ``node``, if ``node`` is a view."""
@@ -234,8 +234,8 @@ class Effects:
                     known.append(node)
         self._members = members
         self._owners: dict[int, list[_Owner]] = {}
-        for key, found in owners.items():
-            self._owners.setdefault(self._find(key), []).extend(found)
+        for key, nodes in owners.items():
+            self._owners.setdefault(self._find(key), []).extend(nodes)
         self._writes: dict[int, list[Mutation]] = {}
         for mutation in writes:
             for root in self._roots_of(mutation.target):

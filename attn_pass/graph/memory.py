@@ -34,13 +34,13 @@ def storages(value: Any) -> tuple[int, ...] | None:
         except (NotImplementedError, RuntimeError):
             return None
     if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-        found: dict[int, None] = {}
+        keys_of: dict[int, None] = {}
         for element in value:
             keys = storages(element)
             if keys is None:
                 return None
-            found.update(dict.fromkeys(keys))
-        return tuple(found)
+            keys_of.update(dict.fromkeys(keys))
+        return tuple(keys_of)
     return storages(list(value.values())) if isinstance(value, dict) else ()
 
 

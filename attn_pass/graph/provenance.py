@@ -42,9 +42,9 @@ def culprits(error: BaseException, emissions: Sequence[Emission]) -> frozenset[s
     operators = [operator_name(n.target) for n in nodes]
     operators += _TARGET.findall(text)
     for named in (operators[:1], operators, _spelled_out(text, emissions)):
-        found = {e.target for e in emissions if e.operators & set(named) & _distinctive(emissions)}
-        if found:
-            return frozenset(found)
+        targets = {e.target for e in emissions if e.operators & set(named) & _distinctive(emissions)}
+        if targets:
+            return frozenset(targets)
     lines = "\n".join([str(n.meta.get("stack_trace")) for n in nodes[:1]] + [text])
     return frozenset(e.target for e in emissions if e.stack_trace and e.stack_trace in lines)
 

@@ -352,9 +352,9 @@ def _change(target: Target) -> _Change | None:
     if name in _CHANGES:
         return _CHANGES[name]
     for pattern, make in _NAMED_LIKE_SWITCHES:
-        found = re.match(pattern, name)
-        if found is not None:
-            return make(found[1])
+        match = re.match(pattern, name)
+        if match is not None:
+            return make(match[1])
     return None
 
 

@@ -65,22 +65,22 @@ def _prepared(graph: Graph, use: ShapeUse, gone: Set[Node], sizes: Sizes) -> _Re
     order = memory_order(value, sizes) if use.strides else None
     order = tuple(range(len(shape))) if order is None else order
     held = _held(graph, use.user, gone, sizes, {s for s in shape if not isinstance(s, int)})
-    found: list[int | tuple[Node, int | None]] = []
+    wanted_sizes: list[int | tuple[Node, int | None]] = []
     for dim in order:
         size = shape[dim]
         if not isinstance(size, int) and size not in held:
             raise NoSize(f"no node holds the size {size} of {use.node.name} before {use.user.name} takes it")
-        found.append(size if isinstance(size, int) else held[size])
-    return _Ready(use, tuple(found), order)
+        wanted_sizes.append(size if isinstance(size, int) else held[size])
+    return _Ready(use, tuple(wanted_sizes), order)
 
 
 def _held(
     graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, wanted: set[Index]
 ) -> dict[Index, tuple[Node, int | None]]:
     """Where each wanted size can be read from."""
-    found: dict[Index, tuple[Node, int | None]] = {}
+    holders: dict[Index, tuple[Node, int | None]] = {}
     for node in graph.nodes:
-        if node is before or len(found) == len(wanted):
+        if node is before or len(holders) == len(wanted):
             break
         value = fake_value(node)
         if node in gone:
@@ -91,8 +91,8 @@ def _held(
             here = [(size, dim) for dim, size in enumerate(sizes.shape(value))]
         else:
             continue
-        found |= {size: (node, dim) for size, dim in here if size in wanted - found.keys()}
-    return found
+        holders |= {size: (node, dim) for size, dim in here if size in wanted - holders.keys()}
+    return holders
 
 
 def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:

@@ -164,13 +164,13 @@ def bodies(gm: GraphModule) -> list[Body]:
     One GraphModule called several times (``invoke_subgraph`` of a repeated region) is one Body with several calls. A
     body of an operator that is not in the table has kind "other", unknown operands, and is not rewritable.
     """
-    found: dict[int, list[tuple[Node, BodyOperand]]] = {}
+    by_module: dict[int, list[tuple[Node, BodyOperand]]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
             for operand in called_bodies(node):
-                found.setdefault(id(operand.module), []).append((node, operand))
+                by_module.setdefault(id(operand.module), []).append((node, operand))
     result = []
-    for uses in found.values():
+    for uses in by_module.values():
         first = uses[0][1]
         calls = tuple(Call(node, operand.operands) for node, operand in uses)
         rewritable = all(operand.rewritable for _, operand in uses)

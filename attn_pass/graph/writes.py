@@ -318,10 +318,10 @@ def call_writes(node: Node) -> list[Write]:
     if node.op not in ("call_function", "call_method"):
         return []
     write = traits_of(node.op, node.target).write
-    found = write(node) if write is not None else []
+    writes = write(node) if write is not None else []
     if "out" in node.kwargs and not isinstance(node.target, OpOverload):
-        found = [*found, *(Write(n, _fills(node, n)) for n in _nodes_in(node.kwargs["out"]))]
-    return found
+        writes = [*writes, *(Write(n, _fills(node, n)) for n in _nodes_in(node.kwargs["out"]))]
+    return writes
 
 
 def _nodes_in(argument: Any) -> Iterator[Node]:

@@ -53,13 +53,13 @@ def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:
     if condition.op == "or":
         options = []
         for arg in condition.args:
-            found: list[Part] = []
+            alternatives: list[Part] = []
             for c in conjuncts(arg):
                 part = _exact(c, key, row)
                 if part is None:
                     return None
-                found += part
-            options.append(_together(found))
+                alternatives += part
+            options.append(_together(alternatives))
         if any(isinstance(p, Either) for o in options for p in o):
             options = [x for o in options for x in (o[0].options if len(o) == 1 and isinstance(o[0], Either) else (o,))]
         return [Either(tuple(sorted(set(options), key=lambda o: [(ORDER.index(type(p)), str(p)) for p in o])))]

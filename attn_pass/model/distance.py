@@ -67,11 +67,11 @@ class _Proof:
         if isinstance(expression, IndexValue):
             return index_value(self.index(expression.index))
         if isinstance(expression, Load):
-            found = tuple(self.index(i) for i in expression.index)
-            for index, size in zip(found, self.shapes[expression.source]):
+            indices = tuple(self.index(i) for i in expression.index)
+            for index, size in zip(indices, self.shapes[expression.source]):
                 if index != 0 and not (is_nonnegative(index) and is_less(index, size)):
                     raise _DependsOnPlace  # read under a condition only
-            return Load(expression.source, found)
+            return Load(expression.source, indices)
         if not isinstance(expression, Apply):
             raise _DependsOnPlace
         if expression.op in (*_COMPARISONS, "sub") and (difference := _difference(expression)) is not None:

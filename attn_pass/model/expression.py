@@ -206,10 +206,10 @@ def _pinned(condition: Expr) -> dict[Axis, Index]:
     if left is None or right is None:
         return {}
     zero = {"le": left - right, "lt": left - right + 1, "ge": right - left, "gt": right - left + 1, "eq": left - right}
-    found = zero.get(condition.op)
-    if found is None:
+    index = zero.get(condition.op)
+    if index is None:
         return {}
-    terms = dict(terms_of(found))
+    terms = dict(terms_of(index))
     only = [(m[0], c) for m, c in terms.items() if len(m) == 1 and isinstance(m[0], Axis)]
     if len(only) != 1 or any(m and not (len(m) == 1 and isinstance(m[0], Axis)) for m in terms):
         return {}
@@ -441,13 +441,13 @@ def loads(expression: Expr) -> tuple[Load, ...]:
 
 def expression_axes(expression: Expr) -> set[Axis]:
     """The axes the expression depends on by itself (the dot product's own are not counted)."""
-    found: set[Axis] = set()
+    used: set[Axis] = set()
     for part in walk(expression):
         if isinstance(part, Load):
-            found |= axes(*part.index)
+            used |= axes(*part.index)
         elif isinstance(part, IndexValue):
-            found |= axes(part.index)
-    return found
+            used |= axes(part.index)
+    return used
 
 
 def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:

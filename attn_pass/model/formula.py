@@ -30,16 +30,16 @@ def formula_of(a: Attention) -> dict[str, str]:
     known: dict[int, int] = {}
     if sum(_terms(e, known) for e in read if e is not None) > _MOST_TERMS:
         return {"score": "too long to be written out", "result": "softmax(score) @ v"}
-    found = {"score": _cut(_score(a, names))}
+    formula = {"score": _cut(_score(a, names))}
     if a.mask.keep is not None and condition is not None:
-        found["keep"] = _cut(source(condition, names, ""))
-        found["else"] = f"{a.mask.keep.fill:.6g}"
-    found["result"] = _cut(_result(a, names))
+        formula["keep"] = _cut(source(condition, names, ""))
+        formula["else"] = f"{a.mask.keep.fill:.6g}"
+    formula["result"] = _cut(_result(a, names))
     for number in sorted({n for e in read if e is not None for n in _sources(e)}):
         tensor = a.sources[number]
         sizes = ", ".join(index_source(n, names, False) for n in tensor.shape)
-        found[f"t{number}"] = f"({sizes}) {str(tensor.dtype).removeprefix('torch.')}, {tensor.kind}"
-    return found
+        formula[f"t{number}"] = f"({sizes}) {str(tensor.dtype).removeprefix('torch.')}, {tensor.kind}"
+    return formula
 
 
 def condition_of(a: Attention) -> Expr | None:

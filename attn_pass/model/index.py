@@ -449,7 +449,7 @@ class Digit:
 def digits(index: Index) -> tuple[Index, tuple[Digit, ...]] | None:
     """Splits an affine index in a constant and one digit an axis, unordered; None when it is not affine."""
     constant: Index = 0
-    found: list[Digit] = []
+    result: list[Digit] = []
     for monomial, coefficient in _terms(index):
         in_axes = [a for a in monomial if isinstance(a, Axis)]
         if any(isinstance(a, (Quotient, Remainder)) for a in monomial) or len(in_axes) > 1:
@@ -458,8 +458,8 @@ def digits(index: Index) -> tuple[Index, tuple[Digit, ...]] | None:
             constant = constant + _make({monomial: coefficient})
             continue
         stride = _make({tuple(a for a in monomial if not isinstance(a, Axis)): coefficient})
-        found.append(Digit(in_axes[0], stride))
+        result.append(Digit(in_axes[0], stride))
     merged: dict[Axis, Index] = {}
-    for digit in found:
+    for digit in result:
         merged[digit.axis] = merged.get(digit.axis, 0) + digit.stride
     return constant, tuple(Digit(axis, stride) for axis, stride in merged.items() if stride != 0)

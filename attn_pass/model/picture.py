@@ -71,12 +71,12 @@ def _is_long(condition: Expr) -> bool:
 def _cells(length: int) -> list[list[int]]:
     """The positions that are looked at, cell by cell."""
     number = min(length, CELLS)
-    found = []
+    cells = []
     for cell in range(number):
         first, last = cell * length // number, (cell + 1) * length // number - 1
         step = max(1, min(_SAMPLES, last - first + 1) - 1)
-        found.append(sorted({first + (last - first) * n // step for n in range(step + 1)}))
-    return found
+        cells.append(sorted({first + (last - first) * n // step for n in range(step + 1)}))
+    return cells
 
 
 def _kind(kept: torch.Tensor, known: torch.Tensor) -> str:

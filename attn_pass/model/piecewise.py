@@ -28,51 +28,51 @@ def pieces(expression: Expr) -> Pieces | None:
         return [(TRUE, expression)]
     if not isinstance(expression, Apply):
         return None
-    found: Pieces | None = None
+    result: Pieces | None = None
     if expression.op == "where":
-        found = _chosen(expression)
+        result = _chosen(expression)
     elif expression.op == "cast":
-        found = _cast(expression)
+        result = _cast(expression)
     elif expression.op in _BINARY:
-        found = _combined(expression)
+        result = _combined(expression)
     elif expression.op == "neg":
         inner = pieces(expression.args[0])
-        found = None if inner is None else [(c, Const(-v.value)) for c, v in inner]
-    if found is None and is_boolean(expression):
-        found = [(expression, TRUE), (apply("not", expression), FALSE)]
-    return None if found is None else _merged(found)
+        result = None if inner is None else [(c, Const(-v.value)) for c, v in inner]
+    if result is None and is_boolean(expression):
+        result = [(expression, TRUE), (apply("not", expression), FALSE)]
+    return None if result is None else _merged(result)
 
 
 def _chosen(expression: Apply) -> Pieces | None:
     condition, yes, no = expression.args
     condition = as_condition(condition if is_boolean(condition) else apply("cast", condition, dtype=torch.bool))
-    found: Pieces = []
+    result: Pieces = []
     for when, branch in ((condition, yes), (apply("not", condition), no)):
         inner = pieces(branch)
         if inner is None:
             return None
-        found += [(apply("and", when, c), v) for c, v in inner]
-    return found
+        result += [(apply("and", when, c), v) for c, v in inner]
+    return result
 
 
 def _cast(expression: Apply) -> Pieces | None:
     inner = pieces(expression.args[0])
     if inner is None:
         return None
-    found: Pieces = []
+    result: Pieces = []
     for condition, value in inner:
         cast = apply("cast", value, dtype=expression.dtype)
         if not isinstance(cast, Const):
             return None
-        found.append((condition, cast))
-    return found
+        result.append((condition, cast))
+    return result
 
 
 def _combined(expression: Apply) -> Pieces | None:
     left, right = (pieces(a) for a in expression.args)
     if left is None or right is None or len(left) * len(right) > _MOST:
         return None
-    found: Pieces = []
+    result: Pieces = []
     for a, x in left:
         for b, y in right:
             value = _computed(expression.op, x, y)
@@ -80,8 +80,8 @@ def _combined(expression: Apply) -> Pieces | None:
                 return None
             condition = apply("and", a, b)
             if condition != FALSE:
-                found.append((condition, value))
-    return found
+                result.append((condition, value))
+    return result
 
 
 def _computed(op: str, x: Const, y: Const) -> Const | None:
@@ -96,10 +96,10 @@ def _computed(op: str, x: Const, y: Const) -> Const | None:
     return value if isinstance(value, Const) else None
 
 
-def _merged(found: Pieces) -> Pieces | None:
+def _merged(pieces: Pieces) -> Pieces | None:
     """Equal values as one piece; of two, the one that takes more words is wherever the other is not."""
     out: dict[Const, Expr] = {}
-    for condition, value in found:
+    for condition, value in pieces:
         out[value] = apply("or", out[value], condition) if value in out else condition
     if len(out) == 2:
         short, long = sorted(out, key=lambda value: sum(1 for _ in walk(out[value])))

@@ -58,9 +58,9 @@ class Evaluation:
         position = tuple(
             torch.as_tensor(self.index(i)).clamp(0, max(n - 1, 0)) for i, n in zip(load.index, source.shape)
         )
-        found = source[position] if position else source
-        found = found.to(torch.float64) if found.is_floating_point() else found
-        return found.view([1] * (len(self.shape) - found.dim()) + list(found.shape))
+        elements = source[position] if position else source
+        elements = elements.to(torch.float64) if elements.is_floating_point() else elements
+        return elements.view([1] * (len(self.shape) - elements.dim()) + list(elements.shape))
 
     def expression(self, expression: Expr, dot: torch.Tensor | None = None) -> torch.Tensor:
         """An expression over the grid; ``dot`` stands for its dot product."""

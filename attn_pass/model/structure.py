@@ -193,10 +193,10 @@ def keeps_a_key(structure: Structure, keys: Axis) -> bool:
 
 
 def _all_parts(parts: tuple[Part, ...]) -> list[Part]:
-    found: list[Part] = []
+    every: list[Part] = []
     for part in parts:
-        found += [q for o in part.options for q in _all_parts(o)] if isinstance(part, Either) else [part]
-    return found
+        every += [q for o in part.options for q in _all_parts(o)] if isinstance(part, Either) else [part]
+    return every
 
 
 def _is_kept(condition: Expr, witness: Index, keys: Axis) -> bool:

@@ -79,8 +79,8 @@ def _digit_axes(index: Index) -> tuple[Index, tuple[Axis, ...], Index]:
     split = digits(index)
     if split is None:
         raise NoView(f"index {index} is not affine")
-    constant, found = split
-    remaining = list(found)
+    constant, in_order = split
+    remaining = list(in_order)
     chain: list[Axis] = []
     stride: Index = 1
     while remaining:
@@ -174,7 +174,7 @@ def _inside(
 
 def _outside(shape: Sequence[Index], index: Sequence[Index]) -> dict[Axis, tuple[int, int]]:
     """For each axis that is read by itself how many places before and behind the source it reaches."""
-    found: dict[Axis, tuple[int, int]] = {}
+    widths: dict[Axis, tuple[int, int]] = {}
     waiting: list[tuple[Index, Index | None]] = list(zip(index, shape))
     while waiting:
         current, size = waiting.pop()
@@ -189,10 +189,10 @@ def _outside(shape: Sequence[Index], index: Sequence[Index]) -> dict[Axis, tuple
         axis = monomial[0]
         reach = 0 if size is None else axis.size + constant - size
         behind = reach if isinstance(reach, int) else 0  # of sizes that cannot be compared `_inside` proves nothing
-        before, after = found.get(axis, (0, 0))
+        before, after = widths.get(axis, (0, 0))
         if constant < 0 or behind > 0:
-            found[axis] = (max(before, -constant), max(after, behind))
-    return found
+            widths[axis] = (max(before, -constant), max(after, behind))
+    return widths
 
 
 def split_axes(index: Sequence[Index], groups: Sequence[Group]) -> tuple[Sequence[Index], Sequence[Group]]:
@@ -200,8 +200,8 @@ def split_axes(index: Sequence[Index], groups: Sequence[Group]) -> tuple[Sequenc
 
     A bias over rows and columns of an image is read like that by keys that are numbered through. Raises `NoView`.
     """
-    while (found := unsplit_axis(index)) is not None:
-        axis, by = found
+    while (split := unsplit_axis(index)) is not None:
+        axis, by = split
         size = divide_exactly(axis.size, by)
         if size is None:
             raise NoView(f"axis {axis.key} is divided unevenly")
@@ -261,9 +261,9 @@ def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tu
 
 def _in_order(axes: tuple[Axis, ...], unit_of: dict[Axis, tuple[Axis, ...]]) -> list[tuple[Axis, ...]]:
     """The units the axes belong to, each once, in order."""
-    found: list[tuple[Axis, ...]] = []
+    units: list[tuple[Axis, ...]] = []
     for axis in axes:
         unit = unit_of[axis]
-        if not found or found[-1] != unit:
-            found.append(unit)
-    return found
+        if not units or units[-1] != unit:
+            units.append(unit)
+    return units

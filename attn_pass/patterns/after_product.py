@@ -67,9 +67,9 @@ def endings(reader: Reader, product: Node) -> Iterator[Ending]:
         if call is None or call.in_place or (call.op not in VIEWS and call.op not in ("cast", "copy", "mul", "div")):
             return
         if call.op in ("mul", "div") and call.get("rounding_mode") is None and tensor_value(node) is not None:
-            found = _ending(reader, node, product, reach)
-            if found is not None:
-                yield found
+            ending = _ending(reader, node, product, reach)
+            if ending is not None:
+                yield ending
             return
 
 
@@ -93,16 +93,16 @@ def _ending(reader: Reader, node: Node, product: Node, reach: Mapping[Node, froz
 
 def reach_from(reader: Reader, leaf: Node, steps: int = 64) -> dict[Node, frozenset[Node]]:
     """The nodes whose elements are made of the leaf's by views, casts and pointwise operations."""
-    found = {leaf: frozenset((leaf,))}
+    reached = {leaf: frozenset((leaf,))}
     waiting = list(leaf.users)
     while waiting and steps:
         node, steps = waiting.pop(0), steps - 1
         call = reader.call(node)
-        if node in found or call is None or not any(i in found for i in inputs(call)):
+        if node in reached or call is None or not any(i in reached for i in inputs(call)):
             continue
-        found[node] = frozenset((leaf,))
+        reached[node] = frozenset((leaf,))
         waiting += node.users
-    return found
+    return reached
 
 
 def _axes(reader: Reader, node: Node) -> tuple[Axis, ...]:
@@ -173,11 +173,11 @@ def sink_of_share(
         if sink is None or spine.leaf_position is None or keys in expression_axes(sink):
             continue
         for input in (softmax.input, _uncast(reader, softmax.input)):
-            found = read_logsumexp(reader, total, spine.leaf_position, at_softmax, input)
-            if found is not None and found[0] == softmax.dim and softmax.scale == 1:
+            logsumexp = read_logsumexp(reader, total, spine.leaf_position, at_softmax, input)
+            if logsumexp is not None and logsumexp[0] == softmax.dim and softmax.scale == 1:
                 scores.loads |= spine.loads
                 beside = () if input is softmax.input else (softmax.input,)
-                return sink, (*nodes, *spine.internal, *found[1], *beside)
+                return sink, (*nodes, *spine.internal, *logsumexp[1], *beside)
     raise Unreadable("the rows of the result are multiplied by something that is no share of a sink", ending.node)
 
 

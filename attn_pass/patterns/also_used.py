@@ -58,7 +58,7 @@ def given_by_kernel(plan: Plan, site: Site, gives: bool) -> list[tuple[Node, Val
     if site.logarithms is None or not gives:
         return []
     assert plan.logarithm is not None and site.softmax_of is not None
-    found: list[tuple[Node, Value]] = []
+    given: list[tuple[Node, Value]] = []
     for node in site.logarithms.nodes:
         value, old = plan.logarithm, tensor_value(node)
         assert old is not None
@@ -68,8 +68,8 @@ def given_by_kernel(plan: Plan, site: Site, gives: bool) -> list[tuple[Node, Val
             value = plan.call(torch.ops.aten.to.dtype, value, old.dtype)
         if not plan.has_layout_of(value, node):
             raise LayoutError("the scores' log-sum-exp would lie in memory in another order")
-        found.append((node, value))
-    return found
+        given.append((node, value))
+    return given
 
 
 def _needed(site: Site) -> dict[Node, list[Node]]:
@@ -88,24 +88,26 @@ def _logarithms(reader: Reader, site: Site) -> Logarithms | None:
     if site.softmax_of is None or site.described is None:
         return None
     scores, dim = site.softmax_of
-    found: dict[Node, None] = {}
+    logarithms: dict[Node, None] = {}
     for node, users in _needed(site).items():
         if is_logarithm(reader, node):
-            found[node] = None
+            logarithms[node] = None
         elif node is scores:
-            found |= dict.fromkeys(users)
+            logarithms |= dict.fromkeys(users)
         else:
             return None
     rows = tuple(product(a.size for a in dims) for dims in site.described.attention.score_rows)
-    if not rows or not all(_is_of(reader, node, scores, dim, rows) for node in found):
+    if not rows or not all(_is_of(reader, node, scores, dim, rows) for node in logarithms):
         return None
-    inside, end = {*site.internal, *found}, reader.order[site.node]
-    if any(user not in inside and reader.order.get(user, end + 1) <= end for node in found for user in node.users):
+    inside, end = {*site.internal, *logarithms}, reader.order[site.node]
+    if any(user not in inside and reader.order.get(user, end + 1) <= end for node in logarithms for user in node.users):
         return None
     times = [reader.order[n] for n in (*scores.users, site.node) if n in reader.order]
     if reader.effects.mutation_between(scores, reader.order[scores], max(times)) is not None:
         return None
-    return Logarithms(tuple(found), (*site.internal, *(n for n in found if n not in site.internal)), site.shape_uses)
+    return Logarithms(
+        tuple(logarithms), (*site.internal, *(n for n in logarithms if n not in site.internal)), site.shape_uses
+    )
 
 
 def _is_of(reader: Reader, node: Node, scores: Node, dim: int, rows: tuple[Index, ...]) -> bool:

@@ -213,7 +213,7 @@ def _layout(value: torch.Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
 
 
 def _after(node: Node) -> list[Node]:
-    found = []
+    later = []
     while (node := node.next).op != "root":
-        found.append(node)
-    return found
+        later.append(node)
+    return later

@@ -100,12 +100,12 @@ class Opaque:
 
 def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
     """Puts an expansion in front of every such call of a graph that runs under ``outer``, where that can be."""
-    found = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in CALLS]
-    if not found:
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in CALLS]
+    if not calls:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
     result = []
-    for call in found:
+    for call in calls:
         form, region = CALLS[call.target], regions.of(call)
         size_nodes.made.clear()  # of another call's expansion, which may not stay
         try:
@@ -132,15 +132,15 @@ def _check(call: Node, form: _Form, region: Region) -> None:
 
 def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
     """The sites, each told which call it is inside of, and one for each call in which none was found."""
-    found = list(sites)
+    every = list(sites)
     for opaque in calls:
         inside = set(opaque.nodes)
-        own = [site for site in found if site.node in inside]
+        own = [site for site in every if site.node in inside]
         if not own:
             why = opaque.refusal or "no attention was found in it"
             left = Site(opaque.call, opaque.form, opaque.region, refusal=why)
             own = [left if opaque.error is None else failed(opaque.call, opaque.form, opaque.region, opaque.error)]
-            found += own
+            every += own
         for site in own:
             site.opaque = opaque
             site.written = opaque.written or site.written
@@ -150,4 +150,4 @@ def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
                     site.refusal = opaque.also
                 elif site.needed_as_well:
                     site.needed_as_well = opaque.also
-    return found
+    return every

@@ -68,8 +68,8 @@ class _Call:
 
 def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
     """Puts an expansion in front of every call of FlexAttention of a graph that runs under ``outer``, where it can."""
-    found = [node for node in gm.graph.nodes if node.op == "call_function" and operator_name(node) == FORM]
-    if not found:
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and operator_name(node) == FORM]
+    if not calls:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
     values = gm.meta.get(KNOWN_TENSORS, {})
@@ -88,7 +88,7 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
         return expansion, recorder.mask
 
     result, claims = [], []
-    for node in found:
+    for node in calls:
         region = regions.of(node)
         try:
             call = _read(node, region, sizes, effects, known)
@@ -256,10 +256,10 @@ class _Parts(Recorder):
         return kept(Lists.of(block_mask), keep, (rows, keys))
 
     def _scored(self, scores: Tensor, grid: tuple[Tensor, ...], captured: tuple[Any, ...], wide: torch.dtype) -> Tensor:
-        found = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)
-        if not isinstance(found, Tensor) or torch.promote_types(found.dtype, wide) != wide:
+        scored = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)
+        if not isinstance(scored, Tensor) or torch.promote_types(scored.dtype, wide) != wide:
             raise CannotExpand(f"its score_mod gives no {str(wide)[6:]}")
-        return _in(found, wide)
+        return _in(scored, wide)
 
     def _for_all_heads(self, x: Tensor, query: Tensor) -> Tensor:
         """Keys or values with a head for each of the query's, and a batch entry for each of its."""
@@ -275,11 +275,11 @@ class _Parts(Recorder):
 
     def _grid(self, scores: Tensor) -> tuple[Tensor, ...]:
         """The index of each dimension of the scores, along that dimension."""
-        found = []
+        grid = []
         for dim, size in enumerate(scores.shape):
             index = aten.arange.default(size, dtype=torch.int64, device=scores.device)
-            found.append(aten.view.default(index, [-1 if n == dim else 1 for n in range(scores.dim())]))
-        return tuple(found)
+            grid.append(aten.view.default(index, [-1 if n == dim else 1 for n in range(scores.dim())]))
+        return tuple(grid)
 
     def _laid_out(self, out: Tensor) -> Tensor:
         """The result in the memory order of the call's, which is that of its query."""

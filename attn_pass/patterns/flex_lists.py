@@ -102,9 +102,9 @@ def _ordered(number: Any, at: Any) -> Node | None:
         return None
     if options.get("input", options.get("self")) is not call["input"]:
         return None
-    found = _through_casts(call["input"])
-    held = tensor_value(found)
-    return found if isinstance(found, Node) and held is not None and held.dtype == torch.bool else None
+    matrix = _through_casts(call["input"])
+    held = tensor_value(matrix)
+    return matrix if isinstance(matrix, Node) and held is not None and held.dtype == torch.bool else None
 
 
 def _parameters(argsort: Node) -> tuple[str, ...]:

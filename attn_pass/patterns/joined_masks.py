@@ -31,9 +31,9 @@ def join_masks(
     if not fills:
         return None
     masks = [beside.add(aten.logical_not.default, p.mask) if p.mask is not None and p.keeps else p.mask for p in pieces]
-    found = _join(beside, reader, dim, is_stack, pieces, masks, False)
-    assert found is not None
-    return found, fills.pop()
+    joined = _join(beside, reader, dim, is_stack, pieces, masks, False)
+    assert joined is not None
+    return joined, fills.pop()
 
 
 def _join(

@@ -37,14 +37,14 @@ def piece_of(reader: Reader, value: object, user: Node) -> Piece | None:
         return Piece(product, (value,)) if plain else None
     if call is None or call.in_place or tensor_value(value) is None:
         return None
-    found = None
+    piece = None
     if call.op in ("mul", "div"):
-        found = _scaled(reader, value, call)
+        piece = _scaled(reader, value, call)
     elif call.op == "add" and call["alpha"] == 1:
-        found = _with_bias(reader, value, call)
+        piece = _with_bias(reader, value, call)
     elif call.op in ("masked_fill", "where", "method_where"):
-        found = _masked(reader, value, call)
-    return None if found is None else replace(found, nodes=(*found.nodes, value))
+        piece = _masked(reader, value, call)
+    return None if piece is None else replace(piece, nodes=(*piece.nodes, value))
 
 
 def _scaled(reader: Reader, value: Node, call: Call) -> Piece | None:

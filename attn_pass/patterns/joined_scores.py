@@ -43,7 +43,7 @@ class Joined:
 
 def join_scores(graph: Graph, reader: Reader) -> list[Joined]:
     """Adds the joined operands and their product for all joined scores, and has the reader read these as that."""
-    found = []
+    every = []
     for node in list(graph.nodes):
         call = reader.call(node)
         if call is None or call.op not in ("cat", "stack") or tensor_value(node) is None:
@@ -55,8 +55,8 @@ def join_scores(graph: Graph, reader: Reader) -> list[Joined]:
         whole = [p for p in pieces if p is not None]
         joined = _joined(graph, reader, node, call, whole) if len(whole) == len(pieces) else None
         if joined is not None:
-            found.append(joined)
-    return found
+            every.append(joined)
+    return every
 
 
 def erase_unused(graph: Graph, joined: list[Joined]) -> None:

@@ -33,15 +33,15 @@ def adds_nothing(reader: Reader, product: Product) -> bool:
 def factors_of_rows(reader: Reader, product: Product, weights: Node, position: Position) -> tuple[Factor, ...]:
     """Further factors of the product's element there, the same for all keys. Raises `Unreadable`."""
     at = dict(zip(product.out_letters, position))
-    time, found = reader.order[product.node], []
+    time, factors = reader.order[product.node], []
     of_rows = product.left_letters if weights is product.left else product.right_letters
     for node, letters in product.factors:
         if not set(letters) <= set(of_rows):
             raise Unreadable("a factor of the weights differs along the head dim of the values", product.node)
         where = broadcast_position(tuple(at[c] for c in letters), reader.shape(node))
         number = reader.scalar(node, time)
-        found.append(Factor(reader.load(node, where, time) if number is None else number))
-    return tuple(found)
+        factors.append(Factor(reader.load(node, where, time) if number is None else number))
+    return tuple(factors)
 
 
 def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Expr) -> Expr:

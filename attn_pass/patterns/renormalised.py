@@ -47,12 +47,12 @@ def _divisor(
         for sums, added in ((call["input"], call["other"]), (call["other"], call["input"])):
             number = reader.scalar(added, reader.order[node])
             if isinstance(number, Const) and float(number.value) >= 0:
-                found = _divisor(reader, spine, sums, position, keys)
-                return None if found is None else (found[0] + float(number.value), (*nodes, *found[1]))
+                divisor = _divisor(reader, spine, sums, position, keys)
+                return None if divisor is None else (divisor[0] + float(number.value), (*nodes, *divisor[1]))
         return None
     if call.op == "clamp" and call.get("max") is None and isinstance(call["min"], (int, float)):
-        found = _divisor(reader, spine, call["input"], position, keys) if call["min"] <= _LEAST else None
-        return None if found is None else (found[0], (*nodes, *found[1]))
+        divisor = _divisor(reader, spine, call["input"], position, keys) if call["min"] <= _LEAST else None
+        return None if divisor is None else (divisor[0], (*nodes, *divisor[1]))
     if call.op not in ("sum", "vector_norm") or not sums_what_is_not_negative(call):
         return None
     weights = _sum_of_weights(reader, spine, node, position, keys)

@@ -40,13 +40,13 @@ def remaining_shape_uses(reader: Reader, internal: Iterable[Node], result: Node)
     The mask that is made of it stays where something needs it: ``torch.ones_like(scores).tril()``.
     """
     inside = {*internal, result}
-    found = []
+    uses = []
     for node in inside - {result}:
         for user in node.users:
             use = None if user in inside or is_metadata_assertion(user) else _takes_a_shape(reader, user, node)
             if use is not None and can_stand_in(use, reader.sizes):
-                found.append(use)
-    return tuple(found)
+                uses.append(use)
+    return tuple(uses)
 
 
 _LIKE = ("expand_as", "view_as", "reshape_as", "type_as")  # of the second operand
@@ -107,16 +107,16 @@ def _leads_nowhere_else(
 
     Nor if the site reads one of them, or there are too many to look at.
     """
-    found: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     waiting = [start]
     while waiting:
         node = waiting.pop()
-        if node in found or (ends_here and node in site):
+        if node in nodes or (ends_here and node in site):
             continue
-        stops = node in site or node in read or node.op == "output" or len(found) > _MOST
+        stops = node in site or node in read or node.op == "output" or len(nodes) > _MOST
         stops = stops or node in reader.needed
         if stops or not is_pure(node) or draws_random_numbers(node) or reader.effects.mutations(node):
             return ()
-        found[node] = None
+        nodes[node] = None
         waiting += node.users
-    return tuple(found)
+    return tuple(nodes)

@@ -58,14 +58,14 @@ class _Shared:
 
 def _partners(reader: Reader, own: int, among: Mapping[int, _Shared]) -> set[int]:
     """The sites that the outside uses lie in; none if one lies in no site."""
-    found: set[int] = set()
+    partners: set[int] = set()
     for node, user in among[own].uses:
         inside = {number for number, other in among.items() if number != own and other.has(node, user)}
         dropped = any(_drops(among[number].site) for number in (own, *inside))
         if not inside or (dropped and reader.softmaxes.get(node)):
             return set()
-        found |= inside
-    return found
+        partners |= inside
+    return partners
 
 
 def _drops(site: Site) -> bool:
@@ -82,7 +82,7 @@ def _outside_uses(reader: Reader, site: Site) -> frozenset[tuple[Node, Node]] | 
         return None
     inside = {*site.internal, site.node}
     of_a_shape = {use.user for use in site.shape_uses}
-    found: set[tuple[Node, Node]] = set()
+    uses: set[tuple[Node, Node]] = set()
     for node in site.internal:
         if reader.effects.mutations(node):
             return None
@@ -91,5 +91,5 @@ def _outside_uses(reader: Reader, site: Site) -> frozenset[tuple[Node, Node]] | 
                 continue
             if user.op == "output":
                 return None
-            found.add((node, user))
-    return frozenset(found)
+            uses.add((node, user))
+    return frozenset(uses)

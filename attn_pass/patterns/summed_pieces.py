@@ -57,16 +57,16 @@ class Summed:
 
 def join_sums(graph: Graph, reader: Reader) -> list[Summed]:
     """Puts one product in the place of each such sum; the reader knows by now what comes from a softmax."""
-    found = []
+    every = []
     for node in list(graph.nodes):
         call = reader.call(node)
         if call is None or call.op != "add" or node._erased or len(terms := list(_terms(reader, node))) < 2:
             continue
         joined = _joined(graph, reader, node, terms)
         if joined is not None:
-            found.append(joined)
+            every.append(joined)
             reader.put_in_place(joined.product, joined.idle)
-    return found
+    return every
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,10 @@ def _piece(reader: Reader, node: Node, end: Node) -> _Piece | None:
 
 def _passed(piece: Node, weights: Node) -> tuple[Node, ...]:
     """The nodes from the weights to a piece of them: a slice, or a split and what takes one of its results."""
-    found = [piece]
-    while weights not in found[0].all_input_nodes:
-        found.insert(0, found[0].all_input_nodes[0])
-    return tuple(found)
+    chain = [piece]
+    while weights not in chain[0].all_input_nodes:
+        chain.insert(0, chain[0].all_input_nodes[0])
+    return tuple(chain)
 
 
 def _values_are_alike(reader: Reader, pieces: list[_Piece], letters: tuple[str, str, str]) -> bool:

@@ -159,11 +159,11 @@ def choose(
     times, remark = choice.predicted_us, ""
     if measure is not None and prefer != "first":
         more = _alternatives(offers, setting)
-        found = measure(_shortlist(offers, more))
-        if isinstance(found, str):
-            remark = f"; {found}"
+        answer = measure(_shortlist(offers, more))
+        if isinstance(answer, str):
+            remark = f"; {answer}"
         else:
-            times = choice.measured_us = dict(found)
+            times = choice.measured_us = dict(answer)
             everything = [*candidates, *(o for label in more for o in more[label])]
             candidates = [o for o in everything if _label(o[0]) in times] or candidates
     measured = times is choice.measured_us
@@ -288,13 +288,13 @@ def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -
 
 def _alternatives(offers: _Offers, setting: Setting) -> dict[str, _Offers]:
     """Offers like one of these with other block sizes, by the label of that one."""
-    found: dict[str, _Offers] = {}
+    alternatives: dict[str, _Offers] = {}
     for offer, target in offers:
         more = getattr(target, "alternatives", None)
         others = [] if more is None else [(other, target) for other in more(offer, setting)]
         if others:
-            found[_label(offer)] = others
-    return found
+            alternatives[_label(offer)] = others
+    return alternatives
 
 
 def _shortlist(offers: _Offers, alternatives: Mapping[str, _Offers]) -> list[str]:

@@ -46,16 +46,16 @@ def lengths(
     (symbol,) = symbols
     traced = setting.hint(attention.q_len)
     masked = mask_elements(attention, setting.hint)
-    found: dict[int, Length] = {}
+    by_queries: dict[int, Length] = {}
     for value in _ends(symbol, lambda n: _at(setting.hint, symbol, n)(attention.q_len)):
         hint = _at(setting.hint, symbol, value)
         queries = hint(attention.q_len)
-        if queries == traced or queries in found or not _FEW <= queries <= _MANY:
+        if queries == traced or queries in by_queries or not _FEW <= queries <= _MANY:
             continue
         elements = written.mask_elements * mask_elements(attention, hint) // masked if masked else 0
         there = replace(written, mask_elements=elements, copied_bytes=copied_bytes(hint))
-        found[queries] = Length(queries, replace(setting, hint=hint), there)
-    return tuple(found.values())
+        by_queries[queries] = Length(queries, replace(setting, hint=hint), there)
+    return tuple(by_queries.values())
 
 
 def _ends(symbol: Symbol, queries: Callable[[int], int]) -> tuple[int, ...]:

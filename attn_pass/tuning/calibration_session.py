@@ -59,12 +59,12 @@ def calibrate(at: torch.device, seconds: float, on_reading: OnReading, *, keep_i
     began = time.monotonic()
     failed: dict[str, str] = {}
     if at.type == "cpu":
-        found = []
+        readings = []
         for probe, reading in cpu.readings(seconds):
             on_reading(probe.name, reading)
-            found.append((probe, reading))
-        measured = Calibration(facts(device), **cpu.fitted(found))
-        spread = statistics.median(reading.spread for _, reading in found)
+            readings.append((probe, reading))
+        measured = Calibration(facts(device), **cpu.fitted(readings))
+        spread = statistics.median(reading.spread for _, reading in readings)
     else:
         swept = cuda.sweep(device, at, seconds, on_reading)
         measured, spread, failed = cuda.fitted(device, swept), swept.spread, swept.failed

@@ -69,11 +69,11 @@ class Tuner:
             if isinstance(answer, str):
                 return f"tune=True: not measured, {answer}; the model decides"
             disk_cache.save(key, result := answer)
-        found = {label: statistics.median(samples) for label, samples in result["us"].items()}
-        if LEAVE not in found or len(found) < 2:
+        medians = {label: statistics.median(samples) for label, samples in result["us"].items()}
+        if LEAVE not in medians or len(medians) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
             return f"tune=True: not measured, {failed}; the model decides"
-        return found
+        return medians
 
     def _job(self, place: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
         autocast = place.setting.autocast
@@ -119,12 +119,12 @@ def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:
     return "the worker process said what is no result" if result is None else result
 
 
-def _checked(found: Any) -> dict[str, Any] | None:
+def _checked(result: Any) -> dict[str, Any] | None:
     """What a worker found, if it is of the form one writes: it came from a disk or a pipe."""
-    if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in ("us", "failed")):
+    if not isinstance(result, dict) or not all(isinstance(result.get(name), dict) for name in ("us", "failed")):
         return None
-    samples = [s for taken in found["us"].values() for s in (taken if isinstance(taken, list) and taken else [None])]
-    return found if all(isinstance(s, (int, float)) for s in samples) else None
+    samples = [s for taken in result["us"].values() for s in (taken if isinstance(taken, list) and taken else [None])]
+    return result if all(isinstance(s, (int, float)) for s in samples) else None
 
 
 def _digests(program: Program) -> list[str]:

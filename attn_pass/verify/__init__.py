@@ -88,11 +88,11 @@ def verify(subject: Subject) -> Verified:
     with outside_tracing():
         for chosen in _choices(subject):
             try:
-                found = _verify_at(subject, chosen)
+                difference = _verify_at(subject, chosen)
             except CannotExtract as error:
                 why = why or str(error)
                 continue
-            worst = found if worst is None else max(worst, found)
+            worst = difference if worst is None else max(worst, difference)
     return Verified(worst, "" if worst is not None else why)
 
 
@@ -135,13 +135,13 @@ def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
     if (memory := sum(i.memory for i in part.inputs)) > MOST_MEMORY:
         raise CannotExtract(f"it reads a part of inputs of {memory} elements, too many to make")
     kinds = _kinds(subject, part, chosen)
-    found = []
+    differences = []
     for draw in DRAWS if count <= _FEW_SCORES else DRAWS[:2]:
         backward = draw == "normal" or count <= _FEW_SCORES
-        found.append(_Trial(subject, part, chosen, kinds, draw=draw, backward=backward).difference())
-    if found[0] is None:
+        differences.append(_Trial(subject, part, chosen, kinds, draw=draw, backward=backward).difference())
+    if differences[0] is None:
         raise CannotExtract("on random inputs it gives no number that is finite")
-    return max(f for f in found if f is not None)
+    return max(f for f in differences if f is not None)
 
 
 def _cut(subject: Subject, chosen: Mapping[str, int]) -> Cut:
@@ -219,12 +219,12 @@ class _Trial:
         meant = self._meant(original)
         assert self.part.rewritten is not None
         try:
-            found = self._run(self._compiled(self.part.rewritten))
+            outcome = self._run(self._compiled(self.part.rewritten))
         except CannotExtract as error:
             self._tell(f"it fails where the original does not ({error})")
-        if wrong := compare.wrong_result(found, original, meant):
+        if wrong := compare.wrong_result(outcome, original, meant):
             self._tell(wrong)
-        return compare.difference(found, original) if compare.says_something(original) else None
+        return compare.difference(outcome, original) if compare.says_something(original) else None
 
     def _run(self, program: Callable[..., Any]) -> Outcome:
         try:

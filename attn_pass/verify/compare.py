@@ -29,10 +29,10 @@ def wrong_reading(as_written: Outcome, wide: Outcome | None, meant: Outcome) -> 
     return _apart(as_written, meant, as_written, {}, _ROUNDED[_narrowest(as_written)])
 
 
-def wrong_result(found: Outcome, as_written: Outcome, truth: Outcome) -> str:
+def wrong_result(outcome: Outcome, as_written: Outcome, truth: Outcome) -> str:
     """Why a rewritten program is wrong; "" where its error is the dtype's, or at most twice the original's."""
     own = _errors(as_written, truth, as_written)
-    return _apart(found, truth, as_written, own, _UNITS[found.result.dtype])
+    return _apart(outcome, truth, as_written, own, _UNITS[outcome.result.dtype])
 
 
 def says_something(as_written: Outcome) -> bool:
@@ -40,9 +40,9 @@ def says_something(as_written: Outcome) -> bool:
     return not as_written.result.numel() or bool(torch.isfinite(as_written.result).any())
 
 
-def difference(found: Outcome, as_written: Outcome) -> float:
+def difference(outcome: Outcome, as_written: Outcome) -> float:
     """The largest absolute difference of the results, where the original's is a number."""
-    return _errors(found, as_written, as_written)["the result"][0]
+    return _errors(outcome, as_written, as_written)["the result"][0]
 
 
 def _narrowest(outcome: Outcome) -> torch.dtype:
@@ -51,34 +51,34 @@ def _narrowest(outcome: Outcome) -> torch.dtype:
 
 
 def _apart(
-    found: Outcome, truth: Outcome, defined: Outcome, own: Mapping[str, tuple[float, float]], unit: float
+    outcome: Outcome, truth: Outcome, defined: Outcome, own: Mapping[str, tuple[float, float]], unit: float
 ) -> str:
-    errors = _errors(found, truth, defined)
+    errors = _errors(outcome, truth, defined)
     least = _LEAST * max(size for _, size in errors.values())
     for name, (error, size) in errors.items():
         allowed = _TWICE * own.get(name, (0.0, 0.0))[0] + unit * max(size, least)
         if not error <= allowed:
             return f"{name} is {error:.3g} away where {allowed:.3g} is allowed"
-    missing = set(defined.gradients) ^ set(found.gradients)
+    missing = set(defined.gradients) ^ set(outcome.gradients)
     if missing:
         return f"input {min(missing) + 1} has a gradient in one of them only"
     return ""
 
 
-def _errors(found: Outcome, truth: Outcome, defined: Outcome) -> dict[str, tuple[float, float]]:
+def _errors(outcome: Outcome, truth: Outcome, defined: Outcome) -> dict[str, tuple[float, float]]:
     """For the result and each gradient: the largest error where ``defined`` is finite, and the largest value."""
-    pairs = {"the result": (found.result, truth.result, defined.result)}
-    for n in set(found.gradients) & set(truth.gradients) & set(defined.gradients):
-        pairs[f"the gradient of input {n + 1}"] = (found.gradients[n], truth.gradients[n], defined.gradients[n])
+    pairs = {"the result": (outcome.result, truth.result, defined.result)}
+    for n in set(outcome.gradients) & set(truth.gradients) & set(defined.gradients):
+        pairs[f"the gradient of input {n + 1}"] = (outcome.gradients[n], truth.gradients[n], defined.gradients[n])
     return {name: _error(*three) for name, three in pairs.items()}
 
 
-def _error(found: torch.Tensor, truth: torch.Tensor, defined: torch.Tensor) -> tuple[float, float]:
-    if found.shape != truth.shape:
+def _error(result: torch.Tensor, truth: torch.Tensor, defined: torch.Tensor) -> tuple[float, float]:
+    if result.shape != truth.shape:
         return float("inf"), 0.0
     where = torch.isfinite(defined).cpu()
     exact = truth.cpu().double()[where]
     if not exact.numel():
         return 0.0, 0.0
-    apart = (found.cpu().double()[where] - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    apart = (result.cpu().double()[where] - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
     return float(apart.max()), float(exact.abs().nan_to_num(nan=0.0, posinf=0.0).max())

@@ -38,30 +38,30 @@ class Spec:
 
 def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
     """The kind of each source's values, as the score uses them."""
-    found: dict[int, Spec] = {}
+    by_source: dict[int, Spec] = {}
     expressions = [attention.score, attention.sink, *(f.value for f in attention.result_factors)]
     if attention.mask.computed is not None:
         expressions += [attention.mask.computed.bias, attention.mask.computed.condition]
     longest = max(2, _number(attention.kv_len, sizes))
     for expression in expressions:
         if expression is not None:
-            _visit(expression, Spec("mask", longest), found, attention, sizes)
+            _visit(expression, Spec("mask", longest), by_source, attention, sizes)
     for factor in (*attention.factors, *attention.result_factors):
         if factor.inverse:
-            found |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
+            by_source |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
     operands = {attention.value.source: Spec()}
     operands |= dict.fromkeys((attention.query.source, attention.key.source), Spec("factor"))
-    return tuple(operands.get(n) or found.get(n, Spec()) for n in range(len(attention.sources)))
+    return tuple(operands.get(n) or by_source.get(n, Spec()) for n in range(len(attention.sources)))
 
 
 def _visit(
-    expression: Expr, spec: Spec, found: dict[int, Spec], attention: Attention, sizes: Mapping[str, int]
+    expression: Expr, spec: Spec, by_source: dict[int, Spec], attention: Attention, sizes: Mapping[str, int]
 ) -> None:
     """Notes what is known of each load below ``expression``, of which ``spec`` is the kind."""
     if isinstance(expression, Load):
-        before = found.get(expression.source)
+        before = by_source.get(expression.source)
         if before is None or (_rank(spec), -spec.limit) > (_rank(before), -before.limit):
-            found[expression.source] = spec
+            by_source[expression.source] = spec
         return
     if not isinstance(expression, Apply):
         return
@@ -69,8 +69,8 @@ def _visit(
         table, row = expression.args
         assert isinstance(table, Load)
         rows = _number(attention.sources[table.source].shape[0], sizes)
-        _visit(table, spec, found, attention, sizes)
-        _visit(row, Spec("index", rows), found, attention, sizes)
+        _visit(table, spec, by_source, attention, sizes)
+        _visit(row, Spec("index", rows), by_source, attention, sizes)
         return
     below = [spec] * len(expression.args)
     if expression.op in (*_COMPARISONS, "not", "and", "or") or _is_truth(expression):
@@ -86,7 +86,7 @@ def _visit(
     elif expression.op not in ("add", "sub", "cast", "maximum", "minimum"):
         below = [spec if spec.kind in ("flag", "index") else Spec("number", spec.limit)] * len(below)
     for argument, own in zip(expression.args, below):
-        _visit(argument, own, found, attention, sizes)
+        _visit(argument, own, by_source, attention, sizes)
 
 
 def _is_truth(expression: Apply) -> bool:

@@ -62,8 +62,8 @@ def _gradients(
     leaves = {n: flat for n, flat in enumerate(flats) if flat.requires_grad}
     if cotangent is None or not leaves or not result.requires_grad:
         return {}
-    found = torch.autograd.grad(result, list(leaves.values()), cotangent.to(result), allow_unused=True)
-    return {n: g for n, g in zip(leaves, found) if g is not None}
+    gradients = torch.autograd.grad(result, list(leaves.values()), cotangent.to(result), allow_unused=True)
+    return {n: g for n, g in zip(leaves, gradients) if g is not None}
 
 
 def in_float64(module: GraphModule) -> GraphModule:

@@ -125,10 +125,10 @@ def readings(seconds: float) -> Iterator[tuple[Probe, Reading]]:
             yield probe, read(probe.make(), _CPU, block)
 
 
-def fitted(found: Iterable[tuple[Probe, Reading]]) -> dict[str, Any]:
+def fitted(readings: Iterable[tuple[Probe, Reading]]) -> dict[str, Any]:
     """The fields of a `Calibration` that the readings make."""
     fields: dict[str, Any] = {}
-    for probe, reading in found:
+    for probe, reading in readings:
         if probe.dtype:
             fields.setdefault(probe.constant, {})[probe.dtype] = probe.scaled(reading.us)
         else:

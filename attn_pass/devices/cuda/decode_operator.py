@@ -108,13 +108,13 @@ def gpu_of(device: torch.device) -> tuple[Room, int]:
     it is read, and never run.
     """
     try:
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
     except (AssertionError, RuntimeError):  # torch was built without CUDA, or there is no driver
         if torch.cuda.is_available():
             raise
         return Room(), _CORES
-    shared = getattr(found, "shared_memory_per_block_optin", Room.shared_bytes)
-    return Room(shared, found.major), found.multi_processor_count
+    shared = getattr(properties, "shared_memory_per_block_optin", Room.shared_bytes)
+    return Room(shared, properties.major), properties.multi_processor_count
 
 
 def splits_for(programs: int, kv_len: int, cores: int) -> int:

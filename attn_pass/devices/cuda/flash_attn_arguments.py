@@ -58,9 +58,9 @@ class Arguments:
 def arguments_of(a: Attention) -> Arguments:
     """The arguments. Raises `NoForm`."""
     scale, softcap = _scale_and_cap(a)
-    found = Arguments(abs(scale), scale < 0, softcap)
+    arguments = Arguments(abs(scale), scale < 0, softcap)
     if a.mask.is_none:
-        return found
+        return arguments
     finite = a.mask.replaces_with_number
     visible = replace(a.mask.structure, parts=tuple(p for p in a.mask.structure.parts if p != _ADDED))
     term: Expr | None = None
@@ -75,7 +75,7 @@ def arguments_of(a: Attention) -> Arguments:
     if (left > -1 or right > 0) and not is_at_most(a.q_len, a.kv_len):
         raise NoForm("a window with more rows than keys, for all that is known")
     return replace(
-        found,
+        arguments,
         causal=right == 0,
         left=left,
         right=right,
@@ -178,7 +178,7 @@ class _Added:
 def _added(a: Attention) -> _Added:
     """The bias taken apart. Raises `NoForm`."""
     bias = _over_places(a)
-    found: list[Expr] = []
+    terms: list[Expr] = []
     finite = False
     condition: Expr = TRUE
     for sign, term in _terms(bias, 1):
@@ -186,7 +186,7 @@ def _added(a: Attention) -> _Added:
             continue
         values = pieces(term)
         if values is None:
-            found.append(term if sign > 0 else apply("neg", term))
+            terms.append(term if sign > 0 else apply("neg", term))
             continue
         fills = [sign * float(v.value) for _, v in values if v.value != 0]
         if any(not f <= torch.finfo(a.score_dtype).min / 2 for f in fills):
@@ -196,9 +196,9 @@ def _added(a: Attention) -> _Added:
         for piece, value in values:
             kept = apply("or", kept, piece) if value.value == 0 else kept
         condition = apply("and", condition, kept)
-    if len(found) > 1:
+    if len(terms) > 1:
         raise NoForm(NO_FORM)
-    return _Added(found[0] if found else None, condition, finite)
+    return _Added(terms[0] if terms else None, condition, finite)
 
 
 def _over_places(a: Attention) -> Expr:

@@ -184,8 +184,8 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
 
     def forms(name: str) -> list[OperandForm]:
         # A tensor multiplied into the half-precision query stays: the scores, in float32, are not what it was for.
-        found = operand(reader, operands[name], positions[name], time, region, factors=name != "v")
-        return [f for f in found if not f.factors]
+        read = operand(reader, operands[name], positions[name], time, region, factors=name != "v")
+        return [f for f in read if not f.factors]
 
     return Parts(
         reader=reader,

@@ -85,20 +85,20 @@ def _record(device: torch.device) -> tuple[dict[str, str | None], bool]:
 
     From a thread of its own: the one that asks is in the middle of a compile, with modes and autocast.
     """
-    found: list[tuple[str | None, bool]] = []
+    outcome: list[tuple[str | None, bool]] = []
 
     def work() -> None:
         try:
-            found.append((first_difference(operator, device), True))
+            outcome.append((first_difference(operator, device), True))
         except torch.OutOfMemoryError as error:  # another time there may be room
-            found.append((first_line(error), False))
+            outcome.append((first_line(error), False))
         except Exception as error:
-            found.append((f"{type(error).__name__}: {first_line(error)}", True))
+            outcome.append((f"{type(error).__name__}: {first_line(error)}", True))
 
     thread = threading.Thread(target=work, name="attn_pass self-check")
     thread.start()
     thread.join()
-    ((failed, lasts),) = found
+    ((failed, lasts),) = outcome
     return {"failure": failed}, lasts
 
 
@@ -119,18 +119,18 @@ def first_difference(run: Run, device: torch.device) -> str | None:
                 out, lse = run(_moved(inputs, device))
         else:
             out, lse = run(inputs)
-        for what, found, wanted, allowed in (
+        for what, result, wanted, allowed in (
             ("result", out, right, _OF_RESULT[case.dtype]),
             ("log-sum-exp", lse, right_lse, _OF_LSE),
         ):
-            apart = _apart(found.cpu().double(), wanted.double())
+            apart = _apart(result.cpu().double(), wanted.double())
             if not apart <= allowed:
                 return f"{case.name}: the {what} is off by {apart:.2g}, where {allowed:g} is rounding"
     return None
 
 
-def _apart(found: Tensor, wanted: Tensor) -> float:
-    difference = torch.where(found == wanted, 0.0, (found - wanted).abs() / wanted.abs().clamp(min=1.0))
+def _apart(result: Tensor, wanted: Tensor) -> float:
+    difference = torch.where(result == wanted, 0.0, (result - wanted).abs() / wanted.abs().clamp(min=1.0))
     return float(difference.nan_to_num(nan=torch.inf).max())
 
 
@@ -168,8 +168,12 @@ def _facts(device: torch.device) -> dict[str, str]:
     """All that decides what the kernel computes."""
     facts = {"torch": torch.__version__, "triton": _triton(), "kernel": _digest(), "device": platform.machine()}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        facts |= {"device": found.name, "capability": f"{found.major}.{found.minor}", "driver": _driver()}
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": _driver(),
+        }
     return facts
 
 

@@ -42,8 +42,8 @@ class Readings:
     @property
     def spread(self) -> float:
         """The median spread of all readings: how busy the machine was."""
-        found = [r.spread for r in (*self.plain.values(), *self.attention.values())]
-        return statistics.median(found) if found else 0.0
+        spreads = [r.spread for r in (*self.plain.values(), *self.attention.values())]
+        return statistics.median(spreads) if spreads else 0.0
 
 
 def sweep(device: Device, at: torch.device, seconds: float, done: Callable[[str, Reading], None]) -> Readings:
@@ -51,22 +51,22 @@ def sweep(device: Device, at: torch.device, seconds: float, done: Callable[[str,
 
     Needs about 4 GB of the GPU's memory.
     """
-    found, end = Readings(), time.monotonic() + seconds
+    readings, end = Readings(), time.monotonic() + seconds
     with torch.no_grad():
         for name, make in _plain(device, at):
-            _take(found, name, found.plain, name, make, at, done)
+            _take(readings, name, readings.plain, name, make, at, done)
         if "cudnn" in device.kernels:
-            found.plans_us = _plans(at, found)
+            readings.plans_us = _plans(at, readings)
         for point in attention_points(device):
             if time.monotonic() > end:
-                found.failed["the rest"] = f"{seconds:.0f} s were over"
+                readings.failed["the rest"] = f"{seconds:.0f} s were over"
                 break
-            _take(found, point.name, found.attention, point, lambda p=point: p.run(at), at, done)  # type: ignore[misc]
-    return found
+            _take(readings, point.name, readings.attention, point, lambda p=point: p.run(at), at, done)  # type: ignore[misc]
+    return readings
 
 
 def _take(
-    found: Readings,
+    readings: Readings,
     name: str,
     into: dict[Any, Reading],
     key: object,
@@ -77,7 +77,7 @@ def _take(
     try:
         reading = read(make(), at)
     except Exception as error:  # a kernel may refuse, or the memory not suffice: the others go on
-        found.failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        readings.failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return
     into[key] = reading
     done(name, reading)
@@ -130,7 +130,7 @@ def _plain(device: Device, at: torch.device) -> Iterator[tuple[str, Callable[[],
         yield "fused_op_us", small(lambda x: points.call("flash", x, x, x, False))
 
 
-def _plans(at: torch.device, found: Readings) -> list[float]:
+def _plans(at: torch.device, readings: Readings) -> list[float]:
     """Microseconds the host takes for cuDNN's first call at a length, more than for the second."""
     taken = []
     try:
@@ -145,7 +145,7 @@ def _plans(at: torch.device, found: Readings) -> list[float]:
                 times.append((time.perf_counter() - began) * 1e6)
             taken.append(max(_LEAST_US, times[0] - times[1]))
     except Exception as error:
-        found.failed["plan_us"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        readings.failed["plan_us"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return []
     return taken[1:]  # the first call of all builds cuDNN's handle as well
 
@@ -153,11 +153,11 @@ def _plans(at: torch.device, found: Readings) -> list[float]:
 # ---------------------------------------------------------------- the fit
 
 
-def fitted(device: Device, found: Readings) -> Calibration:
+def fitted(device: Device, readings: Readings) -> Calibration:
     """The calibration that the readings make of a device as the catalogue has it."""
-    plain = Calibration(facts(device), **_rates(device, found))
-    many = replace(plain, shares=_shares(with_calibration(device, plain), found.attention, _MANY_ROWS))
-    few = _shares(with_calibration(device, many), found.attention, _FEW_ROWS)
+    plain = Calibration(facts(device), **_rates(device, readings))
+    many = replace(plain, shares=_shares(with_calibration(device, plain), readings.attention, _MANY_ROWS))
+    few = _shares(with_calibration(device, many), readings.attention, _FEW_ROWS)
     kernels = {*many.shares, *few}
     return replace(plain, shares={k: {**many.shares.get(k, {}), **few.get(k, {})} for k in sorted(kernels)})
 
@@ -166,8 +166,8 @@ def fitted(device: Device, found: Readings) -> Calibration:
 _MANY_ROWS, _FEW_ROWS = ("prefill", "narrow", "wide"), ("one_row", "few_rows")
 
 
-def _rates(device: Device, found: Readings) -> dict[str, Any]:
-    us = {name: reading.us for name, reading in found.plain.items()}
+def _rates(device: Device, readings: Readings) -> dict[str, Any]:
+    us = {name: reading.us for name, reading in readings.plain.items()}
     fields: dict[str, Any] = {"matmul_gflops": {}}
     for dtype in (*_HALVES, torch.float32):
         name = f"matmul_gflops, {_name(dtype)}"
@@ -180,9 +180,9 @@ def _rates(device: Device, found: Readings) -> dict[str, Any]:
     for name in ("kernel_us", "op_us", "fused_op_us"):
         if name in us:
             fields[name] = max(_LEAST_US, us[name])
-    if found.plans_us:
-        fields["plan_us"] = statistics.median(found.plans_us)
-    single = [(p, r) for p, r in found.attention.items() if p.dtype == torch.float32]
+    if readings.plans_us:
+        fields["plan_us"] = statistics.median(readings.plans_us)
+    single = [(p, r) for p, r in readings.attention.items() if p.dtype == torch.float32]
     for point, reading in single:
         fields["fused_gflops"] = {"float32": point.flops / reading.us / 1e3}  # what the model takes for its products
     return fields

@@ -71,15 +71,15 @@ def allowed(a: Attention, operator: str) -> tuple[Layout, ...]:
 
 def best(a: Attention, operator: str, hint: Callable[[Index], int]) -> tuple[Layout, int]:
     """The layout that copies the fewest bytes of operands, and how many."""
-    found: list[tuple[int, Layout]] = []
+    candidates: list[tuple[int, Layout]] = []
     for layout in allowed(a, operator):
         fits = all(lies(a, operand, layout) for operand in Operand.of(a))
         copied = sum(hint(o.elements()) for o in Operand.of(a) if not lies(a, o, layout))
         if layout.merged and not fits:
             continue  # positions before heads without it
-        found.append((copied * a.compute_dtype.itemsize, layout))
-    least = min(copied for copied, _ in found)
-    ties = [layout for copied, layout in found if copied == least]
+        candidates.append((copied * a.compute_dtype.itemsize, layout))
+    least = min(copied for copied, _ in candidates)
+    ties = [layout for copied, layout in candidates if copied == least]
     merged = next((layout for layout in ties if layout.merged and _has_steps_less(a, layout)), None)
     return merged or ties[0], least
 
@@ -103,10 +103,10 @@ def lies(a: Attention, operand: Operand, layout: Layout) -> bool:
         return False
     wanted = [axis for g in _in_order(operand, layout) for axis in g if axis.size != 1]
     try:
-        found = [axis for dim in source.order for axis in _digit_axes(operand.load.index[dim])[1]]
+        order = [axis for dim in source.order for axis in _digit_axes(operand.load.index[dim])[1]]
     except NoView:
         return False
-    return [axis for axis in found if axis.size != 1] == wanted
+    return [axis for axis in order if axis.size != 1] == wanted
 
 
 def _in_order(operand: Operand, layout: Layout) -> tuple[Group, ...]:

@@ -84,17 +84,17 @@ def _cannot_be_replaced(a: Attention, fills: set[float]) -> str | None:
 
 def _fills(a: Attention) -> set[float]:
     """The numbers that stand where a key is masked."""
-    found: set[float] = set()
+    fills: set[float] = set()
     if a.mask.keep is not None:
-        found.add(a.mask.keep.fill)
+        fills.add(a.mask.keep.fill)
     if a.mask.bias is not None:
         if a.mask.fills is None:
             raise NoForm(
                 "what is added to the scores is not proved to be 0 or masking everywhere: the operator takes boolean "
                 "masks, and its bias (pse) is not used until it is seen on hardware"
             )
-        found |= set(a.mask.fills)
-    return found
+        fills |= set(a.mask.fills)
+    return fills
 
 
 def _by_mode(a: Attention) -> MaskPlan | None:
@@ -174,12 +174,12 @@ def compressed(plan: Plan, a: Attention) -> Value:
 def _masked_out(lower: Lowering) -> Value:
     """(B, H, L, S), at size 1 where it does not vary; True where masked out."""
     a, call = lower.attention, lower.plan.call
-    found: list[Value] = []
+    parts: list[Value] = []
     if a.mask.condition is not None:
-        found.append(lower.condition(apply("not", a.mask.condition), lower.mask_groups()))
+        parts.append(lower.condition(apply("not", a.mask.condition), lower.mask_groups()))
     if a.mask.bias is not None:
-        found.append(call(aten.ne.Scalar, lower.expression(a.mask.bias, lower.mask_groups()), 0))
-    return found[0] if len(found) == 1 else call(aten.logical_or.default, *found)
+        parts.append(call(aten.ne.Scalar, lower.expression(a.mask.bias, lower.mask_groups()), 0))
+    return parts[0] if len(parts) == 1 else call(aten.logical_or.default, *parts)
 
 
 def _shaped(lower: Lowering, mask: Value, *, decodes: bool) -> Value:

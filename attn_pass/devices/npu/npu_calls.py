@@ -132,16 +132,16 @@ def _arguments(node: Node, name: str) -> _ParsedCall:
     target = node.target
     overload = target if isinstance(target, OpOverload) else target.default  # type: ignore[union-attr]
     schema = overload._schema.arguments
-    found: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
-    found |= dict(zip((a.name for a in schema), node.args))
-    found |= node.kwargs
+    arguments: dict[str, Any] = {a.name: a.default_value for a in schema if a.has_default_value()}
+    arguments |= dict(zip((a.name for a in schema), node.args))
+    arguments |= node.kwargs
     known = {spelling: word for word, both in _SPELLINGS.items() for spelling in both.split()}
-    given: dict[str, Any] = {known[n]: v for n, v in found.items() if n in known}
+    given: dict[str, Any] = {known[n]: v for n, v in arguments.items() if n in known}
     for argument in schema:
         if argument.name in (*known, *_IGNORED):
             continue
         default = argument.default_value if argument.has_default_value() else None
-        if found.get(argument.name) not in (None, default):
+        if arguments.get(argument.name) not in (None, default):
             raise Unreadable(f"its {argument.name} is not read", node)
     for word in ("heads", "before", "after", "mode"):
         if not isinstance(given[word], int):
@@ -154,9 +154,9 @@ def _arguments(node: Node, name: str) -> _ParsedCall:
         raise Unreadable(f"layout {given['layout']}: sequences of one length are read", node)
     return _ParsedCall(
         name=name,
-        query=found["query"],
-        key=found["key"],
-        value=found["value"],
+        query=arguments["query"],
+        key=arguments["key"],
+        value=arguments["value"],
         heads=given["heads"],
         kv_heads=given.get("kv_heads") if name == _INFERENCE else None,
         layouts=(_LAYOUTS[inner], _LAYOUTS[outer or inner]),
@@ -179,13 +179,13 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
     """Sizes by their letters. Raises `Unreadable` where they do not fit the number of heads."""
     if len(shape) != len(layout):
         raise Unreadable("an operand has another rank than its layout", node)
-    found = dict(zip(layout, shape))
-    if "hd" in found:
-        dim = divide_exactly(found.pop("hd"), heads) if heads else None
+    sizes = dict(zip(layout, shape))
+    if "hd" in sizes:
+        dim = divide_exactly(sizes.pop("hd"), heads) if heads else None
         if dim is None:
             raise Unreadable("a hidden size is no multiple of the number of heads", node)
-        found |= {"h": heads, "d": dim}
-    return found
+        sizes |= {"h": heads, "d": dim}
+    return sizes
 
 
 def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _Mask) -> Parts:
@@ -198,8 +198,8 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
     kv_heads = given.kv_heads
     if kv_heads is None:  # by the head dim of the query
         whole = k_shape[inner.index("hd")] if "hd" in inner else None
-        found = k_shape[inner.index("h")] if whole is None else divide_exactly(whole, q["d"])
-        kv_heads = found if isinstance(found, int) else 0
+        in_keys = k_shape[inner.index("h")] if whole is None else divide_exactly(whole, q["d"])
+        kv_heads = in_keys if isinstance(in_keys, int) else 0
     kv_heads = kv_heads or given.heads
     k, v = (_sizes(inner, shape, kv_heads, node) for shape in (k_shape, v_shape))
     if (q["h"], q["d"], q["b"], k["s"], k["h"]) != (given.heads, k["d"], k["b"], v["s"], v["h"]) or k["b"] != v["b"]:

@@ -96,8 +96,8 @@ def backward(call: Call) -> Callable[..., Any]:
                 return pull(grad)
             added = _added(call, query, bias)
             _, pull = jax.vjp(lambda *parts: _KERNELS[call.kind](call, *parts, kept), query, key, value, added)
-            *found, of_added = pull(grad)
-            return (*found, (of_added / _scale_inside(call, query, bias)).astype(bias.dtype))
+            *of_operands, of_added = pull(grad)
+            return (*of_operands, (of_added / _scale_inside(call, query, bias)).astype(bias.dtype))
 
     gradients.__name__ = f"attn_pass_{call.kind}_backward"
     return gradients

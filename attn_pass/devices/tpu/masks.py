@@ -57,9 +57,9 @@ def mask_of(a: Attention) -> KernelMask:
         return KernelMask()
     if a.mask.bias is not None or a.mask.condition is None:
         return MATRIX
-    found = _of_condition(a.mask.condition, a)
+    mask = _of_condition(a.mask.condition, a)
     deeper = a.mask.deep_condition
-    return _of_condition(deeper, a) if found.matrix and deeper is not None else found
+    return _of_condition(deeper, a) if mask.matrix and deeper is not None else mask
 
 
 def _of_condition(condition: Expr, a: Attention) -> KernelMask:

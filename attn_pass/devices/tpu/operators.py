@@ -70,8 +70,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key, value and bias, the last empty without one. ``grad`` is that of the result."""
     call = Call(kind, scale, Blocks(*blocks), lower, upper)
-    found = _run(call, True, (grad, query, key, value), bias, kept)
-    return (*found, query.new_empty(0)) if bias is None else tuple(found)
+    gradients = _run(call, True, (grad, query, key, value), bias, kept)
+    return (*gradients, query.new_empty(0)) if bias is None else tuple(gradients)
 
 
 @attention.register_fake
@@ -92,8 +92,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     query, key, value, bias, kept = ctx.saved_tensors
-    *found, of_bias = torch.ops.attn_pass_xla.attention_backward(grad, query, key, value, bias, kept, *ctx.rest)
-    return (*found, None if bias is None else of_bias, *([None] * 6))
+    *of_operands, of_bias = torch.ops.attn_pass_xla.attention_backward(grad, query, key, value, bias, kept, *ctx.rest)
+    return (*of_operands, None if bias is None else of_bias, *([None] * 6))
 
 
 attention.register_autograd(_gradient, setup_context=_keep)
@@ -158,7 +158,7 @@ def _plain_backward(
     of_key = call.scale * of_scores.mT @ query.float()
     of_value = weights.mT @ grad
     joined = (x.unflatten(1, (key.size(1), -1)).sum(2) for x in (of_key, of_value))
-    found = [g.to(query.dtype).contiguous() for g in (of_query, *joined)]
+    gradients = [g.to(query.dtype).contiguous() for g in (of_query, *joined)]
     if bias is not None:
-        found.append(of_scores.sum_to_size(bias.shape).to(bias.dtype).contiguous())
-    return tuple(found)
+        gradients.append(of_scores.sum_to_size(bias.shape).to(bias.dtype).contiguous())
+    return tuple(gradients)

@@ -101,9 +101,9 @@ def blocks_for(kind: str, generation: str, size: Sizes) -> Blocks | None:
     best: tuple[float, Blocks] | None = None
     for keys in {_up(size.keys, n) for n in (_LANES, 2 * _LANES, 4 * _LANES)}:
         tiles = tuple(k for k in _divisors(keys) if _up(size.keys, k) == keys)
-        found = _tiles_of(kind, g, size, tiles, most, budget)
-        if found is not None and (best is None or keys * _overhead(found) < best[0]):
-            best = (keys * _overhead(found), found)
+        blocks = _tiles_of(kind, g, size, tiles, most, budget)
+        if blocks is not None and (best is None or keys * _overhead(blocks) < best[0]):
+            best = (keys * _overhead(blocks), blocks)
     return None if best is None else best[1]
 
 
@@ -143,8 +143,8 @@ def _overhead(b: Blocks) -> float:
 
 def _divisors(length: int) -> tuple[int, ...]:
     """Multiples of 128 that divide a length, or the length where it is shorter."""
-    found = tuple(n for n in range(_LANES, length + 1, _LANES) if length % n == 0)
-    return found or (length,)
+    divisors = tuple(n for n in range(_LANES, length + 1, _LANES) if length % n == 0)
+    return divisors or (length,)
 
 
 def _up(number: int, multiple: int) -> int:

@@ -100,5 +100,5 @@ def _lowered(builder: Any, function: Any, arrays: tuple[Tensor, ...], results: i
     traced = jax.jit(function, keep_unused=True).trace(*shapes)
     hlo = traced.lower(lowering_platforms=("tpu",)).compiler_ir("hlo").as_serialized_hlo_module_proto()
     computation = builder.computation_from_module_proto(function.__name__, hlo)
-    found = builder.xla_computation_as_func(computation, function.__name__)(list(arrays))
-    return found[0] if results == 1 and isinstance(found, (list, tuple)) else found
+    results_of_call = builder.xla_computation_as_func(computation, function.__name__)(list(arrays))
+    return results_of_call[0] if results == 1 and isinstance(results_of_call, (list, tuple)) else results_of_call

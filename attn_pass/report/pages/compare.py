@@ -35,9 +35,9 @@ class Change:
     @property
     def site(self) -> SiteReport:
         """The record there is, the later one where there are two."""
-        found = self.after or self.before
-        assert found is not None
-        return found
+        site = self.after or self.before
+        assert site is not None
+        return site
 
     @property
     def what(self) -> str:
@@ -99,14 +99,14 @@ class Comparison:
         for change in self.changes:
             layers = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
             groups[(change.site.where, layers, change.what, _told(change, 0), _told(change, 1))].append(change)
-        found: list[tuple[str, ...]] = []
+        rows: list[tuple[str, ...]] = []
         for group in groups.values():
             first = group[0]
             module = common_module([change.site.module for change in group])
             number = f"x{len(group)}" if len(group) > 1 else "1"
             place = "\n".join(filter(None, (first.site.where, module)))
-            found.append((number, place, first.what, _told(first, 0), _told(first, 1)))
-        return found
+            rows.append((number, place, first.what, _told(first, 0), _told(first, 1)))
+        return rows
 
     def table(self, width: int | None = None) -> str:
         """The table as plain text; ``width`` is in characters, None takes the terminal's."""
@@ -169,9 +169,9 @@ def compared(before: ReportView, after: ReportView) -> Comparison:
                 partner[id(site)] = free[key(site)].pop(0)
     changes, same = [], 0
     for site in later:
-        found = partner.get(id(site))
-        change = Change(found, site, () if found is None else _aspects(found, site))
-        if found is None or change.aspects:
+        match = partner.get(id(site))
+        change = Change(match, site, () if match is None else _aspects(match, site))
+        if match is None or change.aspects:
             changes.append(change)
         else:
             same += 1
@@ -195,11 +195,11 @@ def _aspects(before: SiteReport, after: SiteReport) -> tuple[Aspect, ...]:
         ("target", lambda s: (s.target, s.poor_cases)),
         ("reason", lambda s: _NUMBER.sub("#", s.reason)),
     )
-    found: list[Aspect] = [name for name, of in tests if of(before) != of(after)]
+    aspects: list[Aspect] = [name for name, of in tests if of(before) != of(after)]
     pairs = [(time_taken(before), time_taken(after)), (times_of(before).get("leave"), times_of(after).get("leave"))]
     if any(_differ(a, b) for a, b in pairs):
-        found.append("time")
-    return tuple(found)
+        aspects.append("time")
+    return tuple(aspects)
 
 
 def _differ(before: float | None, after: float | None) -> bool:

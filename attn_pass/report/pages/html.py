@@ -119,14 +119,14 @@ def index_page(title: str, summary: str, sections: Any, remarks: Any) -> str:
 
 def entries_of(report: ReportView, collected: Sequence[GraphRecord]) -> list[Entry]:
     """The entries of a page, numbered."""
-    found = []
+    entries = []
     for number, group in enumerate(report.groups(), 1):
         site = group[0]
         changes = [change_of(collected, s) for s in group]
         picture = next((c.picture for c in changes if c is not None and c.picture is not None), None)
         times = times_of(site)
         slowest = max(times.values(), default=1.0) or 1.0
-        found.append(
+        entries.append(
             Entry(
                 number,
                 tuple(group),
@@ -140,7 +140,7 @@ def entries_of(report: ReportView, collected: Sequence[GraphRecord]) -> list[Ent
                 picture,
             )
         )
-    return found
+    return entries
 
 
 def _counts(report: ReportView) -> list[tuple[str, int]]:

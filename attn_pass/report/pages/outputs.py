@@ -97,12 +97,12 @@ def decompiled(outputs: Outputs) -> tuple[list[Output], str]:
         import depyf
     except ImportError:
         return [], "decompiling bytecode needs depyf: pip install 'attn-pass[inspect]'"
-    found = []
+    texts = []
     for old, new, compile_id in outputs.functions:
         try:
             text = str(depyf.decompile(new))
         except Exception as error:
             text = f"# depyf could not decompile it: {type(error).__name__}: {error}\n"
         place = f"# {old.co_filename}:{old.co_firstlineno}, as Dynamo runs it\n"
-        found.append(Output(f"{old.co_name}.py", place + text, compile_id))
-    return found, ""
+        texts.append(Output(f"{old.co_name}.py", place + text, compile_id))
+    return texts, ""
