@@ -8,15 +8,14 @@ from bench import results_page
 from bench.gpu import __main__ as gpu
 from bench.suites import (
     commands,
+    compile_time,
     constants,
     decisions,
     demo,
     dynamic_query,
-    models,
     never_slower,
     pass_time,
     peers_suite,
-    training,
     verify_time,
 )
 from bench.suites.census import command as census
@@ -27,18 +26,14 @@ from bench.suites.seeds import xla
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, function in {
     "seeds": seeds.main,
+    **commands.COMMANDS,
     "cases": commands.cases_command,
-    "variants": commands.variants_command,
-    "forms": commands.forms_command,
-    "models": models.main,
-    "peers": commands.peers_command,
     "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
     "decisions": decisions.main,
     "never-slower": never_slower.main,
     "kernel": kernel.main,
-    "training": training.main,
-    "compile-time": census.compile_time_command,
+    "compile-time": compile_time.main,
     "pass-time": pass_time.main,
     "verify-time": verify_time.main,
     "constants": constants.main,

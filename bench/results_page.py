@@ -33,6 +33,7 @@ RUNS = (
     Run("variants-cpu", "masks and score functions by hand"),
     Run("forms-cpu", "common forms, by hand and as calls"),
     Run("cases-cpu", "collected cases that must be fast"),
+    Run("models-cpu", "whole models"),
     Run("peers-cpu", "whole models beside other systems"),
 )
 SCALING = "S5.2: speed-up over the sequence length"
@@ -40,7 +41,6 @@ CURVE = "never-slower"
 OTHERS = (
     ("never-slower.md", "a grid of 164 shapes against stock and every form the pass could have taken"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
-    ("models-cpu.md", "15 whole models: time, error, compile time, memory"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel beside a large product's rate, a plain read and other kernels"),
     ("training-cpu.md", "training steps"),
@@ -48,6 +48,7 @@ OTHERS = (
     ("cases.md", "collected bugs and wishes: which hold"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: what was run, what it found, faults put in on purpose"),
+    ("third-party.md", "small models of published packages: what is rewritten, differences from eager"),
     ("versions.md", "the core tests with other versions of torch"),
     ("verify-time.md", 'what `verify="graph"` takes'),
     ("compile-time.md", "the pass's share of a cold compile"),

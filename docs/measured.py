@@ -54,9 +54,6 @@ def numbers() -> Iterator[str]:
 def times(row: Measured) -> tuple[float, float]:
     """Median milliseconds of a call: stock's and the pass's."""
     document = json.loads((RESULTS / f"{row.run}.json").read_text())
-    if "tables" not in document:
-        (found,) = [r for r in document["rows"] if r["name"] == row.program]
-        return found["median_ms"]["stock"], found["median_ms"]["pass"]
     rows: list[dict[str, Any]] = [r for t in document["tables"] for r in t["rows"] if r.get("program") == row.program]
     ways = {r["way"]: r["median_us"] / 1e3 for r in rows if r["status"] == "ok"}
     return ways[f"{row.kind}, stock"], ways[f"{row.kind}, attn_pass"]

@@ -6,7 +6,7 @@ import datetime
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -29,6 +29,20 @@ Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
 
 
+def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu", **more: Any) -> Document:
+    """A document without tables, under the conditions of a run that begins now; ``more`` of them."""
+    torch.set_num_threads(threads)
+    given = {"device": device_name(device), "threads": threads, "rounds": rounds, **more}
+    run = {
+        **{name: value for name, value in given.items() if value is not None},
+        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "command": command(),
+    }
+    return Document(title, run)
+
+
 def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document, Rates, Document | None]:
     """A document without tables, this device's rates, measured now, and the run to compare with, read before all.
 
@@ -39,24 +53,15 @@ def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document
         before = None if baseline is None else document.read(baseline)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--against") from error
-    torch.set_num_threads(setting.threads)
+    rounds = f"{setting.rounds} in turns, a fresh process a program"
+    quick = "cut sizes and fewer rounds" if setting.quick else None
+    made = started(title, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
     found = rates(setting.device)
-    run = {
-        "device": device_name(setting.device),
-        "threads": setting.threads,
-        "rounds": f"{setting.rounds} in turns, a fresh process a program",
-        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "rates": asdict(found),
-        "command": command(),
-    }
-    if setting.quick:
-        run["quick"] = "cut sizes and fewer rounds"
-    return Document(title, run), found, before
+    made.run["rates"] = asdict(found)
+    return made, found, before
 
 
-def finish(console: Console, made: Document, json_file: Path | None, before: Document | None) -> None:
+def finish(console: Console, made: Document, json_file: Path | None, before: Document | None = None) -> None:
     """Shows and writes the document, compares it with another run.
 
     Raises:

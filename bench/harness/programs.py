@@ -34,9 +34,10 @@ class Program:
     `make(device)` returns the module and its inputs, the same numbers on every call. `by_hand` makes the best form a
     specialist writes, for the same inputs; `hand` says what it is. `kept` is the share of the scores that the masks
     keep, which is all a floor may count. `others` are more inputs the answers are checked on; `reference` computes the
-    answer in float64 where running the module on doubles would not; `dtype` is that of the products where the first
-    input has another. `extra` are ways of its own, by name: given the module, the inputs and a folder, each makes
-    something to call.
+    answer in float64 where running the module on doubles would not; without `float64`, which may take too long, the
+    answer is eager's. `dtype` is that of the products where the first input has another. `trains`: a call is a forward
+    and a backward, its answer the gradients of the inputs that want one. `extra` are variants of its own, by name:
+    given the module, the inputs and a folder, each makes something to call.
     """
 
     name: str
@@ -50,15 +51,35 @@ class Program:
     tolerance: float = 1e-5
     dtype: torch.dtype | None = None
     reported: str = ""
+    float64: bool = True
+    trains: bool = False
     extra: Mapping[str, Extra] = field(default_factory=dict)
 
-    def exact(self, device: str, inputs: Tensors) -> torch.Tensor:
-        """The answer in float64."""
+    def exact(self, device: str, inputs: Tensors) -> Any:
+        """The answer in float64, or eager's."""
         if self.reference is not None:
             return self.reference(*inputs)
         module, _ = self.make(device)
-        found: torch.Tensor = module.double()(*(x.double() if x.is_floating_point() else x for x in inputs))
-        return found
+        if not self.float64:
+            return self.call(module)(*inputs)
+        wide = (x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
+        return self.call(module.double())(*wide)
+
+    def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """What one call is: the program itself, or a training step of it."""
+        return step(run) if self.trains else run
+
+
+def step(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradients of the inputs that want one, for one and the same gradient of the result."""
+
+    def stepped(*inputs: torch.Tensor) -> Tensors:
+        with torch.enable_grad():
+            out = run(*inputs)
+        seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        return torch.autograd.grad(out, [x for x in inputs if x.requires_grad], seed)
+
+    return stepped
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 Inputs = tuple[torch.Tensor, ...]
 Runner = Callable[..., Any]
@@ -60,13 +61,29 @@ class Candidate:
     run: Runner
     compile_s: float
     package_bytes: int | None
+    took: str | None = None  # what became of the attention, where the system itself says so
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Largest absolute difference over the largest expected value; NaN for a NaN in `got`, inf for another shape."""
-    if got.shape != want.shape:
+def tensors(outputs: Any) -> list[torch.Tensor]:
+    """Every tensor of a nested output, in order."""
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """Largest absolute difference over the largest expected value, of all tensors; NaN for a NaN in `got`.
+
+    Infinite where there are other tensors, or of another shape.
+    """
+    pairs = list(zip(tensors(got), tensors(want)))
+    if not pairs or len(tensors(got)) != len(tensors(want)) or any(a.shape != b.shape for a, b in pairs):
         return math.inf
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
+    return worst(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest; a NaN, which max() would drop, is larger than any."""
+    found = list(errors)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def in_turns(

@@ -1,8 +1,8 @@
-"""The commands that measure a list of programs: variants, forms, cases, peers."""
+"""The commands that measure a list of programs: variants, forms, models, training, peers, cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -15,7 +15,7 @@ from bench.harness.console import plain_console, teller
 from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.measure import run
 from bench.harness.programs import Program, Setting
-from bench.suites import cases, forms, masks, peers
+from bench.suites import cases, forms, masks, models, peers, training
 
 
 def _measure(
@@ -50,8 +50,10 @@ def _setting(device: str, threads: int, rounds: int, quick: bool, folder: str = 
     return Setting(device, threads, min(rounds, 5) if quick else rounds, quick=quick, folder=folder)
 
 
-def _command(module: ModuleType, about: str) -> Callable[..., None]:
-    """The command that measures a module's programs compiled; ``about`` is its help."""
+def _command(
+    module: ModuleType, about: str, chosen: Sequence[str] = w.COMPILED, times: int = 15
+) -> Callable[..., None]:
+    """The command that measures a module's programs; ``about`` is its help."""
 
     def measure(
         json_file: Json = None,
@@ -60,18 +62,28 @@ def _command(module: ModuleType, about: str) -> Callable[..., None]:
         only: Only = "",
         device: Device = "cpu",
         threads: Threads = 2,
-        rounds: Rounds = 15,
+        rounds: Rounds = times,
     ) -> None:
-        _measure(module, w.COMPILED, _setting(device, threads, rounds, quick), only, json_file, baseline)
+        _measure(module, chosen, _setting(device, threads, rounds, quick), only, json_file, baseline)
 
     measure.__doc__ = about
     return measure
 
 
-variants_command = _command(
-    masks, "Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."
-)
-forms_command = _command(forms, "Common forms at common sizes, by hand and as calls: eager, stock, the pass.")
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "variants": _command(
+        masks, "Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."
+    ),
+    "forms": _command(forms, "Common forms at common sizes, by hand and as calls: eager, stock, the pass."),
+    "models": _command(models, "Whole models at real sizes: eager, stock, the pass.", times=9),
+    "training": _command(training, "Training steps, forward and backward: eager, stock, the pass."),
+    "peers": _command(
+        peers,
+        "Whole models beside other systems; needs onnx, onnxruntime, onnxscript and openvino (make bench-peers).",
+        peers.WAYS,
+        9,
+    ),
+}
 
 
 def cases_command(
@@ -87,15 +99,3 @@ def cases_command(
     """Collected cases that must be fast: eager, stock, the pass, and each case's better form."""
     setting = _setting(device, threads, rounds, quick, str(folder.resolve()))
     _measure(cases, w.COMPILED, setting, only, json_file, baseline)
-
-
-def peers_command(
-    json_file: Json = None,
-    baseline: Against = None,
-    quick: Quick = False,
-    only: Only = "",
-    threads: Threads = 2,
-    rounds: Rounds = 9,
-) -> None:
-    """Whole models beside other systems; needs onnx, onnxruntime, onnxscript and openvino (make bench-peers)."""
-    _measure(peers, peers.WAYS, _setting("cpu", threads, rounds, quick), only, json_file, baseline)

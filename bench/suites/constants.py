@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
-from rich.console import Console
-from rich.table import Table
-from torch.utils.benchmark import Timer
 
 from attn_pass.devices.cpu.facts import cpu
-from bench.harness.document import markdown_table
-from bench.harness.environment import command, device_name, versions
-from bench.harness.timing import percentile_10
+from bench.harness.command import Json, Threads, finish, started
+from bench.harness.console import plain_console
+from bench.harness.document import Column, Table
+from bench.harness.timing import compiled, in_turns, percentile_10
 
 Rate = tuple[str, str, float, float]
 """What, its unit, measured, in use."""
-TITLES = ("constant", "unit", "measured", "in use")
 _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _microseconds(run: Callable[[], Any]) -> float:
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    timer.timeit(2)
-    calls = max(1, int(0.02 / timer.timeit(1).mean))
-    return percentile_10([timer.timeit(calls).mean * 1e6 for _ in range(15)])
-
-
-def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(run, dynamic=False)
-    return compiled
+    return percentile_10(in_turns({"run": run}, (), 15, seconds=0.02)["run"])
 
 
 def _products() -> Iterator[Rate]:
@@ -53,14 +39,14 @@ def _row() -> Iterator[Rate]:
     """A product with one query row, as Inductor makes it."""
     for dtype in _HALVES:
         q, k = torch.randn(1, 8, 1, 64, dtype=dtype), torch.randn(1, 8, 2048, 64, dtype=dtype)
-        product = _compiled(lambda q, k: q @ k.transpose(-1, -2))
+        product = compiled(lambda q, k: q @ k.transpose(-1, -2))
         us = _microseconds(lambda p=product, q=q, k=k: p(q, k))  # type: ignore[misc]
         yield f"vector_gflops, {dtype}", "GFLOP/s", 2 * 8 * 2048 * 64 / us / 1e3, cpu().vector(dtype)
 
 
 def _softmax() -> Iterator[Rate]:
     x = torch.randn(256, 2048)
-    softmax = _compiled(lambda x: torch.softmax(x, -1))
+    softmax = compiled(lambda x: torch.softmax(x, -1))
     yield "exp_gops", "1e9/s", x.numel() / _microseconds(lambda: softmax(x)) / 1e3, cpu().exp_gops
 
 
@@ -77,13 +63,13 @@ def _traffic() -> Iterator[Rate]:
 def _calls() -> Iterator[Rate]:
     x = torch.randn(4, 4, 4)
     q = torch.randn(1, 1, 4, 16)
-    one = _compiled(lambda x: x.sin() + 1)
+    one = compiled(lambda x: x.sin() + 1)
     empty = _microseconds(lambda: one(x))
-    two = _compiled(lambda x: (x.sum(0, keepdim=True).sin() + x).softmax(-1).sum(1, keepdim=True) + x)
+    two = compiled(lambda x: (x.sum(0, keepdim=True).sin() + x).softmax(-1).sum(1, keepdim=True) + x)
     yield "kernel_us", "us", max(0.1, (_microseconds(lambda: two(x)) - empty) / 2), cpu().kernel_us
-    bmm = _compiled(lambda x: torch.bmm(torch.bmm(x, x), x))
+    bmm = compiled(lambda x: torch.bmm(torch.bmm(x, x), x))
     yield "op_us", "us", (_microseconds(lambda: bmm(x)) - empty) / 2, cpu().op_us
-    fused = _compiled(lambda q: F.scaled_dot_product_attention(q, q, q))
+    fused = compiled(lambda q: F.scaled_dot_product_attention(q, q, q))
     yield "fused_op_us", "us", _microseconds(lambda: fused(q)) - empty, cpu().fused_op_us
 
 
@@ -93,27 +79,18 @@ def rates() -> Iterator[Rate]:
         yield from group()
 
 
-def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE, and FILE with .md.")] = None,
-    threads: int = 1,
-) -> None:
+COLUMNS = (
+    Column("constant", "name"),
+    Column("unit", "unit"),
+    Column("measured", "measured", ".1f"),
+    Column("in use", "used", ".1f"),
+)
+
+
+def main(json_file: Json = None, threads: Threads = 1) -> None:
     """Measure the rates the cost model is made of."""
-    torch.set_num_threads(threads)
+    made = started("The cost model's constants on the CPU", threads=threads, rounds="10th percentiles of 15")
     with torch.no_grad():
-        rows = list(rates())
-    cells = [[name, unit, f"{measured:.1f}", f"{used:.1f}"] for name, unit, measured, used in rows]
-    table = Table(*TITLES)
-    for line in cells:
-        table.add_row(*line)
-    Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n")
-        lines = [
-            "# The cost model's constants on the CPU",
-            "",
-            f"Device: {device_name('cpu')}, {threads} threads; {', '.join(f'{n} {v}' for n, v in versions().items())}; "
-            f"10th percentiles of 15; `{command()}`.",
-            "",
-            *markdown_table(TITLES, cells),
-        ]
-        json_file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        rows = [dict(zip(("name", "unit", "measured", "used"), rate)) for rate in rates()]
+    made.tables.append(Table("Rates", COLUMNS, rows))
+    finish(plain_console(), made, json_file)

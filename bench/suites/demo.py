@@ -15,59 +15,45 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
-from torch.utils import _pytree as pytree
 
 import attn_pass
-from bench.harness import floors, timing, variants
-from bench.harness.console import drawn, plain_console
-from bench.harness.document import STANDARD, Row
-from bench.harness.document import Table as Rows
+from bench.harness import floors, variants
+from bench.harness.command import started
+from bench.harness.console import plain_console, show_table, teller
+from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.measure import run
 from bench.harness.programs import Setting
-from bench.suites.architectures import ARCHITECTURES, Architecture
+from bench.harness.timing import relative_error
 from bench.suites.seeds import s4
+from bench.suites.zoo import ARCHITECTURES, Architecture
 
 # Largest difference from eager that counts as equal, relative to the largest value of that output. Fused kernels sum in
 # another order, and the difference grows through the layers above.
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
-
-
-@dataclass
-class Verdict:
-    """What became of one model."""
-
-    name: str
-    rewritten: int = 0
-    left: int = 0
-    targets: Counter[str] = field(default_factory=Counter)
-    error: float = float("nan")
-    tolerance: float = 0.0
-    seconds: float = 0.0
-    failure: str = ""
-
-    @property
-    def holds(self) -> bool:
-        # A NaN is not below the tolerance either.
-        return not self.failure and self.error <= self.tolerance
+TOLERANCE = 2e-4
+COLUMNS = (
+    Column("model", "model"),
+    Column("rewritten to", "took"),
+    Column("left", "left"),
+    Column("error", "error", ".1e"),
+    Column("verdict", "verdict"),
+    Column("seconds", "seconds", ".1f"),
+)
 
 
 class Progress:
     """Says what is being done: a spinner where there is a terminal, and a line with both clocks when it is done."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.start = time.perf_counter()
+        self.console, self.tell = console, teller(console)
 
-    def tell(self, line: str) -> None:
-        self.console.print(f"[{time.perf_counter() - self.start:6.1f} s] {line}", markup=False, highlight=False)
+    def show(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def step(self, doing: str) -> Iterator[None]:
@@ -77,87 +63,37 @@ class Progress:
         self.tell(f"{doing}: {time.perf_counter() - start:.1f} s")
 
 
-def tensors(outputs: Any) -> list[torch.Tensor]:
-    """Every tensor of a nested output, in order; model outputs of both libraries are known to pytree."""
-    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-
-
-def compare(got: Any, want: Any) -> tuple[float, float]:
-    """The error that uses most of its tolerance, and that tolerance.
-
-    Infinite if the outputs differ in number, shape or dtype, or if NaN and infinity are not where eager has them.
-    """
-    pairs = list(zip(tensors(got), tensors(want), strict=False))
-    if not pairs or len(tensors(got)) != len(tensors(want)):
-        return float("inf"), 0.0
-    found = [(_difference(*pair), TOLERANCE.get(pair[1].dtype, 0.0)) for pair in pairs]
-    return max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else float("inf") * (pair[0] > 0))
-
-
-def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    if got.shape != want.shape or got.dtype != want.dtype:
-        return float("inf")
-    a, b = got.double(), want.double()
-    known = b.isfinite()
-    # Outside the finite values the two must agree exactly, NaN included.
-    if not torch.equal(a[~known].nan_to_num(nan=0.5), b[~known].nan_to_num(nan=0.5)) or not a[known].isfinite().all():
-        return float("inf")
-    if not known.any():
-        return 0.0
-    return ((a - b)[known].abs().max() / b[known].abs().max().clamp_min(1e-12)).item()
-
-
-def try_architecture(architecture: Architecture, progress: Progress) -> Verdict:
+def try_architecture(architecture: Architecture, progress: Progress) -> Row:
     """Build, explain, rewrite, run and compare one model."""
-    verdict = Verdict(architecture.name)
-    start = time.perf_counter()
+    name, start = architecture.name, time.perf_counter()
+    row: Row = {"model": name, "way": "rewritten", "program": name, "status": "ok"}
     try:
-        with progress.step(f"{architecture.name}: building"):
-            module, args, kwargs = architecture.build()
+        with progress.step(f"{name}: building"):
+            module, inputs = architecture.build()
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        progress.tell(f"{architecture.name}: {architecture.note}; {parameters / 1e6:.1f} M parameters, random")
+        progress.tell(f"{name}: {architecture.note}; {parameters / 1e6:.1f} M parameters, random")
         with torch.no_grad():
-            with progress.step(f"{architecture.name}: explaining"):
-                report = attn_pass.explain(module, *args, **kwargs)
-            progress.console.print(str(report), markup=False, highlight=False, soft_wrap=True)
-            want = module(*args, **kwargs)
+            with progress.step(f"{name}: explaining"):
+                progress.show(str(attn_pass.explain(module, **inputs)))
+            want = module(**inputs)
             torch._dynamo.reset()
-            with progress.step(f"{architecture.name}: rewriting and running"), attn_pass.record() as record:
+            with progress.step(f"{name}: rewriting and running"), attn_pass.record() as record:
                 # choose="fused": the check is of the rewrites, also of those that a model this small would not pay for.
-                got = torch.compile(module, backend=attn_pass.wrap("aot_eager", choose="fused"))(*args, **kwargs)
-        verdict.rewritten, verdict.left = len(record.rewritten), len(record.left)
-        verdict.targets.update(str(site.target) for site in record.rewritten)
-        verdict.error, verdict.tolerance = compare(got, want)
+                got = torch.compile(module, backend=attn_pass.wrap("aot_eager", choose="fused"))(**inputs)
+        targets = Counter(str(site.target) for site in record.rewritten)
+        row["took"] = ", ".join(f"{count} x {target}" for target, count in targets.most_common())
+        row |= {"left": len(record.left), "error": relative_error(got, want)}
+        row["verdict"] = "equal to eager" if row["error"] <= TOLERANCE else "WRONG"
     except Exception as error:
         # One model that fails must not hide the others; it fails the demo in the end.
-        verdict.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        progress.console.print(traceback.format_exc(limit=-4), markup=False, highlight=False, soft_wrap=True)
+        row |= {"status": "failed", "error_text": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+        progress.show(traceback.format_exc(limit=-4))
     finally:
         torch._dynamo.reset()
         gc.collect()
-        verdict.seconds = time.perf_counter() - start
-    progress.tell(f"{architecture.name}: {outcome(verdict)}")
-    return verdict
-
-
-def outcome(verdict: Verdict) -> str:
-    if verdict.failure:
-        return f"FAILED: {verdict.failure}"
-    word = "equal to eager" if verdict.holds else "WRONG"
-    return f"{word}, largest relative error {verdict.error:.1e} (tolerance {verdict.tolerance:.0e})"
-
-
-def summary(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="Rewritten models against eager")
-    for column in ("model", "rewritten to", "verdict"):
-        table.add_column(column)
-    for column in ("rewritten", "left", "seconds"):
-        table.add_column(column, justify="right")
-    for verdict in verdicts:
-        targets = ", ".join(f"{count} x {target}" for target, count in verdict.targets.most_common())
-        counts = (str(verdict.rewritten), str(verdict.left), f"{verdict.seconds:.1f}")
-        table.add_row(verdict.name, targets or "-", outcome(verdict), *counts)
-    return table
+        row["seconds"] = time.perf_counter() - start
+    progress.tell(f"{name}: {row.get('verdict', 'FAILED')}")
+    return row
 
 
 def seed_s4(progress: Progress, setting: Setting) -> list[Row]:
@@ -165,28 +101,18 @@ def seed_s4(progress: Progress, setting: Setting) -> list[Row]:
     progress.console.print(Rule("seed S4: AOTInductor, query length 1, one shared K and V"))
     rates = floors.rates(setting.device)
     rows = run(s4.__name__, s4.programs(setting)[:1], variants.PACKAGED, setting, rates, progress.tell)
-    found = {row["way"]: row for row in rows if row["status"] == "ok"}
-    if (passed := found.get(variants.PACKAGE_PASS)) is not None:
-        progress.console.print(passed["report"], markup=False, highlight=False, soft_wrap=True)
-    progress.console.print(drawn(Rows(s4.TITLE, STANDARD, rows)))
-    for text, slower, faster in (
-        ("stock / attn_pass", variants.PACKAGE, variants.PACKAGE_PASS),
-        ("decomposed / attn_pass", variants.DECOMPOSED, variants.PACKAGE_PASS),
-        ("A/A, stock / stock: the noise of this run", variants.PACKAGE, variants.PACKAGE_AGAIN),
-    ):
-        if slower in found and faster in found:
-            ratio = found[slower]["median_us"] / found[faster]["median_us"]
-            progress.console.print(f"  {ratio:5.2f}  {text}", markup=False, highlight=False)
+    for row in rows:
+        if row["way"] == variants.PACKAGE_PASS and row["status"] == "ok":
+            progress.show(row["report"])
+    show_table(progress.console, Table(s4.TITLE, STANDARD, rows))
     return rows
 
 
 def chosen(names: Sequence[str]) -> list[Architecture]:
-    known = {architecture.name.lower(): architecture for architecture in ARCHITECTURES}
-    unknown = [name for name in names if name.lower() not in known]
-    if unknown:
-        listed = ", ".join(architecture.name for architecture in ARCHITECTURES)
-        raise typer.BadParameter(f"no architecture is called {', '.join(unknown)}; there are {listed}")
-    return [known[name.lower()] for name in names] or list(ARCHITECTURES)
+    known = {name.lower(): architecture for name, architecture in ARCHITECTURES.items()}
+    if unknown := [name for name in names if name.lower() not in known]:
+        raise typer.BadParameter(f"no model is called {', '.join(unknown)}; there are {', '.join(ARCHITECTURES)}")
+    return [known[name.lower()] for name in names] or list(known.values())
 
 
 def main(
@@ -197,19 +123,15 @@ def main(
     """Explain, rewrite and check real architectures, then compile seed S4 with and without the pass."""
     console = plain_console()
     progress = Progress(console)
-    versions = ", ".join(f"{name} {version}" for name, version in timing.versions().items())
-    progress.tell(f"{timing.device_name('cpu')}; {versions}; {torch.get_num_threads()} threads")
-
-    verdicts = []
+    setting = Setting(threads=torch.get_num_threads(), rounds=rounds, quick=True)
+    progress.show(started("Demo", threads=setting.threads).conditions())
+    rows = []
     for architecture in chosen(only or []):
         console.print(Rule(architecture.name))
-        verdicts.append(try_architecture(architecture, progress))
-    console.print(summary(verdicts))
-    setting = Setting(threads=torch.get_num_threads(), rounds=rounds, quick=True)
-    rows = seed_s4(progress, setting) if with_s4 else []
-
-    wrong = [verdict.name for verdict in verdicts if not verdict.holds]
-    wrong += [f"S4: {row['way']}" for row in rows if row["status"] != "ok" or row.get("verdict") == "WRONG"]
+        rows.append(try_architecture(architecture, progress))
+    show_table(console, Table(f"Rewritten models against eager, tolerance {TOLERANCE:.0e}", COLUMNS, rows))
+    rows += seed_s4(progress, setting) if with_s4 else []
+    wrong = [f"{r['program']}: {r['way']}" for r in rows if r["status"] != "ok" or r.get("verdict") == "WRONG"]
     progress.tell(f"NOT RIGHT: {', '.join(wrong)}" if wrong else "everything computed is right")
     if wrong:
         raise typer.Exit(1)

@@ -1,44 +1,40 @@
 """The pass's own time against the size of the graph: `python -m bench pass-time [--json FILE]`.
 
-Real decoder graphs (transformers' Llama with grouped KV heads, eager attention) of 12 and 48 layers are captured once
+Real decoder graphs (transformers' Llama with grouped KV heads, eager attention) of 12 to 48 layers are captured once
 with torch.compile; the pass then runs on fresh copies of the captured graph, and the least of five runs counts.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 from torch.fx import GraphModule
 
 from attn_pass.engine import rewrite_graph
 from attn_pass.options import make_options
 from attn_pass.report.record import Report
-from bench.harness.environment import command, device_name, versions
+from bench.harness.command import Json, Quick, finish, started
+from bench.harness.console import plain_console
+from bench.harness.document import Column, Table
+from bench.suites.zoo import ARCHITECTURES
 
 LAYERS = (12, 24, 48)
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 1000}
+COLUMNS = (
+    Column("layers", "layers"),
+    Column("nodes", "nodes"),
+    Column("sites rewritten", "sites"),
+    Column("least s", "min_s", ".3f"),
+    Column("most s", "max_s", ".3f"),
+    Column("times the smallest", "of_smallest", ".2f"),
+)
 
 
 def captured(layers: int) -> GraphModule:
-    """Dynamo's graph of a Llama with that many layers, batch 2, 64 tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=layers,
-        intermediate_size=64,
-        vocab_size=128,
-        attn_implementation="eager",
-    )
-    model = LlamaForCausalLM(config).eval()
+    """Dynamo's graph of a Llama with that many layers, batch 2, 128 tokens."""
+    model, inputs = ARCHITECTURES["Llama"].build(num_hidden_layers=layers, **SIZES)
     graphs: list[GraphModule] = []
 
     def keep(gm: GraphModule, inputs: list[Any]) -> Any:
@@ -47,7 +43,7 @@ def captured(layers: int) -> GraphModule:
 
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(model, backend=keep)(torch.randint(0, 128, (2, 64)), use_cache=False)
+        torch.compile(model, backend=keep)(**inputs)
     return max(graphs, key=lambda g: len(g.graph.nodes))
 
 
@@ -60,39 +56,15 @@ def seconds(gm: GraphModule) -> tuple[float, int]:
     return report.seconds, len(report.rewritten)
 
 
-def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write here.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="The smallest depth alone.")] = False,
-) -> None:
+def main(json_file: Json = None, quick: Quick = False) -> None:
     """Measure the pass alone over the depth of a model."""
-    rows = []
+    made = started("The pass's own time", threads=torch.get_num_threads(), rounds="the least of five runs")
+    made.tables.append(Table("The engine alone", COLUMNS))
+    rows = made.tables[0].rows
     for layers in LAYERS[:1] if quick else LAYERS:
         gm = captured(layers)
         runs = [seconds(gm) for _ in range(6)][1:]
-        rows.append(
-            {
-                "layers": layers,
-                "nodes": len(gm.graph.nodes),
-                "sites": runs[0][1],
-                "min_s": min(r[0] for r in runs),
-                "max_s": max(r[0] for r in runs),
-            }
-        )
-    table = Table("layers", "nodes", "sites rewritten", "pass, s (least of 5)", "pass, s (most)", "against 12 layers")
-    for row in rows:
-        table.add_row(
-            str(row["layers"]),
-            str(row["nodes"]),
-            str(row["sites"]),
-            f"{row['min_s']:.3f}",
-            f"{row['max_s']:.3f}",
-            f"{row['min_s'] / rows[0]['min_s']:.2f}x",
-        )
-    Console().print(table)
-    if json_file is not None:
-        json_file.write_text(
-            json.dumps(
-                {"device": device_name("cpu"), "versions": versions(), "command": command(), "rows": rows}, indent=1
-            )
-            + "\n"
-        )
+        low, high = (f(taken for taken, _ in runs) for f in (min, max))
+        rows.append({"layers": layers, "nodes": len(gm.graph.nodes), "sites": runs[0][1], "min_s": low, "max_s": high})
+        rows[-1]["of_smallest"] = low / rows[0]["min_s"]
+    finish(plain_console(), made, json_file)

@@ -8,11 +8,10 @@ of the library. Float32, the same number of threads, the same inputs.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,96 +21,25 @@ from torch import nn
 from bench.harness import variants as w
 from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.harness.timing import compiled
+from bench.suites.models import TOLERANCE, bert, gpt2_body, made, small_bert, vit
 
 TITLE = "Peers on whole models"
 SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
 ORT, ORT_FUSED, OPENVINO = "ONNX Runtime", "ONNX Runtime, attention fusion", "OpenVINO"
 WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, SDPA, FLEX, ORT, ORT_FUSED, OPENVINO)
+PEERS: Mapping[str, Callable[..., Built]] = {
+    "BERT base, 4 x 384, padded": partial(bert, batch=4, length=384),
+    "GPT-2 small, 1 x 1024": gpt2_body,
+    "ViT-B/16, 8 x 197": vit,
+}
+QUICK: Mapping[str, Callable[..., Built]] = {"BERT, 2 layers, 2 x 128, padded": small_bert}
 
 
-class First(nn.Module):
-    """A library's model with tensors in under these names, and its first output."""
-
-    def __init__(self, model: nn.Module, *names: str, **settings: Any) -> None:
-        super().__init__()
-        self.model, self.names, self.settings = model, names, settings
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.model(**dict(zip(self.names, tensors)), **self.settings, return_dict=False)[0]
-        return found
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A model of transformers: classes, sizes, and what goes in."""
-
-    name: str
-    model: str
-    config: str
-    sizes: Mapping[str, Any]
-    names: tuple[str, ...]
-    inputs: Callable[[], Tensors]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def make(self, attention: str = "eager") -> nn.Module:
-        """The same weights on every call."""
-        import transformers
-
-        torch.manual_seed(0)
-        made = getattr(transformers, self.config)(**self.sizes)
-        model = getattr(transformers, self.model)._from_config(made, attn_implementation=attention)
-        return First(model, *self.names, **self.settings).eval().requires_grad_(False)
-
-
-def _tokens(batch: int, length: int) -> torch.Tensor:
-    return torch.randint(3, 30000, (batch, length), generator=torch.Generator().manual_seed(1))
-
-
-def _padded(batch: int, length: int) -> Tensors:
-    lengths = length - length // 12 * torch.arange(batch)
-    return _tokens(batch, length), (torch.arange(length) < lengths[:, None]).long()
-
-
-def _pixels(batch: int) -> Tensors:
-    return (torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1)),)
-
-
-PEERS: tuple[Peer, ...] = (
-    Peer(
-        "BERT base, 4 x 384, padded",
-        "BertModel",
-        "BertConfig",
-        {},
-        ("input_ids", "attention_mask"),
-        functools.partial(_padded, 4, 384),
-    ),
-    Peer(
-        "GPT-2 small, 1 x 1024",
-        "GPT2Model",
-        "GPT2Config",
-        {},
-        ("input_ids",),
-        lambda: (_tokens(1, 1024),),
-        {"use_cache": False},
-    ),
-    Peer("ViT-B/16, 8 x 197", "ViTModel", "ViTConfig", {}, ("pixel_values",), functools.partial(_pixels, 8)),
-)
-QUICK = Peer(
-    "BERT, 2 layers, 2 x 128, padded",
-    "BertModel",
-    "BertConfig",
-    {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512},
-    ("input_ids", "attention_mask"),
-    functools.partial(_padded, 2, 128),
-)
-
-
-# ---------------------------------------------------------------- the ways
-
-
-def _library(peer: Peer, attention: str, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+def _library(
+    make: Callable[..., Built], attention: str, module: nn.Module, inputs: Tensors, folder: Path
+) -> Callable[..., Any]:
     del module, inputs, folder
-    return compiled(peer.make(attention))
+    return compiled(made(partial(make, attention))[0])
 
 
 def _exported(module: nn.Module, inputs: Tensors) -> Any:
@@ -182,25 +110,20 @@ def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[...,
     return run
 
 
-def _make(peer: Peer, device: str) -> Built:
-    del device
-    return peer.make(), peer.inputs()
-
-
 def programs(setting: Setting) -> list[Program]:
     """BERT, GPT-2 and ViT at real sizes; a small BERT in quick runs."""
     return [
         Program(
-            peer.name,
-            functools.partial(_make, peer),
-            tolerance=1e-3,
+            name,
+            partial(made, make),
+            tolerance=TOLERANCE,
             extra={
-                SDPA: functools.partial(_library, peer, "sdpa"),
-                FLEX: functools.partial(_library, peer, "flex_attention"),
+                SDPA: partial(_library, make, "sdpa"),
+                FLEX: partial(_library, make, "flex_attention"),
                 ORT: _onnx_runtime,
                 ORT_FUSED: _onnx_runtime_fused,
                 OPENVINO: _openvino,
             },
         )
-        for peer in ((QUICK,) if setting.quick else PEERS)
+        for name, make in (QUICK if setting.quick else PEERS).items()
     ]

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import attn_pass
-from bench.harness.command import Json
-from bench.harness.console import plain_console, show
-from bench.harness.document import Column, Document, Row, Table
-from bench.harness.environment import command, device_name, versions
+from bench.harness.command import Json, finish, started
+from bench.harness.console import plain_console
+from bench.harness.document import Column, Row, Table
 
 Tensor = torch.Tensor
 COLUMNS = (
@@ -96,7 +95,7 @@ def _capture(site: Site, inputs: list[Tensor], verify: str) -> tuple[float, attn
 
 def main(json_file: Json = None) -> None:
     """Seconds of `verify="graph"` a site, at sizes of known models."""
-    torch.set_num_threads(2)
+    made = started("What verification takes", threads=2)
     rows: list[Row] = []
     for site in SITES:
         inputs = site.inputs()
@@ -113,8 +112,5 @@ def main(json_file: Json = None) -> None:
                 "status": "ok",
             }
         )
-    run = {"device": device_name("cpu"), "threads": 2, "versions": versions(), "command": command()}
-    made = Document("What verification takes", run, [Table('verify="graph", a site', COLUMNS, rows)])
-    show(plain_console(), made)
-    if json_file is not None:
-        made.write(json_file)
+    made.tables.append(Table('verify="graph", a site', COLUMNS, rows))
+    finish(plain_console(), made, json_file)

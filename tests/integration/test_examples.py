@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from bench.suites.whole_models import TORCHVISION
+from bench.suites.zoo import TORCHVISION
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELPERS, ELSEWHERE = {"side_by_side"}, {"context_parallel": "needs two CUDA devices"}

@@ -2,8 +2,7 @@
 
     python -m bench census export --census FOLDER --out export.jsonl        exported programs, decomposed and not
     python -m bench census sdpa --census FOLDER --out sdpa.jsonl            models that call SDPA, under torch.compile
-    python -m bench census compile-time --out times.json                    the pass's share of a cold compile
-    python -m bench census summary export.jsonl                             tables of any of the three
+    python -m bench census summary export.jsonl                             tables of either
 
 FOLDER is a census: `zoo.py` builds models by name with random weights, `census.py` counts attention sites in graphs and
 compares outputs, `models.txt` names the models to use. None of it is part of this package.

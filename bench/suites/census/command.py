@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from bench.harness import timing
+from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task, run_all
-from bench.suites.census import compile_time, export, sdpa, tables
+from bench.suites.census import export, sdpa, tables
 from bench.suites.census.dataset import Census, FolderError, open_census
 from bench.suites.census.rows import Row, read_rows
 
@@ -48,31 +48,6 @@ def sdpa_command(
     _run(tasks, out, jobs, limit_s)
 
 
-@app.command("compile-time")
-def compile_time_command(
-    out: Out,
-    folder: Annotated[Path | None, typer.Option("--census", help="Needed for timm without torchvision.")] = None,
-    only: Only = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Cold compiles of each model each way.")] = 3,
-    choose: Annotated[str, typer.Option(help="attn_pass's option of that name.")] = "fused",
-    limit_s: Limit = 900,
-    json_file: JsonFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One model, one compile each way.")] = False,
-) -> None:
-    """Time cold compiles with stock Inductor and with attn_pass, and the pass's share of them."""
-    names = [name for name in compile_time.MODELS if only in name][: 1 if quick else None]
-    rounds = 1 if quick else rounds
-    runs = [
-        (name, way, number)
-        for number in range(rounds)
-        for name in names
-        # Every round starts with the other way.
-        for way in (compile_time.WAYS if number % 2 == 0 else compile_time.WAYS[::-1])
-    ]
-    tasks = [Task(compile_time.facts_of(*run), compile_time.measure, (*run, choose, folder)) for run in runs]
-    _run(tasks, out, 1, limit_s, json_file)
-
-
 @app.command()
 def summary(paths: Annotated[list[Path], typer.Argument(help="JSONL files.")], json_file: JsonFile = None) -> None:
     """Print the tables of results, as Markdown."""
@@ -87,8 +62,8 @@ def _run(tasks: list[Task], out: Path, jobs: int, limit_s: float, json_file: Pat
 def _tell(rows: list[Row], json_file: Path | None) -> None:
     plain_console().print(tables.markdown(rows), markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
-        command = timing.command()
-        conditions = {"device": timing.device_name("cpu"), "versions": timing.versions(), "command": command}
+        command = environment.command()
+        conditions = {"device": environment.device_name("cpu"), "versions": environment.versions(), "command": command}
         json_file.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 
 

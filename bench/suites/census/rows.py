@@ -54,7 +54,5 @@ def _words(row: Row) -> Iterator[str]:
         yield f"rewritten {row['rewritten']} and {row['calls_rewritten']} calls, left {len(row['left'])}"
     if (numerics := row.get("numerics")) is not None:
         yield f"rel {numerics['rel_l2']:.1e}" + (" WRONG" if numerics["ok"] is False else "")
-    if "compile_s" in row:
-        yield f"compile {row['compile_s']:.1f} s, pass {row['pass_s']:.3f} s"
     if "error" in row:
         yield row["error"].splitlines()[0][:100]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,20 +13,14 @@ from bench.suites.census.rows import Row
 NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run as exported")
 
 
-# Of a cold compile, and in seconds at 48 layers: what the pass may take.
-LARGEST_SHARE, LONGEST_S = 0.03, 1.0
-
-
 def markdown(rows: Sequence[Row]) -> str:
     """All tables the rows are good for."""
-    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "compile-time")}
+    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa")}
     parts: list[str] = []
     if exports := of["export"]:
         parts += [export_table(exports), left_table(exports), troubles(exports)]
     if calls := of["sdpa"]:
         parts += [sdpa_table(calls), mask_table(calls), left_table(calls), troubles(calls)]
-    if times := of["compile-time"]:
-        parts += [time_table(times), target(times), troubles(times)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -129,67 +122,6 @@ def mask_table(rows: Sequence[Row]) -> str:
             (mask, number, percent(number, calls.total()), len(models[mask]), _listed(models[mask]))
             for mask, number in calls.most_common()
         ),
-    )
-
-
-# ---- compile times ----
-
-
-def time_table(rows: Sequence[Row]) -> str:
-    """A line a model: medians over the rounds, in seconds."""
-    header = ("model", "sites", "rewritten", "rounds", "stock, s", "attn_pass, s", "ratio", "the pass, s", "share, %")
-    return _table(header, (_time_cells(name, group) for name, group in compiled(rows).items()))
-
-
-def _time_cells(name: str, group: Sequence[Row]) -> tuple[Any, ...]:
-    ours = [row for row in group if row["way"] != "stock"]
-    stock_s, ours_s = (
-        statistics.median(row["compile_s"] for row in group if (row["way"] == "stock") is stock)
-        for stock in (True, False)
-    )
-    return (
-        name,
-        ours[0]["rewritten"] + ours[0]["calls_rewritten"] + len(ours[0]["left"]),
-        ours[0]["rewritten"] + ours[0]["calls_rewritten"],
-        len(ours),
-        f"{stock_s:.1f}",
-        f"{ours_s:.1f}",
-        f"{ours_s / stock_s:.2f}",
-        f"{_pass_s(group):.3f}",
-        f"{100 * share(group):.2f}",
-    )
-
-
-def compiled(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by model, of the models that were compiled both ways."""
-    groups: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["status"] == "ok":
-            groups[row["name"]].append(row)
-    return {name: group for name, group in groups.items() if len({row["way"] for row in group}) == 2}
-
-
-def _pass_s(group: Sequence[Row]) -> float:
-    return statistics.median(row["pass_s"] for row in group if row["way"] != "stock")
-
-
-def share(group: Sequence[Row]) -> float:
-    """The largest share of its compile that the pass took in any round."""
-    return max(row["pass_s"] / row["compile_s"] for row in group if row["way"] != "stock")
-
-
-def target(rows: Sequence[Row]) -> str:
-    """Whether the pass took no more than it may, in words."""
-    groups = compiled(rows)
-    if not groups:
-        return ""
-    worst = max(groups, key=lambda name: share(groups[name]))
-    slowest = max(groups, key=lambda name: _pass_s(groups[name]))
-    shares = "met" if share(groups[worst]) <= LARGEST_SHARE else "missed"
-    seconds = "met" if _pass_s(groups[slowest]) <= LONGEST_S else "missed"
-    return (
-        f"At most {LARGEST_SHARE:.0%} of a cold compile: {shares} (most: {share(groups[worst]):.2%}, {worst}). "
-        f"At most {LONGEST_S:.0f} s: {seconds} (most: {_pass_s(groups[slowest]):.3f} s, {slowest})."
     )
 
 
