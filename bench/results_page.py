@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator
@@ -84,7 +83,7 @@ def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
         made.append(("roofline", "What stock and the pass reach of what the device allows; a line joins one program"))
     curve = folder / f"{CURVE}.json"
     if curve.exists():
-        plots.save(plots.never_slower(json.loads(curve.read_text())), folder / PICTURES / CURVE)
+        plots.save(plots.never_slower(read(curve).tables[0].rows), folder / PICTURES / CURVE)
         made.append((CURVE, "164 shapes against stock, sorted"))
     return made
 

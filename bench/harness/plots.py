@@ -139,7 +139,7 @@ def placed(documents: Sequence[Document]) -> dict[tuple[str, str], dict[str, tup
 def never_slower(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Stock's time over the pass's for every shape of the grid, sorted; stock against itself behind it."""
     figure, axes = _figure()
-    good = [row["median_us"] for row in rows if "error" not in row]
+    good = [row["median_us"] for row in rows if row["status"] == "ok"]
     gains = sorted(us["stock"] / us["pass"] for us in good)
     noise = sorted(us["stock"] / us["stock again"] for us in good)
     axes.plot(gains, color=COLOURS[w.PASS], label="stock / attn_pass")

@@ -9,30 +9,35 @@ run. "for this length" is the faster of stock's package and ours, exported witho
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 import attn_pass
-from bench.harness.document import markdown_table
-from bench.harness.environment import command, device_name, versions
-from bench.harness.timing import in_turns, percentile_10, private_caches, relative_error
+from bench.harness import variants as w
+from bench.harness.command import Json, Rounds, finish, started
+from bench.harness.console import plain_console, teller
+from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
+from bench.harness.floors import name_of
+from bench.harness.measure import child, judged, quiet
+from bench.harness.programs import Function
+from bench.harness.timing import in_turns, percentile, private_caches, relative_error
 
 LENGTHS = (1, 2, 8, 64, 512)
 TRACED = (2, 64, 512)  # the example's length
 OURS_AT = 64
-STOCK, AGAIN, OURS, FIXED = "stock", "stock again", "attn_pass", "for this length"
+FIXED = "AOTInductor, for this length"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -80,35 +85,10 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """One package at one length, in microseconds of one core."""
-
-    case: str
-    dtype: str
-    length: int
-    package: str
-    form: str
-    median_us: float
-    p10_us: float
-    relative_error: float
-
-
-class Model(nn.Module):
-    """A case's function as a module."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.function = case.function
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.function(q, k, v)
-
-
 def exported(case: Case, dtype: torch.dtype, traced: int, of_query: Mapping[int, Any] | None) -> ExportedProgram:
     """At an example's length; ``of_query`` are the sizes of the query that are not fixed."""
-    shapes = None if of_query is None else (of_query, None, None)
-    return torch.export.export(Model(case), case.inputs(traced, dtype), dynamic_shapes=shapes)
+    shapes = None if of_query is None else ((of_query, None, None),)
+    return torch.export.export(Function(case.function), case.inputs(traced, dtype), dynamic_shapes=shapes)
 
 
 def any_length() -> dict[int, Any]:
@@ -125,81 +105,67 @@ def compiled(
     program = exported(case, dtype, traced, of_query if dynamic else None)
     if ours:
         attn_pass.aot_compile(program, package_path=path)
-        (site,) = attn_pass.package_report(path).sites
-        form = ", ".join((site.target or "left", *site.poor_cases))
+        form = _form(attn_pass.package_report(path))
     else:
         torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         form = "as written"
     return torch._inductor.aoti_load_package(str(path)), form
 
 
-def measured(name: str, dtype: torch.dtype, lengths: Sequence[int], rounds: int, folder: Path) -> list[Row]:
-    """All packages of one case, at every length."""
-    case = CASES[name]
-    stem = f"{list(CASES).index(name)}_{str(dtype)[6:]}"
-    paths = (folder / f"{stem}_{number}.pt2" for number in range(1000))
-    stock_path = next(paths)
-    stock = compiled(case, dtype, OURS_AT, stock_path, ours=False, dynamic=True)
-    packages = {
-        STOCK: stock,
-        AGAIN: (torch._inductor.aoti_load_package(str(stock_path)), stock[1]),
-        OURS: compiled(case, dtype, OURS_AT, next(paths), ours=True, dynamic=True),
+def _form(report: attn_pass.Report) -> str:
+    (site,) = report.sites
+    return ", ".join((site.target or "left", *site.poor_cases))
+
+
+def measured(name: str, dtype: torch.dtype, lengths: Sequence[int], rounds: int) -> Iterator[Row]:
+    """All packages of one case, at every length; and the form that is chosen, by the length of the example."""
+    quiet(1)
+    torch.manual_seed(0)
+    case, numbers = CASES[name], count()
+    with tempfile.TemporaryDirectory() as place, private_caches(Path(place)):
+
+        def package(length: int, *, ours: bool, dynamic: bool) -> tuple[Callable[..., Any], str]:
+            path = Path(place) / f"{next(numbers)}.pt2"
+            return compiled(case, dtype, length, path, ours=ours, dynamic=dynamic)
+
+        stock = package(OURS_AT, ours=False, dynamic=True)
+        packages = {w.PACKAGE: stock, w.PACKAGE_PASS: package(OURS_AT, ours=True, dynamic=True)}
+        again = torch._inductor.aoti_load_package(str(Path(place) / "0.pt2"))
+        packages[w.PACKAGE_AGAIN] = again, stock[1]
+        for length in lengths:
+            fixed = {f"{FIXED}, {'attn_pass' if ours else 'stock'}": package(length, ours=ours, dynamic=False)
+                     for ours in (False, True)}  # fmt: skip
+            inputs = case.inputs(length, dtype)
+            exact = case.function(*(x.double() for x in inputs))
+            here = packages | fixed
+            runs = {way: run for way, (run, _) in here.items()}
+            samples = in_turns(runs, inputs, rounds, seconds=0.01, clock=time.process_time)
+            fastest = min(fixed, key=lambda way: statistics.median(samples[way]))
+            for way, told in {**{way: way for way in packages}, fastest: FIXED}.items():
+                yield {
+                    "program": f"{name}, {name_of(dtype)}, {length} {'query' if length == 1 else 'queries'}",
+                    "way": told,
+                    "stage": told,
+                    "status": "ok",
+                    "median_us": statistics.median(samples[way]),
+                    **{f"p{p}_us": percentile(samples[way], p) for p in (10, 90)},
+                    "error": relative_error(runs[way](*inputs), exact),
+                    "tolerance": TOLERANCE[dtype],
+                    "took": here[way][1],
+                }
+    chosen = {
+        f"traced at {traced}": _form(attn_pass.rewrite(exported(case, dtype, traced, any_length())))
+        for traced in TRACED
     }
-    rows = []
-    for length in lengths:
-        here = dict(packages)
-        here["fixed, stock"] = compiled(case, dtype, length, next(paths), ours=False, dynamic=False)
-        fixed = compiled(case, dtype, length, next(paths), ours=True, dynamic=False)
-        if fixed[1] != "left":
-            here["fixed, attn_pass"] = fixed
-        inputs = case.inputs(length, dtype)
-        exact = case.function(*(x.double() for x in inputs))
-        runs = {way: run for way, (run, _) in here.items()}
-        samples = in_turns(runs, inputs, rounds, seconds=0.01, clock=time.process_time)
-        fastest = min((way for way in here if way.startswith("fixed")), key=lambda way: statistics.median(samples[way]))
-        for way in (STOCK, AGAIN, OURS, fastest):
-            run, form = here[way]
-            taken = samples[way]
-            error = relative_error(run(*inputs), exact)
-            told = FIXED if way == fastest else way
-            middle, low = statistics.median(taken), percentile_10(taken)
-            rows.append(Row(name, str(dtype)[6:], length, told, form, middle, low, error))
-    return rows
+    yield {"case": f"{name}, {name_of(dtype)}", "stage": "choices", "status": "ok", **chosen}
 
 
-def choices(name: str, dtype: torch.dtype) -> dict[int, str]:
-    """The form that is chosen, by the length of the example."""
-    case, found = CASES[name], {}
-    for traced in TRACED:
-        (site,) = attn_pass.rewrite(exported(case, dtype, traced, any_length())).sites
-        found[traced] = ", ".join((site.target or "left", *site.poor_cases))
-    return found
-
-
-def markdown(rows: Sequence[Row], chosen: dict[str, dict[int, str]], told: str) -> str:
-    """One line a case and length: medians, in parentheses the 10th percentiles, and ours over the others."""
-    titles = ("case", "queries", STOCK, AGAIN, OURS, FIXED, "ours / stock", "ours / that", "form")
-    cells = []
-    by: dict[tuple[str, str, int], dict[str, Row]] = {}
-    for row in rows:
-        by.setdefault((row.case, row.dtype, row.length), {})[row.package] = row
-    for (case, dtype, length), ways in by.items():
-        times = [f"{ways[w].median_us:.0f} ({ways[w].p10_us:.0f})" for w in (STOCK, AGAIN, OURS, FIXED)]
-        ratios = [f"{ways[OURS].p10_us / ways[w].p10_us:.2f}" for w in (STOCK, FIXED)]
-        form = f"{ways[OURS].form}; {ways[FIXED].form}"
-        cells.append([f"{case}, {dtype}", str(length), *times, *ratios, form])
-    lines = markdown_table(titles, cells)
-    lines += ["", f"Microseconds of one core, median (10th percentile); ratios of the 10th percentiles. {told}", ""]
-    lines += ["Chosen, by the length of the example that was traced:", ""]
-    lines += markdown_table(("case", *map(str, TRACED)), [[case, *of.values()] for case, of in chosen.items()])
-    return "\n".join([*lines, "", f"Command: `{command()}`", ""])
+CHOICES = (Column("case", "case"), *(Column(f"traced at {n}", f"traced at {n}") for n in TRACED))
 
 
 def main(
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write here, and a Markdown table beside it.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every package at every length.")] = 7,
+    json_file: Json = None,
+    rounds: Rounds = 7,
     case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="1 and 64 queries of two cases, three samples.")] = False,
 ) -> None:
@@ -208,31 +174,16 @@ def main(
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CASES)}")
     lengths, rounds = ((1, 64), min(rounds, 3)) if quick else (LENGTHS, rounds)
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    rows: list[Row] = []
-    chosen: dict[str, dict[int, str]] = {}
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder, private_caches(Path(folder)):
-        for dtype in TOLERANCE:
-            for name in names:
-                began = time.perf_counter()
-                rows += measured(name, dtype, lengths, rounds, Path(folder))
-                chosen[f"{name}, {str(dtype)[6:]}"] = choices(name, dtype)
-                typer.echo(f"{name}, {str(dtype)[6:]}: {time.perf_counter() - began:.0f} s", err=True)
-                if json_file is not None:
-                    _write(json_file, rows, chosen, rounds)
-    typer.echo(markdown(rows, chosen, _told(rounds)))
-    if any(not row.relative_error <= TOLERANCE[getattr(torch, row.dtype)] for row in rows):
-        raise typer.Exit(1)
-
-
-def _told(rounds: int) -> str:
-    known = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return f"{device_name('cpu')}, 1 thread; {known}; {rounds} rounds in turns, on a machine that does other work."
-
-
-def _write(path: Path, rows: Sequence[Row], chosen: dict[str, dict[int, str]], rounds: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    held = {"rows": [asdict(r) for r in rows], "chosen": chosen, "rounds": rounds, "versions": versions()}
-    path.write_text(json.dumps(held, indent=1) + "\n")
-    path.with_suffix(".md").write_text(markdown(rows, chosen, _told(rounds)))
+    console = plain_console()
+    tell = teller(console)
+    made = started("Packages with a dynamic query length", threads=1, rounds=f"{rounds} in turns, processor time")
+    made.tables += [Table("At one query and at many", STANDARD, notes=[LEGEND]), Table("The form chosen", CHOICES)]
+    for dtype in TOLERANCE:
+        for name in names:
+            rows = child(f"{name}, {name_of(dtype)}", measured, (name, dtype, lengths, rounds), tell)
+            made.tables[1].rows += [row for row in rows if "case" in row]
+            for program in dict.fromkeys(row["program"] for row in rows if "program" in row):
+                made.tables[0].rows += judged([row for row in rows if row.get("program") == program])
+            if json_file is not None:
+                made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    finish(console, made, json_file)

@@ -7,28 +7,26 @@ and in three more.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
 
 import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.tuning.worker import backend_for
-from bench.harness.document import markdown_table
-from bench.harness.environment import command, device_name, versions
+from bench.harness import document
+from bench.harness.command import Json, Threads, finish, started
+from bench.harness.console import plain_console, teller
+from bench.harness.document import Column, Row, Table
+from bench.harness.measure import Tell, child, quiet
 from bench.harness.timing import compiled, in_turns, percentile_10
 
 ROUNDS = 15
@@ -148,15 +146,14 @@ def _quick(shapes: list[Shape]) -> list[Shape]:
     return [s for s in shapes if s.batch * s.heads * s.q_len * s.kv_len < 300_000][::8][:8]
 
 
-def time_shape(shape: Shape, tune: bool, threads: int) -> dict[str, Any]:
+def time_shape(shape: Shape, tune: bool, threads: int) -> Iterator[Row]:
     """Compiles and times one shape in this process, microseconds."""
-    torch.set_num_threads(threads)
+    quiet(threads)
     torch.manual_seed(0)
     inputs = shape.inputs()
     function = program(shape)
     options = {"tune": True} if tune else {}
-    with torch.no_grad(), attn_pass.record() as report:
-        began = time.perf_counter()
+    with attn_pass.record() as report:
         candidates = {"stock": compiled(function)}
         candidates["stock"](*inputs)
         candidates["stock again"] = compiled(function)
@@ -174,16 +171,18 @@ def time_shape(shape: Shape, tune: bool, threads: int) -> dict[str, Any]:
             except (torch._dynamo.exc.BackendCompilerFailed, RewriteError):
                 del candidates[name]
         samples = in_turns(candidates, inputs, ROUNDS, seconds=_BLOCK)
-    return {
+    yield {
         "shape": asdict(shape),
         "name": str(shape),
+        "way": chosen,
+        "stage": chosen,
+        "status": "ok",
         "chosen": chosen,
         "reason": site.reason,
         "predicted_us": site.predicted_us,
         "measured_us": site.measured_us,
-        "median_us": {name: sorted(s)[len(s) // 2] for name, s in samples.items()},
-        "p10_us": {name: percentile_10(s) for name, s in samples.items()},
-        "seconds": time.perf_counter() - began,
+        "median_us": {name: statistics.median(taken) for name, taken in samples.items()},
+        "p10_us": {name: percentile_10(taken) for name, taken in samples.items()},
     }
 
 
@@ -203,87 +202,71 @@ def label_of(site: attn_pass.SiteReport) -> str:
 # ------------------------------------------------------------ the whole grid
 
 
-def ratio(row: dict[str, Any]) -> float:
-    """The pass's time over stock's."""
-    return float(row["median_us"]["pass"] / row["median_us"]["stock"])
+def ratios(row: Row) -> Row:
+    """The row with what its table shows: stock's time over the pass's, the A/A factor, the pass over the best form."""
+    median, p10 = row["median_us"], row["p10_us"]
+    again = median["stock again"] / median["stock"]
+    return {
+        **row,
+        **{f"{name}_us": median[name] for name in ("stock", "pass")},
+        "over_stock": median["stock"] / median["pass"],
+        "over_stock_p10": p10["stock"] / p10["pass"],
+        "a_a": max(again, 1 / again),
+        "of_best": median["pass"] / min(median.values()),
+    }
 
 
-def a_a(row: dict[str, Any]) -> float:
-    """How much stock differs from itself, as a factor above 1."""
-    factor = float(row["median_us"]["stock again"] / row["median_us"]["stock"])
-    return max(factor, 1 / factor)
-
-
-def looks_slower(row: dict[str, Any]) -> bool:
+def looks_slower(row: Row) -> bool:
     """Over 1.10 of stock's time, and more than stock differs from itself."""
-    return ratio(row) > max(_SLOWER, a_a(row))
+    return bool(1 / row["over_stock"] > max(_SLOWER, row["a_a"]))
 
 
-def of_best(row: dict[str, Any]) -> float:
-    """The pass's time over that of the fastest form."""
-    return float(row["median_us"]["pass"] / min(row["median_us"].values()))
-
-
-def _in_fresh_process(number: int, tune: bool, threads: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        line = [sys.executable, "-m", "bench", "never-slower", "--one", str(number), "--threads", str(threads)]
-        line += ["--json", str(out), *(["--tune"] if tune else [])]
-        done = subprocess.run(line, capture_output=True, text=True)
-        if done.returncode != 0:
-            return {"name": str(grid()[number]), "error": done.stderr.strip().splitlines()[-1][:300]}
-        row: dict[str, Any] = json.loads(out.read_text())
-        return row
-
-
-def measure(number: int, tune: bool, threads: int) -> dict[str, Any]:
+def measure(shape: Shape, tune: bool, threads: int, tell: Tell) -> Row:
     """One shape of the grid; one that looks slower is run three times more, and is slower if it is in all of them."""
-    row = _in_fresh_process(number, tune, threads)
-    row["number"] = number
-    if "error" not in row and looks_slower(row):
-        row["again"] = [_in_fresh_process(number, tune, threads)["median_us"] for _ in range(_RUNS)]
-        row["slower"] = all(looks_slower({"median_us": again}) for again in row["again"])
+
+    def once() -> Row:
+        (row,) = child(str(shape), time_shape, (shape, tune, threads), tell)
+        return ratios(row) if row["status"] == "ok" else row
+
+    row = once()
+    if row["status"] == "ok" and looks_slower(row):
+        more = [once() for _ in range(_RUNS)]
+        row["again"] = [other.get("median_us") for other in more]
+        if all(other["status"] == "ok" and looks_slower(other) for other in more):
+            row["verdict"] = "slower"
     return row
 
 
-def markdown(rows: list[dict[str, Any]], tune: bool, threads: int) -> str:
-    """What is committed in docs/results: the counts, then every shape."""
-    good = [r for r in rows if "error" not in r]
-    slower = [r for r in good if r.get("slower")]
-    near = sum(of_best(r) <= _NEAR for r in good)
-    gain = sorted(1 / ratio(r) for r in good)
-    many = "one thread" if threads == 1 else f"{threads} threads"
-    lines = [
-        f"# Never slower than stock{', with tune=True' if tune else ''}{f', on {many}' if threads > 1 else ''}",
-        "",
-        f"Device: {device_name('cpu')}, {many}; {', '.join(f'{n} {v}' for n, v in versions().items())}; {ROUNDS} "
-        f"interleaved rounds in a fresh process a shape; `{command()}`.",
-        "",
-        f"- {len(good)} shapes; slower: {len(slower)} ({100 * len(slower) / max(1, len(good)):.1f} %). Over stock: "
-        f"median {gain[len(gain) // 2]:.2f}, least {gain[0]:.2f}, most {gain[-1]:.1f}.",
-        f"- Within 15 % of the fastest form: {near} ({100 * near / max(1, len(good)):.1f} %).",
-        f"- Did not run: {', '.join(r['name'] for r in rows if 'error' in r) or 'none'}.",
-        "",
-        *markdown_table(COLUMNS, [_cells(row) for row in good]),
-    ]
-    return "\n".join(lines) + "\n"
+COLUMNS = (
+    Column("shape", "name"),
+    Column("stock us", "stock_us", ".0f"),
+    Column("pass us", "pass_us", ".0f"),
+    Column("stock / pass", "over_stock", ".2f"),
+    Column("of 10th percentiles", "over_stock_p10", ".2f"),
+    Column("A/A", "a_a", ".2f"),
+    Column("pass / best form", "of_best", ".2f"),
+    Column("chose", "chosen"),
+    Column("verdict", "verdict"),
+)
 
 
-COLUMNS = ("shape", "stock us", "pass us", "stock / pass", "of 10th percentiles", "A/A", "pass / best form", "chose")
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    median, p10 = row["median_us"], row["p10_us"]
+def summary(rows: Sequence[Row]) -> list[str]:
+    """How many are slower, what is gained, and how near the pass is to the fastest form."""
+    good = [row for row in rows if row["status"] == "ok"]
+    if not good:
+        return []
+    slower = sum(row.get("verdict") == "slower" for row in good)
+    near = sum(row["of_best"] <= _NEAR for row in good)
+    gain = sorted(row["over_stock"] for row in good)
     return [
-        row["name"],
-        *(f"{median[name]:.0f}" for name in ("stock", "pass")),
-        *(f"{x:.2f}" for x in (1 / ratio(row), p10["stock"] / p10["pass"], a_a(row), of_best(row))),
-        f"{row['chosen']}{' **slower**' if row.get('slower') else ''}",
+        f"{len(good)} shapes; slower: {slower} ({slower / len(good):.1%}). Over stock: "
+        f"median {gain[len(gain) // 2]:.2f}, least {gain[0]:.2f}, most {gain[-1]:.1f}.",
+        f"Within 15 % of the fastest form: {near} ({near / len(good):.1%}).",
     ]
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write FILE, and FILE with .md.")] = None,
+    json_file: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Eight small shapes.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="The pass with tune=True.")] = False,
     every: Annotated[int, typer.Option(help="Only every so many shapes.")] = 1,
@@ -291,37 +274,29 @@ def main(
     rows_at_most: Annotated[
         int | None, typer.Option("--rows", help="Only shapes of at most so many query rows.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    threads: Threads = 1,
     changed: Annotated[Path | None, typer.Option(help="Keep FILE's rows but where another form is chosen now.")] = None,
-    one: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure a grid of shapes: stock, stock again, the pass, and every form the pass could have taken."""
-    console = Console(width=160)
-    shapes = grid()
-    if one is not None:
-        assert json_file is not None
-        json_file.write_text(json.dumps(time_shape(shapes[one], tune, threads)))
-        return
-    chosen = [s for s in (_quick(shapes) if quick else shapes) if only in str(s)]
+    console = plain_console()
+    tell = teller(console)
+    chosen = [s for s in (_quick(grid()) if quick else grid()) if only in str(s)]
     chosen = [s for s in chosen if rows_at_most is None or s.q_len <= rows_at_most][::every]
-    kept = {row["name"]: row for row in json.loads(changed.read_text())} if changed is not None else {}
-    rows = []
+    kept = {row.get("name"): row for row in document.read(changed).tables[0].rows} if changed is not None else {}
+    made = started(f"Never slower than stock{', with tune=True' if tune else ''}", threads=threads, rounds=ROUNDS)
+    table = Table("A fresh process a shape", COLUMNS)
+    made.tables.append(table)
     for count, shape in enumerate(chosen, 1):
         row = kept.get(str(shape), {})
         if row.get("chosen") != predicted_choice(shape, threads):
-            row = measure(shapes.index(shape), tune, threads)
-        rows.append(row)
-        if "error" in row:
-            console.print(f"{count}/{len(chosen)} {row['name']}: {row['error']}")
-            continue
-        console.print(
-            f"{count}/{len(chosen)} {row['name']}: {1 / ratio(row):.2f} (A/A {a_a(row):.2f}), {row['chosen']}, "
-            f"{of_best(row):.2f} of the best{', SLOWER' if row.get('slower') else ''}"
-        )
+            row = measure(shape, tune, threads, tell)
+        table.rows.append(row)
+        table.notes = summary(table.rows)
+        if row["status"] == "ok":
+            tell(
+                f"{count}/{len(chosen)} {shape}: {row['over_stock']:.2f} (A/A {row['a_a']:.2f}), {row['chosen']}, "
+                f"{row['of_best']:.2f} of the best{', SLOWER' if row.get('verdict') == 'slower' else ''}"
+            )
         if json_file is not None:
-            json_file.write_text(json.dumps(rows, indent=1) + "\n")
-            json_file.with_suffix(".md").write_text(markdown(rows, tune, threads))
-    if rows and all("error" in row for row in rows):
-        raise typer.Exit(1)
-    if json_file is None and rows:
-        console.print(markdown(rows, tune, threads))
+            made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    finish(console, made, json_file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from bench.harness import baseline, command, document, floors, measure, plots, t
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
-from bench.suites import cases, forms, masks, peers
+from bench.suites import cases, forms, masks, never_slower, peers
 from bench.suites.seeds import s1, s2, s3, s4, s5, traffic
 from bench.suites.seeds.command import chosen
 
@@ -373,8 +372,13 @@ def scaling() -> list[dict[str, Any]]:
 def test_the_page_shows_every_picture_that_the_runs_allow(tmp_path: Path) -> None:
     run = {"rates": {"gflops": {"float32": 100.0}, "gbs": 10.0}, "versions": {}}
     Document("seeds", run, [Table(results_page.SCALING, s5.SCALING, scaling())]).write(tmp_path / "seeds-cpu.json")
-    curve = [{"median_us": {"stock": 2.0, "stock again": 2.1, "pass": 1.0 + n}} for n in range(3)]
-    (tmp_path / "never-slower.json").write_text(json.dumps([*curve, {"error": "x"}]))
+    curve = [
+        {"name": str(n), "status": "ok", "median_us": {"stock": 2.0, "stock again": 2.1, "pass": 1.0 + n}}
+        for n in range(3)
+    ]
+    Document("grid", {}, [Table("t", never_slower.COLUMNS, [*curve, {"status": "failed"}])]).write(
+        tmp_path / "never-slower.json"
+    )
     results_page.main(tmp_path)
     text = (tmp_path / "README.md").read_text()
     for name in ("speed-up", "memory", "roofline", "never-slower"):
