@@ -18,57 +18,19 @@ import signal
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
-from bench.gpu import (
-    bare,
-    console,
-    correctness,
-    counters,
-    decode_grid,
-    flex_grid,
-    floors,
-    growing,
-    precompile,
-    probes,
-    rules,
-    seeds,
-    smoke,
-    tuned,
-)
-from bench.gpu.environment import Environment, facts
+from bench.gpu import console
 from bench.gpu.journal import Journal
-from bench.gpu.parts import Part, Shard, run_parts
-from bench.gpu.supervisor import Limits, die_with_parent, supervise
-from bench.gpu.timing import rates
+from bench.gpu.measure import PARTS, chosen, measure, run_name, tell
+from bench.gpu.parts import Part, Shard
+from bench.gpu.supervisor import Limits, supervise
+from bench.harness.process import Task
 
-PARTS: tuple[Part, ...] = (
-    smoke.PART,
-    correctness.PART,
-    probes.PART,
-    decode_grid.PART,
-    bare.PART,
-    precompile.PART,
-    floors.PART,
-    flex_grid.PART,
-    rules.PART,
-    decode_grid.TILES,
-    seeds.PART,
-    growing.PART,
-    tuned.PART,
-    counters.PART,
-)
 RESULTS = Path("docs/results")
 _TERMINATED = 143
-
-
-def _tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def _shard(text: str) -> Shard:
@@ -97,8 +59,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stall", type=float, default=Limits.stall_s, help="seconds after which a case counts as hung")
     parser.add_argument("--resume", action="store_true", help="keep what the journal has of this run, and go on")
     parser.add_argument("--collect", action="store_true", help="measure nothing: write FILE from its journal")
-    parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     unknown = [n for n in args.only.split(",") if n not in names]
     if unknown:
@@ -110,47 +70,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def chosen(args: argparse.Namespace) -> list[Part]:
-    """The parts asked for, in the order of their importance."""
-    return [p for p in PARTS if p.name in args.only.split(",")]
-
-
-def run_name(args: argparse.Namespace) -> str:
-    """What tells the lines of this run from those of others in a shared journal."""
-    usual = ",".join(p.name for p in PARTS if p.usual)
-    parts = "" if args.only == usual else args.only
-    return f"{parts} {args.shard.number}/{args.shard.count}".strip() if args.shard.count > 1 else parts
-
-
-def measure(args: argparse.Namespace) -> None:
-    """The process that measures: what the journal has is not measured again."""
-    die_with_parent()
-    for category in (FutureWarning, DeprecationWarning, UserWarning):
-        warnings.filterwarnings("ignore", category=category)
-    env = Environment(args.device, args.quick, args.shard.count)
-    if env.dry:
-        from bench.gpu import stand_ins
-
-        stand_ins.install()
-        torch.set_num_threads(1)  # for shapes this small threads only wait for each other
-    parts = chosen(args)
-    journal = Journal(args.journal, run_name(args))
-    known = [line["head"] for line in journal.own() if "head" in line]
-    if not any("device" in head for head in known):
-        journal.add(head={**facts(env), "dry": args.dry})
-    if any(part.timed for part in parts) and not any("copy_tbs" in head for head in known):
-        found = rates(env)
-        journal.add(head={"matmul_tflops": round(found.matmul_tflops, 1), "copy_tbs": round(found.copy_tbs, 3)})
-        _tell(f"{found.matmul_tflops:.0f} TFLOP/s, {found.copy_tbs:.2f} TB/s")
-    run_parts(env, parts, args.end, journal, _tell, args.shard)
-
-
 def _write(file: Path | None, journal: Journal, parts: Sequence[Part]) -> None:
     """Keeps what the journal has: of these parts, and of those that other runs wrote to it."""
     if file is not None and file != Path():
         there = journal.rows()
         shown = [p for p in PARTS if p in parts or p.name in there]
-        console.write(file, console.document(journal, shown), shown)
+        console.document(journal, shown).write(file)
 
 
 def _collected(journal: Journal) -> list[Part]:
@@ -167,9 +92,6 @@ def main(given: Sequence[str] | None = None) -> int:
     """Runs and prints; the exit status."""
     given = list(sys.argv[1:] if given is None else given)
     args = arguments(given)
-    if args.journal is not None:
-        measure(args)
-        return 0
     signal.signal(signal.SIGTERM, _terminated)  # `timeout` sends it: the process that measures has to end as well
     with tempfile.TemporaryDirectory() as folder:
         named = args.json is not None and args.json != Path()
@@ -186,23 +108,23 @@ def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal
         if not args.resume:
             journal.start_anew()
         journal.add(head={"command": " ".join(["python -m bench.gpu", *(_short(w) for w in given)])})
-        line = [sys.executable, "-m", "bench.gpu", *given, "--journal", str(journal.path), "--end", str(end)]
+        task = Task({}, measure, (args, journal.path, end), forked=False)
         stall = 1e9 if args.dry else args.stall
         try:
-            supervise(line, journal, Limits(end, stall, lambda: _write(args.json, journal, parts)), _tell)
+            supervise(task, journal, Limits(end, stall, lambda: _write(args.json, journal, parts)), tell)
         finally:
             journal.add(head={"seconds": round(time.time() - began)})
             _write(args.json, journal, parts)
     found = console.document(journal, parts, over=args.collect)
     if args.json == Path():
-        args.json = RESULTS / f"gpu-{str(found['run'].get('device', 'none')).replace(' ', '-').lower()}.json"
+        args.json = RESULTS / f"gpu-{str(found.run.get('device', 'none')).replace(' ', '-').lower()}.json"
         _write(args.json, journal, parts)
     if args.collect:
-        console.write(args.json, found, parts)
+        found.write(args.json)
     if args.json is None:
-        _tell(console.markdown(found, parts))
-    _tell(console.summary(found))
-    _tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
+        tell(found.markdown())
+    tell(console.summary(found))
+    tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
     return console.status(found)
 
 

@@ -1,78 +1,49 @@
-"""The result of a run: one JSON, and a Markdown table a part."""
+"""The result of a run on a GPU: a document with the goals and a table a part, made of the journal."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from bench.gpu import goals
-from bench.gpu.environment import one_line
 from bench.gpu.journal import Journal
-from bench.gpu.parts import Part, Row
-from bench.harness.document import markdown_table
+from bench.gpu.parts import Part
+from bench.harness.document import Column, Document, Table
+
+TITLE, GOALS = "One run on a GPU", "Goals"
+GOAL_COLUMNS = (Column("goal", "goal"), Column("verdict", "verdict"), Column("measured", "measured"))
 
 
-def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> dict[str, Any]:
-    """Everything the journal holds: ``run``, ``goals``, and ``parts`` by name with ``rows`` and ``notes``.
+def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> Document:
+    """Everything the journal holds of these parts.
 
     ``over``: nothing runs any more, and a case that was begun and did not end was lost.
     """
     rows, notes, head = journal.rows(), journal.notes(), journal.head()
     for part, name in journal.all_unfinished() if over else ():
-        lost = {"name": name, "error": "the run ended before the case did", "lost": True}
+        lost = {"name": name, "status": "failed", "error_text": "the run ended before the case did", "lost": True}
         rows[part] = [*(row for row in rows.get(part, ()) if row.get("name") != name), lost]
-    return {
-        "run": head,
-        "goals": goals.measured(rows, bool(head.get("dry"))),
-        "parts": {p.name: {"rows": rows.get(p.name, []), "notes": notes.get(p.name, [])} for p in parts},
-    }
+    found = goals.measured(rows, bool(head.get("dry")))
+    tables = [Table(p.title, p.columns, rows.get(p.name, []), notes.get(p.name, []), p.name) for p in parts]
+    return Document(TITLE, head, [Table(GOALS, GOAL_COLUMNS, found), *tables])
 
 
-def markdown(found: dict[str, Any], parts: Sequence[Part]) -> str:
-    """The tables as committed in docs/results."""
-    run = dict(found["run"])
-    dry = " A dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing." if run.get("dry") else ""
-    lines = ["# One run on a GPU", "", f"{one_line(run)}.{dry}", "", "## Goals", ""]
-    lines += markdown_table(("goal", "verdict", "measured"), [tuple(a.values()) for a in found["goals"]])
-    for part in parts:
-        given = found["parts"][part.name]
-        lines += ["", f"## {part.title}", ""]
-        good = [row for row in given["rows"] if "error" not in row]
-        if good:
-            shown = [c for c in part.columns if any(c.cell(row) != "-" for row in good)]
-            lines += markdown_table([c.title for c in shown], [[c.cell(row) for c in shown] for row in good])
-        failed = [f"- {row['name']}: {row['error']}" for row in given["rows"] if "error" in row]
-        lines += ["", "Failed:", "", *failed] if failed else []
-        lines += ["", *(f"- {note}" for note in given["notes"])] if given["notes"] else []
-    return "\n".join(lines) + "\n"
+def parts_of(found: Document) -> list[Table]:
+    """Its tables without that of the goals."""
+    return [table for table in found.tables if table.name]
 
 
-def write(path: Path, found: dict[str, Any], parts: Sequence[Part]) -> None:
-    """Writes FILE and FILE with .md, each in one step: a run that is killed leaves the last whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    texts = {path: json.dumps(found, indent=1) + "\n", path.with_suffix(".md"): markdown(found, parts)}
-    for target, text in texts.items():
-        partial = target.with_suffix(f"{target.suffix}.{os.getpid()}.part")  # several shards may write at once
-        partial.write_text(text)
-        partial.replace(target)
-
-
-def summary(found: dict[str, Any]) -> str:
+def summary(found: Document) -> str:
     """What a caller who sees the end of the output needs."""
     lines = []
-    for name, part in found["parts"].items():
-        rows: list[Row] = part["rows"]
-        verdicts = [str(r.get("verdict", "")).split(":")[0] for r in rows]
+    for table in parts_of(found):
+        verdicts = [str(r.get("verdict", "")).split(":")[0] for r in table.rows]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts) if v)
-        failed = [r for r in rows if "error" in r]
-        lines.append(f"{name}: {len(rows)} rows{', ' + counts if counts else ''}, {len(failed)} failed")
-        lines += [f"  {r['name']}: {r['error'][:160]}" for r in failed[:5]]
-        lines += [f"  {r['name']}: {r['verdict']}" for r in rows if r.get("verdict") in ("WRONG", "DIFFERS")]
-        lines += [f"  {r['name']}: wrong {r['wrong']}" for r in rows if r.get("wrong")]
-    told = [a for a in found["goals"] if a["verdict"] != goals.NOT_MEASURED]
+        failed = table.failures()
+        lines.append(f"{table.name}: {len(table.rows)} rows{', ' + counts if counts else ''}, {len(failed)} failed")
+        lines += [f"  {text[:200]}" for text in failed[:5]]
+        lines += [f"  {r['name']}: {r['verdict']}" for r in table.rows if r.get("verdict") in ("WRONG", "DIFFERS")]
+        lines += [f"  {r['name']}: wrong {r['wrong']}" for r in table.rows if r.get("wrong")]
+    told = [a for a in found.tables[0].rows if a["verdict"] != goals.NOT_MEASURED]
     lines += [f"{a['verdict']:>8}  {a['goal']}: {a['measured']}" for a in told]
     return "\n".join(lines)
 
@@ -80,9 +51,10 @@ def summary(found: dict[str, Any]) -> str:
 NOTHING, BAD = 1, 2
 
 
-def status(found: dict[str, Any]) -> int:
+def status(found: Document) -> int:
     """The exit status of a run: 2 if a result is wrong, or a case failed or was lost; 1 if there is no row at all."""
-    rows = [row for part in found["parts"].values() for row in part["rows"]]
-    if any("error" in row or row.get("wrong") or row.get("verdict") == "WRONG" for row in rows):
+    tables = parts_of(found)
+    wrong = any(row.get("wrong") or row.get("verdict") == "WRONG" for table in tables for row in table.rows)
+    if wrong or any(table.failures() for table in tables):
         return BAD
-    return 0 if rows else NOTHING
+    return 0 if any(table.rows for table in tables) else NOTHING

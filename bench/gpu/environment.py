@@ -107,7 +107,9 @@ def peak_bytes(env: Environment, run: Callable[[], Any]) -> int | None:
 
 def facts(env: Environment) -> dict[str, Any]:
     """What the numbers of a run hold for."""
-    found: dict[str, Any] = {"device": device_name(env.device), **versions()}
+    found: dict[str, Any] = {"device": device_name(env.device), **versions(), "dry": env.dry}
+    if env.dry:
+        found["note"] = "a dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing"
     try:
         import triton
 

@@ -71,7 +71,7 @@ def _never_slower(rows: Rows) -> tuple[bool, str] | None:
 
 
 def _right(rows: Rows) -> tuple[bool, str] | None:
-    checked = [r for r in rows.get("correctness", []) if "verdict" in r or "error" in r]
+    checked = [r for r in rows.get("correctness", []) if "verdict" in r or "error_text" in r]
     if not checked:
         return None
     ran = [r for r in checked if not r.get("verdict", "").startswith("refused")]

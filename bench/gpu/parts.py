@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.gpu.environment import Environment
@@ -66,30 +66,32 @@ class Lost(RuntimeError):
 
 def run_parts(
     env: Environment, parts: Iterable[Part], end: float, journal: Journal, tell: Tell, shard: Shard = Shard()
-) -> None:
+) -> Iterator[Row]:
     """Runs the parts until ``end`` (of `time.time`), each until its share of what is left is used up.
 
-    Parts that are over in this run, and cases it has rows of, are not run again.
+    Yields lines for the journal, and reads it: parts that are over, and cases it has rows of, are not run again.
 
     Raises:
         Lost: nothing runs in this process any more; another one goes on.
     """
-    over = {line["part"] for line in journal.own() if line.get("over")}
+    known = journal.own()
+    over = {line["part"] for line in known if line.get("over")}
     todo = [part for part in parts if part.name not in over]
     while todo:
         part = todo.pop(0)
         left = end - time.time()
         deadline = time.time() + left * part.share / (part.share + sum(p.share for p in todo))
-        _run_part(env, part, deadline, journal, tell, shard)
-        journal.add(part=part.name, over=True)
+        done = {line["row"].get("name") for line in known if "row" in line and line["part"] == part.name}
+        for line in _run_part(env, part, deadline, done, tell, shard):
+            yield {"part": part.name, **line}
+        yield {"part": part.name, "over": True}
 
 
-def _run_part(env: Environment, part: Part, deadline: float, journal: Journal, tell: Tell, shard: Shard) -> None:
-    done = {line["row"].get("name") for line in journal.own() if "row" in line and line["part"] == part.name}
+def _run_part(env: Environment, part: Part, deadline: float, done: set[str], tell: Tell, shard: Shard) -> Iterator[Row]:
     try:
         cases = [case for case in shard.of(part.cases(env)) if case.name not in done]
     except Exception as error:
-        journal.add(part=part.name, row={"name": "(all)", "error": f"could not begin: {why(error)}"})
+        yield {"row": {"name": "(all)", "status": "failed", "error_text": f"could not begin: {why(error)}"}}
         tell(f"{part.name}: could not begin: {why(error)}")
         return
     began = time.time()
@@ -97,17 +99,16 @@ def _run_part(env: Environment, part: Part, deadline: float, journal: Journal, t
         if time.time() > deadline:
             names = ", ".join(c.name for c in cases[number:])
             note = f"out of time, {len(cases) - number} of {len(cases)} cases skipped: {names}"
-            journal.add(part=part.name, note=note)
+            yield {"note": note}
             tell(f"{part.name}: {note[:200]}")
             break
-        journal.add(part=part.name, begin=case.name)
+        yield {"begin": case.name}
         row = _run_case(env, case)
-        journal.add(part=part.name, row=row)
-        shown = f"FAILED {row['error']}" if "error" in row else _shown(part, row)
-        tell(f"{part.name}: {case.name}: {shown}"[:230])
+        yield {"row": row}
+        tell(f"{part.name}: {case.name}: {_shown(part, row)}"[:230])
         if row.get("lost"):
             raise Lost(case.name)
-    journal.add(part=part.name, note=f"{time.time() - began:.0f} s")
+    yield {"note": f"{time.time() - began:.0f} s"}
 
 
 def _run_case(env: Environment, case: Case) -> Row:
@@ -118,9 +119,9 @@ def _run_case(env: Environment, case: Case) -> Row:
         row |= case.run()
         env.wait()
     except Exception as error:
-        row |= {"error": why(error), "trace": traceback.format_exc()[-_TRACE:]}
+        row |= {"status": "failed", "error_text": why(error), "trace": traceback.format_exc()[-_TRACE:]}
         if not env.dry and _is_lost(env):
-            row |= {"error": f"{row['error']} (the device was lost)", "lost": True}
+            row |= {"error_text": f"{row['error_text']} (the device was lost)", "lost": True}
     row["seconds"] = round(time.perf_counter() - began, 2)
     return row
 
@@ -135,5 +136,7 @@ def _is_lost(env: Environment) -> bool:
 
 
 def _shown(part: Part, row: Row) -> str:
+    if "error_text" in row:
+        return f"FAILED {row['error_text']}"
     cells = ((c.title, c.cell(row)) for c in part.columns if c.field != "name")
     return ", ".join(f"{title} {cell}" for title, cell in cells if cell != "-")

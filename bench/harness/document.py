@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class Table:
     columns: Sequence[Column]
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    name: str = ""
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Titles and lines; columns that say nothing in any row are left out, a program is a line of its own."""
@@ -54,11 +56,9 @@ class Table:
         return [c.title for c in shown], lines
 
     def failures(self) -> list[str]:
-        return [
-            f"{row.get('program')}, {row.get('way')}: {row.get('error_text')}"
-            for row in self.rows
-            if row.get("status", "ok") != "ok"
-        ]
+        bad = [row for row in self.rows if row.get("status", "ok") != "ok"]
+        who = [", ".join(filter(None, (row.get("program", row.get("name")), row.get("way")))) for row in bad]
+        return [f"{name}: {row.get('error_text')}" for name, row in zip(who, bad)]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Document:
         path.parent.mkdir(parents=True, exist_ok=True)
         table = path.with_suffix(".md")
         for target, text in ((path, json.dumps(self.to_dict(), indent=1) + "\n"), (table, self.markdown())):
-            partial = target.with_suffix(target.suffix + ".part")
+            partial = target.with_suffix(f"{target.suffix}.{os.getpid()}.part")  # several processes may write at once
             partial.write_text(text)
             partial.replace(target)
         return table
@@ -117,7 +117,8 @@ def read(path: Path) -> Document:
     try:
         found = json.loads(path.read_text())
         tables = [
-            Table(t["title"], tuple(Column(**c) for c in t["columns"]), t["rows"], t["notes"]) for t in found["tables"]
+            Table(t["title"], tuple(Column(**c) for c in t["columns"]), t["rows"], t["notes"], t.get("name", ""))
+            for t in found["tables"]
         ]
         return Document(found["title"], found["run"], tables)
     except (KeyError, TypeError, json.JSONDecodeError) as error:

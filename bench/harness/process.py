@@ -1,25 +1,24 @@
-"""Measurements that each run in a process of their own, with a time limit, into a JSONL file that can be continued."""
+"""Measurements in fresh processes: what a process yields as it comes, and what became of one that died or hung.
+
+Nothing here needs more than Python: the GPU's benches (`bench.gpu`) run where there may be nothing else.
+"""
 
 from __future__ import annotations
 
-import json
+import ctypes
 import multiprocessing
+import signal
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from bench.suites.census.rows import Row, key, read_rows, told_row
-
+Row = dict[str, Any]
 Measure = Callable[..., Iterable[Row]]
 
-# Imported once in the server the children are forked from: seconds saved in every one of them.
+# Imported once in the server the processes are forked from: seconds saved in every one of them.
 PRELOAD = (
     "torch",
     "torch.export",
@@ -30,82 +29,82 @@ PRELOAD = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 )
-
-
 EXIT_S = 10.0
 """How long a process that has sent everything may take to end."""
+_PARENT_DEATH_SIGNAL = 1  # prctl(2), PR_SET_PDEATHSIG
 
 
 @dataclass(frozen=True)
 class Task:
-    """`measure(*args)` yields rows; `facts` are what its first row is about, and what is told if there is none."""
+    """`measure(*args)` yields rows; `facts` are what its first row is about, and what is told if there is none.
+
+    A task that is ``forked`` starts from a server that has torch and transformers imported; one that is not imports
+    what it needs by itself, as CUDA wants it.
+    """
 
     facts: Row
     measure: Measure
     args: tuple[Any, ...]
+    forked: bool = True
 
 
-def run_all(tasks: Sequence[Task], out: Path, *, jobs: int, limit_s: float, console: Console) -> None:
-    """Run the tasks that have no row in `out` yet, in their order, appending rows as they come."""
-    done = {key(row) for row in read_rows([out])} if out.exists() else set()
-    left = [task for task in tasks if key(task.facts) not in done]
-    console.print(f"{len(left)} to run, {len(tasks) - len(left)} already in {out.name}", highlight=False)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        out.open("a") as file,
-        ThreadPoolExecutor(jobs) as pool,
-        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-    ):
-        bar = progress.add_task("measured", total=len(left))
-        running = {pool.submit(in_child, task, limit_s): task for task in left}
-        try:
-            for future in as_completed(running):
-                for row in future.result():
-                    file.write(json.dumps(row) + "\n")
-                    file.flush()
-                    told = f"[{time.perf_counter() - start:6.0f} s] {told_row(row)}"
-                    progress.console.print(told, markup=False, highlight=False)
-                progress.advance(bar)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended that did not send everything: "died" or "bench failed", and why."""
+
+    status: str
+    why: str
+
+
+def messages(task: Task, tick_s: float) -> Iterator[Row | Ended | None]:
+    """What the task yields, None whenever it is silent for ``tick_s``, and in the end perhaps how it ended.
+
+    Closing the iterator kills the process; so does the death of this one (Linux).
+    """
+    context: Any = multiprocessing.get_context("forkserver" if task.forked else "spawn")
+    if task.forked:
+        context.set_forkserver_preload(list(PRELOAD))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, task), daemon=task.forked)
+    process.start()
+    sender.close()
+    try:
+        while True:
+            try:
+                message = receiver.recv() if receiver.poll(tick_s) else ()
+            except EOFError:
+                process.join()
+                yield Ended("died", f"exit code {process.exitcode}")
+                return
+            if message is None:
+                break
+            if isinstance(message, str):
+                yield Ended("bench failed", message)
+                break
+            yield message or None
+        # Libraries leave threads and hooks behind that may hang an orderly exit.
+        process.join(EXIT_S)
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
 
 
 def in_child(task: Task, limit_s: float) -> list[Row]:
     """The rows of a task, from a fresh process; a last row tells if it ran past its limit or died."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    receiver, sender = context.Pipe(duplex=False)
     began = time.perf_counter()
-    process = context.Process(target=_child, args=(sender, task), daemon=True)
-    process.start()
-    sender.close()
     rows: list[Row] = []
     failure = None
-    while True:
-        try:
-            if not receiver.poll(max(0.0, began + limit_s - time.perf_counter())):
-                failure = {"status": "timeout", "error": f"no answer within {limit_s:.0f} s"}
-                process.kill()
-                break
-            message = receiver.recv()
-        except EOFError:
-            process.join()
-            failure = {"status": "died", "error": f"exit code {process.exitcode}"}
+    found = messages(task, limit_s)
+    for message in found:
+        if isinstance(message, Ended):
+            failure = {"status": message.status, "error": message.why}
+        elif message is not None:
+            rows.append(message)
+        if message is None or time.perf_counter() - began > limit_s:
+            failure = {"status": "timeout", "error": f"no end within {limit_s:.0f} s"}
             break
-        if message is None:
-            break
-        if isinstance(message, str):
-            failure = {"status": "bench failed", "error": message}
-            break
-        rows.append(message)
-    # Libraries leave threads and hooks behind that may hang an orderly exit.
-    process.join(EXIT_S)
-    process.kill()
-    process.join()
-    receiver.close()
+    found.close()  # type: ignore[attr-defined]
     if failure is not None:
         stage = f"after {rows[-1]['stage']}" if rows else task.facts["stage"]
         rows.append({**task.facts, "stage": stage, **failure})
@@ -115,6 +114,8 @@ def in_child(task: Task, limit_s: float) -> list[Row]:
 
 
 def _child(sender: Connection, task: Task) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     try:
         for row in task.measure(*task.args):
             sender.send(row)

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from bench.harness.document import Table
-from bench.harness.process import Task, in_child, run_all
+from bench.harness.process import Task, in_child
 from bench.suites import compile_time
 from bench.suites.census import tables
 from bench.suites.census.dataset import FolderError, open_census
 from bench.suites.census.rows import read_rows
+from bench.suites.census.workers import run_all
 
 GOOD = {"ok": True, "rel_l2": 1e-7, "max_abs": 1e-6}
 WRONG = {"ok": False, "rel_l2": 0.5, "max_abs": 2.0}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from dying_cases import dies, exits
 from host_events import Event
 
 pytest.importorskip("triton")
@@ -27,12 +28,18 @@ from bench.gpu.parts import Case, Lost, Part, Shard, run_parts
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.gpu.supervisor import Limits, supervise
 from bench.gpu.timing import Variant, compare, sets_for
-from bench.harness.document import Column
+from bench.harness.document import Column, Document, Table
+from bench.harness.process import Task
 
 ROOT = Path(__file__).parents[2]
 
 
 # ---------------------------------------------------------------- a dry run
+
+
+def _parts(found: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a document by their part's name."""
+    return {table["name"]: table for table in found["tables"] if table["name"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, Any] = json.loads(file.read_text())
-    return {**found, "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
+    return {**found, "parts": _parts(found), "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
 
 
 def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
@@ -51,7 +58,7 @@ def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
     assert list(dry["parts"]) == ["correctness", "decode", "floors", "rules", "seeds", "tuned"]
     for name, part in dry["parts"].items():
         assert part["rows"], name
-        assert not [row for row in part["rows"] if "error" in row], name
+        assert not [row for row in part["rows"] if "error_text" in row], name
         assert not [note for note in part["notes"] if "skipped" in note], name
 
 
@@ -89,7 +96,7 @@ def test_the_table_and_the_end_of_the_output_say_it_all(dry: dict[str, Any]) -> 
     assert "times mean nothing" in dry["table"]
     assert dry["run"]["dry"] is True and dry["run"]["torch"] == torch.__version__
     assert "/" not in dry["run"]["command"].replace("--json run.json", "")
-    assert [a["verdict"] for a in dry["goals"]] == ["met", *["not measured"] * 5]
+    assert [a["verdict"] for a in dry["tables"][0]["rows"]] == ["met", *["not measured"] * 5]
     assert "correctness:" in dry["printed"][-1500:]
 
 
@@ -159,7 +166,8 @@ def _part(*cases: Case, name: str = "part", share: float = 1.0) -> Part:
 
 def _run(journal: Journal, *parts: Part, seconds: float = 60.0) -> list[str]:
     told: list[str] = []
-    run_parts(Environment("cpu"), parts, time.time() + seconds, journal, told.append)
+    for line in run_parts(Environment("cpu"), parts, time.time() + seconds, journal, told.append):
+        journal.add(**line)
     return told
 
 
@@ -172,10 +180,10 @@ def test_a_failure_stays_with_its_case(tmp_path: Path) -> None:
     part = _part(Case("bad", _fails), Case("good", lambda: {"value": 2}))
     told = _run(journal, part)
     bad, good = journal.rows()["part"]
-    assert bad["error"] == "ValueError: this shape is no shape" and "_fails" in bad["trace"]
+    assert bad["error_text"] == "ValueError: this shape is no shape" and "_fails" in bad["trace"]
     assert good["value"] == 2
     assert any("FAILED ValueError" in line for line in told)
-    table = console.markdown(console.document(journal, [part]), [part])
+    table = console.document(journal, [part]).markdown()
     assert "| good | 2.0 |" in table and "- bad: ValueError" in table
 
 
@@ -201,42 +209,23 @@ def test_a_lost_device_ends_the_process(tmp_path: Path) -> None:
         _run(Journal(tmp_path / "journal"), _part(Case("fault", lambda: {"lost": True})))
 
 
-DIES = """
-import json, os, sys
-path, how = sys.argv[1:]
-lines = open(path).read() if os.path.exists(path) else ""
-with open(path, "a") as file:
-    for name in ("one", "two", "three"):
-        if f'"name": "{name}"' in lines:
-            continue
-        print(json.dumps({"part": "p", "begin": name}), file=file, flush=True)
-        if name == "two":
-            if how == "hangs":
-                import time
-                time.sleep(60)
-            os._exit(11)
-        print(json.dumps({"part": "p", "row": {"name": name}}), file=file, flush=True)
-"""
-
-
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_case_that_takes_the_process_down_is_written_down_and_passed_over(tmp_path: Path, how: str) -> None:
     journal = Journal(tmp_path / "journal")
     told: list[str] = []
-    line = [sys.executable, "-c", DIES, str(journal.path), how]
-    supervise(line, journal, Limits(time.time() + 60, stall_s=1.0), told.append)
+    supervise(
+        Task({}, dies, (journal.path, how), forked=False), journal, Limits(time.time() + 100, stall_s=4.0), told.append
+    )
     rows = journal.rows()["p"]
     assert [row["name"] for row in rows] == ["one", "two", "three"]
-    assert ("ended with 11" if how == "dies" else "was stopped") in rows[1]["error"]
+    assert ("exit code 11" if how == "dies" else "stopped") in rows[1]["error_text"]
     assert len(told) == 1
 
 
 def test_a_process_that_cannot_begin_is_not_started_for_ever(tmp_path: Path) -> None:
     told: list[str] = []
-    supervise(
-        [sys.executable, "-c", "raise SystemExit(3)"], Journal(tmp_path / "j"), Limits(time.time() + 60), told.append
-    )
-    assert told == ["the run: the process ended with 3"]
+    supervise(Task({}, exits, (), forked=False), Journal(tmp_path / "j"), Limits(time.time() + 100), told.append)
+    assert told == ["the run: the process ended: exit code 3"]
 
 
 # ---------------------------------------------------------------- shards, the journal, the exit status
@@ -255,7 +244,9 @@ def test_shards_share_a_journal(tmp_path: Path) -> None:
     cases = [Case(str(n), lambda n=n: {"value": n}) for n in range(5)]
     journals = [Journal(tmp_path / "journal", f"part {n}/2") for n in (1, 2)]
     for number, journal in enumerate(journals, 1):
-        run_parts(Environment("cpu"), [_part(*cases)], time.time() + 60, journal, lambda _: None, Shard(number, 2))
+        end, shard = time.time() + 60, Shard(number, 2)
+        for line in run_parts(Environment("cpu"), [_part(*cases)], end, journal, lambda _: None, shard):
+            journal.add(**line)
     assert {row["name"]: row["value"] for row in journals[0].rows()["part"]} == {str(n): n for n in range(5)}
     journals[0].start_anew()  # which drops the rows of its own shard alone
     assert [row["name"] for row in journals[1].rows()["part"]] == ["1", "3"]
@@ -277,11 +268,9 @@ def test_a_case_that_was_begun_counts_as_lost_once_the_run_is_over(tmp_path: Pat
     part = _part(name="rules")
     assert console.status(console.document(journals[0], [part])) == 0  # while it runs
     found = console.document(journals[0], [part], over=True)
-    assert [(row["name"], row.get("lost")) for row in found["parts"]["rules"]["rows"]] == [
-        *(("case 0", None), ("case 1", True))
-    ]
+    assert [(row["name"], row.get("lost")) for row in found.tables[1].rows] == [*(("case 0", None), ("case 1", True))]
     assert main(["--collect", "--json", str(tmp_path / "run.json")]) == 2
-    assert list(json.loads((tmp_path / "run.json").read_text())["parts"]) == ["rules"]
+    assert list(_parts(json.loads((tmp_path / "run.json").read_text()))) == ["rules"]
     journals[1].add(part="rules", begin="case 1")
     journals[1].add(part="rules", row={"name": "case 1", "verdict": "same"})
     assert main(["--collect", "--json", str(tmp_path / "run.json")]) == 0
@@ -296,24 +285,25 @@ def test_a_case_that_was_begun_counts_as_lost_once_the_run_is_over(tmp_path: Pat
         ({"verdict": "WRONG"}, 2),
         ({"wrong": "cudnn"}, 2),
         ({"wrong": None}, 0),
-        ({"error": "the process ended with 11", "lost": True}, 2),
+        ({"status": "failed", "error_text": "the process died", "lost": True}, 2),
         ({"answer": "wrong: dQ"}, 0),  # a probe's answer is what it was asked for
     ],
 )
 def test_the_exit_status_says_whether_anything_is_wrong_or_lost(row: dict[str, Any], status: int) -> None:
     good = {"name": "good", "verdict": "right"}
-    assert console.status({"parts": {"a": {"rows": [good]}, "b": {"rows": [{"name": "x", **row}]}}}) == status
+    tables = [Table("goals", ()), Table("A", (), [good], name="a"), Table("B", (), [{"name": "x", **row}], name="b")]
+    assert console.status(Document("t", {}, tables)) == status
 
 
 def test_the_exit_status_of_a_run_without_a_row() -> None:
-    assert console.status({"parts": {"a": {"rows": []}}}) == 1
+    assert console.status(Document("t", {}, [Table("A", (), name="a")])) == 1
 
 
 def _complete(file: Path) -> dict[str, Any]:
     """The JSON as it lies there: whole, and with a table beside it."""
     found: dict[str, Any] = json.loads(file.read_text())
-    assert set(found) == {"run", "goals", "parts"} and file.with_suffix(".md").read_text().startswith("# One run")
-    return found
+    assert set(found) == {"title", "run", "tables"} and file.with_suffix(".md").read_text().startswith("# One run")
+    return {**found, "parts": _parts(found)}
 
 
 RULES = ["-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--only", "rules"]
@@ -363,10 +353,9 @@ def test_the_json_is_written_while_the_run_lasts(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(supervisor, "_BEAT_S", 0.5)
     journal = Journal(tmp_path / "journal")
     written: list[int] = []
-    line = [sys.executable, "-c", DIES, str(journal.path), "hangs"]
-    limits = Limits(time.time() + 60, stall_s=2.5, write=lambda: written.append(len(journal.rows().get("p", ()))))
-    supervise(line, journal, limits, lambda _: None)
-    assert written[0] == 1 and 2 not in written[:1]  # the first case, while the second one hung
+    limits = Limits(time.time() + 100, stall_s=4.0, write=lambda: written.append(len(journal.rows().get("p", ()))))
+    supervise(Task({}, dies, (journal.path, "hangs"), forked=False), journal, limits, lambda _: None)
+    assert 1 in written  # the first case, while the second one hung
     assert [line for line in journal.lines() if "beat" in line]  # and the journal said that it still ran
 
 

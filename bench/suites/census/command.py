@@ -10,10 +10,11 @@ import typer
 
 from bench.harness import environment
 from bench.harness.console import plain_console
-from bench.harness.process import Task, run_all
+from bench.harness.process import Task
 from bench.suites.census import export, sdpa, tables
 from bench.suites.census.dataset import Census, FolderError, open_census
 from bench.suites.census.rows import Row, read_rows
+from bench.suites.census.workers import run_all
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
