@@ -112,7 +112,7 @@ def test_control_characters_do_not_reach_the_log(caplog: pytest.LogCaptureFixtur
     report = attn_pass.Report(graphs=1)
     report.append(attn_pass.SiteReport(outcome="left", reason="red \x1b[31m\nline", where="a\x07.py:1"))
     with caplog.at_level(logging.DEBUG, "attn_pass"):
-        torch_logging.tell(report)
+        torch_logging.log_report(report)
     assert caplog.messages[-1] == "a.py:1: left: red [31m line"
 
 
