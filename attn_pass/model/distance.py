@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, apply, as_index, index_value
+from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load, apply, as_index, index_value, transform
 from attn_pass.model.index import Axis, Index, Poly, axis_index, is_less, is_nonnegative, substitute
+from attn_pass.model.operations import COMPARISONS
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _EXACT = (torch.float32, torch.float64)  # differences of positions are exact in these
 
 
@@ -62,6 +62,9 @@ class _Proof:
 
     def over_distance(self, expression: Expr) -> Expr:
         """The expression over distances. Raises `_DependsOnPlace`."""
+        return transform(expression, self._placed)
+
+    def _placed(self, expression: Expr) -> Expr | None:
         if isinstance(expression, Const):
             return expression
         if isinstance(expression, IndexValue):
@@ -74,12 +77,12 @@ class _Proof:
             return Load(expression.source, indices)
         if not isinstance(expression, Apply):
             raise _DependsOnPlace
-        if expression.op in (*_COMPARISONS, "sub") and (difference := _difference(expression)) is not None:
+        if expression.op in (*COMPARISONS, "sub") and (difference := _difference(expression)) is not None:
             number = index_value(self.index(difference[0]))
             if difference[1] is not None:
                 number = apply("cast", number, dtype=difference[1])
             return number if expression.op == "sub" else apply(expression.op, number, Const(0))
-        return apply(expression.op, *(self.over_distance(a) for a in expression.args), dtype=expression.dtype)
+        return None
 
 
 def _difference(expression: Apply) -> tuple[Index, torch.dtype | None] | None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from attn_pass.model.index import Axis, Index, axes, divide, is_at_most, is_less, is_nonnegative, substitute, terms_of
+from attn_pass.model.operations import COMPARISONS, OPERATIONS
 
 Scalar = bool | int | float
 
@@ -73,65 +74,15 @@ class Apply:
     dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
-        symbol = INFIX.get(self.op)
-        if symbol and len(self.args) == 2:
-            return f"({self.args[0]} {symbol} {self.args[1]})"
+        known = OPERATIONS.get(self.op)
+        if known is not None and known.infix:
+            return f"({self.args[0]} {known.infix} {self.args[1]})"
         name = f"{self.op}<{str(self.dtype).removeprefix('torch.')}>" if self.dtype else self.op
         return f"{name}({', '.join(str(a) for a in self.args)})"
 
 
 Expr = Dot | Const | IndexValue | Load | Apply
 
-INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "and": "&",
-    "or": "|",
-}
-
-# name -> what it computes on tensors (or Python numbers wrapped as tensors)
-OPERATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "neg": torch.neg,
-    "abs": torch.abs,
-    "exp": torch.exp,
-    "log": torch.log,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "maximum": torch.maximum,
-    "minimum": torch.minimum,
-    "floordiv": torch.floor_divide,
-    "remainder": torch.remainder,
-    "eq": torch.eq,
-    "ne": torch.ne,
-    "lt": torch.lt,
-    "le": torch.le,
-    "gt": torch.gt,
-    "ge": torch.ge,
-    "and": torch.logical_and,
-    "or": torch.logical_or,
-    "not": torch.logical_not,
-    "where": torch.where,
-}
-_COMPARISONS: dict[str, Callable[[Scalar, Scalar], bool]] = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
 _INTEGRAL = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 TRUE, FALSE, ZERO = Const(True), Const(False), Const(0.0)
 DOT = Dot()
@@ -156,7 +107,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
         return _fold_logic(op, args)
     if op == "not":
         return _fold_not(args[0])
-    if op in _COMPARISONS:
+    if op in COMPARISONS:
         return _fold_comparison(op, args[0], args[1])
     if op in ("add", "sub", "mul"):
         return _fold_arithmetic(op, args[0], args[1])
@@ -327,7 +278,7 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
             return None if if_yes is None or if_no is None else apply("where", condition, if_yes, if_no)
     if isinstance(left, Apply) and left.op == "cast" and isinstance(right, Const) and is_boolean(left.args[0]):
         inner = left.args[0]
-        yes_no = Const(_COMPARISONS[op](1, right.value)), Const(_COMPARISONS[op](0, right.value))
+        yes_no = Const(_holds(op, 1, right.value)), Const(_holds(op, 0, right.value))
         return as_boolean(inner, *yes_no)
     a, b = as_index(left), as_index(right)
     if a is None or b is None:
@@ -339,7 +290,7 @@ def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
 def _of_truth(op: str, left: Expr, right: Expr) -> Expr | None:
     """A truth value against a number: ``mask == 0``."""
     if isinstance(right, Const) and is_boolean(left):
-        return as_boolean(left, Const(_COMPARISONS[op](1, right.value)), Const(_COMPARISONS[op](0, right.value)))
+        return as_boolean(left, Const(_holds(op, 1, right.value)), Const(_holds(op, 0, right.value)))
     return None
 
 
@@ -355,12 +306,19 @@ def _distributed(op: str, left: Expr, right: Expr) -> Expr | None:
     return None
 
 
+def _holds(op: str, left: Scalar, right: Scalar) -> bool:
+    """A comparison of two numbers."""
+    on_numbers = OPERATIONS[op].on_numbers
+    assert on_numbers is not None
+    return bool(on_numbers(left, right))
+
+
 def _compared(op: str, left: Scalar, right: Scalar) -> Const | None:
     """A comparison of numbers; None for floats so close that the type they are compared in may make them equal."""
     close = left != right and abs(left - right) <= 0.01 * max(abs(left), abs(right)) < float("inf")
     if close and (isinstance(left, float) or isinstance(right, float)):
         return None
-    return Const(_COMPARISONS[op](left, right))
+    return Const(_holds(op, left, right))
 
 
 def as_boolean(condition: Expr, yes: Const, no: Const) -> Expr:
@@ -375,7 +333,7 @@ def is_boolean(value: Expr) -> bool:
     if isinstance(value, Const):
         return isinstance(value.value, bool)
     return isinstance(value, Apply) and (
-        value.op in _COMPARISONS
+        value.op in COMPARISONS
         or value.op in ("and", "or", "not")
         or (value.op == "cast" and value.dtype == torch.bool)
         or (value.op == "where" and all(is_boolean(a) for a in value.args[1:]))
@@ -392,9 +350,10 @@ def may_be_boolean(value: Expr) -> bool:
 
 
 def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
-    a, b = as_index(left), as_index(right)
+    a, b, on_numbers = as_index(left), as_index(right), OPERATIONS[op].on_numbers
+    assert on_numbers is not None
     if a is not None and b is not None:
-        return index_value(a + b if op == "add" else a - b if op == "sub" else a * b)
+        return index_value(on_numbers(a, b))
     chosen = _distributed(op, left, right)
     if chosen is not None:
         return chosen
@@ -403,8 +362,7 @@ def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
     if may_be_boolean(left) or may_be_boolean(right):  # arithmetic makes numbers of truth values, or a logic of its own
         return None
     if isinstance(left, Const) and isinstance(right, Const):
-        x, y = left.value, right.value
-        return Const(x + y if op == "add" else x - y if op == "sub" else x * y)
+        return Const(on_numbers(left.value, right.value))
     if op == "mul":
         for one, other in ((left, right), (right, left)):
             if isinstance(one, Const) and one.value == 1:
@@ -450,12 +408,32 @@ def expression_axes(expression: Expr) -> set[Axis]:
     return used
 
 
+def transform(expression: Expr, replaced: Callable[[Expr], Expr | None]) -> Expr:
+    """The expression with every part, from the outside in, for which ``replaced`` gives another one."""
+    other = replaced(expression)
+    if other is not None:
+        return other
+    if isinstance(expression, Apply):
+        return apply(expression.op, *(transform(a, replaced) for a in expression.args), dtype=expression.dtype)
+    return expression
+
+
+def with_loads(expression: Expr, values: Mapping[Load, Expr]) -> Expr:
+    """The expression with loads replaced."""
+    return transform(expression, lambda e: values.get(e) if isinstance(e, Load) else None)
+
+
+def with_dot(expression: Expr, dot: Expr) -> Expr:
+    """The expression with something else in the place of the dot product."""
+    return transform(expression, lambda e: dot if isinstance(e, Dot) else None)
+
+
 def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:
     """The expression with axes replaced by indices."""
-    if isinstance(expression, Load):
-        return Load(expression.source, tuple(substitute(i, values) for i in expression.index))
-    if isinstance(expression, IndexValue):
-        return index_value(substitute(expression.index, values))
-    if isinstance(expression, Apply):
-        return apply(expression.op, *(rewrite_indices(a, values) for a in expression.args), dtype=expression.dtype)
-    return expression
+
+    def replaced(part: Expr) -> Expr | None:
+        if isinstance(part, Load):
+            return Load(part.source, tuple(substitute(i, values) for i in part.index))
+        return index_value(substitute(part.index, values)) if isinstance(part, IndexValue) else None
+
+    return transform(expression, replaced)

@@ -9,9 +9,10 @@ from typing import cast
 import torch
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import OPERATIONS, TRUE, ZERO, Apply, Expr, Load, apply, expression_axes, walk
+from attn_pass.model.expression import TRUE, ZERO, Apply, Expr, Load, apply, expression_axes, walk
 from attn_pass.model.formula import condition_of
 from attn_pass.model.index import Axis, Index, Poly, Symbol
+from attn_pass.model.operations import OPERATIONS
 from attn_pass.model.reference import Evaluation
 from attn_pass.report.pages.picture import ALL, NONE, SOME, UNKNOWN, Picture
 
@@ -155,7 +156,7 @@ class _Sampled:
             args = [*args[:-2], args[-2].to(common), args[-1].to(common)]
         if expression.op == "where":
             args[0] = args[0] != 0
-        return OPERATIONS[expression.op](*args)
+        return OPERATIONS[expression.op].torch(*args)
 
     def _load(self, load: Load) -> Known:
         if self.values[load.source] is None:

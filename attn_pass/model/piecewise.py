@@ -15,11 +15,11 @@ from attn_pass.model.expression import (
     is_boolean,
     walk,
 )
+from attn_pass.model.operations import COMPARISONS
 
 Pieces = list[tuple[Expr, Const]]  # conditions that exclude each other and of which one holds, each with a value
 _MOST = 8
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_BINARY = ("add", "sub", "mul", "maximum", "minimum", *_COMPARISONS)
+_BINARY = ("add", "sub", "mul", "maximum", "minimum", *COMPARISONS)
 
 
 def pieces(expression: Expr) -> Pieces | None:
@@ -113,7 +113,7 @@ def as_condition(expression: Expr) -> Expr:
         return expression
     if expression.op in ("and", "or", "not"):
         return apply(expression.op, *(as_condition(a) for a in expression.args))
-    rule = {"cast": _cast, "where": _chosen}.get(expression.op, _combined if expression.op in _COMPARISONS else None)
+    rule = {"cast": _cast, "where": _chosen}.get(expression.op, _combined if expression.op in COMPARISONS else None)
     found = rule(expression) if rule is not None and is_boolean(expression) else None
     if found is not None:
         holds: Expr = FALSE

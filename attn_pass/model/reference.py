@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from attn_pass.model.attention import Attention, Source
-from attn_pass.model.expression import OPERATIONS, Apply, Const, Dot, Expr, IndexValue, Load
+from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, Symbol, product
+from attn_pass.model.operations import OPERATIONS
 
 Value = int | torch.Tensor
 
@@ -89,7 +90,7 @@ class Evaluation:
             pair = args[-2:]
             common = torch.promote_types(pair[0].dtype, pair[1].dtype)
             args[-2:] = [a.to(common) for a in pair]
-        return OPERATIONS[expression.op](*args)
+        return OPERATIONS[expression.op].torch(*args)
 
 
 def bind_sizes(sources: Sequence[Source], tensors: Sequence[torch.Tensor]) -> dict[str, int]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load
+from attn_pass.model.operations import COMPARISONS
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _WHOLE, _FLOAT, _ROUNDED = range(3)
 
 
@@ -49,7 +49,7 @@ def _applied(expression: Apply, kinds: list[int]) -> int | None:
         if expression.dtype.is_floating_point:
             return max(widest, _FLOAT)
         return _WHOLE if widest < _ROUNDED else None
-    if op in _COMPARISONS or op in ("and", "or", "not"):
+    if op in COMPARISONS or op in ("and", "or", "not"):
         return _WHOLE if widest < _ROUNDED else None
     if op == "where":
         return max(kinds[1:]) if kinds[0] == _WHOLE else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from attn_pass.model.expression import INFIX, Apply, Const, Dot, Expr, IndexValue, Load
+from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Quotient, Remainder, Symbol
-
-_INFIX = {**INFIX, "floordiv": "//", "remainder": "%"}
+from attn_pass.model.operations import OPERATIONS
 
 
 def score_mod_source(expression: Expr, names: Mapping[Axis, str]) -> str:
@@ -38,9 +37,9 @@ def source(expression: Expr, names: Mapping[Axis, str], dot: str, *, inner: bool
         assert isinstance(table, Load)
         rest = [index_source(i, names, False) for i in table.index[1:]]
         return f"t{table.source}[{', '.join([source(args[1], names, dot), *rest])}]"
-    if expression.op in _INFIX:
+    if infix := OPERATIONS[expression.op].infix:
         left, right = (source(a, names, dot, inner=True) for a in args)
-        text = f"{left} {_INFIX[expression.op]} {right}"
+        text = f"{left} {infix} {right}"
         return f"({text})" if inner else text
     return f"{expression.op}({', '.join(source(a, names, dot) for a in args)})"
 

@@ -6,9 +6,8 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Factor
-from attn_pass.model.expression import Const, Dot, Expr, apply
+from attn_pass.model.expression import Const, Dot, Expr, apply, with_dot
 from attn_pass.model.index import Axis, axis_index
-from attn_pass.reading.describe import _with_dot
 from attn_pass.reading.products import Product
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import is_small
@@ -71,4 +70,4 @@ def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Exp
                 raise Unreadable("beta of the score product is not a number", product.node)
             addend = apply("mul", addend, factor)
         dot = apply("add", dot, addend)
-    return score if isinstance(dot, Dot) else _with_dot(score, dot)
+    return score if isinstance(dot, Dot) else with_dot(score, dot)

@@ -21,11 +21,12 @@ from attn_pass.model.expression import (
     expression_axes,
     is_boolean,
     loads,
+    transform,
     walk,
+    with_loads,
 )
 from attn_pass.model.index import Axis
 from attn_pass.patterns.renormalised import renormalised_by
-from attn_pass.reading.describe import _with
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.scores import NEGATIVE_INFINITY, is_masking
 from attn_pass.reading.unreadable import Unreadable
@@ -162,18 +163,17 @@ def deep(reader: Reader, spine: UseDefWalk, expression: Expr) -> Expr:
         side = spine.loads.get(load)
         if side is not None:
             values[load] = reader.element(side.node, load.index, side.at)
-    return _without_bool_casts(reader, _with(expression, values))
+    return _without_bool_casts(reader, with_loads(expression, values))
 
 
 def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
     """The same, with what is a truth value already not converted to one."""
-    if not isinstance(expression, Apply):
-        return expression
-    args = [_without_bool_casts(reader, a) for a in expression.args]
-    if expression.op == "cast" and expression.dtype == torch.bool and isinstance(args[0], Load):
-        if reader.sources[args[0].source].dtype == torch.bool:
-            return args[0]
-    return apply(expression.op, *args, dtype=expression.dtype)
+
+    def uncast(e: Expr) -> Expr | None:
+        inner = e.args[0] if isinstance(e, Apply) and e.op == "cast" and e.dtype == torch.bool else None
+        return inner if isinstance(inner, Load) and reader.sources[inner.source].dtype == torch.bool else None
+
+    return transform(expression, uncast)
 
 
 def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
@@ -216,7 +216,7 @@ def without_row_reductions(
         if chain is not None and _only_added(score, load) and not (narrow and _added_twice(score, load)):
             values[load] = Const(0.0)
             nodes += chain
-    return (_with(score, values) if values else score), tuple(nodes)
+    return (with_loads(score, values) if values else score), tuple(nodes)
 
 
 def maximum_of(reader: Reader, node: Node, scores: UseDefWalk) -> tuple[Node, ...] | None:

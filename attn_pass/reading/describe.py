@@ -12,7 +12,6 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import (
-    Apply,
     Const,
     Dot,
     Expr,
@@ -22,6 +21,8 @@ from attn_pass.model.expression import (
     loads,
     rewrite_indices,
     walk,
+    with_dot,
+    with_loads,
 )
 from attn_pass.model.index import (
     Axis,
@@ -201,7 +202,7 @@ class _Assembly:
             side.written, tuple(substitute(i, self.split) for i in side.written_position), side.written_at
         )
         self.side_times[shallow] = side.written_at
-        self.score = _with(self.score, {load: shallow})
+        self.score = with_loads(self.score, {load: shallow})
 
     @property
     def _live(self) -> dict[Load, Load]:
@@ -320,7 +321,7 @@ class _Assembly:
             side = live.get(load)
             at = self.side_times.get(load, side.at if side is not None else reader.order[self.parts.result])
             values[load] = reader.element(reader.source_nodes[load.source], load.index, at)
-        return _with(expression, values)
+        return with_loads(expression, values)
 
     def _distance(
         self,
@@ -438,7 +439,7 @@ class _Assembly:
             read_at[position[load.source]] = min(at, reader.order[parts.result])
 
         def renumber(expression: Expr) -> Expr:
-            return _with(expression, {x: Load(position[x.source], x.index) for x in loads(expression)})
+            return with_loads(expression, {x: Load(position[x.source], x.index) for x in loads(expression)})
 
         result = parts.result
         value = tensor_value(result)
@@ -526,7 +527,7 @@ class _Assembly:
             dot = apply("mul", dot, extra)
         for factor, inverse in self.factors:
             dot = apply("div" if inverse else "mul", dot, factor)
-        return score if isinstance(dot, Dot) else _with_dot(score, dot)
+        return score if isinstance(dot, Dot) else with_dot(score, dot)
 
     def _compute_dtype(self, output: torch.dtype) -> torch.dtype:
         kinds = [output]
@@ -558,23 +559,6 @@ def _fills(expression: Expr, dtype: torch.dtype) -> bool:
 
 def _moved(load: Load, position: dict[int, int]) -> Load:
     return Load(position[load.source], load.index)
-
-
-def _with(expression: Expr, values: dict[Load, Expr] | dict[Load, Load]) -> Expr:
-    """The expression with loads replaced."""
-    if isinstance(expression, Load):
-        return values.get(expression, expression)
-    if isinstance(expression, Apply):
-        return apply(expression.op, *(_with(a, values) for a in expression.args), dtype=expression.dtype)
-    return expression
-
-
-def _with_dot(expression: Expr, dot: Expr) -> Expr:
-    if isinstance(expression, Dot):
-        return dot
-    if isinstance(expression, Apply):
-        return apply(expression.op, *(_with_dot(a, dot) for a in expression.args), dtype=expression.dtype)
-    return expression
 
 
 def _chain(position: Index) -> tuple[Axis, ...]:

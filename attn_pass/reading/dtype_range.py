@@ -8,6 +8,7 @@ from torch.fx import Node
 from attn_pass.graph.values import fake_value
 from attn_pass.model.expression import Const, Expr, as_index, walk
 from attn_pass.model.index import terms_of
+from attn_pass.model.operations import COMPARISONS
 from attn_pass.model.piecewise import pieces
 from attn_pass.reading.vocabulary import Call
 
@@ -15,7 +16,6 @@ LARGEST = 1 << 20  # of an integer in index arithmetic: with indices beside it, 
 _LARGEST_STEP = 1 << 11  # of an int32: with an index of a million
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 _CHOICES = ("where", "method_where", "masked_fill", "clamp", "max", "minimum", "maximum")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _NARROW = (torch.float16, torch.bfloat16)
 WRAPPING = (torch.uint8, torch.int8, torch.int16)
 _FILL = 1e8  # a number that size is there to mask, and its last digits mean nothing
@@ -51,7 +51,7 @@ def _is_large(expression: Expr, dtype: torch.dtype) -> bool:
 
 def wraps_in_comparison(call: Call) -> bool:
     """Whether a comparison of integers holds a number their type does not: torch wraps it around first."""
-    if call.op not in _COMPARISONS:
+    if call.op not in COMPARISONS:
         return False
     operands = (call.get("input"), call.get("other"))
     compared = [fake_value(a) if isinstance(a, Node) else a for a in operands]

@@ -9,43 +9,20 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import OPERATIONS, Const, Expr, apply, loads
+from attn_pass.model.expression import Const, Expr, apply, loads
+from attn_pass.model.operations import OPERATIONS
 from attn_pass.reading.dtype_range import leaves_the_type, wraps_in_comparison
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.views import Position
 from attn_pass.reading.vocabulary import Call
 
-# Pointwise operations a spine may pass; the operands by name.
-POINTWISE: Mapping[str, tuple[str, ...]] = {
-    "add": ("input", "other"),
-    "sub": ("input", "other"),
+# The operands of every operation that a walk may pass, by name: those of expressions, and spellings of them.
+POINTWISE: Mapping[str, tuple[str, ...]] = {name: row.operands for name, row in OPERATIONS.items()} | {
     "rsub": ("input", "other"),
-    "mul": ("input", "other"),
-    "div": ("input", "other"),
-    "floordiv": ("input", "other"),
-    "remainder": ("input", "other"),
-    "neg": ("input",),
-    "tanh": ("input",),
-    "sigmoid": ("input",),
-    "abs": ("input",),
-    "exp": ("input",),
-    "log": ("input",),
-    "maximum": ("input", "other"),
-    "minimum": ("input", "other"),
     "max": ("input", "other"),
     "clamp": ("input",),
-    "where": ("condition", "input", "other"),
     "method_where": ("condition", "input", "other"),
     "masked_fill": ("input", "mask"),
-    "eq": ("input", "other"),
-    "ne": ("input", "other"),
-    "lt": ("input", "other"),
-    "le": ("input", "other"),
-    "gt": ("input", "other"),
-    "ge": ("input", "other"),
-    "and": ("input", "other"),
-    "or": ("input", "other"),
-    "not": ("input",),
 }
 ReadOperand = Callable[[Any, Position], Expr]
 
@@ -60,56 +37,96 @@ def pointwise(node: Node, call: Call, position: Position, read: ReadOperand) -> 
 
 
 def _expression(node: Node, call: Call, position: Position, read: ReadOperand) -> Expr:
-    a = call.args
-    op = call.op
-    if op in ("add", "sub", "rsub"):
-        left, right = read(a["input"], position), read(a["other"], position)
-        alpha = a.get("alpha", 1)
-        if op == "rsub":
-            left, right = right, left
-        if alpha != 1:
-            if not isinstance(alpha, (int, float)):
-                raise Unreadable("a symbolic alpha", node)
-            if op == "rsub":
-                left, right = left, apply("mul", right, Const(alpha))
-            else:
-                right = apply("mul", right, Const(alpha))
-        return apply("sub" if op == "rsub" else op, left, right)
-    if op == "div" and a.get("rounding_mode") == "floor":
-        return apply("floordiv", read(a["input"], position), read(a["other"], position))
-    if op == "div" and a.get("rounding_mode") is not None:
+    def at(name: str) -> Expr:
+        return read(call[name], position)
+
+    special = _SPECIAL.get(call.op)
+    if special is not None:
+        return special(node, call, at)
+    if call.op not in OPERATIONS:
+        raise Unreadable(f"{call.op} is not pointwise", node)
+    return apply(call.op, *map(at, POINTWISE[call.op]))
+
+
+_At = Callable[[str], Expr]  # the operand of that name, at the element's position
+
+
+def _sum(node: Node, call: Call, at: _At) -> Expr:
+    """``input + alpha * other``, ``input - alpha * other``, and ``other - alpha * input`` of rsub."""
+    left, right, alpha = at("input"), at("other"), call.get("alpha", 1)
+    if call.op == "rsub":
+        left, right = right, left
+    if alpha != 1:
+        if not isinstance(alpha, (int, float)):
+            raise Unreadable("a symbolic alpha", node)
+        right = apply("mul", right, Const(alpha))
+    return apply("add" if call.op == "add" else "sub", left, right)
+
+
+def _quotient(node: Node, call: Call, at: _At) -> Expr:
+    rounding = call.get("rounding_mode")
+    if rounding not in (None, "floor"):
         raise Unreadable("a rounding division", node)
-    if op in ("where", "method_where"):
-        condition, *values = (read(a[name], position) for name in ("condition", "input", "other"))
-        return apply("where", condition, *(rounded(value, node) for value in values))
-    if op == "masked_fill":
-        condition, fill, inner = (read(a[name], position) for name in ("mask", "value", "input"))
-        return apply("where", condition, rounded(fill, node), inner)
-    if op == "max":
-        if not isinstance(a["other"], Node) or tensor_value(node) is None:
-            raise Unreadable("a maximum along a dimension", node)
-        return apply("maximum", *(rounded(read(a[name], position), node) for name in ("input", "other")))
-    if op == "clamp":
-        out = read(a["input"], position)
-        for bound, name in ((a.get("min"), "maximum"), (a.get("max"), "minimum")):
-            if bound is not None:
-                out = apply(name, out, rounded(read(bound, position), node))
-        return out
-    if op == "cast":
-        before, after = tensor_value(a["input"]), tensor_value(node)
-        if before is None or after is None:
-            raise Unreadable("a cast of something without a value", node)
-        inner = read(a["input"], position)
-        if before.device != after.device and loads(inner):
-            raise Unreadable("a tensor that moves between devices", node)
-        return inner if before.dtype == after.dtype else apply("cast", inner, dtype=after.dtype)
-    if op in ("and", "or", "not"):
-        value = tensor_value(node)
-        if value is None or value.dtype != torch.bool:
-            raise Unreadable("bitwise logic of integers", node)
-    if op not in OPERATIONS:
-        raise Unreadable(f"{op} is not pointwise", node)
-    return apply(op, *(read(a[name], position) for name in POINTWISE[op]))
+    return apply("div" if rounding is None else "floordiv", at("input"), at("other"))
+
+
+def _where(node: Node, call: Call, at: _At) -> Expr:
+    condition, *values = map(at, ("condition", "input", "other"))
+    return apply("where", condition, *(rounded(value, node) for value in values))
+
+
+def _masked_fill(node: Node, call: Call, at: _At) -> Expr:
+    condition, fill, inner = map(at, ("mask", "value", "input"))
+    return apply("where", condition, rounded(fill, node), inner)
+
+
+def _maximum(node: Node, call: Call, at: _At) -> Expr:
+    if not isinstance(call["other"], Node) or tensor_value(node) is None:
+        raise Unreadable("a maximum along a dimension", node)
+    return apply("maximum", *(rounded(at(name), node) for name in ("input", "other")))
+
+
+def _clamp(node: Node, call: Call, at: _At) -> Expr:
+    out = at("input")
+    for bound, name in (("min", "maximum"), ("max", "minimum")):
+        if call.get(bound) is not None:
+            out = apply(name, out, rounded(at(bound), node))
+    return out
+
+
+def _cast(node: Node, call: Call, at: _At) -> Expr:
+    before, after = tensor_value(call["input"]), tensor_value(node)
+    if before is None or after is None:
+        raise Unreadable("a cast of something without a value", node)
+    inner = at("input")
+    if before.device != after.device and loads(inner):
+        raise Unreadable("a tensor that moves between devices", node)
+    return inner if before.dtype == after.dtype else apply("cast", inner, dtype=after.dtype)
+
+
+def _logic(node: Node, call: Call, at: _At) -> Expr:
+    value = tensor_value(node)
+    if value is None or value.dtype != torch.bool:
+        raise Unreadable("bitwise logic of integers", node)
+    return apply(call.op, *map(at, POINTWISE[call.op]))
+
+
+# What is more than the operation of that name on its operands.
+_SPECIAL: Mapping[str, Callable[[Node, Call, _At], Expr]] = {
+    "add": _sum,
+    "sub": _sum,
+    "rsub": _sum,
+    "div": _quotient,
+    "where": _where,
+    "method_where": _where,
+    "masked_fill": _masked_fill,
+    "max": _maximum,
+    "clamp": _clamp,
+    "cast": _cast,
+    "and": _logic,
+    "or": _logic,
+    "not": _logic,
+}
 
 
 def rounded(value: Expr, node: Node) -> Expr:

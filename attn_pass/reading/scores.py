@@ -24,6 +24,7 @@ from attn_pass.model.expression import (
     contains_dot,
     expression_axes,
     is_boolean,
+    transform,
     walk,
 )
 from attn_pass.model.index import Axis, terms_of
@@ -201,11 +202,7 @@ def _modified(expression: Expr, keys: Axis, dtype: torch.dtype) -> Expr:
 
 
 def _replaced(expression: Expr, part: Expr, by: Expr) -> Expr:
-    if expression == part:
-        return by
-    if isinstance(expression, Apply):
-        return apply(expression.op, *(_replaced(a, part, by) for a in expression.args), dtype=expression.dtype)
-    return expression
+    return transform(expression, lambda e: by if e == part else None)
 
 
 def _one_with_dot(expression: Apply) -> tuple[Expr, Expr, bool]:

@@ -1,4 +1,8 @@
-"""The spellings: which call of which dialect is which operation, as one table. A new spelling is one row."""
+"""The spellings: which call of which dialect is which operation, as one table. A new spelling is one row.
+
+Those of the operations that expressions are made of are in `attn_pass.model.operations`, with all else that is known of
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+
+from attn_pass.model.operations import OPERATIONS
 
 # op, parameters in order ("*x" takes the rest, "x=v" has a default), then every spelling:
 #   torch.* and F.* functions, operator.* functions (op.), methods (.name), aten overloads (aten.).
@@ -126,7 +132,6 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
         "input, ord=2, dim=None, keepdim=False, dtype=None",
         "torch.linalg.vector_norm aten.linalg_vector_norm.default",
     ),
-    ("exp", "input", "torch.exp .exp torch.special.exp aten.exp.default"),
     ("exp2", "input", "torch.exp2 torch.special.exp2 .exp2 aten.exp2.default aten.special_exp2.default"),
     ("reciprocal", "input", "torch.reciprocal .reciprocal aten.reciprocal.default"),
     ("pow", "input, exponent", "torch.pow op.pow .pow .__pow__ aten.pow.Tensor_Scalar"),
@@ -134,37 +139,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("amax", "input, dim=None, keepdim=False", "torch.amax .amax aten.amax.default"),
     ("all", "input, dim=None, keepdim=False", "torch.all .all aten.all.dim aten.all.dims aten.all.default"),
     ("any", "input, dim=None, keepdim=False", "torch.any .any aten.any.dim aten.any.dims aten.any.default"),
-    # pointwise
-    ("add", "input, other, alpha=1", "torch.add op.add .add .__add__ .__radd__ aten.add.Tensor aten.add.Scalar"),
-    ("sub", "input, other, alpha=1", "torch.sub torch.subtract op.sub .sub .subtract aten.sub.Tensor aten.sub.Scalar "
-     "aten.subtract.Tensor aten.subtract.Scalar"),
+    # pointwise: operations of expressions, then what is spelled with another name (`attn_pass.reading.pointwise`)
+    *((row.name, row.parameters, row.spellings) for row in OPERATIONS.values()),
     ("rsub", "input, other, alpha=1", "torch.rsub aten.rsub.Tensor aten.rsub.Scalar .__rsub__"),
-    ("mul", "input, other", "torch.mul torch.multiply op.mul .mul .multiply aten.mul.Tensor aten.mul.Scalar "
-     "aten.multiply.Tensor aten.multiply.Scalar"),
-    (
-        "div",
-        "input, other, rounding_mode=None",
-        "torch.div torch.divide torch.true_divide op.truediv .div .divide .true_divide "
-        "aten.div.Tensor aten.div.Scalar aten.div.Tensor_mode aten.div.Scalar_mode aten.true_divide.Tensor "
-        "aten.true_divide.Scalar aten.divide.Tensor aten.divide.Scalar aten.divide.Tensor_mode aten.divide.Scalar_mode",
-    ),
-    (
-        "floordiv",
-        "input, other",
-        "torch.floor_divide op.floordiv .floor_divide .__floordiv__ aten.floor_divide.default aten.floor_divide.Scalar",
-    ),
-    (
-        "remainder",
-        "input, other",
-        "torch.remainder op.mod .remainder .__mod__ aten.remainder.Tensor aten.remainder.Scalar",
-    ),
-    ("neg", "input", "torch.neg op.neg .neg aten.neg.default"),
-    ("tanh", "input", "torch.tanh .tanh aten.tanh.default"),
-    ("sigmoid", "input", "torch.sigmoid .sigmoid aten.sigmoid.default"),
-    ("abs", "input", "torch.abs .abs op.abs aten.abs.default"),
-    ("log", "input", "torch.log .log aten.log.default"),
-    ("maximum", "input, other", "torch.maximum .maximum aten.maximum.default"),
-    ("minimum", "input, other", "torch.minimum .minimum aten.minimum.default"),
     (
         "embedding",
         "index, input, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False",
@@ -180,35 +157,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("max", "input, other=None, keepdim=False", "torch.max .max aten.max.dim aten.max.other aten.max.default"),
     ("clamp", "input, min=None, max=None", "torch.clamp torch.clip .clamp .clip aten.clamp.default aten.clamp.Tensor"),
     ("clamp", "input, min=None", "torch.clamp_min .clamp_min aten.clamp_min.default aten.clamp_min.Tensor"),
-    ("where", "condition, input, other", "torch.where aten.where.self aten.where.ScalarOther aten.where.ScalarSelf "
-     "aten.where.Scalar"),
     ("method_where", "input, condition, other", ".where"),
     ("masked_fill", "input, mask, value", "torch.masked_fill .masked_fill aten.masked_fill.Scalar "
      "aten.masked_fill.Tensor"),
-    ("eq", "input, other", "torch.eq op.eq .eq .__eq__ aten.eq.Tensor aten.eq.Scalar"),
-    ("ne", "input, other", "torch.ne torch.not_equal op.ne .ne .__ne__ aten.ne.Tensor aten.ne.Scalar"),
-    ("lt", "input, other", "torch.lt torch.less op.lt .lt .__lt__ aten.lt.Tensor aten.lt.Scalar"),
-    ("le", "input, other", "torch.le torch.less_equal op.le .le .__le__ aten.le.Tensor aten.le.Scalar"),
-    ("gt", "input, other", "torch.gt torch.greater op.gt .gt .__gt__ aten.gt.Tensor aten.gt.Scalar"),
-    ("ge", "input, other", "torch.ge torch.greater_equal op.ge .ge .__ge__ aten.ge.Tensor aten.ge.Scalar"),
-    (
-        "and",
-        "input, other",
-        "torch.logical_and torch.bitwise_and op.and_ .logical_and .bitwise_and .__and__ aten.logical_and.default "
-        "aten.bitwise_and.Tensor aten.__and__.Tensor",
-    ),
-    (
-        "or",
-        "input, other",
-        "torch.logical_or torch.bitwise_or op.or_ .logical_or .bitwise_or .__or__ aten.logical_or.default "
-        "aten.bitwise_or.Tensor aten.__or__.Tensor",
-    ),
-    (
-        "not",
-        "input",
-        "torch.logical_not torch.bitwise_not op.invert .logical_not .bitwise_not aten.logical_not.default "
-        "aten.bitwise_not.default",
-    ),
     ("tril", "input, diagonal=0", "torch.tril .tril aten.tril.default"),
     ("triu", "input, diagonal=0", "torch.triu .triu aten.triu.default"),
     # tensors made of nothing

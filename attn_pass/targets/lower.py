@@ -13,28 +13,8 @@ from attn_pass.graph.edit import Plan, Planned, Value, aten, fake_of
 from attn_pass.model.attention import Attention, Factor
 from attn_pass.model.expression import Apply, Const, Expr, IndexValue, Load
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, axes, axis_index, product
+from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.views import Expand, Group, view_steps
-
-POINTWISE = {
-    "add": aten.add.Tensor,
-    "sub": aten.sub.Tensor,
-    "mul": aten.mul.Tensor,
-    "div": aten.div.Tensor,
-    "floordiv": aten.floor_divide.default,
-    "remainder": aten.remainder.Tensor,
-    "neg": aten.neg.default,
-    "abs": aten.abs.default,
-    "exp": aten.exp.default,
-    "log": aten.log.default,
-    "tanh": aten.tanh.default,
-    "sigmoid": aten.sigmoid.default,
-    "maximum": aten.maximum.default,
-    "minimum": aten.minimum.default,
-    "and": aten.logical_and.default,
-    "or": aten.logical_or.default,
-    "not": aten.logical_not.default,
-}
-COMPARISONS = {"eq": aten.eq, "ne": aten.ne, "lt": aten.lt, "le": aten.le, "gt": aten.gt, "ge": aten.ge}
 
 
 class Lowering:
@@ -142,22 +122,21 @@ class Lowering:
                 (False, False): aten.where.Scalar,
             }[(_is_tensor(yes), _is_tensor(no))]
             return call(overload, self._tensor(args[0]), yes, no)
+        operation = OPERATIONS[op]
         if op in COMPARISONS:
             left, right = args
-            if not _is_tensor(left):
-                left = self._tensor(left)
-            return call(COMPARISONS[op].Tensor if _is_tensor(right) else COMPARISONS[op].Scalar, left, right)
+            return call(operation.overload(_is_tensor(right)), self._tensor(left), right)
         if op in ("maximum", "minimum", "and", "or", "not"):
             tensors = [self._tensor(a) for a in args]
             if len(tensors) == 2 and fake_of(tensors[0]).dtype != fake_of(tensors[1]).dtype and op[0] == "m":
                 wide = torch.promote_types(fake_of(tensors[0]).dtype, fake_of(tensors[1]).dtype)
                 tensors = [call(aten.to.dtype, t, wide) for t in tensors]
-            return call(POINTWISE[op], *tensors)
+            return call(operation.aten, *tensors)
         if not _is_tensor(args[0]):
             args[0] = self._tensor(args[0])
         if op == "remainder":
             return call(_remainder(args[1]), *args)
-        return call(POINTWISE[op], *args)
+        return call(operation.aten, *args)
 
     def _tensor(self, value: Value | float | int | bool) -> Value:
         if _is_tensor(value):
@@ -190,7 +169,7 @@ class Lowering:
         if _is_tensor(right):
             left, right = right, left
         if _is_tensor(left):
-            return self.plan.call(POINTWISE[op], left, right)
+            return self.plan.call(OPERATIONS[op].aten, left, right)
         return self.plan.call(getattr(operator, op), left, right)
 
     def _axis(self, axis: Axis, groups: Sequence[Group]) -> Value:

@@ -12,6 +12,7 @@ import torch
 from attn_pass.graph.cut import ALIGNED, Input
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Const, Expr, Load, walk
+from attn_pass.model.operations import COMPARISONS
 from attn_pass.model.reference import Evaluation
 
 Draw = Literal["normal", "harsh", "empty"]
@@ -21,7 +22,6 @@ Kind = Literal["number", "factor", "mask", "flag", "positive", "index"]
 """A number; an element of query or key; a matrix that is added, perhaps one of fills; 0 or 1; a number to divide by; an
 integer below a limit."""
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _FILL = 1e4  # a factor so large makes a fill of a flag
 _KEPT = 0.85  # of a mask
 _SMALL = 0.25  # so that products of 256 numbers stay below 16, half the distance between float16's lowest numbers
@@ -73,7 +73,7 @@ def _visit(
         _visit(row, Spec("index", rows), by_source, attention, sizes)
         return
     below = [spec] * len(expression.args)
-    if expression.op in (*_COMPARISONS, "not", "and", "or") or _is_truth(expression):
+    if expression.op in (*COMPARISONS, "not", "and", "or") or _is_truth(expression):
         below = [Spec("flag", spec.limit)] * len(below)
     elif expression.op == "where":
         below[0] = Spec("flag", spec.limit)

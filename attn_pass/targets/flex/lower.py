@@ -12,9 +12,10 @@ from torch.fx.node import map_arg
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.expression import Apply, Const, Dot, Expr, IndexValue, Load, walk
 from attn_pass.model.index import Axis, Index, Poly, Quotient, Remainder, product
+from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.structure import Band
 from attn_pass.model.views import Group
-from attn_pass.targets.lower import COMPARISONS, POINTWISE, Lowering
+from attn_pass.targets.lower import Lowering
 from attn_pass.targets.sdpa import is_dense
 from attn_pass.targets.tanh import tanh
 
@@ -110,18 +111,18 @@ class Mod:
             return self._call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
         if op == "where":
             return self._call(aten.where.self, self._tensor(args[0]), *self._alike(*args[1:]))
+        operation = OPERATIONS[op]
         if op in COMPARISONS:
-            overload = COMPARISONS[op].Tensor if isinstance(args[1], Node) else COMPARISONS[op].Scalar
-            return self._call(overload, self._tensor(args[0]), args[1])
+            return self._call(operation.overload(isinstance(args[1], Node)), self._tensor(args[0]), args[1])
         if op in ("maximum", "minimum"):
-            return self._call(POINTWISE[op], *self._alike(*args))
+            return self._call(operation.aten, *self._alike(*args))
         if op in ("and", "or", "not"):
-            return self._call(POINTWISE[op], *(self._tensor(a) for a in args))
+            return self._call(operation.aten, *(self._tensor(a) for a in args))
         if op in ("floordiv", "remainder"):
             return self._divided(self._tensor(args[0]), args[1], op == "remainder")
         if op == "tanh" and not self._on_cuda and isinstance(args[0], Node) and _value(args[0]).dtype == torch.float32:
             return tanh(self._call, args[0])
-        return self._call(POINTWISE[op], self._tensor(args[0]), *args[1:])
+        return self._call(operation.aten, self._tensor(args[0]), *args[1:])
 
     def _alike(self, left: Any, right: Any) -> tuple[Node, Node]:
         """Two operands of one type: numbers are taken to be scores."""

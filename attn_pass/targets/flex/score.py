@@ -14,7 +14,7 @@ import torch
 
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import structure_of
-from attn_pass.model.expression import DOT, Apply, Const, Expr, Load, apply, contains_dot, loads, walk
+from attn_pass.model.expression import DOT, Apply, Const, Expr, Load, apply, contains_dot, loads, transform, walk
 from attn_pass.model.index import Axis, product
 from attn_pass.model.structure import Band, Keys, Opaque, Part, Structure, row_index
 from attn_pass.targets.base import Setting
@@ -154,8 +154,10 @@ def score_of(a: Attention) -> Expr:
 
 def multiplied_once(expression: Expr) -> Expr:
     """Factors and divisors that are numbers as one factor: the kernel's divisions are slow, and it has many scores."""
-    if not isinstance(expression, Apply):
-        return expression
+    return transform(expression, _one_factor)
+
+
+def _one_factor(expression: Expr) -> Expr | None:
     factor = 1.0
     inner: Expr = expression
     while isinstance(inner, Apply) and inner.op in ("mul", "div"):
@@ -168,7 +170,7 @@ def multiplied_once(expression: Expr) -> Expr:
         factor = factor * value if inner.op == "mul" else factor / value if value else math.inf
         inner = rest
     if inner is expression or not 1e-30 < abs(factor) < 1e30:
-        return apply(expression.op, *(multiplied_once(x) for x in expression.args), dtype=expression.dtype)
+        return None
     return apply("mul", multiplied_once(inner), Const(factor))
 
 

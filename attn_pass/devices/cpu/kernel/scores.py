@@ -7,10 +7,9 @@ import re
 from collections.abc import Callable
 
 from attn_pass.model.expression import Apply, Const, Dot, Expr, contains_dot
+from attn_pass.model.operations import OPERATIONS
 
-FUNCTIONS = frozenset(
-    ("add", "sub", "mul", "div", "neg", "abs", "exp", "tanh", "sigmoid", "maximum", "minimum", "where")
-)
+FUNCTIONS = frozenset(row.cpp for row in OPERATIONS.values() if row.cpp)
 MOST_CAPTURED = 8  # `CAPTURED` of `common.hpp`
 
 
@@ -29,9 +28,10 @@ def written(score: Expr, captured: Callable[[Expr], int]) -> str:
     assert isinstance(score, Apply)
     if score.op == "cast":  # between floating types
         return written(score.args[0], captured)
-    if score.op not in FUNCTIONS:
+    function = OPERATIONS[score.op].cpp if score.op in OPERATIONS else ""
+    if not function:
         raise NotImplementedError(f"{score.op} of the scores has no function in the CPU kernel")
-    return f"{score.op}({', '.join(written(x, captured) for x in score.args)})"
+    return f"{function}({', '.join(written(x, captured) for x in score.args)})"
 
 
 def checked(text: str) -> str:
