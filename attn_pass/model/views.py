@@ -74,7 +74,7 @@ Step = Slice | Reshape | Permute | Expand | Pad
 Group = tuple[Axis, ...]
 
 
-def _digit_axes(index: Index) -> tuple[Index, tuple[Axis, ...], Index]:
+def digit_axes(index: Index) -> tuple[Index, tuple[Axis, ...], Index]:
     """``(constant, axes slowest first, extent)`` of a dense mixed-radix index."""
     split = digits(index)
     if split is None:
@@ -106,7 +106,7 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
     held: list[tuple[Axis, ...]] = []
     sizes: list[Index] = []
     for dim, (size, position) in enumerate(zip(shape, index)):
-        constant, chain, extent = _digit_axes(position)
+        constant, chain, extent = digit_axes(position)
         if constant != 0 or extent != size:
             steps.append(Slice(dim, constant, extent))
         held.append(chain)

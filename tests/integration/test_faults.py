@@ -51,7 +51,7 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "finding flash-attn's calls": ("attn_pass.devices.cuda.flash_attn_calls", "find", False),
     "taking calls apart": ("attn_pass.patterns.composite", "take_apart", False),
     "describing": ("attn_pass.patterns.softmax", "describe", True),
-    "naming masks": ("attn_pass.reading.describe", "name_mask", True),
+    "naming masks": ("attn_pass.reading.masked_scores", "name_mask", True),
     "variants": ("attn_pass.rewriting.decision", "variants", True),
     "choosing": ("attn_pass.rewriting.decision", "choose", True),
     "lengths": ("attn_pass.rewriting.decision", "lengths", True),

@@ -11,7 +11,7 @@ from attn_pass.graph.edit import Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Load
 from attn_pass.model.index import Index, product
-from attn_pass.model.views import Group, NoView, Permute, _digit_axes, view_steps
+from attn_pass.model.views import Group, NoView, Permute, digit_axes, view_steps
 from attn_pass.targets.lower import Lowering
 
 Order = tuple[int, int, int, int]
@@ -103,7 +103,7 @@ def lies(a: Attention, operand: Operand, layout: Layout) -> bool:
         return False
     wanted = [axis for g in _in_order(operand, layout) for axis in g if axis.size != 1]
     try:
-        order = [axis for dim in source.order for axis in _digit_axes(operand.load.index[dim])[1]]
+        order = [axis for dim in source.order for axis in digit_axes(operand.load.index[dim])[1]]
     except NoView:
         return False
     return [axis for axis in order if axis.size != 1] == wanted

@@ -1,0 +1,177 @@
+"""The second step of a description: the scores as scale, factors, bias and mask, or as a function of the product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn_pass.model.attention import Factor
+from attn_pass.model.distance import ByDistance
+from attn_pass.model.expression import Const, Dot, Expr, Load, apply, expression_axes, loads, with_dot
+from attn_pass.model.mask import Computed, Mask
+from attn_pass.model.rematerializable import is_repeatable
+from attn_pass.model.views import Group, NoView, view_steps
+from attn_pass.reading import half
+from attn_pass.reading.arrangement import Arrangement, Roles
+from attn_pass.reading.masks import name_mask
+from attn_pass.reading.parts import Shallower
+from attn_pass.reading.reader import Reader
+from attn_pass.reading.scores import Modified, NotAffine, Scores, modified, normalise
+from attn_pass.reading.unreadable import Unreadable
+
+# A fused backward takes exp(score - logsumexp), and beside 1e38 the logarithm of how many keys there are is lost.
+_TURNED = "what was added to the scores, perhaps a mask, is multiplied by a negative number, in training"
+# Minus -inf is inf, its row NaN, and the guard makes it zero.
+_TURNED_UNDER_A_GUARD = (
+    "a guard against NaN weights, beside something that was added to the scores and multiplied by a negative number"
+)
+
+
+@dataclass(frozen=True)
+class MaskedScores:
+    """The scores of a site around its mask."""
+
+    scores: Scores
+    modified: Modified | None  # where they are no scaled product
+    has_factors: bool  # whether tensors were multiplied with them
+    mask: Mask
+    function: Expr  # of the product, before bias and mask; the product itself where it is scaled at most
+
+
+def read_scores(arrangement: Arrangement, roles: Roles) -> MaskedScores:
+    """Takes the scores apart. Raises `Shallower` or `Unreadable`."""
+    scores, function, has_factors = _normalised(arrangement)
+    mask = _mask(arrangement, roles, scores)
+    whole = Dot() if function is None else whole_score(arrangement, function.function)
+    return MaskedScores(scores, function, has_factors, mask, whole)
+
+
+def _normalised(arrangement: Arrangement) -> tuple[Scores, Modified | None, bool]:
+    parts = arrangement.parts
+    try:
+        scores = normalise(arrangement.score, parts.keys, parts.score_dtype)
+        if scores.turned and parts.nan_guard:
+            raise Unreadable(_TURNED_UNDER_A_GUARD, parts.result)
+        if scores.turned and parts.needs_grad:
+            raise NotAffine(_TURNED)
+    except NotAffine as error:
+        return _modified(arrangement, str(error))
+    scale = scores.scale
+    for name in ("query", "key"):
+        scale *= arrangement.forms[name].scale
+    extra = []
+    for number, (factor, inverse) in enumerate(arrangement.factors):
+        if expression_axes(factor) & {parts.keys, parts.dim}:
+            name = arrangement.operand_of_factor(number)
+            raise Shallower(name, "a factor differs from key to key or along the head dim")
+        extra.append(Factor(factor, inverse))
+    return replace(scores, scale=scale, factors=(*scores.factors, *extra)), None, bool(scores.factors)
+
+
+def _modified(arrangement: Arrangement, reason: str) -> tuple[Scores, Modified, bool]:
+    """The bias and the mask around scores that are no scaled product; what was folded is part of the function."""
+    parts = arrangement.parts
+    try:
+        found = modified(arrangement.score, parts.keys, parts.score_dtype, reason)
+    except NotAffine as error:
+        raise Unreadable(str(error), parts.result) from None
+    if parts.score_dtype == torch.float16:
+        inside = half.refusal_of_function(arrangement.deep(found.function))
+        if inside is not None:
+            raise Unreadable(inside, parts.result)
+    for number, (factor, _) in enumerate(arrangement.factors):
+        if parts.dim in expression_axes(factor):
+            raise Shallower(arrangement.operand_of_factor(number), "a factor differs along the head dim")
+    return found.around, found, any(expression_axes(f) for f, _ in arrangement.factors)
+
+
+def whole_score(arrangement: Arrangement, score: Expr) -> Expr:
+    """A function of the product as written, with what was folded out of the operands multiplied back in."""
+    dot: Expr = Dot()
+    number = arrangement.forms["query"].scale * arrangement.forms["key"].scale
+    if number != 1.0:
+        dot = apply("mul", dot, Const(number))
+    for factor, inverse in arrangement.factors:
+        dot = apply("div" if inverse else "mul", dot, factor)
+    return score if isinstance(dot, Dot) else with_dot(score, dot)
+
+
+# ---------------------------------------------------------------- the mask
+
+
+def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
+    """The mask by its name, and said again over distances and element by element where it can be."""
+    parts = arrangement.parts
+    bias = None if scores.bias is None else arrangement.deep(scores.bias)
+    keep = None if scores.keep is None else arrangement.deep(scores.keep.condition)
+    named = name_mask(scores.bias, scores.keep, bias, keep, parts.keys, roles.rows, parts.score_dtype)
+    if parts.score_dtype == torch.float16:
+        reason = half.refusal(scores, arrangement.deep, nan_guard=parts.nan_guard)
+        if reason is not None:
+            raise Unreadable(reason, parts.result)
+    bias, keep = (None if named.bias is None else bias), (None if named.keep is None else keep)
+    return replace(
+        named,
+        by_distance=_by_distance(arrangement, roles, named, bias, keep),
+        computed=_computed(arrangement, named, bias, keep),
+    )
+
+
+def _by_distance(
+    arrangement: Arrangement, roles: Roles, named: Mask, bias: Expr | None, condition: Expr | None
+) -> ByDistance | None:
+    """The mask over distances alone, where it is that and what it is made of stays what it is."""
+    parts, reader = arrangement.parts, arrangement.parts.reader
+    real = [a for a in roles.rows if a.size != 1]
+    if len(real) != 1 or parts.keys.size == 1 or named.is_none or named.structure.is_causal:
+        return None
+    needed = [e for e in (bias, condition) if e is not None]
+    if not {parts.keys, *real} <= set().union(*(expression_axes(e) for e in needed)):
+        return None
+    if not all(_stays(arrangement, load) for e in needed for load in loads(e)):
+        return None
+    found = ByDistance.of(bias, condition, parts.keys, real[0], tuple(s.shape for s in reader.sources))
+    if found is None:
+        return None
+    groups = (roles.batch, roles.heads, (), (found.axis,))
+    kept = [e for e in (found.bias, found.condition) if e is not None]
+    return found if all(is_view(reader, load, groups) for e in kept for load in loads(e)) else None
+
+
+def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None) -> Computed | None:
+    """The mask computed element by element, where that gives what the program's own tensors hold.
+
+    ``bias`` and ``condition`` are lifted as far as they go. What they load must still be what it was.
+    """
+    reader, result = arrangement.parts.reader, arrangement.parts.result
+    needed = [e for e in (bias, condition) if e is not None]
+    if not needed or named.structure.is_causal:
+        return None
+    if not all(is_repeatable(e, [s.dtype for s in reader.sources]) for e in needed):
+        return None
+    for load in (x for e in needed for x in loads(e)):
+        node = reader.source_nodes[load.source]
+        if node.graph is not result.graph or reader.order[node] >= reader.order[result]:
+            return None
+        if not _stays(arrangement, load):
+            return None
+    return Computed(bias, condition)
+
+
+def _stays(arrangement: Arrangement, load: Load) -> bool:
+    """Whether what is loaded is what it was until the result is computed, and no gradient is wanted of it."""
+    parts, reader = arrangement.parts, arrangement.parts.reader
+    node = reader.source_nodes[load.source]
+    if reader.effects.mutation_between(node, reader.order[node] - 1, reader.order[parts.result]) is not None:
+        return False
+    return not (reader.sources[load.source].needs_grad and parts.needs_grad)
+
+
+def is_view(reader: Reader, load: Load, groups: tuple[Group, ...]) -> bool:
+    """Whether a load is a view of its source with a dimension a group."""
+    try:
+        view_steps(reader.sources[load.source].shape, load.index, groups)
+    except NoView:
+        return False
+    return True
