@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch.fx import Node
+from typing_extensions import TypeVar
 
 from attn_pass.devices.device import Device
 from attn_pass.graph.edit import Plan, Value
@@ -65,11 +66,17 @@ class Setting:
         return self.kernel_as_written not in (None, FLEX)
 
 
+Decided = TypeVar("Decided", default=Any)
+"""What a target decided on for an offer: a frozen dataclass of its own, None where there is nothing to decide."""
+
+
 @dataclass(frozen=True)
-class Offer:
+class Offer(Generic[Decided]):
     """A target takes the attention at a predicted cost in microseconds, under these assumptions.
 
-    ``moved``: bytes its kernel reads and writes, a mask only where it is given one; None where it is several kernels.
+    ``plan`` is what the target decided on when it was asked, and what the cost is of: its `emit` reads it, and decides
+    nothing again. ``moved``: bytes its kernel reads and writes, a mask only where it is given one; None where it is
+    several kernels.
     """
 
     target: str
@@ -77,9 +84,9 @@ class Offer:
     attention: Attention
     microseconds: float
     fused: bool
+    plan: Decided = None  # type: ignore[assignment]
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""  # the score function that would be emitted, as Python
-    kernel_options: tuple[tuple[str, int], ...] = ()  # block sizes and the like that the kernel is given
     moved: int | None = None
     gives_logarithm: bool = False  # with its result also the scores' log-sum-exp, where `Setting.wants_logarithm`
 
@@ -101,15 +108,21 @@ class Target(Protocol):
     """A kernel or a form: says whether it takes an attention, and emits it.
 
     One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set. One
-    that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, told apart by
-    their variants, where forms are measured. One that has a true attribute ``must_be_named`` is asked only where
-    `options.targets` names it.
+    that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, with other plans
+    and told apart by their variants, where forms are measured. One that has a true attribute ``must_be_named`` is asked
+    only where `options.targets` names it.
     """
 
     name: str
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
-        """An offer with its cost, or a refusal with its reason. Looks at the description alone."""
+        """An offer with its cost and what was decided for it, or a refusal with its reason.
+
+        Looks at the description alone.
+        """
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the calls and returns the value that replaces the site's result; ``nodes`` are the sources."""
+        """Plans the calls that `Offer.plan` says and returns the value that replaces the site's result.
+
+        ``nodes`` are the sources.
+        """

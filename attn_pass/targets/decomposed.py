@@ -27,7 +27,7 @@ class Decomposed:
 
     name = "decomposed"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
         """Takes a call that is already attention; what was written by hand is decomposed already."""
         if attention.not_affine:
             return Refusal(self.name, attention.not_affine)
@@ -53,7 +53,7 @@ class Decomposed:
             microseconds += roofline.safe_softmax(setting.device, problem)
         return Offer(self.name, variant, attention, microseconds, fused=False)
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[None], setting: Setting) -> Value:
         """Plans the products; a fully masked row gives zero, as the call it replaces does."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)

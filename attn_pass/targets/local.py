@@ -64,23 +64,25 @@ class Local:
 
     name = "local"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[Blocks] | Refusal:
         """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
-        reason = self._refusal(attention, setting)
+        choices = _choices(attention)
+        reason = self._refusal(attention, choices, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
-        predicted = min(_cost(attention, blocks, setting) for blocks in _choices(attention))
+        predicted, blocks = min(((_cost(attention, b, setting), b) for b in choices), key=lambda of: of[0])
         return Offer(
             self.name,
             variant,
             attention,
             predicted,
             fused=True,
+            plan=blocks,
             assumptions=(FINITE_KEYS,) if hides_keys(attention, setting) else (),
         )
 
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if not _choices(a):
+    def _refusal(self, a: Attention, choices: Sequence[Blocks], setting: Setting) -> str | None:
+        if not choices:
             return "the mask is no sliding window and no chunks of a size that is known"
         if setting.device.type != "cpu":
             return f"no measured rule for {setting.device.type} devices yet"
@@ -101,10 +103,9 @@ class Local:
         plain = replace(a, mask=Mask.none())
         return Sdpa().unfit(plain, setting)
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[Blocks], setting: Setting) -> Value:
         """Plans operands in blocks, the mask of a block, the call and the way back."""
-        a = offer.attention
-        blocks = min(_choices(a), key=lambda b: _cost(a, b, setting))
+        a, blocks = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
         query, key, value = operands(lower)
         count = blocks.count(a)

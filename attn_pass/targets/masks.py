@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
@@ -19,8 +22,29 @@ OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers ar
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
 
-def mask_kind(a: Attention, setting: Setting) -> str:
-    """ "none", "causal", "boolean" or "additive": how the mask is handed to the kernel."""
+MaskKind = Literal["none", "causal", "boolean", "additive"]
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How a kernel is handed the mask, and whether fully masked rows are computed beside it (`EmptyRows`)."""
+
+    kind: MaskKind
+    repairs: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether there is a tensor of it."""
+        return self.kind in ("boolean", "additive")
+
+
+def mask_form(a: Attention, setting: Setting) -> MaskForm:
+    """The form of a mask for torch's fused kernels."""
+    return MaskForm(mask_kind(a, setting), repairs_empty_rows(a, setting))
+
+
+def mask_kind(a: Attention, setting: Setting) -> MaskKind:
+    """How the mask is handed to the kernel."""
     if a.mask.is_none:
         return "none"
     if a.is_causal:
@@ -87,13 +111,12 @@ def _survives(bias: Expr | None, a: Attention) -> bool:
     return isinstance(bias, Apply) and bias.op == "where" and all(_survives(x, a) for x in bias.args[1:])
 
 
-def mask_tensor(lower: Lowering, setting: Setting) -> Value:
-    """The mask (B, H, L, S) as a tensor: boolean where that says all of it, else what is added."""
-    a = lower.attention
-    if mask_kind(a, setting) != "boolean":
-        return additive_mask(lower, setting)
-    assert a.mask.condition is not None
-    return lower.condition(a.mask.condition, lower.mask_groups())
+def mask_tensor(lower: Lowering, kind: MaskKind, setting: Setting) -> Value | None:
+    """The mask (B, H, L, S) as a tensor of its kind; None where it is none or a flag."""
+    condition = lower.attention.mask.condition
+    if kind == "boolean" and condition is not None:
+        return lower.condition(condition, lower.mask_groups())
+    return None if kind in ("none", "causal") else additive_mask(lower, setting)
 
 
 def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = None) -> Value:
@@ -192,18 +215,18 @@ def _finite_in_float32(plan: Plan, mask: Value) -> Value:
 
 
 def repaired(
-    lower: Lowering, mask: Value | None, setting: Setting, kernel: str | None
-) -> tuple[Value | None, EmptyRows | None]:
+    lower: Lowering, mask: Value, form: MaskForm, setting: Setting, kernel: str
+) -> tuple[Value, EmptyRows | None]:
     """The mask for the kernel, in the dtype it takes, and what replaces fully masked rows where they are repaired.
 
     A call keeps the mask it was given where it reaches the kernel it reached before.
     """
     empty = None
-    if mask is not None and repairs_empty_rows(lower.attention, setting):
+    if form.repairs:
         learned = lower.attention.mask.bias is not None and wants_mask_gradient(lower.attention)
         empty = EmptyRows(lower.plan, lower.attention, mask, learned)
         mask = empty.unmasked()
-    if mask is not None and setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
+    if setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
         given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
         mask = mask if given else _narrowed(lower, mask)
     return mask, empty

@@ -40,7 +40,7 @@ class Recompute:
 
     name = "recompute"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
         """Takes training on CPU with a mask whose gradient is wanted, or that the plain call cannot take."""
         reason = self._refusal(attention, setting)
         if reason is not None:
@@ -81,7 +81,7 @@ class Recompute:
             return "the mask's condition needs a gradient"
         return None
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[None], setting: Setting) -> Value:
         """Plans the call; the mask is one matrix, and where scores were replaced its condition comes along."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,13 +35,14 @@ from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
+    MaskForm,
     additive_mask,
     assumed,
+    mask_form,
     mask_kind,
     mask_refusal,
     mask_tensor,
     repaired,
-    repairs_empty_rows,
     shifts_rows,
     wants_mask_gradient,
 )
@@ -49,105 +50,134 @@ from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.torch_call import order, picked_by_torch, refusal, rules_of
 
 
+class Unfit(Exception):
+    """Torch's call has no fused kernel for it; the message says why."""
+
+
+@dataclass(frozen=True)
+class SdpaPlan:
+    """What torch's call is given, and the fused kernel that it ends in; ``by_distance``: the mask as one vector."""
+
+    mask: MaskForm
+    kernel: str
+    by_distance: ByDistance | None = None
+
+
 class Sdpa:
     """`torch.nn.functional.scaled_dot_product_attention`."""
 
     name = "sdpa"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[SdpaPlan] | Refusal:
         """Takes whatever torch has a fused CPU kernel for, padding unequal head dims."""
-        reason = self._refusal(attention, setting)
-        if reason is not None:
+        try:
+            decided = self._plan(attention, setting)
+        except Unfit as reason:
             device = setting.device  # another may have kernels of its own, and reasons that say more
             others = device.type == "npu" or (device.type not in ("cpu", "cuda") and bool(device.kernels))
-            return Refusal(self.name, reason, other_device=others)
+            return Refusal(self.name, str(reason), other_device=others)
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
         problem = problem_of(attention, hint, copied)
-        kind = mask_kind(attention, setting)
-        by_distance = distance_mask(attention, setting)
+        by_distance = decided.by_distance
         if by_distance is not None:
             copied += problem_of(attention, setting.hint).query_bytes
-        repaired = problem.operand_bytes if repairs_empty_rows(attention, setting) else 0
+        repaired = problem.operand_bytes if decided.mask.repairs else 0
         width = max(problem.head_dim, problem.value_dim)
         problem = replace(
             problem,
-            causal=kind == "causal",
+            causal=decided.mask.kind == "causal",
             copied_bytes=copied + _padded_bytes(attention, setting) + repaired,
             head_dim=width,
             value_dim=width,
             mask_elements=0
-            if kind in ("none", "causal")
+            if not decided.mask.is_tensor
             else problem.mask_elements
             if by_distance is None
             else setting.hint(by_distance.axis.size),
         )
-        call = _call(attention, setting, mask_needs_grad=wants_mask_gradient(attention))
-        kernel = picked_by_torch(call, setting.allowed_backends)
-        assert kernel is not None
-        predicted = cost_of(kernel, attention, problem, setting)
+        predicted = cost_of(decided.kernel, attention, problem, setting)
         return Offer(
             self.name,
             variant,
             attention,
             predicted,
             fused=True,
+            plan=decided,
             assumptions=assumed(attention, setting),
             moved=problem.moved_bytes,
         )
 
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
+    def _plan(self, a: Attention, setting: Setting) -> SdpaPlan:
+        """Raises `Unfit`."""
         if a.sink is not None and (a.needs_grad or setting.device.type != "cpu"):
-            return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
-        return self.unfit(a, setting, mask_needs_grad=wants_mask_gradient(a)) or mask_refusal(a, setting)
+            raise Unfit("the sum of exponentials, which a sink needs, has no gradient in the fused kernel")
+        kernel = self._kernel(a, setting, mask_needs_grad=wants_mask_gradient(a))
+        if (reason := mask_refusal(a, setting)) is not None:
+            raise Unfit(reason)
+        form = mask_form(a, setting)
+        return SdpaPlan(form, kernel, _distance_mask(a, form, setting))
 
-    def unfit(self, a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> str | None:
+    def unfit(self, a: Attention, setting: Setting) -> str | None:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
+        try:
+            self._kernel(a, setting)
+        except Unfit as reason:
+            return str(reason)
+        return None
+
+    def _kernel(self, a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> str:
+        """The fused kernel that torch's call ends in. Raises `Unfit`."""
         if a.not_affine:
-            return a.not_affine
+            raise Unfit(a.not_affine)
         if setting.device.type not in ("cpu", "cuda"):
-            return f"no measured rule for {setting.device.type} devices yet"
+            raise Unfit(f"no measured rule for {setting.device.type} devices yet")
         if not setting.device.kernels:
-            return "no GPU is here, or torch's fused kernels are switched off"
+            raise Unfit("no GPU is here, or torch's fused kernels are switched off")
         case = Attended(a, setting)
         if not RANDOM_NUMBERS.holds(case):
-            return RANDOM_NUMBERS.why(case)
+            raise Unfit(RANDOM_NUMBERS.why(case))
         allowed = setting.allowed_backends
         kernels = [
             k for k in order(setting.device) if allowed is None or rules_of(k, setting.device).backend in allowed
         ]
         if not kernels:
-            return f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}"
+            raise Unfit(f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}")
         call = _call(a, setting, mask_needs_grad=mask_needs_grad)
         picked = picked_by_torch(call, allowed)
         if picked is None:
             reason = refusal(kernels[-1], call, by_torch=True)
-            return reason or f"torch's call pads no head dims for the {kernels[-1]} kernel"
+            raise Unfit(reason or f"torch's call pads no head dims for the {kernels[-1]} kernel")
         if (reason := refusal(picked, call)) is not None:
-            return reason
+            raise Unfit(reason)
         if not AUTOCAST.holds(case):
-            return AUTOCAST.why(case)
-        return None
+            raise Unfit(AUTOCAST.why(case))
+        return picked
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[SdpaPlan], setting: Setting) -> Value:
         """Plans the call. Operands get a dense last dimension, which the kernel asks for."""
-        a = offer.attention
+        a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
         query, key, value = operands(lower)
         if a.scale < 0:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
         if a.sink is not None:
-            return lower.result(_with_sink(lower, query, key, value, setting))
-        by_distance = distance_mask(a, setting)
+            return lower.result(_with_sink(lower, query, key, value, decided.mask, setting))
+        by_distance = decided.by_distance
         if by_distance is not None:
             query = plan.call(aten.flip.default, query, [2])
-        mask, causal = self._mask(lower, setting, by_distance)
+            mask: Value | None = _over_distances(lower, setting, by_distance)
+        else:
+            mask = mask_tensor(lower, decided.mask.kind, setting)
+        empty = None
         arguments: dict[str, object] = {"scale": abs(a.scale)}
         if a.groups != 1:
             arguments["enable_gqa"] = True
         target = sdpa_function(plan)
-        mask, empty = repaired(lower, mask, setting, picked_by_torch(_call(a, setting), setting.allowed_backends))
+        if mask is not None:
+            mask, empty = repaired(lower, mask, decided.mask, setting, decided.kernel)
+        causal = decided.mask.kind == "causal"
         asked = query if empty is None else empty.queried(query)
         out: Value = plan.call(target, asked, key, value, mask, a.dropout, causal, **arguments)
         if by_distance is not None:
@@ -157,17 +187,6 @@ class Sdpa:
         if a.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
-
-    def _mask(self, lower: Lowering, setting: Setting, by: ByDistance | None) -> tuple[Value | None, bool]:
-        a = lower.attention
-        if by is not None:
-            return _over_distances(lower, setting, by), False
-        kind = mask_kind(a, setting)
-        if kind == "none":
-            return None, False
-        if kind == "causal":
-            return None, True
-        return mask_tensor(lower, setting), False
 
 
 def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> Call:
@@ -209,15 +228,14 @@ def is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, setting: Setting) -> Value:
+def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, form: MaskForm, setting: Setting) -> Value:
     """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
 
     ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.
     """
     a, call = lower.attention, lower.plan.call
-    assert a.sink is not None
-    causal = mask_kind(a, setting) == "causal"
-    mask = None if causal or a.mask.is_none else settled(lower.plan, additive_mask(lower, setting))
+    causal = form.kind == "causal"
+    mask = None if not form.is_tensor else settled(lower.plan, additive_mask(lower, setting))
     query, key, value = (settled(lower.plan, x) for x in (query, key, value))
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
@@ -256,11 +274,11 @@ def operands(lower: Lowering) -> tuple[Value, Value, Value]:
     return query, key, value
 
 
-def distance_mask(a: Attention, setting: Setting) -> ByDistance | None:
+def _distance_mask(a: Attention, form: MaskForm, setting: Setting) -> ByDistance | None:
     """The mask over distances, where handing over a vector of them is cheaper than the matrix they make."""
     by = a.mask.by_distance
     rows = tuple(x for x in a.rows if x.size != 1)
-    if by is None or rows != (by.row,) or a.sink is not None or repairs_empty_rows(a, setting):
+    if by is None or rows != (by.row,) or a.sink is not None or form.repairs:
         return None
     if setting.device.type != "cpu" or shifts_rows(a):  # a vector of distances has no rows
         return None

@@ -26,7 +26,7 @@ class SingleKey:
 
     name = "single_key"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
         """Takes attention over one key that no mask can hide."""
         reason = self._refusal(attention, setting)
         if reason is not None:
@@ -51,7 +51,7 @@ class SingleKey:
             return "numerics='strict': a score that is not finite gives NaN"
         return None
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[None], setting: Setting) -> Value:
         """Plans a copy, so that nobody who writes the result writes the values."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)

@@ -60,6 +60,17 @@ def _there(bound: Index | None) -> tuple[Index, ...]:
     return () if bound is None else (bound,)
 
 
+@dataclass(frozen=True)
+class CpuPlan:
+    """What the operator is told: a row's keys, the score function and what it reads, what fully masked rows become."""
+
+    bounds: Bounds
+    score: str
+    captured: tuple[Expr, ...]
+    fully_masked: str
+    with_logarithm: bool
+
+
 class CpuKernel:
     """`torch.ops.attn_pass.attention`."""
 
@@ -67,22 +78,31 @@ class CpuKernel:
     must_be_named = True
     takes_any_score = True
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[CpuPlan] | Refusal:
         """Takes any function of the product with a bias and a mask, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
-        adds = attention.mask.bias is not None
+        adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
+        score, captured = _score(attention)
+        decided = CpuPlan(
+            bounds_of(attention),
+            score,
+            captured,
+            _fully_masked(attention),
+            with_logarithm=setting.wants_logarithm and gives_logarithm,
+        )
         return Offer(
             self.name,
             variant,
             attention,
-            _microseconds(attention, setting),
+            _microseconds(attention, decided.bounds, setting),
             fused=True,
+            plan=decided,
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
-            score_mod=_score(attention)[0],
+            score_mod=score,
             moved=problem_of(attention, setting.hint).moved_bytes,
-            gives_logarithm=_gives_logarithm(attention),
+            gives_logarithm=gives_logarithm,
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
@@ -106,7 +126,7 @@ class CpuKernel:
             return STRICT_KEYS
         return _refusal_of_score(a) or _cannot_be_built(setting)
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[CpuPlan], setting: Setting) -> Value:
         """Plans the operator's call; operands are taken as they lie."""
         from attn_pass.devices.cpu.kernel import operator
 
@@ -114,13 +134,13 @@ class CpuKernel:
             from attn_pass.devices.cpu.kernel import template
 
             del template  # importing it registers the lowering
-        a = offer.attention
+        a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, replace(a, factors=()) if a.not_affine else a)
         query = lower.query(a.compute_dtype)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
-        given: dict[str, object] = {"fully_masked": _fully_masked(a)}
-        bounds = bounds_of(a)
+        given: dict[str, object] = {"fully_masked": decided.fully_masked}
+        bounds = decided.bounds
         sizes = {
             "before": None if bounds.lower is None else -1 * bounds.lower,
             "after": bounds.upper,
@@ -132,12 +152,12 @@ class CpuKernel:
             given["keep"] = _kept(lower, bounds.rest)
         if a.mask.bias is not None:
             given["bias"] = additive_mask(lower, setting)
-        score, captured = _score(a)
-        if score:
-            given |= {"score": score, "captured": [_in_float32(lower, e, lower.mask_groups()) for e in captured]}
+        if decided.score:
+            read = [_in_float32(lower, e, lower.mask_groups()) for e in decided.captured]
+            given |= {"score": decided.score, "captured": read}
         if a.sink is not None:
             given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
-        if not (setting.wants_logarithm and offer.gives_logarithm):
+        if not decided.with_logarithm:
             return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
         both = plan.call(operator.WITH_LSE, query, key, value, a.scale, **given)
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
@@ -273,9 +293,8 @@ _CALL_US = 15.0  # filling the arguments in, and waking threads
 _TASK_US = 1.0
 
 
-def _microseconds(a: Attention, setting: Setting) -> float:
+def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
     device, problem = setting.device, problem_of(a, setting.hint)
-    bounds = bounds_of(a)
     rows = [n * (problem.q_len - 1) // (_SAMPLES - 1) for n in range(_SAMPLES)]
     share = sum(bounds.kept(r, problem.kv_len, setting.hint) for r in rows) / (_SAMPLES * max(1, problem.kv_len))
     tasks = max(1, problem.kv_batch * problem.kv_heads * -(-problem.q_len // 96))

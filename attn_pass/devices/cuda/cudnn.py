@@ -12,14 +12,10 @@ are all masked; float16 has no such number, and is offered with masks over one t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-
-from torch.fx import Node
 
 from attn_pass.devices.cuda.rules.cudnn import CUDNN
-from attn_pass.devices.cuda.torch_kernel import Kernel, masked, unbroadcast
-from attn_pass.graph.edit import Plan, Value, aten
-from attn_pass.targets.base import Offer, Setting
+from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan, unbroadcast
+from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 
 
@@ -30,22 +26,25 @@ class Cudnn(Kernel):
     rules = CUDNN
     finite_mask = True
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the call; expanded operands are written out, since strides of 0 are not known to be taken."""
-        a = offer.attention
-        lower = Lowering(plan, nodes, a)
-        kind = self.mask(a, setting)
-        operands = [unbroadcast(plan, x) for x in self.operands(lower)]
-        mask, empty = masked(lower, kind, setting, self.name, finite=self.finite_mask)
-        assert empty is None  # it is offered where no row is fully masked
-        both = plan.call(
+    def called(
+        self,
+        lower: Lowering,
+        operands: tuple[Value, Value, Value],
+        mask: Value | None,
+        decided: KernelPlan,
+        *,
+        saves: bool,
+    ) -> Value:
+        """Expanded operands are written out, since strides of 0 are not known to be taken."""
+        a, call = lower.attention, lower.plan.call
+        both = call(
             aten._scaled_dot_product_cudnn_attention.default,
-            *operands,
+            *(unbroadcast(lower.plan, x) for x in operands),
             mask,
-            a.needs_grad or setting.program == "export",  # whose gradients nobody knows
+            saves,
             a.dropout,
-            kind == "causal",
+            decided.is_causal,
             False,
             scale=abs(a.scale),
         )
-        return self.result(lower, plan.call(operator.getitem, both, 0))
+        return call(operator.getitem, both, 0)

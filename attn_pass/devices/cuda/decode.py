@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -29,12 +29,11 @@ from attn_pass.devices.cuda import cost as cost_cuda
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Load
-from attn_pass.model.index import Axis, Index, axis_index, divide, is_at_most, substitute
-from attn_pass.model.structure import Band
+from attn_pass.model.index import Axis, Index, axis_index, divide, substitute
 from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import mask_tensor, may_hold_infinity
+from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_infinity
 from attn_pass.targets.problem import problem_of
 from attn_pass.targets.sdpa import dense_last, joined_with_sink
 
@@ -44,22 +43,31 @@ _MOST_ROWS = 1024
 _VECTOR = 16  # elements: of a stride that is no multiple of them Triton knows nothing, and loads 2 bytes at a time
 
 
+@dataclass(frozen=True)
+class DecodePlan:
+    """What the kernel is told of the mask: a causal band, of so many keys where ``window`` is not -1, or a tensor."""
+
+    causal: bool = False
+    window: int = -1
+    mask: MaskKind = "none"
+
+
 class Decode:
     """`torch.ops.attn_pass.decode`."""
 
     name = "decode"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[DecodePlan] | Refusal:
         """Takes few query rows in half precision, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=KERNEL not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
-        band = causal_band(attention)
-        if band is not None:
+        decided = _plan(attention, setting)
+        if decided.causal:
             problem = replace(problem, mask_elements=0)
-            if isinstance(band.lower, int) and isinstance(band.upper, int):
-                problem = replace(problem, kv_len=min(problem.kv_len, band.upper - band.lower + problem.q_len))
+        if decided.window >= 0:
+            problem = replace(problem, kv_len=min(problem.kv_len, decided.window + problem.q_len))
         joining = 0.0 if attention.sink is None else setting.device.kernel_us
         empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.mask.never_empty
         return Offer(
@@ -68,6 +76,7 @@ class Decode:
             attention,
             cost_cuda.split_keys(setting.device, problem) + joining,
             fused=True,
+            plan=decided,
             assumptions=(EMPTY_ROWS,) if not attention.mask.is_none and empty else (),
             moved=problem.moved_bytes,
         )
@@ -93,27 +102,20 @@ class Decode:
             return "numerics='strict': a row may be fully masked"
         return _refusal_of_sizes(a) or _failed_check(a, setting)
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[DecodePlan], setting: Setting) -> Value:
         """Plans the operator's call."""
         from attn_pass.devices.cuda import decode_operator
 
         del decode_operator  # importing it registers the operators
-        a = offer.attention
+        a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype
         query = lower.query(dtype)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
         query, key, value = (dense_last(plan, x) for x in (query, key, value))
-        band = causal_band(a)
-        mask: Value | None = None
-        causal, window = band is not None, -1
-        if band is not None and band.lower is not None:
-            assert isinstance(band.upper, int) and isinstance(band.lower, int)
-            window = band.upper - band.lower
-        elif band is None and not a.mask.is_none:
-            mask = mask_tensor(lower, setting)
-        arguments = (query, key, value, mask, a.scale, causal, window)
+        mask = mask_tensor(lower, decided.mask, setting)
+        arguments = (query, key, value, mask, a.scale, decided.causal, decided.window)
         if a.sink is None:
             return lower.result(plan.call(torch.ops.attn_pass.decode.default, *arguments))
         both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)
@@ -165,12 +167,13 @@ def _failed_check(a: Attention, setting: Setting) -> str | None:
     return None if why is None else f"the split-KV kernel failed its check on this device: {why}"
 
 
-def causal_band(a: Attention) -> Band | None:
-    """The whole mask as a band that ends ``kv_len - q_len`` keys after the row's own; None if it is another one."""
+def _plan(a: Attention, setting: Setting) -> DecodePlan:
+    """A band that ends ``kv_len - q_len`` keys after the row's own is told; any other mask is a tensor."""
     band = band_of(a)
-    if band is None or band.upper != a.kv_len - a.q_len:
-        return None
-    if band.lower is None:
-        return band
-    known = isinstance(band.lower, int) and isinstance(band.upper, int)
-    return band if known and is_at_most(band.lower, band.upper) else None  # else nobody sees anything
+    if band is not None and band.upper == a.kv_len - a.q_len:
+        if band.lower is None:
+            return DecodePlan(causal=True)
+        if isinstance(band.lower, int) and isinstance(band.upper, int) and band.lower <= band.upper:
+            return DecodePlan(causal=True, window=band.upper - band.lower)  # with other bounds nobody sees anything
+    kind = mask_kind(a, setting)
+    return DecodePlan(mask="additive" if kind == "causal" else kind)

@@ -13,15 +13,10 @@ FlashAttention-3 or -4 in their place, those run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-
-from torch.fx import Node
 
 from attn_pass.devices.cuda.rules.flash import FLASH
-from attn_pass.devices.cuda.torch_kernel import Kernel
-from attn_pass.graph.edit import Plan, Value, aten
-from attn_pass.targets.bands import window_of
-from attn_pass.targets.base import Offer, Setting
+from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan
+from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 
 
@@ -33,23 +28,27 @@ class Flash(Kernel):
     takes_window = True
     pads_together = True
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the call."""
-        a = offer.attention
-        lower = Lowering(plan, nodes, a)
-        kind = self.mask(a, setting)
-        if kind != "band":
+    def called(
+        self,
+        lower: Lowering,
+        operands: tuple[Value, Value, Value],
+        mask: Value | None,
+        decided: KernelPlan,
+        *,
+        saves: bool,
+    ) -> Value:
+        """It takes no mask that is a tensor; windows are for operands (B, L, H, D)."""
+        a, plan = lower.attention, lower.plan
+        window = decided.window
+        if window is None:
             kernel = aten._scaled_dot_product_flash_attention.default
-            operands = self.operands(lower)
-            both = plan.call(kernel, *operands, a.dropout, kind == "causal", False, scale=abs(a.scale))
-            return self.result(lower, plan.call(operator.getitem, both, 0))
-        window = window_of(a)
-        assert window is not None
+            both = plan.call(kernel, *operands, a.dropout, decided.is_causal, False, scale=abs(a.scale))
+            return plan.call(operator.getitem, both, 0)
         causal = window.left is None and window.right == 0
         sizes = {} if causal else {"window_size_left": window.left, "window_size_right": window.right}
         both = plan.call(
             aten._flash_attention_forward.default,
-            *self.operands(lower, rows_first=True),
+            *(plan.call(aten.transpose.int, x, 1, 2) for x in operands),
             None,
             None,
             plan.size(a.q_len),
@@ -60,5 +59,4 @@ class Flash(Kernel):
             scale=abs(a.scale),
             **{name: -1 if bound is None else plan.size(bound) for name, bound in sizes.items()},
         )
-        out = plan.call(operator.getitem, both, 0)
-        return self.result(lower, plan.call(aten.transpose.int, out, 1, 2))
+        return plan.call(aten.transpose.int, plan.call(operator.getitem, both, 0), 1, 2)

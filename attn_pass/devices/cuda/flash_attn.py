@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,9 +29,10 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import expression_axes, loads
+from attn_pass.model.expression import Expr, expression_axes, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, Attended
+from attn_pass.targets.kernel_rules import padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.sdpa import dense_last
@@ -42,13 +43,21 @@ _WIDEST = 256
 NONEMPTY = "no row is fully masked"
 
 
+@dataclass(frozen=True)
+class FlashAttnPlan:
+    """What the operator is given beside its operands, and the one head dim of all of them."""
+
+    arguments: Arguments
+    width: int
+
+
 class FlashAttn:
     """`torch.ops.flash_attn._flash_attn_forward`."""
 
     name = LIBRARY
     takes_any_score = True
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttnPlan] | Refusal:
         """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
         reason = _refusal(attention, setting)
         if reason is not None:
@@ -61,20 +70,28 @@ class FlashAttn:
         if reason is not None:
             return Refusal(self.name, reason)
         assumptions = assumed_of_rows(attention, given, setting)
-        problem = _problem(attention, given, setting)
-        predicted = cost_of(self.name, attention, problem, setting)
-        moved = problem.moved_bytes
-        return Offer(self.name, variant, attention, predicted, fused=True, assumptions=assumptions, moved=moved)
+        decided = FlashAttnPlan(given, _width(attention))
+        problem = _problem(attention, decided, setting)
+        return Offer(
+            self.name,
+            variant,
+            attention,
+            cost_of(self.name, attention, problem, setting),
+            fused=True,
+            plan=decided,
+            assumptions=assumptions,
+            moved=problem.moved_bytes,
+        )
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[FlashAttnPlan], setting: Setting) -> Value:
         """Plans the call."""
         a, call = offer.attention, plan.call
-        given = arguments_of(a)
+        given, width = offer.plan.arguments, offer.plan.width
         lower = Lowering(plan, nodes, a)
-        query, key, value = _operands(lower)
+        query, key, value = _operands(lower, width)
         if given.negated:  # the kernel takes the largest product before it scales
             query = call(aten.neg.default, query)
-        slopes = None if given.slopes is None else _slopes(lower, given)
+        slopes = None if given.slopes is None else _slopes(lower, given.slopes)
         out: Value
         if a.needs_grad:
             out = call(
@@ -102,18 +119,19 @@ class FlashAttn:
             )
             out = call(operator.getitem, results, 0)
         out = call(aten.transpose.int, out, 1, 2)
-        if _width(a) != a.value_head_dim:
+        if width != a.value_head_dim:
             out = call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
 
 
-def _problem(a: Attention, given: Arguments, setting: Setting) -> Problem:
+def _problem(a: Attention, decided: FlashAttnPlan, setting: Setting) -> Problem:
     copied = moved_query_bytes(a, setting.hint)
     problem = problem_of(a, setting.hint, copied)
-    width = _width(a)
+    width = decided.width
     if (a.head_dim, a.value_head_dim) != (width, width):
         copied += problem.operand_bytes
-    return replace(problem, causal=given.causal, mask_elements=0, copied_bytes=copied, head_dim=width, value_dim=width)
+    problem = replace(problem, copied_bytes=copied, head_dim=width, value_dim=width)
+    return replace(problem, causal=decided.arguments.causal, mask_elements=0)
 
 
 def _refusal(a: Attention, setting: Setting) -> str | None:
@@ -210,14 +228,13 @@ def imported(module: str, library: str) -> Any:
 
 def _width(a: Attention) -> int:
     """The head dim of the call: one for all operands, a multiple of 8."""
-    assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
-    return -(-max(a.head_dim, a.value_head_dim) // 8) * 8
+    return max(padded(dim, 8) or 0 for dim in (a.head_dim, a.value_head_dim))
 
 
-def _operands(lower: Lowering) -> tuple[Value, Value, Value]:
+def _operands(lower: Lowering, width: int) -> tuple[Value, Value, Value]:
     """Query, key and value (B, L or S, H, D), as views where no head dim is padded."""
     plan, a = lower.plan, lower.attention
-    dtype, width = a.compute_dtype, _width(a)
+    dtype = a.compute_dtype
     if a.not_affine:
         query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
     else:
@@ -235,11 +252,9 @@ def _in_layout(plan: Plan, value: Value, width: int) -> Value:
     return plan.call(aten.transpose.int, dense_last(plan, value), 1, 2)
 
 
-def _slopes(lower: Lowering, given: Arguments) -> Value:
+def _slopes(lower: Lowering, expression: Expr) -> Value:
     """The slopes in float32, dense: (H,), or (B, H) where they differ along the batch."""
     plan, a = lower.plan, lower.attention
-    expression = given.slopes
-    assert expression is not None
     groups = [a.heads]
     if expression_axes(expression) & set(a.batch):
         groups = [a.batch, a.heads]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,13 +45,21 @@ _WIDEST, _WIDEST_VALUE = 256, 512
 _WIDEST_DETERMINISTIC = 192
 
 
+@dataclass(frozen=True)
+class FlashAttn3Plan:
+    """What the operator is given beside its operands, and its head dims: of query and key, and of the values."""
+
+    arguments: Arguments
+    widths: tuple[int, int]
+
+
 class FlashAttn3:
     """`torch.ops.flash_attn_3._flash_attn_forward`."""
 
     name = LIBRARY_3
     takes_any_score = True
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttn3Plan] | Refusal:
         """Takes what FlashAttention-3 computes, in half precision on Hopper."""
         if setting.device.type != "cuda":
             return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
@@ -59,15 +67,13 @@ class FlashAttn3:
         if reason is not None:
             return Refusal(self.name, reason)
         try:
-            given = arguments_of(attention)
+            given, dims = arguments_of(attention), widths(attention)
         except NoForm as found:
             return Refusal(self.name, str(found))
         reason = _refusal_of_arguments(attention, given, setting)
         if reason is not None:
             return Refusal(self.name, reason)
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
-        dims = widths(attention)
-        assert dims is not None
         if dims != (attention.head_dim, attention.value_head_dim):
             problem = replace(problem, copied_bytes=problem.copied_bytes + problem.operand_bytes)
         problem = replace(problem, causal=given.causal, mask_elements=0, head_dim=dims[0], value_dim=dims[1])
@@ -77,15 +83,16 @@ class FlashAttn3:
             attention,
             cost_of(self.name, attention, problem, setting),
             fused=True,
+            plan=FlashAttn3Plan(given, dims),
             assumptions=assumed_of_rows(attention, given, setting),
             moved=problem.moved_bytes,
         )
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[FlashAttn3Plan], setting: Setting) -> Value:
         """Plans the call."""
         a, call = offer.attention, plan.call
-        given, lower = arguments_of(a), Lowering(plan, nodes, a)
-        query, key, value = _operands(lower)
+        given, lower = offer.plan.arguments, Lowering(plan, nodes, a)
+        query, key, value = _operands(lower, offer.plan.widths)
         if given.negated:  # the kernel takes the largest product before it scales
             query = call(aten.neg.default, query)
         same: dict[str, Any] = {"softmax_scale": given.scale, "causal": given.causal, "softcap": given.softcap}
@@ -114,15 +121,26 @@ def refusal(a: Attention, setting: Setting) -> str | None:
     return constraints.refusal(CONSTRAINTS, Attended(a, setting))
 
 
-def widths(a: Attention) -> tuple[int, int] | None:
-    """The head dims of the call, of query and key and of the values; None where the kernel has none for them."""
+def widths(a: Attention) -> tuple[int, int]:
+    """The head dims of the call, of query and key and of the values. Raises `NoForm`: the kernel has none for them."""
     own, value = padded(a.head_dim, 8), padded(a.value_head_dim, 8)
+    none = NoForm(f"flash_attn_3 has no kernel for head dims {a.head_dim} and {a.value_head_dim}")
     if not own or not value:
-        return None
+        raise none
     if not a.needs_grad and ((128 < own <= 192 and 96 < value <= 128) or (own <= 64 and value <= _WIDEST_VALUE)):
         return own, value
     widest = max(own, value)
-    return (widest, widest) if widest <= _WIDEST else None
+    if widest > _WIDEST:
+        raise none
+    return widest, widest
+
+
+def _has_widths(a: Attention) -> bool:
+    try:
+        widths(a)
+    except NoForm:
+        return False
+    return True
 
 
 def _refusal_of_arguments(a: Attention, given: Arguments, setting: Setting) -> str | None:
@@ -132,8 +150,9 @@ def _refusal_of_arguments(a: Attention, given: Arguments, setting: Setting) -> s
 
 
 def _needs_no_wide_gradient(a: Attention, setting: Setting) -> bool:
-    dims = widths(a)
-    return not (a.needs_grad and setting.deterministic) or dims is None or max(dims) <= _WIDEST_DETERMINISTIC
+    if not (a.needs_grad and setting.deterministic) or not _has_widths(a):
+        return True
+    return max(widths(a)) <= _WIDEST_DETERMINISTIC
 
 
 _API = "hopper/flash_api_stable.cpp"
@@ -191,7 +210,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint(
         "head dim",
         lambda c: f"flash_attn_3 has no kernel for head dims {c.attention.head_dim} and {c.attention.value_head_dim}",
-        lambda c: widths(c.attention) is not None,
+        lambda c: _has_widths(c.attention),
         f"{_API}: get_max_headdim; If V headdim is different from Q/K dim, we only support ...",
     ),
     Constraint(
@@ -212,11 +231,10 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
 # ---------------------------------------------------------------- emission
 
 
-def _operands(lower: Lowering) -> tuple[Value, Value, Value]:
+def _operands(lower: Lowering, dims: tuple[int, int]) -> tuple[Value, Value, Value]:
     """Query, key and value (B, L or S, H, D), as views where they lie as the kernel's loads of 16 bytes ask."""
     plan, a = lower.plan, lower.attention
-    dtype, dims = a.compute_dtype, widths(a)
-    assert dims is not None
+    dtype = a.compute_dtype
     if a.not_affine:
         query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
     else:

@@ -28,7 +28,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.flex.flex import Flex
+from attn_pass.targets.flex.flex import Flex, FlexPlan
 from attn_pass.targets.flex.rules import Case
 from attn_pass.targets.flex.score import function_of
 from attn_pass.targets.sdpa import dense_last
@@ -53,7 +53,7 @@ class FlexFlash(Flex):
     name = "flex_flash"
     backend = "FLASH"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what `flex` takes on CUDA, within the limits of the kernel and of torch's code for it."""
         if setting.device.type != "cuda":
             return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
@@ -72,7 +72,7 @@ class FlexFlash(Flex):
         faster = replace(setting.device, shares={**shares, "flex": flash})
         return super().consider(attention, variant, replace(setting, device=faster))
 
-    def alternatives(self, offer: Offer, setting: Setting) -> Iterable[Offer]:
+    def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:
         """None: the kernel chooses its own tiles."""
         return ()
 

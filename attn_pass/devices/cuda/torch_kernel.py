@@ -6,15 +6,16 @@ would make it when the graph is traced, by its own order, on the machine that co
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch.fx import Node
 
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, divide
-from attn_pass.targets.bands import window_of
+from attn_pass.targets.bands import Window, window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.empty_rows import EmptyRows
@@ -22,9 +23,10 @@ from attn_pass.targets.kernel_rules import Call, KernelRules, padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
     LOWEST_CUDA,
+    MaskForm,
     additive_mask,
     assumed,
-    mask_kind,
+    mask_form,
     mask_refusal,
     repaired,
     wants_mask_gradient,
@@ -37,6 +39,29 @@ _VECTOR = 16  # bytes
 _BLOCK = 128  # rows, and keys, that are computed together
 
 
+Dims = tuple[int | None, int | None]
+"""The head dims of a call, of query and key and of the values; None where one is not known."""
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """How one of torch's kernels is called: the mask, as a window where it takes it as one, and the head dims."""
+
+    mask: MaskForm
+    dims: Dims
+    window: Window | None = None
+
+    @property
+    def kind(self) -> str:
+        """The mask's kind, as `Call` has it."""
+        return self.mask.kind if self.window is None else "band"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the kernel's own causal flag is the whole mask."""
+        return self.kind == "causal"
+
+
 class Kernel:
     """One of torch's kernels as a target: its name, and how it is handed a mask."""
 
@@ -46,26 +71,25 @@ class Kernel:
     pads_together = False  # query, key and value need one head dim
     finite_mask = False  # its mask is handed over with a number in the place of -inf
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[KernelPlan] | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
         if self.name not in setting.device.kernels:
             return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
-        kind = self.mask(attention, setting)
-        reason = self._refusal(attention, kind, setting)
+        decided = self._plan(attention, setting)
+        reason = self._refusal(attention, decided.kind, setting)
         if reason is not None:
             return Refusal(self.name, reason)
         hint = setting.hint
         problem = problem_of(attention, hint)
-        masked = kind in ("boolean", "additive")
-        dims = self._dims(attention)
+        dims = decided.dims
         widened = 0 if dims == (problem.head_dim, problem.value_dim) else problem.operand_bytes
         problem = replace(
             problem,
             head_dim=dims[0] or problem.head_dim,
             value_dim=dims[1] or problem.value_dim,
-            causal=kind == "causal",
-            kv_len=self._seen(attention, kind, hint),
-            mask_elements=problem.mask_elements if masked else 0,
+            causal=decided.is_causal,
+            kv_len=_seen(attention, decided.window, hint),
+            mask_elements=problem.mask_elements if decided.mask.is_tensor else 0,
             copied_bytes=moved_query_bytes(attention, hint) + widened,
         )
         predicted = cost_of(self.name, attention, problem, setting)
@@ -75,16 +99,17 @@ class Kernel:
             attention,
             predicted,
             fused=True,
+            plan=decided,
             assumptions=assumed(attention, setting),
             moved=problem.moved_bytes,
         )
 
-    def mask(self, a: Attention, setting: Setting) -> str:
-        """The mask's kind, as `Call` has it: a causal mask of unequal lengths is a band where that can be said."""
-        kind = mask_kind(a, setting)
-        if kind == "none" or (kind == "causal" and a.q_len == a.kv_len) or not self.takes_window:
-            return kind
-        return kind if window_of(a) is None else "band"
+    def _plan(self, a: Attention, setting: Setting) -> KernelPlan:
+        """A causal mask of unequal lengths is a window where that can be said."""
+        form = mask_form(a, setting)
+        flag = form.kind == "none" or (form.kind == "causal" and a.q_len == a.kv_len)
+        window = None if flag or not self.takes_window else window_of(a)
+        return KernelPlan(form if window is None else MaskForm("none"), self._dims(a), window)
 
     def _refusal(self, a: Attention, kind: str, setting: Setting) -> str | None:
         if a.not_affine:
@@ -118,55 +143,84 @@ class Kernel:
             return "a scale of 0 would be multiplied with what masks"
         return mask_refusal(a, setting)
 
-    def _dims(self, a: Attention) -> tuple[int | None, int | None]:
+    def _dims(self, a: Attention) -> Dims:
         multiple = self.rules.multiple(a.compute_dtype)
         dims = padded(a.head_dim, multiple), padded(a.value_head_dim, multiple)
         if self.pads_together and dims[0] is not None and dims[1] is not None:
             return max(dims[0], dims[1]), max(dims[0], dims[1])
         return dims
 
-    def _seen(self, a: Attention, kind: str, hint: Callable[[Index], int]) -> int:
-        """The keys a block of rows goes through."""
-        window = window_of(a) if kind == "band" else None
-        if window is None or window.left is None or window.right is None:
-            return hint(a.kv_len)
-        return max(1, min(hint(a.kv_len), hint(window.left) + hint(window.right) + 1 + _BLOCK))
-
     # ------------------------------------------------------------ emission
 
-    def operands(self, lower: Lowering, *, rows_first: bool = False) -> tuple[Value, Value, Value]:
-        """Query, key and value as the kernel takes them, (B, H, L, D) or with ``rows_first`` (B, L, H, D).
-
-        Head dims are padded with zeros, which add zeros to every product; the last dimension is dense. A negative
-        scale is taken into the query: the kernels look for the highest score before they multiply by it.
-        """
-        plan, a = lower.plan, lower.attention
-        dtype = a.compute_dtype
-        heads_first = (
-            lower.query(dtype),
-            lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True),
-            lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True),
-        )
-        dims = self._dims(a)
-        made = []
-        for value, to in zip(heads_first, (dims[0], dims[0], dims[1])):
-            have = fake_of(value).shape[-1]
-            if to is not None and isinstance(have, int) and have < to:
-                value = plan.call(aten.constant_pad_nd.default, value, [0, to - have], 0.0)
-            made.append(in_vectors(plan, dense_last(plan, value)))
-        if a.scale < 0:
-            made[0] = plan.call(aten.neg.default, made[0])
-        if rows_first:
-            made = [plan.call(aten.transpose.int, x, 1, 2) for x in made]
-        query, key, value = made
-        return query, key, value
-
-    def result(self, lower: Lowering, out: Value) -> Value:
-        """The kernel's (B, H, L, Dv) in the place of the site's result, without what was padded."""
-        a = lower.attention
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[KernelPlan], setting: Setting) -> Value:
+        """Plans the call, and what replaces fully masked rows where they are repaired."""
+        a, decided = offer.attention, offer.plan
+        lower = Lowering(plan, nodes, a)
+        query, key, value = _operands(lower, decided.dims)
+        mask, empty = self._masked(lower, decided.mask, setting) if decided.mask.is_tensor else (None, None)
+        asked = query if empty is None else empty.queried(query)
+        saves = a.needs_grad or setting.program == "export"  # whose gradients nobody knows
+        out = self.called(lower, (asked, key, value), mask, decided, saves=saves)
+        if empty is not None:
+            out = empty.replaced(out, query, key, value, abs(a.scale))
         if fake_of(out).shape[-1] != a.value_head_dim:
-            out = lower.plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+            out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
+
+    def called(
+        self,
+        lower: Lowering,
+        operands: tuple[Value, Value, Value],
+        mask: Value | None,
+        decided: KernelPlan,
+        *,
+        saves: bool,
+    ) -> Value:
+        """The kernel's (B, H, L, Dv) result; ``saves``: it keeps what a backward reads."""
+        raise NotImplementedError
+
+    def _masked(self, lower: Lowering, form: MaskForm, setting: Setting) -> tuple[Value | None, EmptyRows | None]:
+        """The mask to add, and what replaces fully masked rows where they are repaired.
+
+        With ``finite_mask`` -inf becomes a number that absorbs every score, which is the same in rows with a key.
+        Float16 has none, and a mask that the kernel was given before stays what it was.
+        """
+        mask, empty = repaired(lower, additive_mask(lower, setting), form, setting, self.name)
+        if self.finite_mask and fake_of(mask).dtype != torch.float16 and setting.kernel_as_written != self.name:
+            mask = lower.plan.call(aten.clamp.default, mask, LOWEST_CUDA)
+        return aligned(lower.plan, mask, lower.attention.kv_len), empty
+
+
+def _seen(a: Attention, window: Window | None, hint: Callable[[Index], int]) -> int:
+    """The keys a block of rows goes through."""
+    if window is None or window.left is None or window.right is None:
+        return hint(a.kv_len)
+    return max(1, min(hint(a.kv_len), hint(window.left) + hint(window.right) + 1 + _BLOCK))
+
+
+def _operands(lower: Lowering, dims: Dims) -> tuple[Value, Value, Value]:
+    """Query, key and value (B, H, L, D) as the kernels take them.
+
+    Head dims are padded with zeros, which add zeros to every product; the last dimension is dense. A negative scale is
+    taken into the query: the kernels look for the highest score before they multiply by it.
+    """
+    plan, a = lower.plan, lower.attention
+    dtype = a.compute_dtype
+    heads_first = (
+        lower.query(dtype),
+        lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True),
+        lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True),
+    )
+    made = []
+    for value, to in zip(heads_first, (dims[0], dims[0], dims[1])):
+        have = fake_of(value).shape[-1]
+        if to is not None and isinstance(have, int) and have < to:
+            value = plan.call(aten.constant_pad_nd.default, value, [0, to - have], 0.0)
+        made.append(in_vectors(plan, dense_last(plan, value)))
+    if a.scale < 0:
+        made[0] = plan.call(aten.neg.default, made[0])
+    query, key, value = made
+    return query, key, value
 
 
 def in_vectors(plan: Plan, value: Value) -> Value:
@@ -207,21 +261,3 @@ def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:
     missing = divide(length + (multiple - 1), multiple)[0] * multiple - length
     wide = plan.call(aten.constant_pad_nd.default, mask, [0, plan.size(missing)], 0.0)
     return plan.call(aten.slice.Tensor, wide, -1, 0, plan.size(length))
-
-
-def masked(
-    lower: Lowering, kind: str, setting: Setting, kernel: str, *, finite: bool = False
-) -> tuple[Value | None, EmptyRows | None]:
-    """The mask to add, None where it is none, and what replaces fully masked rows where they are repaired.
-
-    ``finite``: -inf becomes a number that absorbs every score, which is the same in rows with a key. Float16 has none,
-    and a mask that the kernel was given before stays what it was.
-    """
-    if kind not in ("boolean", "additive"):
-        return None, None
-    mask, empty = repaired(lower, additive_mask(lower, setting), setting, kernel)
-    if mask is None:
-        return None, empty
-    if finite and fake_of(mask).dtype != torch.float16 and setting.kernel_as_written != kernel:
-        mask = lower.plan.call(aten.clamp.default, mask, LOWEST_CUDA)
-    return aligned(lower.plan, mask, lower.attention.kv_len), empty

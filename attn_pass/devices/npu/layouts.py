@@ -121,13 +121,12 @@ def _is_padded(a: Attention, operator: str) -> bool:
 # ---------------------------------------------------------------- emission
 
 
-def operands(lower: Lowering, layout: Layout, operator: str) -> tuple[Value, Value, Value]:
+def operands(lower: Lowering, layout: Layout, wide: int | None) -> tuple[Value, Value, Value]:
     """Query, key and value in the layout, contiguous; head dims padded with zeros to the one of the call.
 
     A negative scale is taken into the query.
     """
     a, plan = lower.attention, lower.plan
-    wide = width(a, operator)
     made: list[Value] = []
     for number, operand in enumerate(Operand.of(a)):
         value = _operand(lower, operand, layout, is_query=number == 0)

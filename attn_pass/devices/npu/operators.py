@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from attn_pass.devices.npu.layouts import (
 from attn_pass.devices.npu.masks import FilledRows, MaskPlan, NoForm, emitted_mask, mask_plan
 from attn_pass.devices.npu.rules import Case, has_many_rows, merged_fits, refusal, width
 from attn_pass.devices.roofline import Problem, traffic
-from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
@@ -49,13 +48,25 @@ _FAMILY = f"the NPU does not say its family: planned for {generations.UNKNOWN}"
 _ROWS_FIRST = next(layout for layout in LAYOUTS if layout.name == "BSND")
 
 
+@dataclass(frozen=True)
+class OperatorPlan:
+    """Which operator is called, and how: the mask, the operands' layout and one head dim, and the result's layout."""
+
+    operator: str
+    overload: Any
+    mask: MaskPlan
+    layout: Layout
+    result_layout: Layout
+    head_dim: int | None
+
+
 class _Operator:
     """What both targets share: the offer, the reasons, operands, mask and result."""
 
     name = ""
     operators: tuple[str, ...] = ()  # of which a family has at most one
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[OperatorPlan] | Refusal:
         """An offer at the operator's predicted cost, or the first reason why not."""
         device = setting.device
         found = self._operator(setting)
@@ -68,12 +79,14 @@ class _Operator:
             mask = mask_plan(attention, setting, found)
         except NoForm as none:
             return Refusal(self.name, str(none))
-        _, copied = best(attention, found, setting.hint)
-        problem = _problem(attention, mask, copied, width(attention, found), setting)
+        layout, copied = best(attention, found, setting.hint)
+        wide = width(attention, found)
+        problem = _problem(attention, mask, copied, wide, setting)
         predicted = operator_cost(device, found, problem) + _around(
             problem, mask, setting, again=attention.needs_grad and attention.mask.bias is not None
         )
-        if _overload(found) is None:
+        overload = _overload(found)
+        if overload is None:
             return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
         return Offer(
             self.name,
@@ -81,36 +94,33 @@ class _Operator:
             attention,
             predicted,
             fused=True,
+            plan=OperatorPlan(found, overload, mask, layout, self.result_layout(attention, layout, setting), wide),
             assumptions=_assumed(attention, setting),
             moved=problem.moved_bytes,
         )
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[OperatorPlan], setting: Setting) -> Value:
         """Plans the call."""
-        a = offer.attention
-        found = self._operator(setting)
-        overload = None if found is None else _overload(found)
-        if found is None or overload is None:
-            raise RewriteError(f"{self.name} is not registered any more")
-        lower = Lowering(plan, nodes, a)
-        told = mask_plan(a, setting, found)
-        layout, _ = best(a, found, setting.hint)
-        query, key, value = operands(lower, layout, found)
-        mask, rows = emitted_mask(lower, told, found)
+        a, decided = offer.attention, offer.plan
+        lower, told = Lowering(plan, nodes, a), decided.mask
+        query, key, value = operands(lower, decided.layout, decided.head_dim)
+        mask, rows = emitted_mask(lower, told, decided.operator)
         given: dict[str, Any] = {"scale": abs(a.scale), "inner_precise": told.inner_precise, "sparse_mode": told.mode}
         if mask is not None:
             given["atten_mask"] = mask
-        out_layout, more, positional = self.told(a, layout, told, setting)
-        results = plan.call(overload, query, key, value, *positional, **more, **given)
-        out = heads_first(lower, plan.call(operator.getitem, results, 0), out_layout)
+        positional, more = self.arguments(a, decided)
+        results = plan.call(decided.overload, query, key, value, *positional, **more, **given)
+        out = heads_first(lower, plan.call(operator.getitem, results, 0), decided.result_layout)
         if rows is not None:
             out = _replaced(lower, rows, out)
         return lower.result(out)
 
-    def told(
-        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
-    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
-        """The layout of the result; the arguments that the operators spell differently."""
+    def result_layout(self, a: Attention, layout: Layout, setting: Setting) -> Layout:
+        """The layout of the result, of operands in ``layout``."""
+        return layout
+
+    def arguments(self, a: Attention, plan: OperatorPlan) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments that the operators spell differently: positional ones, and those by name."""
         raise NotImplementedError
 
     def _operator(self, setting: Setting) -> str | None:
@@ -130,21 +140,22 @@ class InferAttention(_Operator):
     name = INFERENCE
     operators = (INFERENCE,)
 
-    def told(
-        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
-    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
-        """Grouped heads by number; a result with positions first, where the program's is, from operands without."""
+    def result_layout(self, a: Attention, layout: Layout, setting: Setting) -> Layout:
+        """With positions first, where the program's is, from operands without."""
         turned = (
             layout.name == "BNSD" and has_many_rows(a, setting) and wants_rows_first(a) and merged_fits(a, INFERENCE)
         )
-        more = {
+        return _ROWS_FIRST if turned else layout
+
+    def arguments(self, a: Attention, plan: OperatorPlan) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Grouped heads by number."""
+        return (), {
             "num_heads": a.query_heads,
             "num_key_value_heads": _kv_heads(a),
-            "input_layout": ROWS_FIRST_RESULT if turned else layout.name,
-            "pre_tokens": mask.before,
-            "next_tokens": mask.after,
+            "input_layout": plan.layout.name if plan.result_layout is plan.layout else ROWS_FIRST_RESULT,
+            "pre_tokens": plan.mask.before,
+            "next_tokens": plan.mask.after,
         }
-        return _ROWS_FIRST if turned else layout, more, ()
 
 
 class FusionAttention(_Operator):
@@ -153,12 +164,10 @@ class FusionAttention(_Operator):
     name = TRAINING_V1
     operators = (TRAINING, TRAINING_V1)
 
-    def told(
-        self, a: Attention, layout: Layout, mask: MaskPlan, setting: Setting
-    ) -> tuple[Layout, Mapping[str, Any], tuple[Any, ...]]:
+    def arguments(self, a: Attention, plan: OperatorPlan) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Dropout as what is kept; the bounds by the operator's own spelling."""
-        more = {"keep_prob": 1.0 - a.dropout, "pre_tockens": mask.before, "next_tockens": mask.after}
-        return layout, more, (a.query_heads, layout.name)
+        bounds = {"pre_tockens": plan.mask.before, "next_tockens": plan.mask.after}
+        return (a.query_heads, plan.layout.name), {"keep_prob": 1.0 - a.dropout, **bounds}
 
 
 def _overload(name: str) -> Any | None:

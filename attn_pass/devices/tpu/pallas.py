@@ -10,7 +10,7 @@ not verified on hardware.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -22,6 +22,7 @@ from attn_pass.devices.tpu.masks import KernelMask, mask_of
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, refusal, whole, width
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Expr
 from attn_pass.model.index import Axis
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, Attended
@@ -33,13 +34,23 @@ from attn_pass.targets.problem import problem_of
 _NEG_INF = float("-inf")
 
 
+@dataclass(frozen=True)
+class PallasPlan:
+    """The mask as the kernel takes it, its one head dim and tiles, and whether fully masked rows are replaced."""
+
+    mask: KernelMask
+    head_dim: int
+    blocks: Blocks
+    replaces_rows: bool
+
+
 class _Pallas:
     """What both kernels share."""
 
     name = ""
     kind = ""
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[PallasPlan] | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
         device = setting.device
         if self.name not in device.kernels or device.name not in GENERATIONS:
@@ -71,8 +82,8 @@ class _Pallas:
             attention,
             cost_xla.pallas(device, problem, steps),
             fused=True,
+            plan=PallasPlan(mask, sizes.head_dim, blocks, _may_be_empty(attention, setting)),
             assumptions=assumed(attention, setting),
-            kernel_options=_told(blocks),
             moved=problem.moved_bytes,
         )
 
@@ -105,15 +116,13 @@ class _Pallas:
 
     # ------------------------------------------------------------ emission
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[PallasPlan], setting: Setting) -> Value:
         """Plans the operator's call, and what replaces fully masked rows."""
         import attn_pass.devices.tpu.operators  # noqa: F401  registers them
 
-        a = offer.attention
-        lower = Lowering(plan, nodes, a)
-        mask = mask_of(a)
-        sizes = self.sizes(a, mask)
-        query, key, value = self._operands(lower, sizes.head_dim, a.heads if self.kind == "flash" else a.kv_heads)
+        a, decided = offer.attention, offer.plan
+        lower, mask = Lowering(plan, nodes, a), decided.mask
+        query, key, value = self._operands(lower, decided.head_dim, a.heads if self.kind == "flash" else a.kv_heads)
         matrix = _matrix(lower, setting) if mask.matrix else None
         out: Value = plan.call(
             torch.ops.attn_pass_xla.attention.default,
@@ -121,16 +130,16 @@ class _Pallas:
             key,
             value,
             matrix,
-            None if mask.kept is None else _kept(lower, mask),
+            None if mask.kept is None else _kept(lower, mask.kept),
             self.kind,
             abs(a.scale),
             mask.lower,
             mask.upper,
-            [n for _, n in offer.kernel_options],
+            _told(decided.blocks),
         )
-        if sizes.head_dim != a.value_head_dim:
+        if decided.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
-        if _may_be_empty(a, setting):
+        if decided.replaces_rows:
             out = _without_empty_rows(lower, out, value, matrix)
         return lower.result(out)
 
@@ -211,17 +220,15 @@ def _may_be_empty(a: Attention, setting: Setting) -> bool:
     return not a.mask.is_none and not a.mask.never_empty and not setting.assume_nonempty_rows
 
 
-def _told(b: Blocks) -> tuple[tuple[str, int], ...]:
-    """The tiles by name, in the order the operator takes them."""
-    forward = (("block_q", b.rows), ("block_k", b.keys))
-    return forward + ((("block_q_backward", b.rows_back), ("block_k_backward", b.keys_back)) if b.rows_back else ())
+def _told(b: Blocks) -> list[int]:
+    """The tiles in the order the operator takes them: rows and keys, and those of the backward where it has one."""
+    return [b.rows, b.keys, *((b.rows_back, b.keys_back) if b.rows_back else ())]
 
 
-def _kept(lower: Lowering, mask: KernelMask) -> Value:
+def _kept(lower: Lowering, condition: Expr) -> Value:
     """The keys that are kept, (B, S)."""
     plan, a = lower.plan, lower.attention
-    assert mask.kept is not None
-    kept = lower.condition(mask.kept, (a.batch, (a.keys,)))
+    kept = lower.condition(condition, (a.batch, (a.keys,)))
     return plan.call(aten.expand.default, kept, [plan.size(a.batch_size), plan.size(a.kv_len)])
 
 

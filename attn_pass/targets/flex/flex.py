@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import GraphModule, Node
@@ -60,6 +60,19 @@ _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227
 _LEAST_SHARED = 99 << 10
 
 
+@dataclass(frozen=True)
+class FlexPlan:
+    """The functions, rows and keys of a block of the mask, and what the template is told beside torch's defaults.
+
+    ``band`` is the mask function where that is a band of known distances, or keeps everything.
+    """
+
+    function: Function
+    blocks: tuple[int, int]
+    band: Band | None = None
+    options: tuple[tuple[str, object], ...] = ()  # names are those of `FlexKernelOptions`
+
+
 class Flex:
     """`torch.ops.higher_order.flex_attention`: on the CPU in inference, on CUDA devices."""
 
@@ -67,7 +80,7 @@ class Flex:
     takes_any_score = True
     backend = ""  # the kernel option of this name, where it is not torch's choice
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
         if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
             return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
@@ -90,12 +103,13 @@ class Flex:
             attention,
             _cost(attention, function, problem, setting),
             fused=True,
+            plan=self._plan(attention, function, setting),
             assumptions=assumptions,
             score_mod=source,
             moved=problem.moved_bytes,
         )
 
-    def alternatives(self, offer: Offer, setting: Setting) -> Iterable[Offer]:
+    def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:
         """The same with other tiles than Inductor's own choice, for the tuner."""
         if setting.device.type != "cuda":
             return
@@ -111,11 +125,26 @@ class Flex:
             options = tuple((prefix + name, value) for name, value in zip(names, tile))
             text = " ".join(f"{name}={value}" for name, value in zip(names, tile))
             variant = f"{offer.variant} + {text}" if offer.variant else text
-            yield replace(offer, variant=variant, kernel_options=options)
+            yield replace(offer, variant=variant, plan=replace(offer.plan, options=(*offer.plan.options, *options)))
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
+    def _plan(self, a: Attention, function: Function, setting: Setting) -> FlexPlan:
+        on_cuda = setting.device.type == "cuda"
+        band = None
+        if function.mask is None or not on_cuda:
+            band = Band() if function.mask is None else visible(a)
+        return FlexPlan(function, _BLOCKS[setting.device.type], band, self._options(a) if on_cuda else ())
+
+    def _options(self, a: Attention) -> tuple[tuple[str, object], ...]:
+        """What the CUDA templates are told."""
+        if self.backend:
+            return (("BACKEND", self.backend),)
+        # By itself torch decodes wherever the rows are few, and may find no choice.
+        backend = () if no_decoding(a) is None else (("BACKEND", "TRITON"),)
+        return (*backend, *((("ROWS_GUARANTEED_SAFE", True),) if rows_are_safe(a) else ()))
+
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[FlexPlan], setting: Setting) -> Value:
         """Plans the operator with its score function and block mask."""
-        a = offer.attention
+        a, function = offer.attention, offer.plan.function
         lower = Lowering(plan, nodes, a)
         on_cuda = setting.device.type == "cuda"
         dtype = a.compute_dtype
@@ -125,14 +154,13 @@ class Flex:
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
         operands = [self.operand(plan, x, on_cuda=on_cuda) for x in (query, key, value)]
-        function = function_of(a, setting)
         score = Mod(lower, function.score, on_cuda=on_cuda)
         device = a.sources[a.query.source].device
         masked: tuple[Value, ...] = ()
-        if not on_cuda or function.mask is None:
-            mask = band_mod(device, visible(a) if function.mask is not None else Band())
+        if function.mask is None or offer.plan.band is not None:
+            mask = band_mod(device, offer.plan.band or Band())
         else:
-            made = Mod(lower, function.mask, scored=False, on_cuda=True)
+            made = Mod(lower, function.mask, scored=False, on_cuda=on_cuda)
             mask, masked = made.module(), tuple(made.captured)
         scored = score.module()
         self.check(scored, mask, setting)
@@ -140,7 +168,7 @@ class Flex:
             plan,
             device,
             function.parts,
-            Sides.of(plan, (a.q_len, a.kv_len), _BLOCKS[setting.device.type]),
+            Sides.of(plan, (a.q_len, a.kv_len), offer.plan.blocks),
             mask,
             masks=function.mask is not None,
             whole=function.whole,
@@ -151,7 +179,7 @@ class Flex:
             plan.module("flex_score_mod", scored),
             blocks,
             a.scale if affine else 1.0,
-            kernel_options(operands, _options(a, offer, self.backend) if on_cuda else {}, backward=a.needs_grad),
+            kernel_options(operands, dict(offer.plan.options), backward=a.needs_grad),
             tuple(score.captured),
             masked,
         )
@@ -178,18 +206,6 @@ def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
     assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
     dim, value_dim = power_of_two(a.head_dim), power_of_two(a.value_head_dim)
     return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
-
-
-def _options(a: Attention, offer: Offer, backend: str = "") -> dict[str, object]:
-    """What the CUDA templates are told beside torch's defaults. Names are those of `FlexKernelOptions`."""
-    options: dict[str, object] = dict(offer.kernel_options)
-    if backend:
-        return {"BACKEND": backend}
-    if no_decoding(a) is not None:
-        options["BACKEND"] = "TRITON"  # by itself it decodes wherever the rows are few, and may find no choice
-    if rows_are_safe(a):
-        options["ROWS_GUARANTEED_SAFE"] = True
-    return options
 
 
 def _problem(a: Attention, function: Function, setting: Setting) -> Problem:

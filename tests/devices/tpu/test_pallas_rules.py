@@ -103,10 +103,10 @@ def test_tiles_are_told_of_the_matrix_and_the_window() -> None:
     shape = (1, 2, 2, 16384, 16384, 128)
     attention, setting = considered(window, shape=shape)
     offer = PallasSplash().consider(attention, "as written", setting)
-    assert isinstance(offer, Offer) and dict(offer.kernel_options) == {"block_q": 512, "block_k": 512}
+    assert isinstance(offer, Offer) and (offer.plan.blocks.rows, offer.plan.blocks.keys) == (512, 512)
     bias = torch.empty(16384, 16384, dtype=BF16, device="meta")
     attention, setting = considered(added, bias, shape=shape)
     biased = PallasFlash().consider(attention, "as written", setting)
     attention, setting = considered(by_hand, shape=shape)
     free = PallasFlash().consider(attention, "as written", setting)
-    assert isinstance(biased, Offer) and isinstance(free, Offer) and biased.kernel_options != free.kernel_options
+    assert isinstance(biased, Offer) and isinstance(free, Offer) and biased.plan.blocks != free.plan.blocks

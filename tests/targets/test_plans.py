@@ -1,0 +1,119 @@
+"""What a target decided when it was asked is what it emits: with another plan in its offer it emits that one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from against_eager import FLEX_ON_CPU, NEG_INF, qkv, randn, same
+from torch import Tensor
+
+import attn_pass
+from attn_pass.devices.cpu.cpu_kernel import Bounds, CpuKernel
+from attn_pass.targets.base import Offer
+from attn_pass.targets.flex.flex import Flex
+from attn_pass.targets.local import Blocks, Local
+from attn_pass.targets.masks import MaskForm
+from attn_pass.targets.sdpa import Sdpa
+
+N = 150
+
+
+def near(length: int) -> Tensor:
+    i, j = torch.arange(length)[:, None], torch.arange(length)[None]
+    return (j <= i) & (i - j < 9)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).masked_fill(~near(q.size(-2)), NEG_INF).softmax(-1) @ v
+
+
+def slopes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))[None]
+    return (q @ k.mT * 0.3 + torch.tensor([0.05, 0.02])[:, None, None] * (j - i)).softmax(-1) @ v
+
+
+def learned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (5 * torch.tanh(q @ k.mT * 0.06)).masked_fill(~near(q.size(-2)), NEG_INF).softmax(-1) @ v
+
+
+@dataclass(frozen=True)
+class Change:
+    """A target, a program it takes, another plan for it, and a word of the graph that comes or goes with that plan."""
+
+    target: type[Any]
+    program: Callable[..., Tensor]
+    change: Callable[[Any], Any]
+    word: str
+    comes: bool = True
+    inputs: tuple[Tensor, ...] = ()
+
+
+def as_a_tensor(plan: Any) -> Any:
+    """The CPU kernel's plan with its bounds as a condition."""
+    return replace(plan, bounds=Bounds(rest=plan.bounds.rest))
+
+
+CHANGES = {
+    "local, larger blocks": Change(Local, window, lambda p: Blocks(128, p.first, 128 + p.width - p.rows), "128"),
+    "local, smaller blocks": Change(Local, window, lambda p: Blocks(16, p.first, 16 + p.width - p.rows), ", 24, 16]"),
+    "sdpa, no distances": Change(Sdpa, slopes, lambda p: replace(p, by_distance=None), "flip", comes=False),
+    "sdpa, rows repaired": Change(Sdpa, learned, lambda p: replace(p, mask=MaskForm("additive", True)), "amin",
+                                  inputs=(randn(1, 1, N, N, seed=8),)),
+    "flex, larger blocks": Change(Flex, capped, lambda p: replace(p, blocks=(32, 512)), "512"),
+}  # fmt: skip
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, target: type[Any], change: Callable[[Any], Any]) -> None:
+    """Lets the target offer what it offers with another plan."""
+    consider = target.consider
+
+    def other(self: Any, *args: Any) -> Any:
+        answer = consider(self, *args)
+        return replace(answer, plan=change(answer.plan)) if isinstance(answer, Offer) else answer
+
+    monkeypatch.setattr(target, "consider", other)
+
+
+def emitted(program: Callable[..., Tensor], inputs: tuple[Tensor, ...], **options: Any) -> str:
+    """The graph that Inductor would get."""
+    seen: list[str] = []
+
+    def note(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        seen.append(gm.code)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(program, backend=attn_pass.wrap(note, choose="fused", on_error="raise", **options))(*inputs)
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_plan_is_emitted_and_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CHANGES[name]
+    if case.target is Flex and not FLEX_ON_CPU:
+        pytest.skip("FlexAttention on the CPU is known from torch 2.13 on")
+    inputs = (*qkv(2, 2, N, N), *case.inputs)
+    options = {"targets": (case.target.name,), "poor_cases": ()}
+    assert (case.word in emitted(case.program, inputs, **options)) is not case.comes
+    offered(monkeypatch, case.target, case.change)
+    assert (case.word in emitted(case.program, inputs, **options)) is case.comes
+    with torch.no_grad():
+        same(case.program, *inputs, rewritten=1, **options)
+
+
+def test_the_cpu_kernel_keeps_what_the_plan_says_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan without bounds is attention over every key: nobody derives them again."""
+    inputs = qkv(2, 2, N, N)
+    options = {"targets": ("cpu_kernel",)}
+    assert "after" in emitted(window, inputs, **options)
+    offered(monkeypatch, CpuKernel, as_a_tensor)
+    assert "after" not in emitted(window, inputs, **options)
