@@ -15,7 +15,6 @@ import torch
 
 from attn_pass.model.expression import DOT, Expr, Load
 from attn_pass.model.index import Axis, Index, axes, product
-from attn_pass.model.mask import Keep as Keep
 from attn_pass.model.mask import Mask
 from attn_pass.model.structure import row_index
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_pass.model.attention import Factor, Keep
+from attn_pass.model.attention import Factor
 from attn_pass.model.expression import (
     Apply,
     Const,
@@ -28,6 +28,7 @@ from attn_pass.model.expression import (
     walk,
 )
 from attn_pass.model.index import Axis, terms_of
+from attn_pass.model.mask import Keep
 
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
