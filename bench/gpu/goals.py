@@ -31,7 +31,7 @@ def _worst(found: Iterable[tuple[float, str]], least: float, form: str) -> tuple
 
 def _seed(rows: Rows) -> tuple[bool, str] | None:
     found = [(r["stock_over_pass"], r["name"]) for r in rows.get("seeds", []) if r.get("stock_over_pass")]
-    return _worst((f for f in found if "AOTInductor" in f[1]), 50.0, "{:.1f}x")
+    return _worst((f for f in found if f[1].startswith("S4 ") and "AOTInductor" in f[1]), 50.0, "{:.1f}x")
 
 
 def _prefill(rows: Rows) -> Iterable[dict[str, Any]]:

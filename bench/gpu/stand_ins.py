@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor
 
 HALF = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # bytes
+
+
+class Call(SimpleNamespace):
+    """The arguments of one call of an operator, by the names of its schema."""
 
 
 class Refused(RuntimeError):
@@ -154,11 +159,14 @@ def _masking(keep: Tensor) -> Tensor:
     return torch.zeros(keep.shape, dtype=torch.float64).masked_fill(~keep, float("-inf"))
 
 
-def _causal(query: Tensor, key: Tensor, *, from_the_first_key: bool) -> Tensor:
-    rows, keys = query.size(2), key.size(2)
-    if from_the_first_key:
-        return _masking(torch.ones(rows, keys, dtype=torch.bool).tril())
-    return _masking(_keep_window(rows, keys, -1, 0))
+def _mask(call: Call, bias: Tensor | None = None, *, equal_lengths: bool = True) -> Tensor | None:
+    """What is added to the scores: the causal mask, from the first key on, and the bias."""
+    rows, keys = call.query.size(2), call.key.size(2)
+    _ask(not call.is_causal or rows == keys or not equal_lengths, "causal with unequal lengths")
+    mask = _masking(torch.ones(rows, keys, dtype=torch.bool).tril()) if call.is_causal else None
+    if bias is None or not bias.numel():
+        return mask
+    return bias.double() if mask is None else mask + bias.double()
 
 
 def _like(query: Tensor, out: Tensor) -> Tensor:
@@ -185,48 +193,25 @@ def _flash_asks(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> No
     _ask(0 <= dropout < 1, f"dropout {dropout}")
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _flash_asks(query, key, value, dropout_p)
-    _ask(not is_causal or query.size(2) == key.size(2), "causal with unequal lengths")
-    _ask(scale is None or scale > 0, "a scale that is not positive: the highest score is looked for before it")
+def _scale_asks(call: Call) -> None:
+    positive = call.scale is None or call.scale > 0
+    _ask(positive, "a scale that is not positive: the highest score is looked for before it")
+
+
+def _flash(call: Call) -> tuple[Any, ...]:
+    query, key = call.query, call.key
+    _flash_asks(query, key, call.value, call.dropout_p)
+    _scale_asks(call)
     seed = _seed((2,), torch.uint64)
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
-    none = torch.empty(0, dtype=query.dtype)
-    offset = torch.zeros((), dtype=torch.uint64)
+    out, total = _forward(query, key, call.value, call.scale, _mask(call), call.dropout_p, seed)
+    none, offset = torch.empty(0, dtype=query.dtype), torch.zeros((), dtype=torch.uint64)
     return _like(query, out), total, None, None, query.size(2), key.size(2), seed, offset, none
 
 
-def _flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    _flash_asks(query, key, value, dropout_p)
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    return _backward(grad_out, query, key, value, scale, mask, dropout_p, philox_seed)
+def _flash_backward(call: Call) -> tuple[Tensor, ...]:
+    operands = call.query, call.key, call.value
+    _flash_asks(*operands, call.dropout_p)
+    return _backward(call.grad_out, *operands, call.scale, _mask(call), call.dropout_p, call.philox_seed)
 
 
 def _flash_window_mask(query: Tensor, key: Tensor, causal: bool, left: int | None, right: int | None) -> Tensor | None:
@@ -245,64 +230,30 @@ def _flash_window_mask(query: Tensor, key: Tensor, causal: bool, left: int | Non
     return None if left < 0 and right < 0 else _masking(_keep_window(rows, keys, left, right))
 
 
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    **newer: Any,
-) -> tuple[Any, ...]:
+def _flash_forward(call: Call) -> tuple[Any, ...]:
     """Operands (B, L, H, D)."""
-    _ask(cum_seq_q is None and cum_seq_k is None and seqused_k is None, "no variable lengths in this stand-in")
-    _ask(alibi_slopes is None and not any(newer.values()), "compiled out")
-    _ask(max_q == query.size(1) and max_k == key.size(1), "lengths are not those of the operands")
-    _ask(scale is None or scale > 0, "a scale that is not positive: the highest score is looked for before it")
-    turned = [x.transpose(1, 2) for x in (query, key, value)]
-    _flash_asks(*turned, dropout_p)
+    lengths = (call.cum_seq_q, call.cum_seq_k, call.seqused_k)
+    _ask(all(x is None for x in lengths), "no variable lengths in this stand-in")
+    others = (call.alibi_slopes, getattr(call, "block_table", None), getattr(call, "num_splits", None))
+    _ask(all(x is None for x in others), "compiled out")
+    _ask((call.max_q, call.max_k) == (call.query.size(1), call.key.size(1)), "lengths are not those of the operands")
+    _scale_asks(call)
+    turned = [x.transpose(1, 2) for x in (call.query, call.key, call.value)]
+    _flash_asks(*turned, call.dropout_p)
     seed = _seed((2,), torch.uint64)
-    mask = _flash_window_mask(turned[0], turned[1], is_causal, window_size_left, window_size_right)
-    out, total = _forward(*turned, scale, mask, dropout_p, seed)
-    none = torch.empty(0, dtype=query.dtype)
-    return _like(query, out.transpose(1, 2)), total, seed, torch.zeros((), dtype=torch.uint64), none
+    mask = _flash_window_mask(turned[0], turned[1], call.is_causal, call.window_size_left, call.window_size_right)
+    out, total = _forward(*turned, call.scale, mask, call.dropout_p, seed)
+    none = torch.empty(0, dtype=call.query.dtype)
+    return _like(call.query, out.transpose(1, 2)), total, seed, torch.zeros((), dtype=torch.uint64), none
 
 
-def _flash_forward_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, ...]:
-    grad, *turned = (x.transpose(1, 2) for x in (grad_out, query, key, value))
-    _flash_asks(*turned, dropout_p)
-    mask = _flash_window_mask(turned[0], turned[1], is_causal, window_size_left, window_size_right)
-    found = _backward(grad, *turned, scale, mask, dropout_p, rng_state)
-    return tuple(torch.empty_like(t).copy_(f.transpose(1, 2)) for f, t in zip(found, (query, key, value)))
+def _flash_forward_backward(call: Call) -> tuple[Tensor, ...]:
+    operands = call.query, call.key, call.value
+    grad, *turned = (x.transpose(1, 2) for x in (call.grad_out, *operands))
+    _flash_asks(*turned, call.dropout_p)
+    mask = _flash_window_mask(turned[0], turned[1], call.is_causal, call.window_size_left, call.window_size_right)
+    found = _backward(grad, *turned, call.scale, mask, call.dropout_p, call.rng_state)
+    return tuple(torch.empty_like(t).copy_(f.transpose(1, 2)) for f, t in zip(found, operands))
 
 
 # ---------------------------------------------------------------- cuDNN
@@ -325,55 +276,21 @@ def _cudnn_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         _ask(all(n in (1, f) for n, f in zip(bias.shape, full)), f"a bias of {tuple(bias.shape)}")
 
 
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _cudnn_asks(query, key, value, attn_bias, dropout_p)
-    _ask(not is_causal or query.size(2) == key.size(2), "causal with unequal lengths")
+def _cudnn(call: Call) -> tuple[Any, ...]:
+    query, key, value, bias = call.query, call.key, call.value, call.attn_bias
+    _cudnn_asks(query, key, value, bias, call.dropout_p)
     seed = _seed((), torch.int64)
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    if attn_bias is not None:
-        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
-    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
-    if attn_bias is not None:
+    out, total = _forward(query, key, value, call.scale, _mask(call, bias), call.dropout_p, seed)
+    if bias is not None:
         _ask(bool(torch.isfinite(total).all()), "a fully masked row")
-    kept = total[..., None] if compute_log_sumexp else torch.empty(total[..., None].shape)
-    laid = _in_order_of(query, out)
-    return laid, kept, None, None, query.size(2), key.size(2), seed, torch.zeros((), dtype=torch.int64), None
+    kept = total[..., None] if call.compute_log_sumexp else torch.empty(total[..., None].shape)
+    laid, offset = _in_order_of(query, out), torch.zeros((), dtype=torch.int64)
+    return laid, kept, None, None, query.size(2), key.size(2), seed, offset, None
 
 
-def _cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    if attn_bias is not None and attn_bias.numel():
-        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
-    return _backward(grad_out, query, key, value, scale, mask, dropout_p, philox_seed)
+def _cudnn_backward(call: Call) -> tuple[Tensor, ...]:
+    operands, mask = (call.query, call.key, call.value), _mask(call, call.attn_bias)
+    return _backward(call.grad_out, *operands, call.scale, mask, call.dropout_p, call.philox_seed)
 
 
 # ---------------------------------------------------------------- memory-efficient
@@ -396,60 +313,29 @@ def _efficient_asks(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         _ask(bias.storage_offset() % multiple == 0, f"storage offset {bias.storage_offset()} of the bias")
 
 
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    _efficient_asks(query, key, value, attn_bias, dropout_p)
-    _ask(
-        attn_bias is None
-        or not bool(
-            (attn_bias.double() * 1.4426950408889634).float().isneginf().logical_and(~attn_bias.isneginf()).any()
-        ),
-        "a finite bias that is -inf once it is multiplied by the logarithm of e",
-    )
+def _efficient(call: Call) -> tuple[Any, ...]:
+    query, key, value, bias = call.query, call.key, call.value, call.attn_bias
+    _efficient_asks(query, key, value, bias, call.dropout_p)
+    if bias is not None:
+        overflows = (bias.double() * 1.4426950408889634).float().isneginf() & ~bias.isneginf()
+        _ask(not bool(overflows.any()), "a finite bias that is -inf once it is multiplied by the logarithm of e")
     seed = _seed((), torch.int64)
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    if attn_bias is not None:
-        mask = attn_bias.double() if mask is None else mask + attn_bias.double()
-    out, total = _forward(query, key, value, scale, mask, dropout_p, seed)
-    rows = -(-query.size(2) // 32) * 32 if compute_log_sumexp else 0
-    kept = torch.zeros(*query.shape[:2], rows)
-    if compute_log_sumexp:
+    mask = _mask(call, bias, equal_lengths=False)
+    out, total = _forward(query, key, value, call.scale, mask, call.dropout_p, seed)
+    kept = torch.zeros(*query.shape[:2], -(-query.size(2) // 32) * 32 if call.compute_log_sumexp else 0)
+    if call.compute_log_sumexp:
         kept[..., : query.size(2)] = total
     laid = out.transpose(1, 2).contiguous().transpose(1, 2)
     return laid, kept, seed, torch.zeros((), dtype=torch.int64)
 
 
-def _efficient_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor | None, ...]:
-    mask = _causal(query, key, from_the_first_key=True) if is_causal else None
-    _ask(logsumexp.numel() > 0, "the forward did not keep the sums of exponentials")
-    bias = attn_bias if attn_bias is not None and attn_bias.numel() else None
-    found = _backward(grad_out_, query, key, value, scale, mask, dropout_p, philox_seed, bias)
+def _efficient_backward(call: Call) -> tuple[Tensor | None, ...]:
+    _ask(call.logsumexp.numel() > 0, "the forward did not keep the sums of exponentials")
+    operands, mask = (call.query, call.key, call.value), _mask(call, equal_lengths=False)
+    bias = call.attn_bias if call.attn_bias is not None and call.attn_bias.numel() else None
+    found = _backward(call.grad_out_, *operands, call.scale, mask, call.dropout_p, call.philox_seed, bias)
     laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
-    if bias is None or not grad_input_mask[3]:
+    if bias is None or not call.grad_input_mask[3]:
         return (*laid, None)
     wide = torch.zeros(*bias.shape[:-1], -(-bias.size(-1) // 16) * 16, dtype=bias.dtype)[..., : bias.size(-1)]
     return (*laid, wide.copy_(found[3]))
@@ -486,4 +372,16 @@ def install() -> None:
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
         for name, function in _OPERATORS.items():
-            _library.impl(name, function, "CPU")
+            _library.impl(name, _with_names(name, function), "CPU")
+
+
+def _with_names(operator: str, function: Callable[[Call], Any]) -> Callable[..., Any]:
+    """The function, given the operator's arguments by the names of its schema, defaults among them."""
+    arguments = getattr(torch.ops.aten, operator).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip((argument.name for argument in arguments), args))
+        return function(Call(**{**defaults, **given, **kwargs}))
+
+    return called
