@@ -92,7 +92,8 @@ class Document:
         if rates:
             products = [f"{rate:.0f} GFLOP/s ({dtype})" for dtype, rate in rates["gflops"].items()]
             words.append(f"measured rates: {', '.join(products)}, {rates['gbs']:.0f} GB/s")
-        return f"{'; '.join(filter(None, words))}; `{self.run.get('command', '')}`."
+        words.append(f"`{self.run['command']}`" if "command" in self.run else "")
+        return f"{'; '.join(filter(None, words))}."
 
     def write(self, path: Path) -> Path:
         """FILE and FILE with .md, each in one step; returns the second."""

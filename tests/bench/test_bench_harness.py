@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 from bench import results_page
+from bench.__main__ import app
 from bench.harness import baseline, command, document, floors, measure, plots, timing
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
@@ -155,6 +157,16 @@ def ds(): return {{"x": {{0: torch.export.Dim("n", min=2, max=9)}}}}
     torch.testing.assert_close(found, inputs[0] + 1)
     with pytest.raises(FileNotFoundError, match="--cases"):
         cases.paths(tmp_path / "nowhere")
+
+
+def test_a_run_of_seeds_has_the_tables_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "rates", lambda device: RATES)
+    tables = {name: Table(name, STANDARD, [row(w.STOCK, 1.0)]) for name in ("S2", "S4")}
+    for name, module in (("S2", s2), ("S4", s4)):
+        monkeypatch.setattr(module, "tables", lambda *_, name=name: [tables[name]])
+    done = CliRunner().invoke(app, ["seeds", "--only", "s4,S2", "--json", str(tmp_path / "run.json")])
+    assert done.exit_code == 0, done.output
+    assert [table.title for table in document.read(tmp_path / "run.json").tables] == ["S4", "S2"]
 
 
 def test_seeds_are_chosen_by_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Annotated
 
 import typer
@@ -10,8 +9,9 @@ import typer
 from bench.harness.command import Against, Device, Json, Rounds, Threads, begin, finish
 from bench.harness.console import plain_console, teller
 from bench.harness.programs import Setting
+from bench.suites.seeds import s1, s2, s3, s4, s5
 
-SEEDS = ("S1", "S2", "S3", "S4", "S5")
+SEEDS = {"S1": s1, "S2": s2, "S3": s3, "S4": s4, "S5": s5}
 
 
 def chosen(only: str) -> list[str]:
@@ -43,7 +43,7 @@ def main(
     made, rates, before = begin("The field reports, measured again", setting, baseline)
     tell = teller(console)
     for name in chosen(only):
-        for table in import_module(f"bench.seeds.{name.lower()}").tables(setting, rates, tell):
+        for table in SEEDS[name].tables(setting, rates, tell):
             made.tables.append(table)
             if json_file is not None:
                 made.write(json_file)  # a run takes long, and what is measured stays when it is stopped

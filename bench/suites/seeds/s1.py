@@ -6,8 +6,8 @@ an iteration and so timed tracing as well; `call_jax` 2.6 ms. Here the same atte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bench.harness import variants as w
-from bench.harness.document import LEGEND, STANDARD, Column, Table
+from bench.harness.document import LEGEND, STANDARD, Table, read
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
 from bench.harness.programs import Built, Function, Program, Setting
@@ -59,16 +59,9 @@ def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
 
 def of_jax(name: str) -> Table:
     """A part of `xla`: measured here, or where its packages are not here, as the committed run has it."""
-    part, notes = getattr(xla, name)(), []
-    if not part.rows:
-        kept = json.loads(COMMITTED.read_text())[name]
-        known = ", ".join(f"{package} {version}" for package, version in kept["versions"].items())
-        notes = [
-            f"of the committed run (`{kept['command']}`; {known}), because here: {part.note}",
-            kept["part"]["note"],
-        ]
-        part = xla.Part(**kept["part"])
-    else:
-        notes = [part.note]
-    columns = [Column(title.replace("_", " "), title) for title in part.rows[0]]
-    return Table(f"S1, XLA: {part.title}", columns, part.rows, [note for note in notes if note])
+    table = xla.measured(name)
+    if not table.rows:
+        missing = table.notes
+        (table,) = (kept for kept in read(COMMITTED).tables if kept.name == name)
+        table.notes = [f"of the committed run, because here: {' '.join(missing)}", *table.notes]
+    return replace(table, title=f"S1, XLA: {table.title}")

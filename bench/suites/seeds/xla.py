@@ -5,19 +5,17 @@ the same. The cause given: ``sync()`` and ``wait_device_ops()`` in every iterati
 after the other, where a program that only calls ``sync()`` traces its next step while the device works. How the half
 millisecond divides between that and the kernel is not known: torch_xla also takes other tiles and copies its operands.
 
-Three parts, each a `Part` of plain rows, or a note of what it needs: `correctness` (JAX on the CPU), `overlap`
+Three parts, each a table, or a note of what it needs: `correctness` (JAX on the CPU), `overlap`
 (torch_xla, on its CPU device or a TPU), `tiles` (libtpu, no TPU). `python -m bench xla` runs what is installed.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,33 +25,28 @@ import typer
 
 from attn_pass.devices.tpu.kernels import Blocks, Call, forward
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, Sizes, blocks_for
-from bench.harness.document import markdown_table
+from bench.harness import environment
+from bench.harness.console import plain_console, show_table
+from bench.harness.document import Column, Document, Table, read
 from bench.harness.process import Task, in_child
 from bench.suites.seeds import tpu_aot
 
 SHAPE = (1, 5, 16384, 128)
+TITLE = "Seed S1: attention of PyTorch/XLA and of JAX"
+REPORTED = " ".join(__doc__.split("\n\n")[1].removeprefix("Reported ").split()).rstrip(".")
 REPORTED_MS: Mapping[str, float] = {"JAX": 2.5, "torch_xla flash_attention": 3.0, "call_jax": 2.6}
 LIMIT_S = 900.0
 REPORTED_TILES = Blocks(4096, 1024)
 
 
-@dataclass
-class Part:
-    """One table: plain rows, and what there is to say of them, or what is missing."""
-
-    title: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    note: str = ""
-
-
 # ---------------------------------------------------------------- correctness
 
 
-def correctness(shape: tuple[int, int, int, int] = (1, 5, 512, 128)) -> Part:
+def correctness(shape: tuple[int, int, int, int] = (1, 5, 512, 128)) -> Table:
     """JAX's kernels, interpreted on the CPU, against float64: the largest error, at a length that takes seconds."""
-    part = Part(f"the kernels interpreted, against float64, {shape}")
+    part = Table(f"the kernels interpreted, against float64, {shape}", ())
     if find_spec("jax") is None:
-        part.note = "needs jax: make setup installs it"
+        part.notes = ["needs jax: make setup installs it"]
         return part
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
@@ -107,15 +100,15 @@ class Timing:
 CPU_SHAPES = ((1, 2, 64, 64), (1, 2, 256, 64), (1, 2, 512, 64))
 
 
-def overlap(timing: Timing = Timing()) -> Part:
+def overlap(timing: Timing = Timing()) -> Table:
     """Milliseconds an attention takes in steps that are only synchronised, and that are also waited for.
 
     On a TPU with the reported shape and tiles, beside JAX itself. On torch_xla's CPU device with small ones, whose
     kernel is what XLA makes of ``jax.nn.dot_product_attention``: the figures say what waiting costs, nothing of TPUs.
     """
-    part = Part("tracing and execution: overlapped, and waited for in every step")
+    part = Table("tracing and execution: overlapped, and waited for in every step", ())
     if find_spec("torch_xla") is None:
-        part.note = "needs torch_xla: make test-xla installs it in .venv-xla"
+        part.notes = ["needs torch_xla: make test-xla installs it in .venv-xla"]
         return part
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     on_tpu = os.environ["PJRT_DEVICE"] == "TPU"
@@ -123,7 +116,7 @@ def overlap(timing: Timing = Timing()) -> Part:
         part.rows.append(_of_jax(SHAPE, timing))
     for shape in (SHAPE,) if on_tpu else CPU_SHAPES:
         part.rows += _of_torch_xla(shape, timing, on_tpu)
-    part.note = (
+    note = (
         "Milliseconds an attention, of steps of several; tracing alone is in them once. Waited for in every step it is "
         "added to execution; otherwise the next step is traced meanwhile. Reported on a TPU, for (1, 5, 16384, 128): "
         "JAX 2.5 ms, torch_xla's flash_attention 3.0, call_jax 2.6. "
@@ -134,6 +127,7 @@ def overlap(timing: Timing = Timing()) -> Part:
             "machine moves them by tens of percent."
         )
     )
+    part.notes.append(note)
     return part
 
 
@@ -259,11 +253,11 @@ def _time_jax(shape: tuple[int, ...], timing: Timing) -> Iterator[dict[str, Any]
 TILES = ((512, 512), (1024, 1024), (2048, 1024), (4096, 512), (4096, 1024))
 
 
-def tiles(choices: Sequence[tuple[int, int]] = TILES) -> Part:
+def tiles(choices: Sequence[tuple[int, int]] = TILES) -> Table:
     """Which tiles of the reported shape the compiler of each TPU generation has on-chip memory for. Nothing is run."""
-    part = Part(f"tiles of {SHAPE} bfloat16 that fit in on-chip memory")
+    part = Table(f"tiles of {SHAPE} bfloat16 that fit in on-chip memory", ())
     if not tpu_aot.is_possible():
-        part.note = tpu_aot.INSTALL
+        part.notes = [tpu_aot.INSTALL]
         return part
     tpu_aot.prepare()
     size = Sizes(SHAPE[2], SHAPE[2], SHAPE[3], 2)
@@ -280,7 +274,7 @@ def tiles(choices: Sequence[tuple[int, int]] = TILES) -> Part:
                 fits = "does not fit" if "memory" in words else f"refused: {words}"
             row[name] = fits + (", taken" if taken[name] == Blocks(rows, keys) else "")
         part.rows.append(row)
-    part.note = (
+    part.notes.append(
         "Compiled, not run. The reported tiles are 4096 x 1024; which TPU they were measured on was not said. "
         "'taken': the tiles attn_pass gives the shape."
     )
@@ -290,48 +284,34 @@ def tiles(choices: Sequence[tuple[int, int]] = TILES) -> Part:
 # ---------------------------------------------------------------- results
 
 
-PARTS: Mapping[str, Callable[[], Part]] = {"correctness": correctness, "overlap": overlap, "tiles": tiles}
+PARTS: Mapping[str, Callable[[], Table]] = {"correctness": correctness, "overlap": overlap, "tiles": tiles}
 _PACKAGES = ("torch", "torch_xla", "jax", "jaxlib", "libtpu")
 
 
 def versions() -> dict[str, str]:
     """Of what the figures depend on, where it is installed."""
-    found = {"python": platform.python_version(), "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {**environment.versions(), **{name: version(name) for name in _PACKAGES if find_spec(name) is not None}}
 
 
-def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The parts as tables; ``results`` as `save` writes them."""
-    lines = ["# Seed S1: attention of PyTorch/XLA and of JAX", "", (__doc__ or "").split("\n\n")[1], ""]
-    for result in results.values():
-        part, of = result["part"], ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-        lines += [f"## {part['title'][:1].upper()}{part['title'][1:]}", ""]
-        if part["rows"]:
-            columns = list(dict.fromkeys(c for row in part["rows"] for c in row))
-            lines += markdown_table(columns, [[str(row.get(c, "")) for c in columns] for row in part["rows"]])
-            lines.append("")
-        lines += [part["note"], ""] * bool(part["note"])
-        lines += [f"`{result['command']}`, {of}", ""]
-    return "\n".join(lines)
+def measured(name: str) -> Table:
+    """A part, with what it was measured with among its notes; without rows where something is missing."""
+    table = PARTS[name]()
+    fields = list(dict.fromkeys(field for row in table.rows for field in row))
+    table.columns = [Column(field.replace("_", " "), field) for field in fields]
+    table.name = name
+    if table.rows:
+        known = ", ".join(f"{package} {number}" for package, number in versions().items())
+        table.notes.append(f"`python -m bench xla {name}`, {environment.device_name('cpu')}, {known}")
+    return table
 
 
-def save(name: str, part: Part, folder: Path) -> None:
-    """Puts a part beside those that other environments measured, as JSON and Markdown."""
+def save(table: Table, folder: Path) -> None:
+    """Puts a part beside those that other environments measured."""
     path = folder / "s1-xla.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[name] = {
-        "part": asdict(part),
-        "versions": versions(),
-        "command": f"python -m bench xla {name}",
-    }
-    results = {n: results[n] for n in PARTS if n in results}
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "s1-xla.md").write_text(markdown(results))
+    made = read(path) if path.exists() else Document(TITLE, {"reported": REPORTED})
+    kept = {other.name: other for other in made.tables} | {table.name: table}
+    made.tables = [kept[name] for name in PARTS if name in kept]
+    made.write(path)
 
 
 def main(
@@ -342,10 +322,7 @@ def main(
     if unknown := [name for name in parts or () if name not in PARTS]:
         raise typer.BadParameter(f"no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}")
     for name in parts or list(PARTS):
-        part = PARTS[name]()
-        typer.echo(f"\n{part.title}")
-        for row in part.rows:
-            typer.echo("  " + ", ".join(f"{k} {v}" for k, v in row.items()))
-        typer.echo(part.note)
-        if folder is not None and part.rows:
-            save(name, part, folder)
+        table = measured(name)
+        show_table(plain_console(), table)
+        if folder is not None and table.rows:
+            save(table, folder)
