@@ -20,7 +20,8 @@ from bench.gpu.environment import Environment
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import Variant, compare, host_us, rates, sets_of, why
+from bench.gpu.timing import Variant, compare, host_us, rates, sets_of
+from bench.harness.timing import why
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most
@@ -52,11 +53,11 @@ def measure(env: Environment, shape: Shape) -> Row:
         times = compare(env, variants, sets, seconds=_SECONDS)
         errors = _errors(variants, sets[0], set(times.found) - set(PIECES))
         host = {n: host_us(env, partial(variants[n].run, *sets[0]), times.found[n].median_us) for n in times.found}
-    us = {name: time.median_us for name, time in times.found.items()}
+    us = times.us
     best = times.best([n for n in us if n != "decode" and n not in PIECES])
     row: Row = {
         "us": us,
-        "how": {name: f"{time.how} x{time.rounds}" for name, time in times.found.items()},
+        "how": times.how,
         "failed": {**refused, **times.failed},
         "errors": errors,
         "bytes": shape.bytes,
@@ -145,7 +146,7 @@ def sweep(env: Environment, shape: Shape) -> Row:
         variants[name] = Variant(launched(shape, parts, replace(tiles, keys=block, warps=warps, stages=stages)))
     with torch.no_grad():
         times = compare(env, variants, sets, seconds=4.0, rounds=11)
-    us = {name: time.median_us for name, time in times.found.items()}
+    us = times.us
     best = min(us, key=lambda n: us[n])
     row: Row = {"us": us, "failed": times.failed, "splits": own, "best_other": best, "bytes": shape.bytes}
     if "decode" in us:

@@ -18,7 +18,8 @@ from bench.gpu.environment import NAMED, Environment, passed, peak_bytes, said, 
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call, exact
-from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of, why
+from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of
+from bench.harness.timing import why
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -178,14 +179,14 @@ def planned(shape: Shape) -> Row:
 
 
 def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, reached: Rates) -> Row:
-    us = {name: time.median_us for name, time in times.found.items()}
+    us = times.us
     best = times.best(chosen)
     ours = times.best([n for n in us if n.startswith("pass")])
     stocks = times.best([n for n in us if n.startswith("stock,")])
     out: Row = {
         "us": us,
         "p10_us": {name: time.p10_us for name, time in times.found.items()},
-        "how": {name: f"{time.how} x{time.rounds}" for name, time in times.found.items()},
+        "how": times.how,
         "best": best,
         "best_us": us.get(best or ""),
         "a_a": _ratio(us, "stock again", own),

@@ -19,8 +19,7 @@ from torch import Tensor
 import attn_pass
 from bench.gpu.environment import Environment, said
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.timing import why
-from bench.harness.timing import compiled
+from bench.harness.timing import compiled, why
 
 MODES = ("", "reduce-overhead")
 SPELLINGS = ("eager", "sdpa")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
-from bench.gpu.timing import why
 from bench.harness.document import Column, Row
+from bench.harness.timing import why
 
 Tell = Callable[[str], None]
 _TRACE = 2500  # characters kept of a traceback

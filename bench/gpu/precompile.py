@@ -15,7 +15,7 @@ from bench.gpu import flex_grid, floors
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape
-from bench.gpu.timing import why
+from bench.harness.timing import why
 
 
 def compile_case(env: Environment, shape: Shape) -> Row:

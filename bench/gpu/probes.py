@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.gpu.correctness import compared
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.timing import why
+from bench.harness.timing import why
 
 BF16 = torch.bfloat16
 NEG_INF = float("-inf")

@@ -19,10 +19,10 @@ from torch import Tensor
 import attn_pass
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.gpu.timing import Variant, compare, host_us, why
+from bench.gpu.timing import Variant, compare, host_us
 from bench.harness import variants as w
 from bench.harness.programs import Program, Setting
-from bench.harness.timing import relative_error, worst
+from bench.harness.timing import relative_error, why, worst
 from bench.suites.seeds import s2, s3, s4
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def measure(env: Environment, seed: str, program: Program, packaged: bool) -> Ro
         row["wrong"] = ", ".join(n for n, off in row["errors"].items() if not off <= limit) or None
         times = compare(env, {n: Variant(r, capture=not packaged) for n, r in runs.items()}, [inputs])
         host = {name: host_us(env, partial(runs[name], *inputs)) for name in times.found} if seed == "S3" else {}
-    us = {name: time.median_us for name, time in times.found.items()}
+    us = times.us
     row |= {"us": us, "host_us": host, "stock_us": us.get("stock"), "pass_us": us.get("pass")}
     row["failed"] |= times.failed
     if "stock" in us and "pass" in us:

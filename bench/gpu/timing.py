@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
-from bench.harness.timing import percentile_10
+from bench.harness.timing import interleaved, percentile_10, why
 
 Inputs = tuple[Any, ...]
 Run = Callable[..., Any]
@@ -66,14 +66,19 @@ class Times:
     found: dict[str, Time] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def us(self, name: str) -> float | None:
-        """The median, None where it did not run."""
-        return self.found[name].median_us if name in self.found else None
+    @property
+    def us(self) -> dict[str, float]:
+        """The medians of those that ran."""
+        return {name: time.median_us for name, time in self.found.items()}
+
+    @property
+    def how(self) -> dict[str, str]:
+        """How each was timed, and how often."""
+        return {name: f"{time.how} x{time.rounds}" for name, time in self.found.items()}
 
     def best(self, names: Sequence[str]) -> str | None:
         """The fastest of these."""
-        ran = [n for n in names if n in self.found]
-        return min(ran, key=lambda n: self.found[n].median_us) if ran else None
+        return min((n for n in names if n in self.found), key=self.us.__getitem__, default=None)
 
 
 def sets_for(size: int, cold: bool, most_bytes: int = 24 << 30) -> int:
@@ -92,12 +97,6 @@ def sets_of(env: Environment, shape: Shape, *, cold: bool) -> list[Inputs]:
     first = shape.inputs(env)
     count = sets_for(bytes_of(first), cold and not env.dry)
     return [first, *(shape.inputs(env) for _ in range(count - 1))]
-
-
-def why(error: BaseException) -> str:
-    """Type and first lines of an exception, from under the compiler's wrappers."""
-    inner = getattr(error, "inner_exception", None) or error
-    return f"{type(inner).__name__}: {' '.join(str(inner).split())[:400]}"
 
 
 def compare(
@@ -125,14 +124,7 @@ def compare(
         # Twenty make a median; fewer where twenty would take three times as long as they may.
         enough = min(rounds, max(20, int(seconds / max(each, 1e-6))))
         rounds = max(LEAST_ROUNDS, min(enough, int(3 * seconds / max(each, 1e-6))))
-    samples: dict[str, list[float]] = {name: [] for name in samplers}
-    for _ in range(rounds):
-        for name, sampler in samplers.items():
-            if name not in times.failed:
-                try:
-                    samples[name].append(sampler.sample())
-                except Exception as error:
-                    times.failed[name] = why(error)
+    samples = interleaved({name: sampler.sample for name, sampler in samplers.items()}, rounds, times.failed)
     for name, taken in samples.items():
         if name not in times.failed:
             times.found[name] = Time(statistics.median(taken), percentile_10(taken), samplers[name].how, len(taken))
@@ -230,6 +222,5 @@ def rates(env: Environment) -> Rates:
     target = torch.empty_like(source)
     times = compare(env, {"product": Variant(torch.mm)}, [(a, b)])
     copies = compare(env, {"copy": Variant(lambda: target.copy_(source))}, [()])
-    product, copy = times.us("product"), copies.us("copy")
-    assert product is not None and copy is not None, (times.failed, copies.failed)
-    return Rates(2 * size**3 / product / 1e6, 2 * source.nbytes / copy / 1e6)
+    assert times.us and copies.us, (times.failed, copies.failed)
+    return Rates(2 * size**3 / times.us["product"] / 1e6, 2 * source.nbytes / copies.us["copy"] / 1e6)

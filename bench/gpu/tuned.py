@@ -50,7 +50,7 @@ def measure(env: Environment, spelling: str, shape: Shape) -> Row:
                 row["measured_us"] = report.sites[-1].measured_us
         chosen, refused = chosen_by_hand(shape, env)
         times = compare(env, {**{n: Variant(r) for n, r in runs.items()}, **chosen}, sets)
-    us = {name: time.median_us for name, time in times.found.items()}
+    us = times.us
     best = times.best(list(chosen))
     row |= {"us": us, "failed": {**refused, **times.failed}, "best": best, "best_us": us.get(best or "")}
     for name in runs:

@@ -18,7 +18,7 @@ from bench.harness import variants as w
 from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
 from bench.harness.process import Task, in_child
 from bench.harness.programs import Function, Program, Setting, program_of
-from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, private_caches, relative_error, worst
+from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, private_caches, relative_error, why, worst
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
@@ -57,17 +57,8 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         errors = _errors(program, candidates, shop.inputs, setting.device)
         reports = {way: _told(report) for way, report in shop.reports.items()}
     for candidate in candidates:
-        taken = samples[candidate.name]
         yield {
-            "program": name,
-            "way": candidate.name,
-            "stage": candidate.name,
-            "status": "ok",
-            "median_us": statistics.median(taken),
-            "p10_us": percentile(taken, 10),
-            "p90_us": percentile(taken, 90),
-            "error": errors[candidate.name],
-            "tolerance": program.tolerance,
+            **row_of(name, candidate.name, samples[candidate.name], errors[candidate.name], program.tolerance),
             "compile_s": candidate.compile_s,
             "package_bytes": candidate.package_bytes,
             "peak_bytes": peaks[candidate.name],
@@ -77,7 +68,18 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
             **({"took": candidate.took} if candidate.took else {}),
         }
     for way, failure in failures.items():
-        yield {"program": name, "way": way, "stage": way, "status": "failed", "error_text": failure}
+        yield failed_row(name, way, failure)
+
+
+def row_of(program: str, way: str, taken: Sequence[float], error: float, tolerance: float) -> Row:
+    """What every row has: of a program run in one way, the microseconds it took and its error."""
+    times = {f"p{which}_us": percentile(taken, which) for which in (10, 90)}
+    facts = {"program": program, "way": way, "stage": way, "status": "ok", "error": error, "tolerance": tolerance}
+    return {**facts, "median_us": statistics.median(taken), **times}
+
+
+def failed_row(program: str, way: str, why_not: str) -> Row:
+    return {"program": program, "way": way, "stage": way, "status": "failed", "error_text": why_not}
 
 
 def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], dict[str, str]]:
@@ -88,7 +90,7 @@ def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], di
         try:
             candidates.append(shop.build(way))
         except Exception as error:
-            failures[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            failures[way] = why(error)
     return candidates, failures
 
 

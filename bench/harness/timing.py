@@ -86,23 +86,52 @@ def worst(errors: Iterable[float]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
+def interleaved(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None
+) -> dict[str, list[float]]:
+    """A sample of each a round; every round starts with another.
+
+    What raises is left out from then on, with its error in ``failed``, where that is given.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    names = list(samplers)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if failed is None:
+                samples[name].append(samplers[name]())
+            elif name not in failed:
+                try:
+                    samples[name].append(samplers[name]())
+                except Exception as error:
+                    failed[name] = why(error)
+    return samples
+
+
+def why(error: BaseException, most: int = 400) -> str:
+    """Type and first lines of an exception, from under the compiler's wrappers."""
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {' '.join(str(inner).split())[:most]}"
+
+
 def in_turns(
     runs: Mapping[str, Runner],
     inputs: Inputs,
     rounds: int,
     *,
     seconds: float,
-    least: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    rest_s: float = 0.0,
 ) -> dict[str, list[float]]:
-    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, ``least`` or more.
+    """Microseconds a call, a block of each run a round: as many calls as take ``seconds``, one or more.
 
-    Every round starts with another run. Work of a GPU is waited for at the end of a block. With ``time.process_time``
-    as the clock, and one thread, what other processes take of the machine is not counted.
+    Work of a GPU is waited for at the end of a block. With ``time.process_time`` as the clock, and one thread, what
+    other processes take of the machine is not counted. Before a block nothing is done for ``rest_s``.
     """
     wait = torch.cuda.synchronize if any(x.is_cuda for x in inputs) else _nothing
 
     def seconds_of(run: Runner, count: int) -> float:
+        time.sleep(rest_s)
         wait()
         began = clock()
         for _ in range(count):
@@ -110,17 +139,12 @@ def in_turns(
         wait()
         return clock() - began
 
-    calls = {}
-    for name, run in runs.items():
+    def block(run: Runner) -> Callable[[], float]:
         run(*inputs)
-        calls[name] = max(least, int(seconds / max(seconds_of(run, 1), 1e-6)))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            samples[name].append(seconds_of(runs[name], calls[name]) / calls[name] * 1e6)
-    return samples
+        calls = max(1, int(seconds / max(seconds_of(run, 1), 1e-6)))
+        return lambda: seconds_of(run, calls) / calls * 1e6
+
+    return interleaved({name: block(run) for name, run in runs.items()}, rounds)
 
 
 def _nothing() -> None:

@@ -30,9 +30,9 @@ from bench.harness.command import Json, Rounds, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
 from bench.harness.floors import name_of
-from bench.harness.measure import child, judged, quiet
+from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.programs import Function
-from bench.harness.timing import in_turns, percentile, private_caches, relative_error
+from bench.harness.timing import in_turns, private_caches, relative_error
 
 LENGTHS = (1, 2, 8, 64, 512)
 TRACED = (2, 64, 512)  # the example's length
@@ -142,17 +142,9 @@ def measured(name: str, dtype: torch.dtype, lengths: Sequence[int], rounds: int)
             samples = in_turns(runs, inputs, rounds, seconds=0.01, clock=time.process_time)
             fastest = min(fixed, key=lambda way: statistics.median(samples[way]))
             for way, told in {**{way: way for way in packages}, fastest: FIXED}.items():
-                yield {
-                    "program": f"{name}, {name_of(dtype)}, {length} {'query' if length == 1 else 'queries'}",
-                    "way": told,
-                    "stage": told,
-                    "status": "ok",
-                    "median_us": statistics.median(samples[way]),
-                    **{f"p{p}_us": percentile(samples[way], p) for p in (10, 90)},
-                    "error": relative_error(runs[way](*inputs), exact),
-                    "tolerance": TOLERANCE[dtype],
-                    "took": here[way][1],
-                }
+                program = f"{name}, {name_of(dtype)}, {length} {'query' if length == 1 else 'queries'}"
+                error = relative_error(runs[way](*inputs), exact)
+                yield {**row_of(program, told, samples[way], error, TOLERANCE[dtype]), "took": here[way][1]}
     chosen = {
         f"traced at {traced}": _form(attn_pass.rewrite(exported(case, dtype, traced, any_length())))
         for traced in TRACED

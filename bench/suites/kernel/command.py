@@ -7,9 +7,7 @@ that are not installed are left out.
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -17,12 +15,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.harness.command import Json, Only, Quick, Rounds
-from bench.harness.console import plain_console, show, teller
-from bench.harness.document import Column, Document, Row, Table
-from bench.harness.environment import command, device_name, versions
+from bench.harness.command import Json, Only, Quick, Rounds, finish, started
+from bench.harness.console import plain_console, teller
+from bench.harness.document import Column, Row, Table
 from bench.harness.measure import quiet
-from bench.harness.timing import percentile_10, relative_error
+from bench.harness.timing import in_turns, percentile_10, relative_error
 from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few
 from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours, peer_versions
 from bench.suites.kernel.read import reader
@@ -32,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 QUICK_CASES = (MANY[0], MANY[1], FEW[0], FEW[4])
 SIDE = 1024  # of the product whose rate is the measure
 LEAST, WRONG = "least", "WRONG"
-BLOCK_S, SLOW_S, REST_S = 0.02, 0.1, 0.01
+BLOCK_S, REST_S = 0.02, 0.01
 
 _FIRST = (Column("program", "program"), Column("case", "case"), Column("ms", "ours_us", ".2f", 1e-3))
 _LAST = (
@@ -65,29 +62,11 @@ FEW_NOTES = (
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], rounds: int, threads: int) -> dict[str, float]:
-    """Seconds a call of each: the 10th percentile of blocks in turns, fewer of what is slow."""
+    """Seconds a call of each: the 10th percentile of blocks in turns."""
     clock = time.process_time if threads == 1 else time.perf_counter
-    seconds = {}
-    for name, run in runs.items():
-        run()
-        began = clock()
-        run()
-        seconds[name] = clock() - began
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            if seconds[name] > SLOW_S and number % 3:
-                continue
-            # Threads of the library that ran before wait by working, for milliseconds.
-            time.sleep(REST_S if threads > 1 else 0.0)
-            calls = max(1, int(BLOCK_S / max(seconds[name], 1e-6)))
-            began = clock()
-            for _ in range(calls):
-                runs[name]()
-            samples[name].append((clock() - began) / calls)
-    return {name: percentile_10(taken) for name, taken in samples.items()}
+    # Threads of the library that ran before wait by working, for milliseconds.
+    samples = in_turns(runs, (), rounds, seconds=BLOCK_S, clock=clock, rest_s=REST_S if threads > 1 else 0.0)
+    return {name: percentile_10(taken) / 1e6 for name, taken in samples.items()}
 
 
 def least_of(case: Case | Few, inputs: tuple[torch.Tensor, ...]) -> tuple[Callable[[], Any], float]:
@@ -156,7 +135,9 @@ def main(
     console = plain_console()
     tell = teller(console)
     quiet(max(counts))
-    made = Document(TITLE, _conditions(counts, min(rounds, 3) if quick else rounds, quick))
+    rounds, told = (min(rounds, 3), "a few cases, fewer rounds") if quick else (rounds, None)
+    made = started(TITLE, threads=max(counts), rounds=rounds, quick=told)
+    made.run |= {"threads": ", ".join(map(str, counts)), "versions": {**made.run["versions"], **peer_versions()}}
     for title, cases, columns, notes in (
         ("Many rows", MANY, MANY_COLUMNS, MANY_NOTES),
         ("Few rows", FEW, FEW_COLUMNS, FEW_NOTES),
@@ -167,7 +148,7 @@ def main(
             of_dtype: list[Row] = []
             for case in cases:
                 if only in case.name and (not quick or case in QUICK_CASES):
-                    rows = list(measured(case, dtype, counts, made.run["rounds"]))
+                    rows = list(measured(case, dtype, counts, rounds))
                     of_dtype += rows
                     tell(f"{rows[0]['program'].split(',')[0]}, {case.name}: {', '.join(map(_told, rows))}")
             table.rows += sorted(of_dtype, key=lambda row: row["threads"])
@@ -175,29 +156,10 @@ def main(
                 made.write(json_file)  # what is measured stays when the run is stopped
         failed = {f"{name}: {why}" for row in table.rows for name, why in row["failures"].items()}
         table.notes += [f"Not measured: {text}." for text in sorted(failed)]
-    show(console, made)
-    rows = [row for table in made.tables for row in table.rows]
-    if not rows:
+    if not any(table.rows for table in made.tables):
         raise typer.BadParameter(f"no case's name holds {only!r}", param_hint="--only")
-    if json_file is not None:
-        console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
-    if any(row["verdict"] == WRONG for row in rows):
-        raise typer.Exit(1)
+    finish(console, made, json_file)
 
 
 def _told(row: Row) -> str:
     return f"{row['ours_us'] / 1e3:.2f} ms ({row['share']:.2f}) {row['verdict']}".rstrip()
-
-
-def _conditions(threads: Sequence[int], rounds: int, quick: bool) -> dict[str, Any]:
-    told = {"quick": "a few cases, fewer rounds"} if quick else {}
-    return {
-        "device": device_name("cpu"),
-        "threads": ", ".join(map(str, threads)),
-        "rounds": rounds,
-        "busy": f"load {os.getloadavg()[0]:.1f} at the start",
-        "date": datetime.date.today().isoformat(),
-        "versions": {**versions(), **peer_versions()},
-        "command": command(),
-        **told,
-    }

@@ -18,9 +18,9 @@ from torch import nn
 from bench.harness import variants as w
 from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
 from bench.harness.floors import Rates
-from bench.harness.measure import Tell, child, judged, quiet, run, warm_compiler
+from bench.harness.measure import Tell, child, failed_row, judged, quiet, row_of, run, warm_compiler
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
-from bench.harness.timing import compiled, in_turns, percentile, relative_error
+from bench.harness.timing import compiled, in_turns, percentile, relative_error, why
 from bench.suites.seeds import npu_model, traffic
 from bench.suites.seeds.common import by_hand, operands
 
@@ -153,29 +153,19 @@ def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
             run_(*given)
             runs[str(tile)] = run_
         except Exception as error:  # a tile that does not fit on the chip is an answer
-            failed[str(tile)] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+            failed[str(tile)] = why(error, 160)
     runs["call"] = _call
     runs["call again"] = _call
     want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
     samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
     best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
     for name, run_ in runs.items():
-        median, error = percentile(samples[name], 50), relative_error(run_(*given), want)
-        yield {
-            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}, causal",
-            "way": f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}",
-            "stage": name,
-            "status": "ok",
-            "median_us": median,
-            "p10_us": percentile(samples[name], 10),
-            "p90_us": percentile(samples[name], 90),
-            "error": error,
-            "of_best": best / median,
-            "tolerance": setting.tolerance,
-            **_loops(name),
-        }
+        way = f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}"
+        program = f"B{batch} H{heads} L{LENGTH} D{DIM}, causal"
+        row = row_of(program, way, samples[name], relative_error(run_(*given), want), setting.tolerance)
+        yield {**row, "of_best": best / row["median_us"], **_loops(name)}
     for name, text in failed.items():
-        yield {"program": "tiles", "way": name, "stage": name, "status": "failed", "error_text": text}
+        yield failed_row("tiles", name, text)
 
 
 def _loops(name: str) -> Row:
@@ -219,20 +209,9 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
     doubles = [x.double() for x in given]
     for name in made:
         error = relative_error(runs[f"{name}: causal"](*given), causal(*doubles))
-        without, with_mask = (percentile(samples[f"{name}: {f}"], 50) for f in ("full", "causal"))
-        yield {
-            "program": f"B{batch} H{heads} L{LENGTH} D{DIM}",
-            "way": name,
-            "stage": name,
-            "status": "ok",
-            "plain_us": without,
-            "median_us": with_mask,
-            "p10_us": percentile(samples[f"{name}: causal"], 10),
-            "p90_us": percentile(samples[f"{name}: causal"], 90),
-            "extra": with_mask / without - 1,
-            "error": error,
-            "tolerance": setting.tolerance,
-        }
+        without = percentile(samples[f"{name}: full"], 50)
+        row = row_of(f"B{batch} H{heads} L{LENGTH} D{DIM}", name, samples[f"{name}: causal"], error, setting.tolerance)
+        yield {**row, "plain_us": without, "extra": row["median_us"] / without - 1}
 
 
 MASK_COLUMNS = (
