@@ -1,4 +1,4 @@
-"""Part 3: standard cases, stock Inductor and the pass on both spellings, every kernel chosen by hand, and the floor.
+"""Parts 3 and 4: standard cases, stock Inductor and the pass on both spellings, every kernel by hand, and the floor.
 
 The floor is the longest of products, exponentials and memory at an H200's rates (`bench.gpu.shapes`); shares of what
 this device itself reaches stand beside it. Programs written by hand whose scores would not fit in memory are left out.
@@ -70,6 +70,18 @@ CASES: dict[str, Shape] = dict(
         *(_decode(batch, keys) for batch, keys in ((8, 8192), (8, 131072), (16, 2048), (16, 8192), (64, 2048))),
     )
 )
+# What flash has, and what it has not: windows, soft caps, ALiBi.
+FLEX_CASES: dict[str, Shape] = {
+    **{
+        f"window {w} of {s} D128": Shape(1, 32, 8, s, s, 128, "window", w)
+        for s, w in ((8192, 256), (8192, 1024), (8192, 4096), (32768, 1024), (32768, 4096))
+    },
+    "window 1024 of 8192 D64": Shape(4, 16, 16, 8192, 8192, 64, "window", 1024),
+    "soft cap S4096 D128": Shape(4, 32, 32, 4096, 4096, 128, "softcap"),
+    "soft cap S8192 D256, grouped": Shape(1, 16, 8, 8192, 8192, 256, "softcap"),
+    "ALiBi S4096 D128": Shape(4, 32, 32, 4096, 4096, 128, "alibi"),
+    "causal S4096 D128": Shape(4, 32, 32, 4096, 4096, 128, "causal"),
+}
 SPELLINGS: dict[str, Callable[[Shape], Callable[..., Tensor] | None]] = {"by hand": by_hand, "call": call}
 _SECONDS = 2.0
 _WIDE = 8  # bytes a score takes at once in stock's unfused form: half scores in and out, and float32 between
@@ -223,6 +235,12 @@ def cases(env: Environment) -> list[Case]:
     return [Case(name, partial(measure, env, CASES[name])) for name in names]
 
 
+def flex_cases(env: Environment) -> list[Case]:
+    """One a shape, FlexAttention among the kernels chosen by hand."""
+    chosen = list(FLEX_CASES.items())[:: 5 if env.quick else 1]
+    return [Case(name, partial(measure, env, shape)) for name, shape in chosen]
+
+
 PART = Part(
     "floors",
     "Standard cases: stock, the pass, the best kernel by hand, the floor",
@@ -254,4 +272,12 @@ PART = Part(
         Column("wrong", "wrong"),
     ),
     cases,
+)
+FLEX = Part(
+    "flex",
+    "FlexAttention against flash: windows, soft caps, ALiBi",
+    0.10,
+    PART.columns,
+    flex_cases,
+    usual=False,
 )

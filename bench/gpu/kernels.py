@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
-from bench.harness.timing import compiled
+from bench.harness.timing import compiled, why
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -218,5 +218,5 @@ def chosen_by_hand(
         try:
             taken[name] = KERNELS[name].variant(shape, env)
         except Exception as error:
-            refused[name] = f"{type(error).__name__}: {error}"[:300]
+            refused[name] = why(error)
     return taken, refused

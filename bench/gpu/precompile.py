@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 import attn_pass
-from bench.gpu import flex_grid, floors
+from bench.gpu import floors
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape
@@ -45,7 +45,7 @@ def compile_case(env: Environment, shape: Shape) -> Row:
 
 def cases(env: Environment) -> list[Case]:
     """In the order in which the timed parts will want them."""
-    shapes = {**floors.CASES, **flex_grid.CASES}
+    shapes = {**floors.CASES, **floors.FLEX_CASES}
     names = floors.quick_names() if env.quick else list(shapes)
     return [Case(name, partial(compile_case, env, shapes[name])) for name in names]
 

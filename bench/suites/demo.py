@@ -29,7 +29,7 @@ from bench.harness.console import plain_console, show_table, teller
 from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.measure import run
 from bench.harness.programs import Setting
-from bench.harness.timing import relative_error
+from bench.harness.timing import relative_error, why
 from bench.suites.seeds import s4
 from bench.suites.zoo import ARCHITECTURES, Architecture
 
@@ -86,7 +86,7 @@ def try_architecture(architecture: Architecture, progress: Progress) -> Row:
         row["verdict"] = "equal to eager" if row["error"] <= TOLERANCE else "WRONG"
     except Exception as error:
         # One model that fails must not hide the others; it fails the demo in the end.
-        row |= {"status": "failed", "error_text": f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"}
+        row |= {"status": "failed", "error_text": why(error, 120)}
         progress.show(traceback.format_exc(limit=-4))
     finally:
         torch._dynamo.reset()

@@ -33,20 +33,13 @@ from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.programs import Function
 from bench.harness.timing import in_turns, private_caches, relative_error
+from bench.suites.spellings import call, grouped_call
 
 LENGTHS = (1, 2, 8, 64, 512)
 TRACED = (2, 64, 512)  # the example's length
 OURS_AT = 64
 FIXED = "AOTInductor, for this length"
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,9 +70,9 @@ class Case:
 
 
 CASES = {
-    "plain": Case(plain, (1, 16, 64), (1, 16, 1024, 64)),
-    "GQA 32/8": Case(grouped, (1, 32, 128), (1, 8, 4096, 128)),
-    "shared K/V": Case(plain, (16, 4, 32), (1, 4, 2048, 32), any_batch=True),
+    "plain": Case(call, (1, 16, 64), (1, 16, 1024, 64)),
+    "GQA 32/8": Case(grouped_call, (1, 32, 128), (1, 8, 4096, 128)),
+    "shared K/V": Case(call, (16, 4, 32), (1, 4, 2048, 32), any_batch=True),
     "causal": Case(causal, (1, 16, 64), (1, 16, 1024, 64)),
     "causal, by hand": Case(causal_by_hand, (1, 16, 64), (1, 16, 1024, 64)),
 }

@@ -5,7 +5,6 @@ Where the pass leaves a call, stock's code runs, and the ratio is noise.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
+from bench.suites.spellings import by_hand, call, causal, grouped_call, repeated_kv
 
 TITLE = "Common forms"
 QUICK = ("by hand, tiny (2, 4, 16, 16)", "by hand, padding mask (4, 8, 256, 64)", "call, decode (2, 8, 1 x 2048, 64)")
@@ -36,35 +36,6 @@ def _qkv(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: in
     return _r(batch, heads, q_len, dim), _r(batch, kv_heads, kv_len, dim), _r(batch, kv_heads, kv_len, dim)
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.size(-1)), -1) @ v
-
-
-def with_bias(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.transpose(-1, -2) * q.size(-1) ** -0.5 + bias, -1) @ v
-
-
-def causal_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-    return torch.softmax((q @ k.transpose(-1, -2) / 8.0).masked_fill(~keep, float("-inf")), -1) @ v
-
-
-def repeated_kv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    groups = q.size(1) // k.size(1)
-    k, v = (
-        t[:, :, None].expand(-1, -1, groups, -1, -1).reshape(q.size(0), q.size(1), t.size(2), t.size(3)) for t in (k, v)
-    )
-    return torch.softmax(q @ k.transpose(-1, -2) / 8.0, -1) @ v
-
-
-def grouped_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
-
-
 def heads_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
@@ -76,9 +47,9 @@ FORMS: tuple[Form, ...] = (
     Form("by hand, ViT (8, 12, 197, 64)", by_hand, lambda: _qkv(8, 12, 12, 197, 197, 64)),
     Form("by hand, cross (2, 8, 1024 x 77, 40)", by_hand, lambda: _qkv(2, 8, 8, 1024, 77, 40)),
     Form("by hand, decode (4, 8, 1 x 2048, 64)", by_hand, lambda: _qkv(4, 8, 8, 1, 2048, 64)),
-    Form("by hand, padding mask (4, 8, 256, 64)", with_bias, lambda: (*_qkv(4, 8, 8, 256, 256, 64), _r(4, 1, 1, 256))),
-    Form("by hand, bias (4, 8, 256, 64)", with_bias, lambda: (*_qkv(4, 8, 8, 256, 256, 64), _r(1, 8, 256, 256))),
-    Form("by hand, causal (1, 8, 1024, 64)", causal_by_hand, lambda: _qkv(1, 8, 8, 1024, 1024, 64)),
+    Form("by hand, padding mask (4, 8, 256, 64)", by_hand, lambda: (*_qkv(4, 8, 8, 256, 256, 64), _r(4, 1, 1, 256))),
+    Form("by hand, bias (4, 8, 256, 64)", by_hand, lambda: (*_qkv(4, 8, 8, 256, 256, 64), _r(1, 8, 256, 256))),
+    Form("by hand, causal (1, 8, 1024, 64)", causal, lambda: _qkv(1, 8, 8, 1024, 1024, 64)),
     Form("by hand, repeated K/V (1, 32/8, 512, 64)", repeated_kv, lambda: _qkv(1, 32, 8, 512, 512, 64)),
     Form("by hand, repeated K/V, decode (4, 32/8, 1 x 4096, 64)", repeated_kv, lambda: _qkv(4, 32, 8, 1, 4096, 64)),
     Form(

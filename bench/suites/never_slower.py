@@ -28,6 +28,7 @@ from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
 from bench.harness.timing import compiled, in_turns, percentile_10
+from bench.suites.spellings import by_hand, repeated_kv
 
 ROUNDS = 15
 _BLOCK = 0.01  # seconds a candidate runs before the next one's turn
@@ -67,12 +68,8 @@ class Shape:
         return q, k, v, torch.rand(1, 1, self.q_len, self.kv_len) < 0.9
 
 
-def _by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    groups = q.size(1) // k.size(1)
-    if groups > 1:
-        k, v = (t[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
-    return torch.softmax(scores if mask is None else scores + mask, -1) @ v
+def _by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+    return (by_hand if q.size(1) == k.size(1) else repeated_kv)(q, k, v, *mask)
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,7 +10,6 @@ torch's test helpers need `pip install expecttest`.
 from __future__ import annotations
 
 import copy
-import datetime
 import fnmatch
 import hashlib
 import unittest.mock
@@ -25,10 +24,10 @@ import torch
 import typer
 
 import attn_pass
-from bench.harness.command import Device, Json, Only
+from bench.harness.command import Device, Json, Only, started
 from bench.harness.console import plain_console, show, teller
-from bench.harness.document import Column, Document, Row, Table
-from bench.harness.environment import command, device_name, versions
+from bench.harness.document import Column, Row, Table
+from bench.harness.timing import why
 from bench.suites.peer_forms import Form, SuiteError, collect, load
 
 TITLE = "PyTorch's own test of its attention patterns"
@@ -197,7 +196,7 @@ def check(form: Form, training: bool) -> Row:
                 eager = run(form.function, form, leaves(inputs, training), training)
                 errors.append(apart(found, eager, _in_float64(form, inputs, training)))
     except Exception as error:
-        row |= {"verdict": RAISED, "reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"}
+        row |= {"verdict": RAISED, "reason": why(error, 200)}
         return row
     wrong = next((e[2] for e in errors if e[2]), "")
     row |= {"error": max(e[0] for e in errors), "eager": max(e[1] for e in errors), "graphs": report.graphs}
@@ -283,7 +282,8 @@ def main(
             rows.append(check(form, training))
             tell(f"{rows[-1]['form']}, {rows[-1]['settings']}: {rows[-1]['verdict']} {rows[-1]['reason']}")
     table = Table("Forms", COLUMNS, merged(rows), list(NOTES))
-    made = Document(TITLE, _run(file, device, rows, forms), [table, *_told(rows, others)])
+    made = started(TITLE, threads=torch.get_num_threads(), device=device, **_run(file, rows, forms))
+    made.tables += [table, *_told(rows, others)]
     show(console, made)
     if json_file is not None:
         console.print(f"written: {json_file} and {made.write(json_file)}", markup=False, highlight=False)
@@ -291,19 +291,15 @@ def main(
         raise typer.Exit(1)
 
 
-def _run(file: Path, device: str, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, Any]:
+def _run(file: Path, rows: Sequence[Row], forms: Sequence[Form]) -> dict[str, Any]:
     counts = Counter(row["verdict"] for row in rows)
     content = file.read_bytes()
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     return {
         "file": f"{file.name}, {len(content)} bytes, Git blob {blob[:12]}",
-        "device": device_name(device),
-        "date": datetime.date.today().isoformat(),
         "forms": len({title(form) for form in forms}),
         "checks": ", ".join(f"{count} {verdict}" for verdict, count in counts.items()),
         "options": ", ".join(f"{name}={value!r}" for name, value in OPTIONS.items()),
-        "versions": versions(),
-        "command": command(),
     }
 
 
@@ -311,15 +307,11 @@ def _told(rows: Sequence[Row], others: Sequence[Any]) -> list[Table]:
     """The refusals that were met, with why they are true; and the tests that gave no form."""
     met = {refusal(row["program"], reason) for row in rows for reason in row["reason"].split("; ")} - {None}
     refusals = [{"says": r.says, "because": r.because} for r in REFUSALS if r in met]
-    tables = []
-    if refusals:
-        tables.append(
-            Table(
-                "Why a refusal is true", (Column("the pass says", "says"), Column("which is so", "because")), refusals
-            )
-        )
-    if others:
-        lines = [{"test": o.test, "batch": "static" if o.static else "dynamic", "why": o.why} for o in others]
-        columns = (Column("test", "test"), Column("batch", "batch"), Column("why", "why"))
-        tables.append(Table("Tests that gave no form here", columns, lines))
-    return tables
+    because = (Column("the pass says", "says"), Column("which is so", "because"))
+    missing = (Column("test", "test"), Column("batch", "batch"), Column("why", "why"))
+    lines = [{"test": o.test, "batch": "static" if o.static else "dynamic", "why": o.why} for o in others]
+    tables = [
+        Table("Why a refusal is true", because, refusals),
+        Table("Tests that gave no form here", missing, lines),
+    ]
+    return [table for table in tables if table.rows]

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attn_pass
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
 from bench.harness.timing import compiled
+from bench.suites.spellings import by_hand, call
 
 TITLE = "Training steps"
 FUSED = "compile, attn_pass, fused"
@@ -38,13 +38,6 @@ class Form:
         torch.manual_seed(0)
         inputs = (*(torch.randn(self.shape, requires_grad=True) for _ in range(3)), *self.rest(self.shape))
         return Function(self.run), tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in inputs)
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Tensor:
-    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
-    for matrix in added:
-        scores = scores + matrix
-    return torch.softmax(scores, -1) @ v
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +61,7 @@ LONG = (1, 8, 2048, 64)
 FORMS = (
     Form("by hand", by_hand),
     Form("causal by hand", causal),
-    Form("call", F.scaled_dot_product_attention),
+    Form("call", call),
     Form("padded (BERT)", by_hand, rest=padding),
     Form("padded, long", by_hand, LONG, padding),
     Form("learned bias (T5)", by_hand, rest=learned),

@@ -5,19 +5,18 @@ Seconds a site beside the same capture without it, at sizes of known models; not
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import attn_pass
 from bench.harness.command import Json, finish, started
 from bench.harness.console import plain_console
 from bench.harness.document import Column, Row, Table
+from bench.suites.spellings import by_hand, causal, grouped_call
 
 Tensor = torch.Tensor
 COLUMNS = (
@@ -30,23 +29,8 @@ COLUMNS = (
 )
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-    return torch.softmax((q @ k.mT / math.sqrt(q.size(-1))).masked_fill(~keep, -math.inf), -1) @ v
-
-
 def padded(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    low = (1.0 - keep[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
-    return torch.softmax(q @ k.mT / math.sqrt(q.size(-1)) + low, -1) @ v
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(q @ k.mT / math.sqrt(q.size(-1)), -1) @ v
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v)
+    return by_hand(q, k, v, (1.0 - keep[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min)
 
 
 @dataclass(frozen=True)
@@ -69,9 +53,9 @@ SITES = (
     Site("GPT-2, 1 x 12 x 1024 x 64, causal", causal, (1, 12, 1024, 64), (1, 12, 1024, 64)),
     Site("GPT-2, the same in training", causal, (1, 12, 512, 64), (1, 12, 512, 64), grad=True),
     Site("BERT, 4 x 12 x 384 x 64, padded", padded, (4, 12, 384, 64), (4, 12, 384, 64), mask=(4, 384)),
-    Site("ViT, 8 x 12 x 197 x 64", plain, (8, 12, 197, 64), (8, 12, 197, 64)),
-    Site("Llama, decoding 4 x 32/8 x 1 of 4096 x 64", grouped, (4, 32, 1, 64), (4, 8, 4096, 64)),
-    Site("diffusion, 2 x 8 x 4096 x 40", plain, (2, 8, 4096, 40), (2, 8, 4096, 40)),
+    Site("ViT, 8 x 12 x 197 x 64", by_hand, (8, 12, 197, 64), (8, 12, 197, 64)),
+    Site("Llama, decoding 4 x 32/8 x 1 of 4096 x 64", grouped_call, (4, 32, 1, 64), (4, 8, 4096, 64)),
+    Site("diffusion, 2 x 8 x 4096 x 40", by_hand, (2, 8, 4096, 40), (2, 8, 4096, 40)),
     Site("long, 1 x 16 x 16384 x 64, causal", causal, (1, 16, 16384, 64), (1, 16, 16384, 64)),
 )
 

@@ -56,7 +56,7 @@ def test_controls_count_for_themselves() -> None:
 
 def test_reasons_are_counted_and_cells_stay_cells() -> None:
     table = tables.left_table([exported("a", left=[TANH, TANH]), exported("b", left=[TANH])])
-    assert "| 3 | near miss | tanh \\| soft cap | export | a, b | a.py:1 in f |" in table
+    assert "| 3 | near miss | tanh / soft cap | export | a, b | a.py:1 in f |" in table
 
 
 def test_equal_reasons_are_one_line() -> None:

@@ -21,7 +21,7 @@ from bench.harness import baseline, command, document, floors, measure, plots, t
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
-from bench.suites import cases, forms, masks, never_slower, peers
+from bench.suites import cases, forms, masks, never_slower, peers, spellings
 from bench.suites.seeds import s1, s2, s3, s4, s5, traffic
 from bench.suites.seeds.command import chosen
 
@@ -80,10 +80,10 @@ def test_two_compiles_of_a_program_share_nothing() -> None:
         seen.append(graph)
         return graph.forward
 
-    runs = [timing.compiled(forms.by_hand, backend=backend) for _ in range(2)]
+    runs = [timing.compiled(spellings.by_hand, backend=backend) for _ in range(2)]
     q = torch.randn(1, 1, 4, 8)
     for run in (*runs, *runs):
-        torch.testing.assert_close(run(q, q, q), forms.by_hand(q, q, q))
+        torch.testing.assert_close(run(q, q, q), spellings.by_hand(q, q, q))
     assert len(seen) == 2
 
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
@@ -218,7 +219,5 @@ def _listed(items: Iterable[str], most: int = 6) -> str:
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; "" without a line."""
-    rows = [" | ".join(str(cell).replace("|", "\\|") for cell in line) for line in lines]
-    if not rows:
-        return ""
-    return "\n".join(f"| {row} |" for row in (" | ".join(header), " | ".join("---" for _ in header), *rows))
+    rows = [list(map(str, line)) for line in lines]
+    return "\n".join(markdown_table(header, rows)) if rows else ""

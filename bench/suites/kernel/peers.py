@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.harness.timing import why
 from bench.suites.kernel.cases import CAP, LENGTH, Case, Few, causal
 
 Run = Callable[[], Tensor]
@@ -178,7 +179,7 @@ class Peers:
                     run()
                     self._built[name] = run
             except Exception as error:  # a peer that fails is told, and the others are measured
-                self.failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                self.failures[name] = why(error, 200)
         return dict(self._built)
 
 

@@ -1,14 +1,10 @@
-"""What several of the field reports measure: attention by hand, and its operands."""
+"""The operands of the field reports."""
 
 from __future__ import annotations
 
 import torch
 
 from bench.harness.programs import Tensors
-
-
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return torch.softmax(q @ k.mT * q.size(-1) ** -0.5, -1) @ v
 
 
 def operands(*shape: int, seed: int, device: str) -> Tensors:

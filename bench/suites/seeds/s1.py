@@ -20,7 +20,8 @@ from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
 from bench.harness.programs import Built, Function, Program, Setting
 from bench.suites.seeds import xla
-from bench.suites.seeds.common import by_hand, operands
+from bench.suites.seeds.common import operands
+from bench.suites.spellings import by_hand
 
 TITLE = "S1: one long self-attention, (1, 5, 16384, 128)"
 COMMITTED = Path(__file__).resolve().parents[3] / "docs" / "results" / "s1-xla.json"

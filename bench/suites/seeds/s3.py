@@ -13,7 +13,8 @@ from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
 from bench.harness.programs import Built, Function, Program, Setting
-from bench.suites.seeds.common import by_hand, operands
+from bench.suites.seeds.common import operands
+from bench.suites.spellings import by_hand
 
 TITLE = "S3: small work, 16 heads of 16"
 REPORTED = (

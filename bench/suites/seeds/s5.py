@@ -22,7 +22,8 @@ from bench.harness.measure import Tell, child, failed_row, judged, quiet, row_of
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
 from bench.harness.timing import compiled, in_turns, percentile, relative_error, why
 from bench.suites.seeds import npu_model, traffic
-from bench.suites.seeds.common import by_hand, operands
+from bench.suites.seeds.common import operands
+from bench.suites.spellings import by_hand, causal
 
 BATCH, HEADS, DIM = 4, 32, 64
 LENGTH = 2048
@@ -31,11 +32,6 @@ TILES = (64, 128, 256, 512)
 
 
 # ---------------------------------------------------------------- the programs
-
-
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
-    return torch.softmax((q @ k.mT * DIM**-0.5).masked_fill(~keep, -math.inf), -1) @ v
 
 
 def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Attention as users write it, (B, H, L, D) operands: what several suites measure."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Tensor:
+    """Product, softmax, product; masks and biases are added to the scores."""
+    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+    for matrix in added:
+        scores = scores + matrix
+    return torch.softmax(scores, -1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
+    scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+    return torch.softmax(scores.masked_fill(~keep, float("-inf")), -1) @ v
+
+
+def repeated_kv(q: Tensor, k: Tensor, v: Tensor, *added: Tensor) -> Tensor:
+    """By hand, keys and values repeated for the query heads they serve."""
+    groups = q.size(1) // k.size(1)
+    k, v = (t[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
+    return by_hand(q, k, v, *added)
+
+
+def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def grouped_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
