@@ -114,7 +114,7 @@ def _mask(arrangement: Arrangement, roles: Roles, scores: Scores) -> Mask:
     return replace(
         named,
         by_distance=_by_distance(arrangement, roles, named, bias, keep),
-        computed=_computed(arrangement, named, bias, keep),
+        computed=_computed(arrangement, named, bias, keep) or _lasting(arrangement, named),
     )
 
 
@@ -159,13 +159,20 @@ def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, conditio
     return Computed(bias, condition)
 
 
+def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
+    """The same from what is not written before the result is computed, where the mask is made of something that is."""
+    reader = arrangement.parts.reader
+    with reader.lasting(reader.order[arrangement.parts.result]):
+        bias = None if named.bias is None else arrangement.deep(named.bias)
+        condition = None if named.keep is None else arrangement.deep(named.keep.condition)
+    return _computed(arrangement, named, bias, condition)
+
+
 def _stays(arrangement: Arrangement, load: Load) -> bool:
     """Whether what is loaded is what it was until the result is computed, and no gradient is wanted of it."""
     parts, reader = arrangement.parts, arrangement.parts.reader
-    node = reader.source_nodes[load.source]
-    if reader.effects.mutation_between(node, reader.order[node] - 1, reader.order[parts.result]) is not None:
-        return False
-    return not (reader.sources[load.source].needs_grad and parts.needs_grad)
+    gradient = reader.sources[load.source].needs_grad and parts.needs_grad
+    return reader.stays(load, reader.order[parts.result]) and not gradient
 
 
 def is_view(reader: Reader, load: Load, groups: tuple[Group, ...]) -> bool:

@@ -82,7 +82,8 @@ class Reader(GraphReader):
         self.caller = caller
         self._is_softmax = is_softmax
         self._used = Used()
-        self._elements: dict[tuple[Node, Position, int], Expr] = {}
+        self._elements: dict[tuple[Node, Position, int, int | None], Expr] = {}
+        self._until: int | None = None
         self._instead: dict[Node, tuple[Node, ...]] = {}
 
     @contextmanager
@@ -153,7 +154,7 @@ class Reader(GraphReader):
     def element(self, node: Node, position: Position, at: int, depth: int = 0) -> Expr:
         """The element of a node as far down as it can be read: constants, index arithmetic, loads of the rest."""
         mutation = self.effects.last_mutation(node, at)
-        key = (node, position, -1 if mutation is None else mutation.position)
+        key = (node, position, -1 if mutation is None else mutation.position, self._until)
         known = self._elements.get(key)
         if known is None:
             before = len(self._used.known)
@@ -189,10 +190,30 @@ class Reader(GraphReader):
             return found_value
         if call.op in POINTWISE or call.op == "cast":
             try:
-                return pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
+                lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
-                pass
+                return self._leaf(node, position)
+            if self._until is None or all(self.stays(load, self._until) for load in loads(lifted)):
+                return lifted
         return self._leaf(node, position)
+
+    @contextmanager
+    def lasting(self, until: int) -> Iterator[None]:
+        """In the block elements are lifted only as far down as what they load holds the same value until then.
+
+        A position that a cache counts up behind the mask it was used for is not read once more: what was computed from
+        it is.
+        """
+        self._until = until
+        try:
+            yield
+        finally:
+            self._until = None
+
+    def stays(self, load: Load, until: int) -> bool:
+        """Whether what is loaded is, until then, what it was when its tensor was made."""
+        node = self.source_nodes[load.source]
+        return node in self.order and self.effects.mutation_between(node, self.order[node] - 1, until) is None
 
     def _leaf(self, node: Node, position: Position) -> Expr:
         """An element that can only be loaded; of a boolean tensor its form says that it is a truth value."""
