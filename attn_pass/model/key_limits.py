@@ -43,10 +43,11 @@ class Limit:
     @property
     def value(self) -> Expr:
         """The bound as an expression of integers, in which the key does not occur."""
-        total = index_value(self.offset)
+        total: Expr | None = None if self.offset == 0 else index_value(self.offset)
         for sign, term in self.terms:
-            total = apply("add" if sign > 0 else "sub", total, term)
-        return total
+            start = term if sign > 0 else apply("neg", term)
+            total = start if total is None else apply("add" if sign > 0 else "sub", total, term)
+        return index_value(0) if total is None else total
 
     @property
     def shift(self) -> Expr:
@@ -58,12 +59,13 @@ def limit_of(
     condition: Expr, keys: Axis, rows: tuple[Axis, ...], dtype_of: Callable[[Load], torch.dtype]
 ) -> Limit | None:
     """The bound on the key that a comparison with something only the program knows is; None where it is none."""
-    if not isinstance(condition, Apply) or condition.op not in ("le", "lt", "ge", "gt"):
+    compared = _compared(condition)
+    if compared is None:
         return None
-    small, large = condition.args if condition.op in ("le", "lt") else condition.args[::-1]
+    small, large, least = compared
     margin, terms = _sum(large, 1)
     less, more = _sum(small, -1)
-    margin, terms = margin + less - (condition.op in ("lt", "gt")), (*terms, *more)
+    margin, terms = margin + less - least, (*terms, *more)
     of_integers = all(_is_integer(term, dtype_of) and keys not in expression_axes(term) for _, term in terms)
     if not terms or not of_integers:
         return None
@@ -76,6 +78,18 @@ def limit_of(
         moves = row != 0 and not axes(bound - row) & axes(row)
         return Limit(sign > 0, moves, bound - row if moves else bound, signed)
     return None
+
+
+def _compared(condition: Expr) -> tuple[Expr, Expr, int] | None:
+    """``(x, y, n)`` of a condition that, in integers, is ``y - x >= n``."""
+    if isinstance(condition, Apply) and condition.op == "not":
+        inner = _compared(condition.args[0])
+        return None if inner is None else (inner[1], inner[0], 1 - inner[2])
+    if not isinstance(condition, Apply) or condition.op not in ("le", "lt", "ge", "gt"):
+        return None
+    first, second = condition.args
+    least = int(condition.op in ("lt", "gt"))
+    return (first, second, least) if condition.op in ("le", "lt") else (second, first, least)
 
 
 def _sum(value: Expr, sign: int) -> tuple[Index, tuple[Term, ...]]:

@@ -123,6 +123,27 @@ LEAVES: dict[str, Leaf] = {
     "lengths": Leaf((
         lambda c, t, n: torch.arange(c.s) < t.view(-1, *[1] * (len(c.lead) + 1)),
     ), "lengths"),
+    "position": Leaf((  # of a cache: what is valid is known when the program runs
+        lambda c, t, n: _keys(c) <= t,
+        lambda c, t, n: ~(_keys(c) > t),
+        lambda c, t, n: _keys(c) < t + 1,
+        lambda c, t, n: _keys(c).unsqueeze(0) <= torch.arange(1)[:, None] + t,
+        lambda c, t, n: (_keys(c) <= t) | (_keys(c) == 0),
+    ), "position"),
+    "window of a cache": Leaf((
+        lambda c, t, n: (_keys(c) <= t) & (_keys(c) > t - n - 2),
+        lambda c, t, n: (_keys(c) <= _rows(c) + t) & (_keys(c) >= _rows(c) + t - n),
+    ), "position"),
+    "causal from a position": Leaf((
+        lambda c, t, n: _keys(c) <= _rows(c) + t,
+        lambda c, t, n: _keys(c) - t <= _rows(c),
+        lambda c, t, n: _keys(c) < (torch.arange(c.l) + t + 1)[:, None],
+    ), "position"),
+    "positions of queries": Leaf((
+        lambda c, t, n: _keys(c) <= t[: c.l, None],
+        lambda c, t, n: _keys(c)[None] < t[: c.l].view(-1, 1) + 1,
+        lambda c, t, n: (_keys(c) <= t[: c.l, None]) & (_keys(c) > t[: c.l, None] - n - 2),
+    ), "positions"),
     "documents": Leaf((
         lambda c, t, n: t[: c.l, None] == t[None, : c.s],
     ), "documents"),

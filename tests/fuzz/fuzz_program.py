@@ -163,6 +163,8 @@ class Program:
             "table": lambda: randn(l + s).to(self.dtype),
             "padding": lambda: _with_first(rand(lead[0] if len(lead) > 1 else 1, s) > 0.4),
             "lengths": lambda: (rand(lead[0] if lead else 1) * s).long() + 1,
+            "position": lambda: (rand() * s).long(),
+            "positions": lambda: (rand(l) * s).long(),
             "documents": lambda: (rand(max(l, s)) * 2).long().cumsum(0),
         }
         return made[kind]()

@@ -23,7 +23,17 @@ ENGINES: tuple[tuple[str, tuple[str, ...] | None], ...] = (
 _LAST = "last is no number"  # where a mask hides it alone: all else would be NaN
 _AFTER = ("query after", "key after", "value after")  # the result
 STRIDES = ("", "", "", "permuted", "gaps", "offset", "expanded")
-_SAFE = ("causal", "input", "padding", "lengths", "everything", "prefix", "numbers", "first")  # keep the first key
+_SAFE = (
+    "causal",
+    "input",
+    "padding",
+    "lengths",
+    "everything",
+    "prefix",
+    "numbers",
+    "first",
+    "position",
+)  # keep the first key
 
 
 @dataclass(frozen=True)

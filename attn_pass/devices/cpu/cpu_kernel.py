@@ -14,7 +14,7 @@ Offers in inference, in float32, bfloat16 and float16. It is new: it is asked on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -23,12 +23,11 @@ from torch.fx import Node
 
 from attn_pass.devices import roofline
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
+from attn_pass.devices.cpu.key_bounds import Bounds, bounds_of, with_keep
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
-from attn_pass.model.conditions import conjuncts, structure_of
-from attn_pass.model.expression import TRUE, Apply, Expr, apply
-from attn_pass.model.index import Axis, Index, is_at_most, product
-from attn_pass.model.structure import Band, Keys
+from attn_pass.model.expression import TRUE, Apply, Expr
+from attn_pass.model.index import Axis, product
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, outgrows_float32
 from attn_pass.targets.lower import Lowering
@@ -37,27 +36,6 @@ from attn_pass.targets.problem import problem_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAMPLES = 16  # rows at which the number of kept keys is counted, for a prediction
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Row ``i`` keeps the keys from ``i + lower`` to ``i + upper``, and ``first`` to ``last``, where ``rest`` holds."""
-
-    lower: Index | None = None
-    upper: Index | None = None
-    first: Index | None = None
-    last: Index | None = None
-    rest: Expr = TRUE
-
-    def kept(self, row: int, kv_len: int, hint: Callable[[Index], int]) -> int:
-        """How many keys a row keeps by its bounds alone."""
-        low = max((0, *(hint(n) for n in _there(self.first)), *(row + hint(n) for n in _there(self.lower))))
-        high = min((kv_len - 1, *(hint(n) for n in _there(self.last)), *(row + hint(n) for n in _there(self.upper))))
-        return max(0, high - low + 1)
-
-
-def _there(bound: Index | None) -> tuple[Index, ...]:
-    return () if bound is None else (bound,)
 
 
 @dataclass(frozen=True)
@@ -83,10 +61,11 @@ class CpuKernel:
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
+        attention = with_keep(attention)
         adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
         score, captured = _score(attention)
         decided = CpuPlan(
-            bounds_of(attention),
+            bounds_of(attention, setting),
             score,
             captured,
             _fully_masked(attention),
@@ -140,16 +119,9 @@ class CpuKernel:
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
         given: dict[str, object] = {"fully_masked": decided.fully_masked}
-        bounds = decided.bounds
-        sizes = {
-            "before": None if bounds.lower is None else -1 * bounds.lower,
-            "after": bounds.upper,
-            "start": bounds.first,
-            "end": None if bounds.last is None else bounds.last + 1,
-        }
-        given |= {name: plan.size(size) for name, size in sizes.items() if size is not None}
-        if bounds.rest != TRUE:
-            given["keep"] = _kept(lower, bounds.rest)
+        given |= decided.bounds.given(lower)
+        if decided.bounds.rest != TRUE:
+            given["keep"] = _kept(lower, decided.bounds.rest)
         if a.mask.bias is not None:
             given["bias"] = additive_mask(lower, setting)
         if decided.score:
@@ -215,50 +187,6 @@ def _refusal_of_score(a: Attention) -> str | None:
     )
 
 
-def bounds_of(a: Attention) -> Bounds:
-    """The mask as bounds on a row's keys, and what of it they do not say.
-
-    Beside a bias whose fully masked rows average all keys, what is masked with a number is left to the bias.
-    """
-    if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
-        return Bounds()
-    bounds = Bounds()
-    for condition in conjuncts(a.mask.deep_condition or TRUE):
-        parts = structure_of(condition, a.keys, a.rows).parts
-        tighter: Bounds | None = bounds
-        for part in parts:
-            tighter = None if tighter is None else _tightened(tighter, part)
-        bounds = tighter or replace(bounds, rest=apply("and", bounds.rest, condition))
-    # Where no bound was found the program's own tensor serves.
-    return replace(bounds, rest=a.mask.keep.condition) if replace(bounds, rest=TRUE) == Bounds() else bounds
-
-
-def _tightened(bounds: Bounds, part: object) -> Bounds | None:
-    """The bounds with one part of a mask in them; None where it is none, or nobody knows which bound is tighter."""
-    if isinstance(part, Band):
-        low, high = _larger(bounds.lower, part.lower), _smaller(bounds.upper, part.upper)
-        return None if low is _UNKNOWN or high is _UNKNOWN else replace(bounds, lower=low, upper=high)
-    if isinstance(part, Keys):
-        low, high = _larger(bounds.first, part.lower), _smaller(bounds.last, part.upper)
-        return None if low is _UNKNOWN or high is _UNKNOWN else replace(bounds, first=low, last=high)
-    return None
-
-
-_UNKNOWN: Index = -(1 << 62)
-
-
-def _larger(one: Index | None, other: Index | None) -> Index | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return other if is_at_most(one, other) else one if is_at_most(other, one) else _UNKNOWN
-
-
-def _smaller(one: Index | None, other: Index | None) -> Index | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one if is_at_most(one, other) else other if is_at_most(other, one) else _UNKNOWN
-
-
 def _fully_masked(a: Attention) -> str:
     if a.mask.replaces_with_number and a.mask.bias is None:
         return "mean"
@@ -291,12 +219,14 @@ def _cannot_be_built(setting: Setting) -> str | None:
 _SHARE = 0.8  # of the rate of a product in float32: half precision is widened, or multiplied as fast
 _CALL_US = 15.0  # filling the arguments in, and waking threads
 _TASK_US = 1.0
+_VALID = 0.5  # of the keys, where only the program knows how many are: a cache fills up
 
 
 def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
     device, problem = setting.device, problem_of(a, setting.hint)
     rows = [n * (problem.q_len - 1) // (_SAMPLES - 1) for n in range(_SAMPLES)]
     share = sum(bounds.kept(r, problem.kv_len, setting.hint) for r in rows) / (_SAMPLES * max(1, problem.kv_len))
+    share *= _VALID if bounds.at_run_time else 1.0
     tasks = max(1, problem.kv_batch * problem.kv_heads * -(-problem.q_len // 96))
     work = share * problem.flops / (device.matmul(torch.float32) * _SHARE * min(1.0, tasks / device.cores)) / 1e3
     mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)

@@ -73,6 +73,8 @@ def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
 def result_like(query: Tensor, value: Tensor) -> Tensor:
     """The result's memory: heads after positions, as the layer behind an attention wants them."""
     batch, heads, q_len, _ = query.shape
+    if isinstance(q_len, int) and q_len == 1:  # the same memory, with the strides of a dense tensor
+        return query.new_empty((batch, heads, 1, value.size(-1)))
     return query.new_empty((batch, q_len, heads, value.size(-1))).transpose(1, 2)
 
 

@@ -1,0 +1,221 @@
+"""Bounds on keys that only the program knows: what of a cache is valid, as the CPU kernel is told it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from against_eager import NEG_INF, qkv, same
+from torch import Tensor
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+Keep = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+POSITION, LENGTHS = torch.tensor(11), torch.tensor([3, 20])
+QUERIES = torch.tensor([11, 4, 30, 2, 7])
+
+
+def keys(k: Tensor) -> Tensor:
+    return torch.arange(k.shape[-2])
+
+
+def rows(q: Tensor) -> Tensor:
+    return torch.arange(q.shape[-2])[:, None]
+
+
+# What is kept, of (q, k, what the program knows), and the bounds that say all of it.
+EXACT: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "a position": (lambda q, k, p: keys(k) <= p, POSITION, 1, {"ends"}),
+    "a position, the other way round": (lambda q, k, p: ~(p < keys(k)), POSITION, 1, {"ends"}),
+    "below a position": (lambda q, k, p: keys(k) - p < 1, POSITION, 5, {"ends"}),
+    "a position in int32": (lambda q, k, p: keys(k).int() <= p.int(), POSITION, 1, {"ends"}),
+    "the query's position": (lambda q, k, p: keys(k) <= (torch.arange(1) + p)[:, None], POSITION, 1, {"ends"}),
+    "lengths": (lambda q, k, n: keys(k) < n[:, None, None, None], LENGTHS, 3, {"ends"}),
+    "left padding": (lambda q, k, n: keys(k) >= n[:, None, None, None], LENGTHS, 3, {"starts"}),
+    "a window": (lambda q, k, p: (keys(k) <= p) & (keys(k) > p - 4), POSITION, 1, {"starts", "ends"}),
+    "two bounds": (lambda q, k, p: (keys(k) <= p) & (keys(k) <= 2 * p - 15), POSITION, 1, {"ends"}),
+    "causal from a position": (lambda q, k, p: keys(k) <= rows(q) + p, POSITION, 5, {"shift", "after"}),
+    "of each row of the batch": (
+        lambda q, k, n: keys(k) <= rows(q) + n[:, None, None, None],
+        LENGTHS,
+        5,
+        {"shift", "after"},
+    ),
+    "a window from a position": (
+        lambda q, k, p: (keys(k) <= rows(q) + p) & (keys(k) > rows(q) + p - 4),
+        POSITION,
+        5,
+        {"shift", "after", "before"},
+    ),
+    "a prefix and a position": (lambda q, k, p: (keys(k) >= 2) & (keys(k) <= p), POSITION, 1, {"start", "ends"}),
+}
+# What the bounds say in part: the rest stays a mask.
+IN_PART: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "positions of queries": (lambda q, k, p: keys(k) <= p[:, None], QUERIES, 5, {"ends", "keep"}),
+    "windows of queries": (
+        lambda q, k, p: (keys(k) <= p[:, None]) & (keys(k) > p[:, None] - 4),
+        QUERIES,
+        5,
+        {"starts", "ends", "keep"},
+    ),
+    "a position and a hole": (lambda q, k, p: (keys(k) <= p) & (keys(k) != 5), POSITION, 1, {"ends", "keep"}),
+    "two positions": (
+        lambda q, k, p: (keys(k) <= rows(q) + p) & (keys(k) >= rows(q) - p),
+        POSITION,
+        5,
+        {"shift", "after", "keep"},
+    ),
+    "a band beside a position": (
+        lambda q, k, p: (keys(k) <= rows(q) + p) & (keys(k) >= rows(q) - 2),
+        POSITION,
+        5,
+        {"shift", "after", "keep"},
+    ),
+}
+# What looks like a bound, and keeps keys outside of it.
+NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "a sink beside a window": (
+        lambda q, k, p: ((keys(k) <= p) & (keys(k) > p - 4)) | (keys(k) == 0),
+        POSITION,
+        1,
+        {"keep"},
+    ),
+    "a key behind it": (lambda q, k, p: (keys(k) <= p) | (keys(k) == 40), POSITION, 1, {"keep"}),
+    "not below": (lambda q, k, p: ~(keys(k) * keys(k) <= p), POSITION, 1, {"keep"}),
+    "twice the key": (lambda q, k, p: keys(k) * 2 <= p, POSITION, 1, {"keep"}),
+    "a number for each key": (lambda q, k, p: keys(k) <= p.repeat(10)[: k.shape[-2]], QUERIES, 1, {"keep"}),
+    "a ring buffer": (lambda q, k, p: (keys(k) - p) % 50 >= 30, POSITION, 1, {"keep"}),
+    "a float": (lambda q, k, p: keys(k) <= p * 0.9, POSITION, 1, {"keep"}),
+    "a byte that wraps around": (lambda q, k, p: keys(k) <= p.to(torch.uint8) + 250, POSITION, 1, {"keep"}),
+}
+ALL = EXACT | IN_PART | NONE
+
+
+def attend(keep: Keep, fill: float = NEG_INF, added: bool = False) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, known: Tensor) -> Tensor:
+        if k.shape[1] != q.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        kept = keep(q, k, known)
+        scores = q @ k.mT * 0.3
+        scores = scores + torch.where(kept, 0.0, fill) if added else scores.masked_fill(~kept, fill)
+        return scores.softmax(-1) @ v
+
+    return run
+
+
+def told(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:
+    """What the emitted operator is given by name."""
+    calls: list[torch.fx.Node] = []
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        calls.extend(n for n in gm.graph.nodes if "attn_pass.attention" in str(n.target))
+        return gm
+
+    backend = attn_pass.wrap(seen, choose="fused", targets=("cpu_kernel",), on_error="raise", **options)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(fn, backend=backend)(*inputs)
+    return dict(calls[0].kwargs)
+
+
+def on_kernel(fn: Callable[..., Tensor], *inputs: Tensor, **more: Any) -> attn_pass.Report:
+    with torch.no_grad():
+        return same(fn, *inputs, rewritten=1, targets=("cpu_kernel",), **more)
+
+
+@pytest.mark.parametrize("form", [(NEG_INF, False), (-1e9, False), (LOWEST, True), (-1e9, True)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_the_program_s_numbers(name: str, form: tuple[float, bool]) -> None:
+    keep, known, q_len, _ = ALL[name]
+    fn = attend(keep, *form)
+    for kv_heads in (1, 4):
+        on_kernel(fn, *qkv(2, 4, q_len, 50, kv_heads=kv_heads), known)
+    on_kernel(fn, *qkv(2, 4, q_len, 50), known - 12, reference=False)  # rows for which nothing is valid
+    on_kernel(fn, *qkv(2, 4, q_len, 50), known + 45, reference=False)  # and positions behind the last key
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_the_kernel_is_told(name: str) -> None:
+    keep, known, q_len, wanted = ALL[name]
+    assert set(told(attend(keep), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_added_mask_is_bounds_as_well(name: str) -> None:
+    keep, known, q_len, wanted = EXACT[name]
+    assert set(told(attend(keep, LOWEST, True), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
+
+
+def test_a_weak_number_that_is_added_stays() -> None:
+    """Of a row of nothing but -1e9 something of large scores is left, which the kernel adds it to."""
+    keep, known, q_len, _ = EXACT["a position"]
+    given = told(attend(keep, -1e9, True), *qkv(2, 4, q_len, 50), known)
+    assert "bias" in given and "ends" not in given
+
+
+def test_two_fills_that_are_added_stay() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, p: Tensor) -> Tensor:
+        mask = torch.where(keys(k) <= p, 0.0, torch.where(keys(k) <= p + 4, -1e30, LOWEST))
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    assert "bias" in told(run, *qkv(2, 4, 1, 50), POSITION)
+    on_kernel(run, *qkv(2, 4, 1, 50), POSITION - 20, reference=False)
+
+
+def test_what_is_not_valid_is_never_read() -> None:
+    """A cache holds anything behind the last valid key."""
+    q, k, v = qkv(2, 4, 1, 300)
+    k[:, :, 13:], v[:, :, 13:] = torch.nan, torch.inf
+    fn = torch.compile(
+        attend(EXACT["a position"][0]), backend=attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",))
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(
+            fn(q, k, v, torch.tensor(12)),
+            attend(EXACT["a position"][0])(q, k[:, :, :13], v[:, :, :13], torch.tensor(12)),
+        )
+
+
+def counted_up(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+    """As transformers' static cache does it: the mask is made, then the position is counted up in place."""
+    keep = keys(k) <= (torch.arange(q.shape[-2]) + position)[:, None]
+    position.add_(q.shape[-2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+
+
+def overwritten(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+    """Nothing that the mask was made of holds its value."""
+    keep = keys(k) <= position
+    position.add_(1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep[None])
+
+
+def test_a_position_that_is_counted_up_before_the_attention() -> None:
+    assert "ends" in told(counted_up, *qkv(2, 4, 1, 50), POSITION.clone())
+    assert "ends" not in told(overwritten, *qkv(2, 4, 1, 50), POSITION.clone())
+    for fn in (counted_up, overwritten):
+        on_kernel(fn, *qkv(2, 4, 1, 50), POSITION.clone())
+
+
+@pytest.mark.parametrize("name", ["lengths", "causal from a position", "windows of queries"])
+def test_dynamic_sizes(name: str) -> None:
+    keep, known, q_len, _ = ALL[name]
+    on_kernel(attend(keep), *qkv(2, 4, q_len, 50), known, dynamic=True)
+
+
+def test_inductor_compiles_it_and_one_graph_serves_every_position() -> None:
+    keep, _, q_len, _ = ALL["a window from a position"]
+    q, k, v = qkv(2, 4, q_len, 50, kv_heads=2)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend(keep), backend=attn_pass.backend, options={"targets": ("cpu_kernel",)}, fullgraph=True
+    )
+    with torch.no_grad(), attn_pass.record() as report:
+        for position in (0, 7, 44, 60):
+            inputs = (q, k, v, torch.tensor(position))
+            got, wanted = compiled(*inputs), attend(keep)(*inputs)
+            torch.testing.assert_close(got, wanted, equal_nan=True)
+    assert len(report.sites) == 1 and report.sites[0].target == "cpu_kernel"
