@@ -35,6 +35,12 @@ class Family:
         types: of `torch.device`, whose tensors are this family's.
         names: of its devices that need not be here to be decided for (`Options.device`).
         kernel_rules: torch's own fused kernels there, by name, in the order torch's call tries them.
+        forms: of the targets that are no kernel's but forms of torch's call and of products, those that serve here too:
+            "local", "recompute", "decomposed". What they take is measured there.
+        flex_template: Inductor's template for FlexAttention there, as `attn_pass.targets.flex` names it; "" for none.
+        masks_in_compute_dtype: kernels read an additive mask in the dtype of their operands, not in float32.
+        takes_any_mask_strides: torch's kernels read a mask whose rows overlap in memory.
+        logarithm_of_torch_call: the operator that torch's call ends in gives the log-sum-exp as well, with any mask.
         same_call: a kernel that programs call by themselves, to the target that writes the same call.
         widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
         merges_equal_calls: a compiler there may take two calls that draw dropout for one.
@@ -46,6 +52,11 @@ class Family:
     types: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     kernel_rules: Mapping[str, KernelRules] = {}
+    forms: frozenset[str] = frozenset()
+    flex_template = ""
+    masks_in_compute_dtype = False
+    takes_any_mask_strides = False
+    logarithm_of_torch_call = False
     same_call: Mapping[str, str] = {}
     widens_unfused_half = False
     merges_equal_calls = False

@@ -19,7 +19,7 @@ from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.views import Permute
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.problem import moved_query_bytes, problem_of
+from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
 
 
 class Decomposed:
@@ -33,7 +33,7 @@ class Decomposed:
             return Refusal(self.name, attention.not_affine)
         if setting.eager_form:
             return Refusal(self.name, "it is written as products and a softmax already")
-        if setting.device.type != "cpu":
+        if not serves(self.name, setting):
             return Refusal(self.name, f"no measured rule for {setting.device.type} devices yet", other_device=True)
         if attention.dropout:
             return Refusal(self.name, "dropout is left to the call")

@@ -28,7 +28,7 @@ from attn_pass.model.structure import Band, Chunk, Structure, row_index
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import hides_keys
-from attn_pass.targets.problem import problem_of
+from attn_pass.targets.problem import problem_of, serves
 from attn_pass.targets.sdpa import Sdpa, operands, sdpa_function
 
 _ROWS = (32, 64, 128, 256)  # rows of a block that are tried
@@ -69,7 +69,7 @@ class Local:
         choices = _choices(attention)
         reason = self._refusal(attention, choices, setting)
         if reason is not None:
-            return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
+            return Refusal(self.name, reason, other_device=not serves(self.name, setting))
         predicted, blocks = min(((_cost(attention, b, setting), b) for b in choices), key=lambda of: of[0])
         return Offer(
             self.name,
@@ -84,7 +84,7 @@ class Local:
     def _refusal(self, a: Attention, choices: Sequence[Blocks], setting: Setting) -> str | None:
         if not choices:
             return "the mask is no sliding window and no chunks of a size that is known"
-        if setting.device.type != "cpu":
+        if not serves(self.name, setting):
             return f"no measured rule for {setting.device.type} devices yet"
         if not a.mask.structure.is_exact or not a.mask.never_empty:
             return "part of the mask depends on run-time values, or a row may keep no key"

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
@@ -90,15 +91,19 @@ def mask_refusal(a: Attention, setting: Setting) -> str | None:
             return reason
     if mask_kind(a, setting) == "additive" and setting.autocast == torch.float16 and not setting.fused_as_written:
         return "autocast to float16 would change an additive mask"
-    if setting.device.type == "cuda" and a.score_dtype != a.compute_dtype and not _survives(a.mask.bias, a):
+    if _narrows(setting) and a.score_dtype != a.compute_dtype and not _survives(a.mask.bias, a):
         return (
             f"a bias that the program adds in {str(a.score_dtype)[6:]} would be rounded to {str(a.compute_dtype)[6:]}"
         )
     return None
 
 
+def _narrows(setting: Setting) -> bool:
+    return family_of(setting.device).masks_in_compute_dtype
+
+
 def _survives(bias: Expr | None, a: Attention) -> bool:
-    """Whether a bias is the same in the compute dtype, in which CUDA kernels read it, but for how low a fill is."""
+    """Whether a bias is the same in the compute dtype, in which kernels read it, but for how low a fill is."""
     if bias is None:
         return True
     if isinstance(bias, Const):
@@ -226,14 +231,14 @@ def repaired(
         learned = lower.attention.mask.bias is not None and wants_mask_gradient(lower.attention)
         empty = EmptyRows(lower.plan, lower.attention, mask, learned)
         mask = empty.unmasked()
-    if setting.device.type == "cuda" and fake_of(mask).dtype != torch.bool:
+    if _narrows(setting) and fake_of(mask).dtype != torch.bool:
         given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
         mask = mask if given else _narrowed(lower, mask)
     return mask, empty
 
 
 def _narrowed(lower: Lowering, mask: Value) -> Value:
-    """An additive mask in the compute dtype, as CUDA kernels ask for it.
+    """An additive mask in the compute dtype, as kernels with `Family.masks_in_compute_dtype` ask for it: CUDA's.
 
     They multiply it by the logarithm of e once it is added, which takes float32's lowest number to -inf; a number that
     stays finite absorbs any score as well. In float16 a masking fill becomes -inf: rows of nothing else are repaired.
@@ -256,7 +261,7 @@ def repairs_empty_rows(a: Attention, setting: Setting) -> bool:
 
 
 def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
-    narrow = setting.device.type == "cuda" and a.compute_dtype == torch.float16 and may_hold_finite_fill(a)
+    narrow = _narrows(setting) and a.compute_dtype == torch.float16 and may_hold_finite_fill(a)
     return a.needs_grad or narrow
 
 

@@ -77,3 +77,8 @@ def _lies_in_order(load: Load, order: list[Axis]) -> bool:
     """Whether the axes occur in the load's dimensions in the order given, slowest first."""
     found = [a for index in load.index for a in order if a in axes(index)]
     return found == order
+
+
+def serves(form: str, setting: Setting) -> bool:
+    """Whether a form of torch's call, or of products, is one for the setting's device."""
+    return form in family_of(setting.device).forms

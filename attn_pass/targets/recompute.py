@@ -31,7 +31,7 @@ from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, 
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
-from attn_pass.targets.problem import moved_query_bytes, problem_of
+from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa, operands, settled
 
 
@@ -44,7 +44,7 @@ class Recompute:
         """Takes training on CPU with a mask whose gradient is wanted, or that the plain call cannot take."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
+            return Refusal(self.name, reason, other_device=not serves(self.name, setting))
         copied = moved_query_bytes(attention, setting.hint)
         problem = problem_of(attention, setting.hint, copied)
         width = max(problem.head_dim, problem.value_dim)
@@ -58,7 +58,7 @@ class Recompute:
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
             return "it is for training under torch.compile"
-        if setting.device.type != "cpu":
+        if not serves(self.name, setting):
             return "the kernels of other devices give such gradients themselves"
         if setting.autocast is not None:
             return "autocast would treat its backward differently from the program's"

@@ -26,6 +26,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.devices import roofline
+from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
@@ -73,8 +74,8 @@ class Sdpa:
         try:
             decided = self._plan(attention, setting)
         except Unfit as reason:
-            device = setting.device  # another may have kernels of its own, and reasons that say more
-            others = device.type == "npu" or (device.type not in ("cpu", "cuda") and bool(device.kernels))
+            family = family_of(setting.device)  # another may have kernels of its own, and reasons that say more
+            others = not family.kernel_rules and bool(family.targets())
             return Refusal(self.name, str(reason), other_device=others)
         hint = setting.hint
         copied = moved_query_bytes(attention, hint)
@@ -110,7 +111,7 @@ class Sdpa:
 
     def _plan(self, a: Attention, setting: Setting) -> SdpaPlan:
         """Raises `Unfit`."""
-        if a.sink is not None and (a.needs_grad or setting.device.type != "cpu"):
+        if a.sink is not None and (a.needs_grad or not family_of(setting.device).logarithm_of_torch_call):
             raise Unfit("the sum of exponentials, which a sink needs, has no gradient in the fused kernel")
         kernel = self._kernel(a, setting, mask_needs_grad=wants_mask_gradient(a))
         if (reason := mask_refusal(a, setting)) is not None:
@@ -130,7 +131,7 @@ class Sdpa:
         """The fused kernel that torch's call ends in. Raises `Unfit`."""
         if a.not_affine:
             raise Unfit(a.not_affine)
-        if setting.device.type not in ("cpu", "cuda"):
+        if not family_of(setting.device).kernel_rules:
             raise Unfit(f"no measured rule for {setting.device.type} devices yet")
         if not setting.device.kernels:
             raise Unfit("no GPU is here, or torch's fused kernels are switched off")
@@ -280,7 +281,7 @@ def _distance_mask(a: Attention, form: MaskForm, setting: Setting) -> ByDistance
     rows = tuple(x for x in a.rows if x.size != 1)
     if by is None or rows != (by.row,) or a.sink is not None or form.repairs:
         return None
-    if setting.device.type != "cpu" or shifts_rows(a):  # a vector of distances has no rows
+    if not family_of(setting.device).takes_any_mask_strides or shifts_rows(a):  # a vector of distances has no rows
         return None
     problem = problem_of(a, setting.hint)
     matrix = roofline.traffic(setting.device, 2 * problem.mask_elements * problem.mask_bytes)

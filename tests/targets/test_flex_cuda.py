@@ -834,8 +834,8 @@ def test_without_measuring_no_block_sizes_are_considered() -> None:
 def test_block_sizes_divide_the_masks_blocks_and_fit() -> None:
     from attn_pass.targets.flex.flex import _BLOCKS, _DECODING_TILES, _TILES, _WIDE_TILES
 
-    assert all(_BLOCKS["cuda"][0] % m == 0 and _BLOCKS["cuda"][1] % n == 0 for m, n, *_ in (*_TILES, *_WIDE_TILES))
-    assert all(_BLOCKS["cuda"][1] % n == 0 for n, *_ in _DECODING_TILES)
+    assert all(_BLOCKS["triton"][0] % m == 0 and _BLOCKS["triton"][1] % n == 0 for m, n, *_ in (*_TILES, *_WIDE_TILES))
+    assert all(_BLOCKS["triton"][1] % n == 0 for n, *_ in _DECODING_TILES)
 
 
 @pytest.mark.parametrize(("device", "dim", "tiles"), [("H200", 128, 4), ("H200", 256, 2), ("L4", 128, 1)])

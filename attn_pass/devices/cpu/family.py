@@ -25,6 +25,10 @@ class Cpu(Family):
     name = "cpu"
     types = ("cpu",)
     kernel_rules = {"cpu flash": CPU_FLASH}
+    forms = frozenset(("local", "recompute", "decomposed"))
+    flex_template = "cpp"
+    takes_any_mask_strides = True
+    logarithm_of_torch_call = True
     takes_composites = True
 
     def here(self, at: torch.device) -> Device:

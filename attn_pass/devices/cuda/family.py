@@ -38,6 +38,8 @@ class Cuda(Family):
     types = ("cuda",)
     names = tuple(sheet.name for sheet in facts.SHEETS)
     kernel_rules = {"flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
+    flex_template = "triton"
+    masks_in_compute_dtype = True
     same_call = {LIBRARY: LIBRARY}
     widens_unfused_half = True
     takes_composites = True

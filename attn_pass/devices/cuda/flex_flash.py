@@ -76,7 +76,7 @@ class FlexFlash(Flex):
         """None: the kernel chooses its own tiles."""
         return ()
 
-    def operand(self, plan: Plan, value: Value, *, on_cuda: bool) -> Value:
+    def operand(self, plan: Plan, value: Value, *, in_triton: bool) -> Value:
         """As the kernel's loads of 16 bytes ask."""
         return in_vectors(plan, unbroadcast(plan, dense_last(plan, value)))
 

@@ -37,7 +37,7 @@ from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
 from attn_pass.targets.flex.blocks import Sides, block_mask, share
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
-from attn_pass.targets.flex.score import Function, function_of, names_of, visible
+from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import bytes_of, problem_of
 from attn_pass.targets.sdpa import dense_last
@@ -45,7 +45,7 @@ from attn_pass.targets.sdpa import dense_last
 # Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
 # multiple of the key block it would take its decoding kernel for a single query, which asks for pointers it is not
 # given (seen in torch 2.13.0). CUDA's tiles divide torch's own 128.
-_BLOCKS = {"cpu": (64, 256), "cuda": (128, 128)}
+_BLOCKS = {"cpp": (64, 256), "triton": (128, 128)}
 
 # Tiles for the tuner on CUDA: query rows, keys, warps, stages. Larger ones take minutes to compile in float32.
 _TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2))
@@ -82,7 +82,7 @@ class Flex:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
-        if setting.device.type != "cuda" and not attention.not_affine:  # the commonest case, told at once
+        if template_name(setting) != "triton" and not attention.not_affine:  # the commonest case, told at once
             return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
         if setting.kernel_as_written == FLEX:
             return Refusal(self.name, "the program calls FlexAttention itself")
@@ -91,7 +91,7 @@ class Flex:
         if reason is not None:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
-        if setting.assume_nonempty_rows and setting.device.type == "cuda" and not attention.mask.never_empty:
+        if setting.assume_nonempty_rows and template_name(setting) == "triton" and not attention.mask.never_empty:
             assumptions = ("no row is fully masked",)
         elif attention.empty_row_is_nan and not attention.mask.never_empty:
             assumptions = (EMPTY_ROWS,)
@@ -111,7 +111,7 @@ class Flex:
 
     def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:
         """The same with other tiles than Inductor's own choice, for the tuner."""
-        if setting.device.type != "cuda":
+        if template_name(setting) != "triton":
             return
         a = offer.attention
         decodes = no_decoding(a) is None
@@ -128,11 +128,11 @@ class Flex:
             yield replace(offer, variant=variant, plan=replace(offer.plan, options=(*offer.plan.options, *options)))
 
     def _plan(self, a: Attention, function: Function, setting: Setting) -> FlexPlan:
-        on_cuda = setting.device.type == "cuda"
+        in_triton = template_name(setting) == "triton"
         band = None
-        if function.mask is None or not on_cuda:
+        if function.mask is None or not in_triton:
             band = Band() if function.mask is None else visible(a)
-        return FlexPlan(function, _BLOCKS[setting.device.type], band, self._options(a) if on_cuda else ())
+        return FlexPlan(function, _BLOCKS[template_name(setting)], band, self._options(a) if in_triton else ())
 
     def _options(self, a: Attention) -> tuple[tuple[str, object], ...]:
         """What the CUDA templates are told."""
@@ -146,21 +146,21 @@ class Flex:
         """Plans the operator with its score function and block mask."""
         a, function = offer.attention, offer.plan.function
         lower = Lowering(plan, nodes, a)
-        on_cuda = setting.device.type == "cuda"
+        in_triton = template_name(setting) == "triton"
         dtype = a.compute_dtype
         query_groups = (a.batch, a.heads, a.rows, (a.dim,))
         affine = not a.not_affine
         query = lower.query(dtype) if affine else lower.operand(a.query, query_groups, dtype, expand=True)
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-        operands = [self.operand(plan, x, on_cuda=on_cuda) for x in (query, key, value)]
-        score = Mod(lower, function.score, on_cuda=on_cuda)
+        operands = [self.operand(plan, x, in_triton=in_triton) for x in (query, key, value)]
+        score = Mod(lower, function.score, in_triton=in_triton)
         device = a.sources[a.query.source].device
         masked: tuple[Value, ...] = ()
         if function.mask is None or offer.plan.band is not None:
             mask = band_mod(device, offer.plan.band or Band())
         else:
-            made = Mod(lower, function.mask, scored=False, on_cuda=on_cuda)
+            made = Mod(lower, function.mask, scored=False, in_triton=in_triton)
             mask, masked = made.module(), tuple(made.captured)
         scored = score.module()
         self.check(scored, mask, setting)
@@ -189,9 +189,9 @@ class Flex:
             results.fake[0].requires_grad_()
         return lower.result(plan.call(operator.getitem, results, 0))
 
-    def operand(self, plan: Plan, value: Value, *, on_cuda: bool) -> Value:
+    def operand(self, plan: Plan, value: Value, *, in_triton: bool) -> Value:
         """An operand (B, H, L, D) as the template takes it."""
-        return (dense_last if on_cuda else own_memory)(plan, value)
+        return (dense_last if in_triton else own_memory)(plan, value)
 
     def check(self, score: GraphModule, mask: GraphModule, setting: Setting) -> None:
         """Raises `RewriteError` where torch refuses the functions."""
@@ -210,7 +210,7 @@ def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
 
 def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
     problem = problem_of(a, setting.hint)
-    if setting.device.type == "cuda":
+    if template_name(setting) == "triton":
         return replace(problem, mask_elements=bytes_of(a, function.loads(), setting.hint), mask_bytes=1)
     return problem if loads(function.score) else replace(problem, mask_elements=0)
 
@@ -219,7 +219,7 @@ def as_written(attention: Attention, problem: Problem, setting: Setting) -> floa
     """Predicted microseconds of a call that the program makes itself, whose blocks are torch's own of 128 by 128."""
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
-    visited = share(attention.mask.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["cuda"])
+    visited = share(attention.mask.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["triton"])
     if not attention.mask.structure.is_exact:
         visited *= _UNKNOWN_SHARE
     splits = no_decoding(attention) is None
@@ -230,5 +230,5 @@ def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) 
     """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
-    visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[setting.device.type])
+    visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[template_name(setting)])
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=no_decoding(a) is None)

@@ -24,14 +24,14 @@ class Mod:
     """A graph ``(score, b, h, q_idx, kv_idx, *captured) -> score``, or one without a score that says what is kept.
 
     Elements of an axis are digits of the index of its group. Sizes and numbers that are not known come in as captured
-    tensors without dimensions: the templates pass symbolic ones as integers only. ``on_cuda``: the template takes
+    tensors without dimensions: the templates pass symbolic ones as integers only. ``in_triton``: the template takes
     tensors that lie anywhere, and its hyperbolic tangent has a derivative.
     """
 
-    def __init__(self, lower: Lowering, expression: Expr, *, scored: bool = True, on_cuda: bool = False) -> None:
+    def __init__(self, lower: Lowering, expression: Expr, *, scored: bool = True, in_triton: bool = False) -> None:
         self.lower = lower
         self.plan = lower.plan
-        self._on_cuda = on_cuda
+        self._in_triton = in_triton
         self._name = "ScoreMod" if scored else "MaskMod"
         self._device = lower.attention.sources[lower.attention.query.source].device
         self.captured: list[Value] = []
@@ -120,7 +120,12 @@ class Mod:
             return self._call(operation.aten, *(self._tensor(a) for a in args))
         if op in ("floordiv", "remainder"):
             return self._divided(self._tensor(args[0]), args[1], op == "remainder")
-        if op == "tanh" and not self._on_cuda and isinstance(args[0], Node) and _value(args[0]).dtype == torch.float32:
+        if (
+            op == "tanh"
+            and not self._in_triton
+            and isinstance(args[0], Node)
+            and _value(args[0]).dtype == torch.float32
+        ):
             return tanh(self._call, args[0])
         return self._call(operation.aten, self._tensor(args[0]), *args[1:])
 
@@ -145,7 +150,7 @@ class Mod:
         if not isinstance(held, torch.Tensor):
             return self._number(node, torch.float32 if isinstance(held, (float, torch.SymFloat)) else torch.int64)
         shape = self.lower.attention.sources[load.source].shape
-        if not self._on_cuda and not all(isinstance(n, int) for n in shape):
+        if not self._in_triton and not all(isinstance(n, int) for n in shape):
             return self._flat_load(load, node, shape)
         source = self._capture(load.source, lambda: self._captured(node))
         if not load.index:
@@ -176,7 +181,7 @@ class Mod:
         return self._capture((id(value), kind), made)
 
     def _captured(self, value: Value) -> Value:
-        return value if self._on_cuda else captured(self.plan, value)
+        return value if self._in_triton else captured(self.plan, value)
 
     # ------------------------------------------------------------ indices
 

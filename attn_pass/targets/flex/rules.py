@@ -19,12 +19,12 @@ from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint, dtype_name
 from attn_pass.targets.empty_rows import MASKING
-from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32
+from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32, template_name
 from attn_pass.targets.masks import mask_kind
 from attn_pass.targets.sdpa import Sdpa
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MINIMUM = {"cpu": (2, 13), "cuda": (2, 11)}  # earlier templates were not tried
+_MINIMUM = {"cpp": (2, 13), "triton": (2, 11)}  # earlier templates were not tried
 _SMALLEST_DIM, _LARGEST_DIM = 16, 256  # of a product in Triton; of what Inductor has block sizes for
 _GRID = 65535  # of batch entries or heads: the second and third dimension of a CUDA grid
 
@@ -43,7 +43,7 @@ Rule = Constraint[Case]
 
 def refusal(case: Case) -> str | None:
     """The first reason why FlexAttention does not take a case; None if it does."""
-    return constraints.refusal(RULES.get(case.setting.device.type, _ELSEWHERE), case)
+    return constraints.refusal(RULES.get(template_name(case.setting), _ELSEWHERE), case)
 
 
 # ---------------------------------------------------------------- rules of every device
@@ -56,8 +56,8 @@ _ANY_SCORE = Rule(
 _UNKNOWN_DEVICE = Rule("device", lambda c: f"no measured rule for {c.setting.device.type} devices yet", lambda c: False)
 _VERSION = Rule(
     "torch",
-    lambda c: f"FlexAttention on {_on(c)} is known from torch {'.'.join(map(str, _MINIMUM[c.setting.device.type]))} on",
-    lambda c: _MINIMUM[c.setting.device.type] <= TORCH_VERSION,
+    lambda c: f"FlexAttention on {_on(c)} is known from torch {'.'.join(map(str, _minimum(c)))} on",
+    lambda c: _minimum(c) <= TORCH_VERSION,
 )
 _DTYPE = Rule(
     "dtype",
@@ -110,8 +110,12 @@ _FLOAT32 = Rule(
 )
 
 
+def _minimum(case: Case) -> tuple[int, int]:
+    return _MINIMUM[template_name(case.setting)]
+
+
 def _on(case: Case) -> str:
-    return "the CPU" if case.setting.device.type == "cpu" else "CUDA devices"
+    return "the CPU" if template_name(case.setting) == "cpp" else "CUDA devices"
 
 
 def _heads_and_dims(a: Attention) -> tuple[Index, ...]:
@@ -229,7 +233,7 @@ def _is_maskless(c: Case) -> bool:
 
 
 RULES: Mapping[str, tuple[Rule, ...]] = {
-    "cpu": (
+    "cpp": (
         _ANY_SCORE,
         _VERSION,
         _NO_HOOK,
@@ -247,7 +251,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _CONTINUOUS,
         _FLOAT32,
     ),
-    "cuda": (
+    "triton": (
         _ASKED_FOR,
         _VERSION,
         _CAPABILITY,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_pass.devices.registry import family_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import DOT, Apply, Const, Expr, Load, apply, contains_dot, loads, transform, walk
@@ -50,19 +51,24 @@ class Function:
         return self.score if self.mask is None else apply("where", self.mask, self.score, Const(float("-inf")))
 
 
+def template_name(setting: Setting) -> str:
+    """Inductor's template on the setting's device: "cpp", "triton", or "" where it has none."""
+    return family_of(setting.device).flex_template
+
+
 def function_of(a: Attention, setting: Setting) -> Function:
-    """The functions for the device of the setting."""
-    return _on_cuda(a, setting) if setting.device.type == "cuda" else _on_cpu(a)
+    """The functions for the template on the device of the setting."""
+    return _in_triton(a, setting) if template_name(setting) == "triton" else _in_cpp(a)
 
 
-def _on_cpu(a: Attention) -> Function:
+def _in_cpp(a: Attention) -> Function:
     band = visible(a)
     parts = () if band == Band() else (band,)
     mask = Structure(a.mask.structure.key, a.mask.structure.row, parts).condition() if is_whole_mask(a) else None
     return Function(score_of(a), mask, parts, mask is not None)
 
 
-def _on_cuda(a: Attention, setting: Setting) -> Function:
+def _in_triton(a: Attention, setting: Setting) -> Function:
     score = multiplied_once(a.modified) if a.not_affine else DOT
     if a.mask.is_none:
         return Function(score)
