@@ -25,6 +25,7 @@ TITLE = "Masks and score functions"
 HEADS, LENGTH, DIM = 8, 2048, 64
 NEG_INF = float("-inf")
 SCALE = DIM**-0.5
+Keep = Callable[[Any, Any], Any]  # of positions of a row and a key
 
 
 # ---------------------------------------------------------------- as users write them
@@ -34,29 +35,45 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT / math.sqrt(q.size(-1))
 
 
-def _positions(scores: Tensor) -> tuple[Tensor, Tensor]:
-    i, j = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
-    return i[:, None], j[None, :]
+def _masked(keep: Keep, score: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[..., Tensor]:
+    """Attention by hand with the positions that are kept, and a function of the scores before."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = score(_scores(q, k))
+        i, j = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
+        ahead = k.size(-2) - q.size(-2)
+        kept = keep(i[:, None] + ahead if ahead else i[:, None], j[None, :])
+        return torch.softmax(scores.masked_fill(~kept, NEG_INF), -1) @ v
+
+    return attend
 
 
-def _where(scores: Tensor, keep: Tensor, v: Tensor) -> Tensor:
-    return torch.softmax(scores.masked_fill(~keep, NEG_INF), -1) @ v
+def below(i: Any, j: Any) -> Any:
+    """Causal, aligned to the last key."""
+    return j <= i
+
+
+def near(i: Any, j: Any) -> Any:
+    return (j <= i) & (i - j < 256)
+
+
+def early(i: Any, j: Any) -> Any:
+    return (j <= i) | (j < 512)
+
+
+def same(i: Any, j: Any) -> Any:
+    return (i // 300 == j // 300) & (j <= i)
+
+
+def capped(score: Any) -> Any:
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+causal = _masked(below)
 
 
 def full(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(_scores(q, k), -1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores, j <= i, v)
-
-
-def bottom_right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores, j <= i + k.size(-2) - q.size(-2), v)
 
 
 def lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,28 +85,10 @@ def lowest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.matmul(F.dropout(weights, p=0.0, training=False), v).transpose(1, 2).contiguous()
 
 
-def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores, (j <= i) & (i - j < 256), v)
-
-
-def prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores, (j <= i) | (j < 512), v)
-
-
 def document(q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores, (ids[:, None, :, None] == ids[:, None, None, :]) & (j <= i), v)
-
-
-def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = 30.0 * torch.tanh(_scores(q, k) / 30.0)
-    i, j = _positions(scores)
-    return _where(scores, j <= i, v)
+    i, j = (torch.arange(n, device=q.device) for n in (q.size(-2), k.size(-2)))
+    keep = (ids[:, None, :, None] == ids[:, None, None, :]) & (j[None, :] <= i[:, None])
+    return torch.softmax(_scores(q, k).masked_fill(~keep, NEG_INF), -1) @ v
 
 
 def _slopes(heads: int, like: Tensor) -> Tensor:
@@ -97,9 +96,10 @@ def _slopes(heads: int, like: Tensor) -> Tensor:
 
 
 def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    scores = _scores(q, k)
-    i, j = _positions(scores)
-    return _where(scores + _slopes(q.size(1), q)[:, None, None] * (j - i), j <= i, v)
+    i, j = (torch.arange(n, device=q.device) for n in (q.size(-2), k.size(-2)))
+    distance = j[None, :] - i[:, None]
+    scores = _scores(q, k) + _slopes(q.size(1), q)[:, None, None] * distance
+    return torch.softmax(scores.masked_fill(distance > 0, NEG_INF), -1) @ v
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,32 +150,16 @@ def _qkv(q_len: int, kv_len: int, kv_heads: int = HEADS) -> Tensors:
     return _randn(q_len, (1, HEADS, q_len, DIM), keys, keys)
 
 
-def _plain(n: int) -> Tensors:
-    return _qkv(n, n)
+def _with(*more: Callable[[int], tuple[int, ...]]) -> Callable[[int], Tensors]:
+    """Query, key and value of a length, and random tensors of these shapes."""
+    return lambda n: (*_qkv(n, n), *_randn(1, *(shape(n) for shape in more)))
 
 
 def _last(n: int) -> Tensors:
     return _qkv(64, n + 64)
 
 
-def _groups(n: int) -> Tensors:
-    return _qkv(n, n, HEADS // 4)
-
-
-def _documents(n: int) -> Tensors:
-    return (*_qkv(n, n), torch.arange(n)[None] // 300)
-
-
-def _table(n: int) -> Tensors:
-    return (*_qkv(n, n), *_randn(1, (32, HEADS)))
-
-
-def _bias(n: int) -> Tensors:
-    return (*_qkv(n, n), *_randn(1, (1, HEADS, n, n)))
-
-
-def _two(n: int) -> Tensors:
-    return (*_qkv(n, n), *_qkv(n, n)[:2])
+_plain = _with()
 
 
 def _pairs(n: int) -> Tensors:
@@ -187,33 +171,17 @@ def _pairs(n: int) -> Tensors:
 # ---------------------------------------------------------------- as a specialist writes them
 
 
-def _flex(mask: Any, score: Any, n: int, device: str) -> nn.Module:
-    block_mask = None if mask is None else create_block_mask(mask, None, None, n, n, device=device)
+def _flex(keep: Keep, score: Any, n: int, device: str) -> nn.Module:
+    mask = create_block_mask(lambda b, h, i, j: keep(i, j), None, None, n, n, device=device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
-        return flex_attention(q, k, v, score_mod=score, block_mask=block_mask, enable_gqa=q.size(1) != k.size(1))
+        return flex_attention(q, k, v, score_mod=score, block_mask=mask)
 
     return Function(attend)
 
 
-def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return j <= i
-
-
-def _near(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (j <= i) & (i - j < 256)
-
-
-def _early(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (j <= i) | (j < 512)
-
-
-def _same(b: Any, h: Any, i: Any, j: Any) -> Any:
-    return (i // 300 == j // 300) & (j <= i)
-
-
 def _capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return 30.0 * torch.tanh(score / 30.0)
+    return capped(score)
 
 
 def _sloped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -229,10 +197,6 @@ def _call_with(mask: Callable[[Tensor, Tensor], Tensor], n: int, device: str) ->
     i, j = torch.arange(n, device=device)[:, None], torch.arange(n, device=device)
     made = mask(i, j)
     return Function(lambda q, k, v, *more: F.scaled_dot_product_attention(q, k, v, attn_mask=made))
-
-
-def _kept(mask: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda i, j: mask(None, None, i, j)
 
 
 def _alibi_matrix(i: Tensor, j: Tensor) -> Tensor:
@@ -254,10 +218,6 @@ def _buckets(n: int, device: str) -> nn.Module:
 def _last_keys(n: int, device: str) -> nn.Module:
     keep = torch.ones(64, n + 64, dtype=torch.bool, device=device).tril(n)
     return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
-
-
-def _grouped_call(n: int, device: str) -> nn.Module:
-    return _call(n, device, is_causal=True, enable_gqa=True)
 
 
 def _heads_last(n: int, device: str) -> nn.Module:
@@ -308,18 +268,37 @@ VARIANTS: Sequence[Variant] = (
     Variant("full", full, _plain, _call, "call"),
     Variant("causal", causal, _plain, partial(_call, is_causal=True), "call, is_causal", HALF),
     Variant("causal as in transformers, finfo.min", lowest, _plain, _heads_last, "call, is_causal", HALF),
-    Variant("causal to the last key, 64 queries", bottom_right, _last, _last_keys, "call with a mask", 1 - 1 / 66),
-    Variant("sliding window 256", window, _plain, partial(_flex, _near, None), kept=0.117, dense=_kept(_near)),
-    Variant("prefix of 512", prefix, _plain, partial(_flex, _early, None), kept=0.53, dense=_kept(_early)),
     Variant(
-        "documents of 300, causal", document, _documents, partial(_flex, _same, None), kept=0.072, dense=_kept(_same)
+        "causal to the last key, 64 queries",
+        causal,
+        lambda n: _qkv(64, n + 64),
+        _last_keys,
+        "call with a mask",
+        1 - 1 / 66,
     ),
-    Variant("soft cap, causal", softcap, _plain, partial(_flex, _below, _capped), kept=HALF),
-    Variant("ALiBi, causal", alibi, _plain, partial(_flex, _below, _sloped), kept=HALF, dense=_alibi_matrix),
-    Variant("grouped heads 8/2, causal", grouped, _groups, _grouped_call, "call, is_causal, enable_gqa", HALF),
-    Variant("T5's relative bias", relative, _table, _buckets, "call with the bias"),
-    Variant("bias a head", head_bias, _bias, _with_bias, "call with a mask"),
-    Variant("differential attention", differential, _two, _two_calls, "two calls"),
+    Variant("sliding window 256", _masked(near), _plain, partial(_flex, near, None), kept=0.117, dense=near),
+    Variant("prefix of 512", _masked(early), _plain, partial(_flex, early, None), kept=0.53, dense=early),
+    Variant(
+        "documents of 300, causal",
+        document,
+        lambda n: (*_qkv(n, n), torch.arange(n)[None] // 300),
+        partial(_flex, same, None),
+        kept=0.072,
+        dense=same,
+    ),
+    Variant("soft cap, causal", _masked(below, capped), _plain, partial(_flex, below, _capped), kept=HALF),
+    Variant("ALiBi, causal", alibi, _plain, partial(_flex, below, _sloped), kept=HALF, dense=_alibi_matrix),
+    Variant(
+        "grouped heads 8/2, causal",
+        grouped,
+        lambda n: _qkv(n, n, HEADS // 4),
+        partial(_call, is_causal=True, enable_gqa=True),
+        "call, is_causal, enable_gqa",
+        HALF,
+    ),
+    Variant("T5's relative bias", relative, _with(lambda n: (32, HEADS)), _buckets, "call with the bias"),
+    Variant("bias a head", head_bias, _with(lambda n: (1, HEADS, n, n)), _with_bias, "call with a mask"),
+    Variant("differential attention", differential, lambda n: (*_qkv(n, n), *_qkv(n, n)[:2]), _two_calls, "two calls"),
     Variant("Evoformer, rank 5", pair_biased, _pairs, _folded, "call, folded"),
 )
 QUICK = ("causal", "documents of 300, causal")
