@@ -68,9 +68,10 @@ class Environment:
             torch.cuda.empty_cache()
 
 
-def stock(env: Environment, program: Program) -> Program:
+def stock(env: Environment, program: Program, *, dynamic: bool = False, **settings: Any) -> Program:
     """Compiled as torch does; in a dry run only traced."""
-    return compiled(program, backend="aot_eager" if env.dry else "inductor")
+    sizes = None if dynamic else False
+    return compiled(program, dynamic=sizes, backend="aot_eager" if env.dry else "inductor", **settings)
 
 
 def passed(
@@ -91,18 +92,6 @@ def said(report: attn_pass.Report) -> dict[str, Any]:
     site = report.sites[-1]
     took = LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
     return {"took": took, "predicted_us": site.predicted_us.get(took), "reason": site.reason}
-
-
-def peak_bytes(env: Environment, run: Callable[[], Any]) -> int | None:
-    """Device memory that one call takes at its highest, beside what is there; None in a dry run."""
-    if env.dry:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def facts(env: Environment) -> dict[str, Any]:

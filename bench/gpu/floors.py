@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from bench.gpu.environment import NAMED, Environment, passed, peak_bytes, said, stock
+from bench.gpu.environment import NAMED, Environment, passed, said, stock
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call, exact
 from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of
-from bench.harness.timing import why
+from bench.harness.timing import peak_bytes, why
 
 FP16, FP32 = torch.float16, torch.float32
 
@@ -102,19 +102,9 @@ def measure(env: Environment, shape: Shape) -> Row:
     sets = sets_of(env, shape, cold=shape.memory_bound)
     first = sets[0]
     row: Row = {"floor_us": full.floor_us(), "sets": len(sets), "bytes": shape.bytes, "flops": shape.flops}
-    row["failed"] = {}
-    variants: dict[str, Variant] = {}
     with torch.no_grad():
-        for spelling, spelled in SPELLINGS.items():
-            program = spelled(shape)
-            if program is None:
-                continue
-            if spelling == "by hand" and not fits(env, shape):
-                row["failed"][f"stock, {spelling}"] = "the scores would not fit in memory"
-            else:
-                variants[f"stock, {spelling}"] = Variant(stock(env, program))
-            variants[f"pass, {spelling}"] = Variant(passed(env, program))
-            row |= _first_call(env, row, variants, spelling, first)
+        variants, made = compiled_ahead(env, shape, first)
+        row |= made
         own = "stock, call" if "stock, call" in variants else "stock, by hand"
         if own in variants:
             variants["stock again"] = variants[own]
@@ -127,28 +117,43 @@ def measure(env: Environment, shape: Shape) -> Row:
     return row | planned(full) if env.dry else row
 
 
-def _first_call(
-    env: Environment, row: Row, variants: dict[str, Variant], spelling: str, inputs: tuple[Any, ...]
-) -> Row:
-    """Compiles this spelling; what the pass did, and the memory both take."""
-    found: Row = {}
-    for who in ("stock", "pass"):
-        name = f"{who}, {spelling}"
-        if name not in variants:
-            continue
-        try:
-            with attn_pass.record() as report:
-                variants[name].run(*inputs)
-            found[f"peak, {name}"] = peak_bytes(env, partial(variants[name].run, *inputs))
-        except Exception as error:
-            row["failed"][name] = why(error)
-            del variants[name]
-            continue
-        if who == "pass":
-            told = said(report)
-            found |= {f"took, {spelling}": told["took"], f"predicted, {spelling}": told["predicted_us"]}
-            found[f"reason, {spelling}"] = told["reason"]
-    return found
+def compiled_ahead(env: Environment, shape: Shape, inputs: tuple[Any, ...]) -> tuple[dict[str, Variant], Row]:
+    """Both spellings, stock and with the pass, called once: what the pass did, the memory each takes, what failed."""
+    row: Row = {"failed": {}}
+    variants: dict[str, Variant] = {}
+    for spelling, spelled in SPELLINGS.items():
+        program = spelled(shape)
+        for who, compiler in (("stock", stock), ("pass", passed)) if program is not None else ():
+            name = f"{who}, {spelling}"
+            if name == "stock, by hand" and not fits(env, shape):
+                row["failed"][name] = "the scores would not fit in memory"
+                continue
+            try:
+                run = compiler(env, program)
+                with attn_pass.record() as report:
+                    run(*inputs)
+                row[f"peak, {name}"] = None if env.dry else peak_bytes(run, inputs)
+            except Exception as error:
+                row["failed"][name] = why(error)
+                continue
+            variants[name] = Variant(run)
+            if who == "pass":
+                row |= _planned(spelling, report)
+    return variants, row
+
+
+def _planned(spelling: str, report: attn_pass.Report) -> Row:
+    names = {"took": "took", "predicted": "predicted_us", "reason": "reason"}
+    return {f"{name}, {spelling}": said(report)[field] for name, field in names.items()}
+
+
+def compile_case(env: Environment, shape: Shape) -> Row:
+    """Compiles what `measure` will run into Inductor's disk cache."""
+    shape = shape.tiny() if env.dry else shape
+    with torch.no_grad():
+        _, row = compiled_ahead(env, shape, shape.inputs(env))
+    row["not compiled"] = "; ".join(f"{name}: {reason}" for name, reason in row["failed"].items())
+    return row
 
 
 def _corner(shape: Shape, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -184,9 +189,7 @@ def planned(shape: Shape) -> Row:
             inputs = shape.inputs(Environment("meta"))
             with torch.no_grad():
                 report = attn_pass.explain(program, *inputs, attn_pass_options={"device": NAMED})
-            told = said(report)
-            found |= {f"took, {spelling}": told["took"], f"predicted, {spelling}": told["predicted_us"]}
-            found[f"reason, {spelling}"] = told["reason"]
+            found |= _planned(spelling, report)
     return found
 
 
@@ -241,6 +244,13 @@ def flex_cases(env: Environment) -> list[Case]:
     return [Case(name, partial(measure, env, shape)) for name, shape in chosen]
 
 
+def ahead(env: Environment) -> list[Case]:
+    """In the order in which the timed parts will want them."""
+    shapes = {**CASES, **FLEX_CASES}
+    names = quick_names() if env.quick else list(shapes)
+    return [Case(name, partial(compile_case, env, shapes[name])) for name in names]
+
+
 PART = Part(
     "floors",
     "Standard cases: stock, the pass, the best kernel by hand, the floor",
@@ -279,5 +289,22 @@ FLEX = Part(
     0.10,
     PART.columns,
     flex_cases,
+    usual=False,
+)
+# In several processes and without a clock: a case compiles for 10 to 25 s, and with the kernels in the cache for a few.
+# The cache is where ``TORCHINDUCTOR_CACHE_DIR`` says, which has to be the same for the timed run.
+AHEAD = Part(
+    "compile",
+    "Compiled ahead",
+    0.20,
+    (
+        Column("case", "name"),
+        Column("seconds", "seconds", ".1f"),
+        Column("by hand", "took, by hand"),
+        Column("call", "took, call"),
+        Column("not compiled", "not compiled"),
+    ),
+    ahead,
+    timed=False,
     usual=False,
 )

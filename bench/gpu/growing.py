@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from bench.gpu.environment import Environment, said
+from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.harness.timing import compiled, why
+from bench.harness.timing import why
+from bench.suites.zoo import library
 
 MODES = ("", "reduce-overhead")
 SPELLINGS = ("eager", "sdpa")
@@ -39,11 +40,8 @@ _TOLERANCE = 0.05  # of the largest logit, in bfloat16 over eight layers
 
 
 def _model(env: Environment, attention: str) -> Any:
-    import transformers
-
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**(TINY if env.dry else LLAMA))
-    made = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attention)
+    made = library("LlamaForCausalLM", "LlamaConfig", attention, **(TINY if env.dry else LLAMA))
     return made.to(device=env.device, dtype=torch.float32 if env.dry else torch.bfloat16).eval()
 
 
@@ -57,14 +55,8 @@ def _program(model: Any) -> Callable[..., Tensor]:
 
 def _compiled(env: Environment, who: str, program: Callable[..., Tensor], mode: str) -> Callable[..., Tensor]:
     given = {"mode": mode} if mode and not env.dry else {}
-    if who == "eager":
-        return program
-    if who == "stock":
-        return compiled(program, dynamic=None, backend="aot_eager" if env.dry else "inductor", **given)
-    options = {**env.options, **given}
-    if env.dry:
-        return compiled(program, dynamic=None, backend=attn_pass.wrap("aot_eager", **options))
-    return compiled(program, dynamic=None, backend=attn_pass.backend, options=options)
+    compilers = {"stock": stock, "pass": passed}
+    return compilers[who](env, program, dynamic=True, **given) if who in compilers else program
 
 
 def generate(env: Environment, model: Any, run: Callable[..., Tensor]) -> tuple[list[float], Tensor]:

@@ -52,7 +52,7 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         candidates, failures = _built(shop, chosen)
         runs = {candidate.name: candidate.run for candidate in candidates}
         samples = in_turns(runs, shop.inputs, setting.rounds, seconds=setting.block_s)
-        peaks = {candidate.name: peak_bytes(candidate, shop.inputs) for candidate in candidates}
+        peaks = {candidate.name: peak_bytes(candidate.run, shop.inputs) for candidate in candidates}
         work = _work(shop, rates)
         errors = _errors(program, candidates, shop.inputs, setting.device)
         reports = {way: _told(report) for way, report in shop.reports.items()}

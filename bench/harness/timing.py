@@ -158,12 +158,12 @@ def _status_kib(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
+def peak_bytes(run: Runner, inputs: Inputs) -> int | None:
     """Memory that one call adds to the process (or to the GPU) at its highest; None where the system does not say."""
     if inputs[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        candidate.run(*inputs)
+        run(*inputs)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     try:
@@ -172,7 +172,7 @@ def peak_bytes(candidate: Candidate, inputs: Inputs) -> int | None:
         # Linux: writing 5 resets the high-water mark of resident memory (proc(5), clear_refs).
         Path("/proc/self/clear_refs").write_text("5")
         before = _status_kib("VmRSS")
-        candidate.run(*inputs)
+        run(*inputs)
         return max(0, _status_kib("VmHWM") - before) * 1024
     except (OSError, AttributeError, TypeError):
         return None
