@@ -114,7 +114,7 @@ class Lowering:
         if op == "cast":
             return call(aten.to.dtype, self._tensor(args[0]), expression.dtype)
         if op == "where":
-            yes, no = (self._tensor(a) if isinstance(a, float) and _is_wide(a) else a for a in args[1:])
+            yes, no = (self._tensor(a) if isinstance(a, float) and self._needs_float64(a) else a for a in args[1:])
             overload = {
                 (True, True): aten.where.self,
                 (False, True): aten.where.ScalarSelf,
@@ -143,7 +143,12 @@ class Lowering:
             return value  # type: ignore[return-value]
         device = self.attention.sources[self.attention.query.source].device
         held = fake_of(value) if isinstance(value, (Planned, Node)) else value
-        return self.plan.call(aten.full.default, [], value, dtype=_type_of(held), device=device)
+        dtype = torch.float64 if isinstance(held, float) and self._needs_float64(held) else _type_of(held)
+        return self.plan.call(aten.full.default, [], value, dtype=dtype, device=device)
+
+    def _needs_float64(self, number: float) -> bool:
+        """Whether float32 would round a number, or a product of it: it is part of float64 scores, or too large."""
+        return self.attention.score_dtype == torch.float64 or _is_wide(number)
 
     def _index(self, index: Index, groups: Sequence[Group]) -> Value:
         """Index arithmetic from arange, an axis at its place among the groups."""

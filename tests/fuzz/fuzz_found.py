@@ -485,4 +485,27 @@ FOUND: tuple[tuple[str, Case], ...] = (
         )
         for targets in (None, ("flex",), ("cpu_kernel",))
     ),
+    (
+        "what is added to part of float64 scores, times a number that float32 rounds",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                value_dim=2,
+                dtype=torch.float64,
+                score=(Step(row="mask: part added to", x=0.5), Step(row="scale: mul", x=0.3)),
+            )
+        ),
+    ),
+    (
+        "two numbers far below the scores are rounded as one sum",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                dim=2,
+                score=(Step(row="bias: far down", x=-512.0), Step(row="bias: far down", x=512.0)),
+            )
+        ),
+    ),
 )
