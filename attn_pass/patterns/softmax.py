@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from functools import reduce
 
-import torch
 from torch.fx import Node
 
-from attn_pass.graph.values import tensor_value
-from attn_pass.model.expression import Const, Expr, apply, loads
-from attn_pass.model.index import Axis, axes
 from attn_pass.patterns.after_product import (
     Ending,
     at_product,
     endings,
     exponentials,
     late_softmax,
-    reach_from,
-    sink_of_share,
 )
 from attn_pass.patterns.also_used import with_what_else_is_needed
-from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_window, failed, refused, still_held
-from attn_pass.patterns.products import adds_nothing, factors_of_rows, with_product
+from attn_pass.patterns.base import Site, UsedElsewhere, check_uses, check_window, failed, refused
+from attn_pass.patterns.lifted_softmax import Candidate, lift
 from attn_pass.patterns.shape_uses import remaining_shape_uses, with_shape_uses
 from attn_pass.patterns.shared_scores import with_partners
-from attn_pass.patterns.sinks import OTHER_KEYS, added_sink, check_no_shift, read_sinks, sink_positions
 from attn_pass.patterns.softmax_forms import Softmax, read_softmax
-from attn_pass.patterns.weights import masked_once, read_weights, without_row_reductions
-from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.operands import operand
+from attn_pass.reading.describe import describe
 from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.products import Product
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
-from attn_pass.reading.use_def import UseDefWalk
 from attn_pass.reading.views import VIEWS
 
 FORM = "eager"
@@ -157,7 +145,8 @@ def _read_to(
     for candidate in sorted(reader.products[read.input], key=lambda n: reader.order[n]):
         try:
             with reader.site() as used:
-                parts, internal = _lift(reader, product, weights, softmax, read, candidate, ending, late=late)
+                lifted = Candidate(reader, product, weights, softmax, read, candidate, ending, late)
+                parts, internal = lift(lifted)
                 site.described = describe(parts, used)
             site.softmax_of = (read.input, read.dim)
             site.internal = with_shape_uses(reader, internal, site.described.nodes, node)
@@ -179,159 +168,3 @@ def _read_to(
         kind="attention" if site.described is not None else "near miss",
         unshared=site if isinstance(best, UsedElsewhere) else None,
     )
-
-
-def _lift(
-    reader: Reader,
-    product: Product,
-    weights: Node,
-    softmax: Node,
-    read: Softmax,
-    scores_product: Node,
-    ending: Ending,
-    *,
-    late: bool = False,
-) -> tuple[Parts, tuple[Node, ...]]:
-    """Lifts one site with one choice of the product of queries and keys. Raises `Unreadable`.
-
-    With ``late`` the softmax is divided by its sum where the site ends, and ``softmax`` is its exponentials.
-    """
-    node, end = product.node, ending.node
-    region, order = reader.regions.of(node), reader.order
-    if product.alpha != 1 or not adds_nothing(reader, product):
-        raise Unreadable("something is added to the product of weights and values", node)
-    keys = Axis("j", product.summed_size)
-    left, right = product.positions(ending.at_product, keys)
-    at_weights, at_values, values = (left, right, product.right)
-    if weights is product.right:
-        at_weights, at_values, values = right, left, product.left
-
-    reach = reach_from(reader, softmax) if late else reader.softmaxes
-    spine = UseDefWalk(reader, softmax, reach, region, of_weights=True)
-    expression = spine.read(weights, at_weights, order[node])
-    internal = dict.fromkeys((node, *ending.nodes, *spine.internal))
-    made_of, beside = read_weights(reader, spine, expression, (read.input, read.dim), keys)
-    internal |= dict.fromkeys(beside)
-    at_softmax = spine.leaf_position
-    if at_softmax is None:
-        raise Unreadable("the weights do not come from the softmax", node)
-    beside_keys = sink_positions(reader, softmax, read, at_softmax, keys)
-    if reader.regions.of(softmax) != region:
-        raise Unreadable("the softmax runs under another context than the product", softmax)
-    internal |= dict.fromkeys(read.nodes)
-
-    scores = UseDefWalk(reader, scores_product, reader.products, region)
-    time = min(order[n] for n in read.nodes)
-    score = scores.read(read.input, at_softmax, time)
-    value = tensor_value(read.input)
-    assert value is not None
-    internal |= dict.fromkeys(scores.internal)
-    inner = reader.product(scores_product)
-    if scores.leaf_position is None and keys.size != reader.shape(softmax)[read.dim]:
-        raise Unreadable(OTHER_KEYS, scores_product)
-    if inner is None or scores.leaf_position is None:
-        raise Unreadable("the product of queries and keys cannot be read", scores_product)
-    if scores.dropout:
-        raise Unreadable("dropout is applied to the scores", scores_product)
-    if made_of.zeroed is not None:
-        score = masked_once(reader, score, scores, made_of.zeroed, value.dtype)
-    sink = None
-    if (beside_keys is not None) + (read.sink is not None) + (ending.factor is not None and not late) > 1:
-        raise Unreadable("two sinks, each in a place of its own", node)
-    if beside_keys is not None:
-        score, sink, beside = read_sinks(reader, scores, score, read.input, beside_keys, keys, region, time)
-    elif read.sink is not None:
-        sink, beside = added_sink(reader, scores, read, at_softmax, keys, time)
-    elif ending.factor is not None and not late:
-        sink, beside = sink_of_share(reader, ending, read, scores, at_softmax, keys)
-    else:
-        score, beside = without_row_reductions(reader, score, scores, keys)
-    internal |= dict.fromkeys(beside)
-    if read.scale != 1:
-        score = apply("mul", score, Const(read.scale))
-        sink = None if sink is None else apply("mul", sink, Const(read.scale))
-    internal |= dict.fromkeys(reader.instead_of(node))
-    internal |= dict.fromkeys(p.times for p in (product, inner) if p.times is not None)
-    score = with_product(reader, scores, inner, score)
-    plain = not (late or beside or made_of.zeroed) and read.scale == 1
-    if sink is not None:
-        check_no_shift(score, keys, scores_product)
-    elif plain:
-        try:
-            check_no_shift(score, keys, scores_product)
-        except Unreadable:
-            plain = False
-    own = tensor_value(softmax)
-    assert own is not None
-    told = own.dtype if value.dtype == torch.float64 else value.dtype  # a softmax that is told its type rounds first
-    score_dtype = _score_dtype(scores, score, told, scores_product)
-    dim = Axis("d", inner.summed_size)
-    left, right = inner.positions(scores.leaf_position, dim)
-    query, key, at_query, at_key = inner.left, inner.right, left, right
-    if keys in axes(*left) or (keys.size == 1 and _is_transposed(left, right, at_softmax)):
-        query, key, at_query, at_key = inner.right, inner.left, right, left
-    if keys in axes(*at_query):
-        raise Unreadable("both sides of the score product depend on the key", scores_product)
-    rows = [p for n, p in enumerate(at_softmax) if n != read.dim]
-    made, result = tensor_value(scores_product), tensor_value(node)
-    assert made is not None and result is not None
-    parts = Parts(
-        reader=reader,
-        result=end,
-        output=ending.output,
-        rows_at=(tuple(rows[:-1]), rows[-1] if rows else 0),
-        keys=keys,
-        dim=dim,
-        query=still_held(
-            reader, operand(reader, query, at_query, order[scores_product], region, factors=True), ending.node
-        ),
-        key=still_held(reader, operand(reader, key, at_key, order[scores_product], region, factors=True), ending.node),
-        value=still_held(reader, operand(reader, values, at_values, order[node], region, factors=False), ending.node),
-        score=score,
-        side=scores.loads,
-        score_dtype=score_dtype,
-        factor_dtype=_narrowest(scores, value.dtype),
-        product_dtypes=(made.dtype, result.dtype),
-        dropout=spine.dropout,
-        empty_row_is_nan=read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or sink),
-        nan_guard=made_of.nan_guard,
-        result_factors=(*made_of.factors, *factors_of_rows(reader, product, weights, ending.at_product)),
-        sink=sink,
-        by_logarithm=read.by_logarithm,
-        plain_scores=plain,
-    )
-    return parts, tuple(n for n in internal if n is not end)
-
-
-def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: Node) -> torch.dtype:
-    """The type in which masks and biases join the scores: a fill has to mask there. Raises `Unreadable` for two.
-
-    That is the softmax's own at least, but for float16, where other numbers mask. What ``score`` no longer holds, as
-    a row's maximum that was taken off, does not count. An infinite number is the same in every type, and decides none.
-    """
-    kept = set(loads(score))
-    joined = [(d, term) for d, term in scores.joined if kept.intersection(loads(term)) or not loads(term)]
-    if softmax != torch.float64:  # it rounds what was joined in float64
-        joined = [(softmax if d == torch.float64 else d, term) for d, term in joined]
-    types = {d for d, _ in joined}
-    if types and torch.float64 not in types:  # what absorbed a score is not given back to it in float64
-        softmax = torch.float32 if softmax == torch.float64 else softmax
-    if len(types) > 1:
-        types = {d for d, term in joined if not (isinstance(term, Const) and math.isinf(term.value))}
-    if torch.float16 not in types:
-        return reduce(torch.promote_types, types, softmax)
-    if len(types) > 1 or scores.is_beyond_half:
-        raise Unreadable("what may mask is added to the scores in float16, and in a wider type as well", node)
-    return torch.float16
-
-
-def _narrowest(scores: UseDefWalk, softmax: torch.dtype) -> torch.dtype:
-    """float16 where the scores pass through it."""
-    dtypes = {value.dtype for node in scores.internal if (value := tensor_value(node)) is not None}
-    return torch.float16 if torch.float16 in dtypes else softmax
-
-
-def _is_transposed(left: tuple, right: tuple, at_softmax: tuple) -> bool:  # type: ignore[type-arg]
-    """With a single key: whether the rows come from the right operand."""
-    rows = axes(*at_softmax)
-    return len(axes(*right) & rows) > len(axes(*left) & rows)

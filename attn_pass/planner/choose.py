@@ -133,10 +133,8 @@ def choose(
     is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken. The
     targets in ``without`` are refused for the reason that is given with them.
     """
-    if attention.nan_guard and setting.numerics == "strict":
-        return Choice(reason=f"numerics='strict': {NAN_GUARD}")
-    if attention.nan_guard and _may_be_infinite(attention.modified):
-        return Choice(reason="a guard against NaN weights, beside scores that may become infinite")
+    if refusal := _guard_refusal(attention, setting):
+        return Choice(reason=refusal)
     asked: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed)]
     without = without or {}
     targets = [t for t in asked if t.name not in without]
@@ -147,56 +145,109 @@ def choose(
     offers = _offers(forms, targets, setting, choice)
     _add_what_stays(choice.predicted_us, offers, attention, setting, written)
     if not offers:
-        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice)
-        others = [r for r in choice.refusals.values() if r != attention.not_affine]
-        if attention.not_affine and others:
-            choice.reason = f"{attention.not_affine}; {others[0]}"
+        choice.reason = AS_ASKED if allowed == (LEAVE,) else _why_none(choice, attention)
         return choice
     candidates = _candidates(offers, prefer, allowed)
     if not candidates:
         choice.reason = AS_ASKED
         return choice
-    times, remark = choice.predicted_us, ""
+    remark = ""
     if measure is not None and prefer != "first":
-        more = _alternatives(offers, setting)
-        answer = measure(_shortlist(offers, more))
-        if isinstance(answer, str):
-            remark = f"; {answer}"
-        else:
-            times = choice.measured_us = dict(answer)
-            everything = [*candidates, *(o for label in more for o in more[label])]
-            candidates = [o for o in everything if _label(o[0]) in times] or candidates
-    measured = times is choice.measured_us
-    how, best = ("measured", "fastest") if measured else ("predicted", "cheapest")
-    tables: list[Mapping[str, float]] = [times]
-    if times is choice.predicted_us:
-        tables += [_predicted(attention, forms, targets, length) for length in elsewhere]
-    loss = worst_losses(tables) if len(tables) > 1 else times
+        candidates, remark = _measure(measure, candidates, offers, setting, choice)
+    if choice.measured_us:
+        timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True)
+    else:
+        timed = _predicted_at(attention, forms, targets, setting, choice.predicted_us, elsewhere, remark)
+    _take(choice, timed, candidates, attention, setting, prefer)
+    return choice
 
-    def rank(offered: tuple[Offer, Target]) -> tuple[float, float]:
-        name = _label(offered[0])
-        return loss.get(name, math.inf), times.get(name, math.inf)
 
-    ranked = sorted(candidates, key=rank)
-    if not measured:
-        ranked = margins.ties_by_order(ranked, lambda o: rank(o)[0], setting.device)
-    for offer, target in ranked:
+def _guard_refusal(attention: Attention, setting: Setting) -> str:
+    """Why a guard against NaN weights keeps a site as it is; empty where it does not, or where there is none."""
+    if attention.nan_guard and setting.numerics == "strict":
+        return f"numerics='strict': {NAN_GUARD}"
+    if attention.nan_guard and _may_be_infinite(attention.modified):
+        return "a guard against NaN weights, beside scores that may become infinite"
+    return ""
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """What each form takes, by its label: measured, or predicted here and at other lengths."""
+
+    times: Mapping[str, float]
+    losses: Mapping[str, float]  # at the worst of all lengths, in times of the best form there; or the times
+    is_measured: bool = False
+    lengths: str = ""  # those compared, in words; empty for one
+    remark: str = ""
+
+    def rank(self, offer: Offer) -> tuple[float, float]:
+        """The least comes first."""
         name = _label(offer)
-        time = times.get(name, math.inf)
-        faster = f" ({times[LEAVE] / time:.3g}x)" if 0 < time < math.inf else ""
-        reason = f"{how} {duration(times[LEAVE])} as written, {duration(time)} with {name}{faster}{remark}"
-        if len(tables) > 1:
-            over = _range(attention, setting, elsewhere)
-            reason += f"; {over}, at worst {loss[LEAVE]:.3g} and {loss[name]:.3g} times what the best form takes"
-        margin = _MEASURED if measured else margins.margin(offer, setting)
-        gain = loss[LEAVE] / max(loss.get(name, math.inf), 1e-9)
+        return self.losses.get(name, math.inf), self.times.get(name, math.inf)
+
+    def gain(self, offer: Offer) -> float:
+        """How many times faster it is than the site as it is."""
+        return self.losses[LEAVE] / max(self.rank(offer)[0], 1e-9)
+
+    def in_words(self, offer: Offer) -> str:
+        """Both times."""
+        name, leaving, (_, time) = _label(offer), self.times[LEAVE], self.rank(offer)
+        how = "measured" if self.is_measured else "predicted"
+        faster = f" ({leaving / time:.3g}x)" if 0 < time < math.inf else ""
+        words = f"{how} {duration(leaving)} as written, {duration(time)} with {name}{faster}{self.remark}"
+        if self.lengths:
+            worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
+            words += f"; {self.lengths}, at worst {worst} times what the best form takes"
+        return words
+
+
+def _predicted_at(
+    attention: Attention,
+    forms: _Forms,
+    targets: Sequence[Target],
+    setting: Setting,
+    times: Mapping[str, float],
+    elsewhere: Sequence[Length],
+    remark: str,
+) -> _Timed:
+    """The predictions here, and what each form is predicted to lose at the worst of other lengths."""
+    if not elsewhere:
+        return _Timed(times, times, remark=remark)
+    tables = [times, *(_predicted(attention, forms, targets, length) for length in elsewhere)]
+    return _Timed(times, worst_losses(tables), lengths=_range(attention, setting, elsewhere), remark=remark)
+
+
+def _measure(
+    measure: Measure, candidates: _Offers, offers: _Offers, setting: Setting, choice: Choice
+) -> tuple[_Offers, str]:
+    """Measures the best by prediction; returns what was measured, or why nothing was, as a remark."""
+    more = _alternatives(offers, setting)
+    answer = measure(_shortlist(offers, more))
+    if isinstance(answer, str):
+        return candidates, f"; {answer}"
+    choice.measured_us = dict(answer)
+    everything = [*candidates, *(o for label in more for o in more[label])]
+    return [o for o in everything if _label(o[0]) in answer] or candidates, ""
+
+
+def _take(
+    choice: Choice, timed: _Timed, candidates: _Offers, attention: Attention, setting: Setting, prefer: str
+) -> None:
+    """Notes the candidates to take, best first, or why none is."""
+    ranked = sorted(candidates, key=lambda o: timed.rank(o[0]))
+    if not timed.is_measured:
+        ranked = margins.ties_by_order(ranked, lambda o: timed.rank(o[0])[0], setting.device)
+    for offer, target in ranked:
+        reason, gain = timed.in_words(offer), timed.gain(offer)
+        margin = _MEASURED if timed.is_measured else margins.margin(offer, setting)
         if prefer == "first" or (prefer == "fused" and offer.fused) or gain > margin.times:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
             choice.takes = (*choice.takes, Selection(offer, target, reason + margin.held))
         elif not choice.reason:
+            best = "fastest" if timed.is_measured else "cheapest"
             choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
-    return choice
 
 
 def _is_asked(target: Target, allowed: tuple[str, ...] | None) -> bool:
@@ -321,5 +372,8 @@ def label(target: str, variant: str) -> str:
     return f"{target} ({variant})" if variant else target
 
 
-def _why_none(choice: Choice) -> str:
+def _why_none(choice: Choice, attention: Attention) -> str:
+    others = [r for r in choice.refusals.values() if r != attention.not_affine]
+    if attention.not_affine and others:
+        return f"{attention.not_affine}; {others[0]}"
     return choice.why_none or "no target is allowed"

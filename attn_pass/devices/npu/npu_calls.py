@@ -27,7 +27,7 @@ from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactl
 from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
 from attn_pass.patterns.calls import element_of
 from attn_pass.reading.describe import Parts, describe
-from attn_pass.reading.operands import operand
+from attn_pass.reading.operands import OperandForm, operand
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad
@@ -192,8 +192,57 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
     tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
     if len(tensors) != 4:
         raise Unreadable("an operand is no tensor", node)
-    q_shape, k_shape, v_shape, out_shape = (reader.sizes.shape(t) for t in tensors)
     inner, outer = given.layouts
+    q, k, v, kv_heads = _sizes_of_operands(reader, node, given, tensors)
+    facts = _facts(reader, given, tensors, q, k, v)
+    if (why := refusal(facts)) is not None:
+        raise Unreadable(why, node)
+    output = tuple(Axis(f"o{n}", size) for n, size in enumerate(reader.sizes.shape(tensors[3])))
+    at: dict[str, Index] = {}
+    for word, axis in zip(outer, output):
+        if word == "hd":
+            at["h"], at["d"] = divide(axis_index(axis), v["d"])
+        else:
+            at[word] = axis_index(axis)
+    keys, dim = Axis("j", k["s"]), Axis("d", q["d"])
+    kv = {"b": at["b"], "h": divide(at["h"], given.heads // kv_heads)[0], "s": axis_index(keys)}
+    time, region = reader.order[node], reader.regions.of(node)
+
+    def forms(tensor: Node, position: Position, *, factors: bool = True) -> list[OperandForm]:
+        return [f for f in operand(reader, tensor, position, time, region, factors=factors) if not f.factors]
+
+    scale = reader.scalar(given.scale, time)
+    if scale is None:
+        raise Unreadable("the scale is neither a number nor a symbolic number", node)
+    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), facts)
+    return Parts(
+        reader=reader,
+        result=result,
+        output=output,
+        rows_at=((at["b"], at["h"]), at["s"]),
+        keys=keys,
+        dim=dim,
+        query=forms(given.query, _at(inner, {**at, "d": axis_index(dim)}, q["d"])),
+        key=forms(given.key, _at(inner, {**kv, "d": axis_index(dim)}, k["d"])),
+        value=forms(given.value, _at(inner, {**kv, "d": at["d"]}, v["d"]), factors=False),
+        score=apply("where", kept, apply("mul", Dot(), scale), Const(float("-inf"))),
+        side=mask.side,
+        score_dtype=torch.float32,
+        product_dtypes=(tensors[3].dtype, tensors[3].dtype),
+        dropout=1.0 - given.keep,
+        empty_row_is_nan=False,
+    )
+
+
+_BySize = dict[str, Index]
+
+
+def _sizes_of_operands(
+    reader: Reader, node: Node, given: _ParsedCall, tensors: list[torch.Tensor]
+) -> tuple[_BySize, _BySize, _BySize, int]:
+    """Sizes of query, key and value by their letters, and the number of KV heads. Raises `Unreadable`."""
+    inner, _ = given.layouts
+    q_shape, k_shape, v_shape = (reader.sizes.shape(t) for t in tensors[:3])
     q = _sizes(inner, q_shape, given.heads, node)
     kv_heads = given.kv_heads
     if kv_heads is None:  # by the head dim of the query
@@ -208,7 +257,14 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
         raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if given.heads % kv_heads:
         raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
-    met = CallFacts(
+    return q, k, v, kv_heads
+
+
+def _facts(
+    reader: Reader, given: _ParsedCall, tensors: list[torch.Tensor], q: _BySize, k: _BySize, v: _BySize
+) -> CallFacts:
+    inner, outer = given.layouts
+    return CallFacts(
         inference=given.name == _INFERENCE,
         dtypes=(tensors[0].dtype, tensors[1].dtype, tensors[2].dtype),
         is_contiguous=all(_is_contiguous(reader, t) for t in tensors[:3]),
@@ -221,50 +277,6 @@ def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _M
         mode=given.mode,
         before=given.before,
         after=given.after,
-    )
-    if (why := refusal(met)) is not None:
-        raise Unreadable(why, node)
-    output = tuple(Axis(f"o{n}", size) for n, size in enumerate(out_shape))
-    at: dict[str, Index] = {}
-    for word, axis in zip(outer, output):
-        if word == "hd":
-            at["h"], at["d"] = divide(axis_index(axis), v["d"])
-        else:
-            at[word] = axis_index(axis)
-    keys, dim = Axis("j", k["s"]), Axis("d", q["d"])
-    kv = {"b": at["b"], "h": divide(at["h"], given.heads // kv_heads)[0], "s": axis_index(keys)}
-    positions = {
-        "query": _at(inner, {**at, "d": axis_index(dim)}, q["d"]),
-        "key": _at(inner, {**kv, "d": axis_index(dim)}, k["d"]),
-        "value": _at(inner, {**kv, "d": at["d"]}, v["d"]),
-    }
-    time, region = reader.order[node], reader.regions.of(node)
-    scale = reader.scalar(given.scale, time)
-    if scale is None:
-        raise Unreadable("the scale is neither a number nor a symbolic number", node)
-    kept = mask.kept((at["b"], at["h"], at["s"], axis_index(keys)), met)
-    operands = {"query": given.query, "key": given.key, "value": given.value}
-    forms = {
-        n: [f for f in operand(reader, operands[n], positions[n], time, region, factors=n != "value") if not f.factors]
-        for n in operands
-    }
-    dtype = tensors[3].dtype
-    return Parts(
-        reader=reader,
-        result=result,
-        output=output,
-        rows_at=((at["b"], at["h"]), at["s"]),
-        keys=keys,
-        dim=dim,
-        query=forms["query"],
-        key=forms["key"],
-        value=forms["value"],
-        score=apply("where", kept, apply("mul", Dot(), scale), Const(float("-inf"))),
-        side=mask.side,
-        score_dtype=torch.float32,
-        product_dtypes=(dtype, dtype),
-        dropout=1.0 - given.keep,
-        empty_row_is_nan=False,
     )
 
 

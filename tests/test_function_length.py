@@ -1,0 +1,43 @@
+"""No function is longer than can be read at once; its docstring is not counted."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import attn_pass
+
+PACKAGE = Path(attn_pass.__file__).parent
+MOST = 60
+LONGER = {
+    "devices/cuda/decode_triton.py attend",  # a Triton kernel: inlined code, which functions would only rename
+    "cli/main.py explain",  # the signature of a command: an option is three lines of it
+}
+
+
+def lengths(text: str) -> Iterator[tuple[str, int]]:
+    """The name of each function, methods and inner ones too, and its lines without decorators and docstring."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first = node.body[0]
+        is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        docstring = (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
+        yield node.name, (node.end_lineno or 0) - node.lineno + 1 - docstring
+
+
+def test_what_is_counted() -> None:
+    text = 'class A:\n    @cached\n    def f(\n        self,\n    ):\n        """Two\n        lines."""\n        def g():\n            return 1\n        return g'
+    assert dict(lengths(text)) == {"f": 6, "g": 2}
+
+
+def test_no_function_is_longer_than_can_be_read_at_once() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE).as_posix()} {name}": length
+        for path in PACKAGE.rglob("*.py")
+        for name, length in lengths(path.read_text())
+        if length > MOST
+    }
+    assert not found.keys() - LONGER, f"longer than {MOST} lines: {found.keys() - LONGER}"
+    assert found.keys() == LONGER, f"no longer too long, and no exception: {LONGER - found.keys()}"
