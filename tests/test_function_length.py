@@ -28,7 +28,17 @@ def lengths(text: str) -> Iterator[tuple[str, int]]:
 
 
 def test_what_is_counted() -> None:
-    text = 'class A:\n    @cached\n    def f(\n        self,\n    ):\n        """Two\n        lines."""\n        def g():\n            return 1\n        return g'
+    text = """class A:
+    @cached
+    def f(
+        self,
+    ):
+        'Two \\
+        lines'
+        def g():
+            return 1
+        return g
+"""
     assert dict(lengths(text)) == {"f": 6, "g": 2}
 
 

@@ -14,15 +14,8 @@ from torch.fx import Node
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.expression import Apply, Const, Dot, Expr, Load, contains_dot, expression_axes
 from attn_pass.model.index import Axis, axis_index
-from attn_pass.patterns.softmax_forms import (
-    Softmax,
-    back_through_views,
-    combined,
-    inverted,
-    read_denominator,
-    read_exponential,
-    read_logsumexp,
-)
+from attn_pass.patterns.row_sums import back_through_views, inverted, read_denominator, read_exponential, read_logsumexp
+from attn_pass.patterns.softmax_forms import Softmax, combined
 from attn_pass.reading.products import Product
 from attn_pass.reading.reach import inputs
 from attn_pass.reading.reader import Reader

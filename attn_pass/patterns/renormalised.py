@@ -6,7 +6,8 @@ from torch.fx import Node
 
 from attn_pass.model.expression import Const, Dot
 from attn_pass.model.index import Axis, axis_index
-from attn_pass.patterns.softmax_forms import read_softmax, sums_what_is_not_negative
+from attn_pass.patterns.row_sums import sums_what_is_not_negative
+from attn_pass.patterns.softmax_forms import read_softmax
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
 from attn_pass.reading.use_def import SideLoad, UseDefWalk

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from against_eager import qkv, randn, same
+from read_graphs import captured, inputs_of, reader_of, result_of
 from torch import Tensor
 from torch.nn import functional as F
 
 import attn_pass
+from attn_pass.patterns.softmax_forms import FORMS, read_softmax
 
 Weights = Callable[..., Tensor]
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
@@ -160,6 +162,34 @@ def attend(weights: Weights, scale: float = 0.25) -> Callable[..., Tensor]:
 def inputs(grad: bool = False) -> tuple[Tensor, ...]:
     """More keys than queries, so that rows and columns are told apart by their size where they should be equal too."""
     return qkv(grad=grad)
+
+
+# The plainest program of each row of `FORMS`.
+SPELLINGS: dict[str, Weights] = {
+    "softmax(x)": lambda s: s.softmax(-1),
+    "softmax(-x), as softmin(x)": lambda s: F.softmin(s, dim=-1),
+    "exp(log_softmax(x))": lambda s: F.log_softmax(s, dim=-1).exp(),
+    "exp(x - logsumexp(x))": lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
+    "e / sum(e)": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(s.exp()),
+    "e * (1 / sum(e))": lambda s: (lambda e: e * (1 / e.sum(-1, keepdim=True)))(s.exp()),
+    "normalize(e, p=1)": lambda s: F.normalize(shifted(s), p=1, dim=-1),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_each_spelling_is_read_by_its_row_alone(spelling: str) -> None:
+    gm = captured(SPELLINGS[spelling], randn(2, 3, 8))
+    reader, node = reader_of(gm), result_of(gm)
+    call, scores = reader.call(node), inputs_of(gm)[0]
+    assert call is not None
+    assert [form.spelling for form in FORMS if form.op == call.op and form.read(reader, node, call)] == [spelling]
+    softmax = read_softmax(reader, node)
+    assert softmax is not None and (softmax.input, softmax.dim) == (scores, 2)
+    assert softmax.scale == (-1 if "softmin" in spelling else 1)
+
+
+def test_every_row_has_a_program() -> None:
+    assert SPELLINGS.keys() == {form.spelling for form in FORMS}
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
