@@ -326,7 +326,7 @@ def _check_plain(nodes: Iterable[Node], around: Around) -> None:
             raise CannotExtract(f"it calls a graph ({node.name})")
         if mutations := level.effects.mutations(node):
             raise CannotExtract(f"it writes memory in place ({mutations[0].node.name})")
-        if node.op == "get_attr" and not isinstance(attribute(node), torch.nn.Parameter):
+        if node.op == "get_attr" and not isinstance(attribute(node), (torch.nn.Parameter, GraphModule)):
             raise CannotExtract(f"it reads a tensor of the program's own ({node.name})")
 
 
