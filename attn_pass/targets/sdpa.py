@@ -30,6 +30,7 @@ from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
+from attn_pass.model.expression import Expr
 from attn_pass.model.index import Index
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
@@ -164,7 +165,7 @@ class Sdpa:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
         if a.sink is not None:
-            return lower.result(_with_sink(lower, query, key, value, decided.mask, setting))
+            return lower.result(_with_sink(lower, a.sink, (query, key, value), decided.mask, setting))
         by_distance = decided.by_distance
         if by_distance is not None:
             query = plan.call(aten.flip.default, query, [2])
@@ -229,7 +230,9 @@ def is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
     return True
 
 
-def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, form: MaskForm, setting: Setting) -> Value:
+def _with_sink(
+    lower: Lowering, sink: Expr, inputs: tuple[Value, Value, Value], form: MaskForm, setting: Setting
+) -> Value:
     """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
 
     ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.
@@ -237,24 +240,23 @@ def _with_sink(lower: Lowering, query: Value, key: Value, value: Value, form: Ma
     a, call = lower.attention, lower.plan.call
     causal = form.kind == "causal"
     mask = None if not form.is_tensor else settled(lower.plan, additive_mask(lower, setting))
-    query, key, value = (settled(lower.plan, x) for x in (query, key, value))
+    query, key, value = (settled(lower.plan, x) for x in inputs)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
-    out = joined_with_sink(lower, call(operator.getitem, both, 0), call(operator.getitem, both, 1))
+    out = joined_with_sink(lower, sink, call(operator.getitem, both, 0), call(operator.getitem, both, 1))
     return call(aten.slice.Tensor, out, 3, 0, a.value_head_dim) if a.head_dim != a.value_head_dim else out
 
 
-def joined_with_sink(lower: Lowering, out: Value, lse: Value) -> Value:
-    """A kernel's result (B, H, L, Dv) and logarithm of the sum of exponentials (B, H, L), with the sink in that sum.
+def joined_with_sink(lower: Lowering, sink: Expr, out: Value, lse: Value) -> Value:
+    """A kernel's result (B, H, L, Dv) and logarithm of the sum of exponentials (B, H, L), with a sink in that sum.
 
     A fully masked row has -inf as its logarithm, and stays 0.
     """
     a, call = lower.attention, lower.plan.call
-    assert a.sink is not None
-    sink: Value | float | None = lower.scalar(a.sink)  # a number has no type of its own: log(3) in float64
-    if sink is None:
-        sink = lower.expression(a.sink, (a.batch, a.heads, a.rows, a.value_dim))
-    share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), sink)
+    logit: Value | float | None = lower.scalar(sink)  # a number has no type of its own: log(3) in float64
+    if logit is None:
+        logit = lower.expression(sink, (a.batch, a.heads, a.rows, a.value_dim))
+    share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), logit)
     out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
     return call(aten.to.dtype, out, a.compute_dtype)
 

@@ -69,7 +69,7 @@ FAULTS = (
         'if call["name"] in ("mT", "mH"):\n            return (*order[:-2], rank - 1, rank - 2)',
         'if call["name"] in ("mT", "mH"):\n            return tuple(order)',
     ),
-    Fault("alpha dropped", "reading/reader.py", "            if alpha != 1:", "            if False:"),
+    Fault("alpha dropped", "reading/pointwise.py", "    if alpha != 1:", "    if False:"),
     Fault(
         "wrong order of grouped heads",
         "reading/views.py",

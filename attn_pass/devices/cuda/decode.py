@@ -120,7 +120,7 @@ class Decode:
             return lower.result(plan.call(torch.ops.attn_pass.decode.default, *arguments))
         both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)
         out, lse = (plan.call(operator.getitem, both, n) for n in (0, 1))
-        return lower.result(joined_with_sink(lower, out, lse))
+        return lower.result(joined_with_sink(lower, a.sink, out, lse))
 
 
 def _refusal_of_sizes(a: Attention) -> str | None:

@@ -78,24 +78,22 @@ def _in_triton(a: Attention, setting: Setting) -> Function:
     if a.mask.structure.is_exact and (never_empty or a.mask.only_hides):
         parts = a.mask.structure.parts if in_order else ()
         return Function(score, a.mask.structure.condition(), parts, in_order and are_known(parts))
-    bias, keep = _bias(a), None if a.mask.keep is None else _cheapest(a, "condition")
+    bias, keep, condition = _bias(a), a.mask.keep, a.mask.deep_condition
     if bias is not None:
         score = apply("add", score, bias)
-    if a.mask.keep is None or keep is None:
+    if keep is None or condition is None:
         return Function(score)
+    kept = _cheapest(keep.condition, condition)
     if a.mask.replaces_with_number and not never_empty:
-        return Function(apply("where", keep, score, Const(max(float(a.mask.keep.fill), LOWEST_CUDA))))
-    known = structure_of(a.mask.deep_condition or keep, a.keys, a.rows)
+        return Function(apply("where", kept, score, Const(max(float(keep.fill), LOWEST_CUDA))))
+    known = structure_of(condition, a.keys, a.rows)
     parts = tuple(p for p in known.parts if not isinstance(p, Opaque))
-    mask = known.condition() if known.is_exact else keep
+    mask = known.condition() if known.is_exact else kept
     return Function(score, mask, parts, known.is_exact and are_known(parts))
 
 
-def _cheapest(a: Attention, name: str) -> Expr:
+def _cheapest(written: Expr, computed: Expr | None) -> Expr:
     """Bias or keep-condition: computed where that takes few operations, else the program's tensor."""
-    written = a.mask.bias if name == "bias" else a.mask.condition
-    computed = None if a.mask.computed is None else getattr(a.mask.computed, name)
-    assert written is not None
     few = computed is not None and sum(1 for e in walk(computed) if isinstance(e, Apply)) <= _MOST_OPERATIONS
     return computed if few and computed is not None else written
 
@@ -104,7 +102,7 @@ def _bias(a: Attention) -> Expr | None:
     """The bias, its masking fills no lower than the kernel can take in base 2; -inf stays."""
     if a.mask.bias is None:
         return None
-    bias = apply("cast", _cheapest(a, "bias"), dtype=torch.float32)
+    bias = apply("cast", _cheapest(a.mask.bias, a.mask.deep_bias), dtype=torch.float32)
     if a.score_dtype == torch.float16:
         return _as_in_half(bias, LOWEST_CUDA, a.rescaled)
     low = apply("and", apply("le", bias, Const(LOWEST_CUDA)), apply("gt", bias, Const(float("-inf"))))
