@@ -42,8 +42,8 @@ def conjuncts(condition: Expr, negated: bool = False) -> list[Expr]:
 
 
 def _parted(condition: Expr, key: Index, row: Index, keys: Axis) -> list[Part]:
-    found = _exact(condition, key, row)
-    return [Opaque(_described(condition, key, row, keys))] if found is None else found
+    parts = _exact(condition, key, row)
+    return [Opaque(_described(condition, key, row, keys))] if parts is None else parts
 
 
 def _exact(condition: Expr, key: Index, row: Index) -> list[Part] | None:

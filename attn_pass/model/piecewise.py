@@ -114,10 +114,10 @@ def as_condition(expression: Expr) -> Expr:
     if expression.op in ("and", "or", "not"):
         return apply(expression.op, *(as_condition(a) for a in expression.args))
     rule = {"cast": _cast, "where": _chosen}.get(expression.op, _combined if expression.op in COMPARISONS else None)
-    found = rule(expression) if rule is not None and is_boolean(expression) else None
-    if found is not None:
+    values = rule(expression) if rule is not None and is_boolean(expression) else None
+    if values is not None:
         holds: Expr = FALSE
-        for condition, value in found:
+        for condition, value in values:
             if value.value:
                 holds = apply("or", holds, condition)
         return holds

@@ -178,8 +178,8 @@ def _uninverted(reader: Reader, side: SideLoad, divides: bool) -> tuple[Node, Po
     """The factor, or what it is the inverse of; whether the rows are divided by that; the nodes that invert it."""
     node, position, nodes = back_through_views(reader, side.written, side.written_position)
     call = reader.call(node)
-    while call is not None and not call.in_place and (found := inverted(reader, call)) is not None:
-        inner, still = found
+    while call is not None and not call.in_place and (inverse := inverted(reader, call)) is not None:
+        inner, still = inverse
         if not isinstance(inner, Node) or tensor_value(inner) is None:
             break
         position = broadcast_position(position, reader.shape(inner))

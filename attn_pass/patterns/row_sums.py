@@ -99,33 +99,37 @@ def read_denominator(
         if inner is None:
             return None
         below, undone = inner
-        found = _below(reader, below, position, at, exponentials, inverse=undone)
-        return None if found is None else replace(found, nodes=(*nodes, *found.nodes))
+        denominator = _below(reader, below, position, at, exponentials, inverse=undone)
+        return None if denominator is None else replace(denominator, nodes=(*nodes, *denominator.nodes))
     if call.op in ("sum", "vector_norm"):
         dim = _reduced(reader, call, position, at) if sums_what_is_not_negative(call) else None
         again = None if dim is None else _same_exponential(reader, call["input"], exponentials)
         return None if dim is None or again is None else Denominator(dim, (*nodes, *again))
     if call.op == "clamp" and call.get("max") is None and isinstance(call["min"], (int, float)):
-        found = _below(reader, call["input"], position, at, exponentials)
-        return None if found is None else replace(found, at_least=float(call["min"]), nodes=(*nodes, *found.nodes))
+        denominator = _below(reader, call["input"], position, at, exponentials)
+        return (
+            None
+            if denominator is None
+            else replace(denominator, at_least=float(call["min"]), nodes=(*nodes, *denominator.nodes))
+        )
     if call.op == "add" and call["alpha"] == 1:
         for sums, added in ((call["input"], call["other"]), (call["other"], call["input"])):
-            found = _below(reader, sums, position, at, exponentials)
-            if found is not None and found.added is None and found.at_least == 0:
-                in_rows = position == (*at[: found.dim], 0, *at[found.dim + 1 :])
-                return _plus(reader, node, found, added, (*nodes, *found.nodes), in_rows)
+            denominator = _below(reader, sums, position, at, exponentials)
+            if denominator is not None and denominator.added is None and denominator.at_least == 0:
+                in_rows = position == (*at[: denominator.dim], 0, *at[denominator.dim + 1 :])
+                return _plus(reader, node, denominator, added, (*nodes, *denominator.nodes), in_rows)
     return None
 
 
 def _plus(
-    reader: Reader, node: Node, found: Denominator, added: object, nodes: tuple[Node, ...], in_rows: bool
+    reader: Reader, node: Node, denominator: Denominator, added: object, nodes: tuple[Node, ...], in_rows: bool
 ) -> Denominator | None:
     number = reader.scalar(added, reader.order[node])
     if isinstance(number, Const):
         value = tensor_value(node)
         assert value is not None
-        return replace(found, added=float(number.value), added_dtype=value.dtype, nodes=nodes)
-    return replace(found, added=added, nodes=nodes) if isinstance(added, Node) and in_rows else None
+        return replace(denominator, added=float(number.value), added_dtype=value.dtype, nodes=nodes)
+    return replace(denominator, added=added, nodes=nodes) if isinstance(added, Node) and in_rows else None
 
 
 def _below(
@@ -169,8 +173,8 @@ def _reduced(reader: Reader, call: Call, position: Position, at: Position) -> in
 def back_through_views(reader: Reader, node: Node, position: Position) -> tuple[Node, Position, tuple[Node, ...]]:
     """Back through views: the node whose element it is, where, and every node on the way, both ends included."""
     nodes, at = [node], reader.order[node]
-    while (found := reader.back(node, position, at)) is not None:
-        node, position, at = found
+    while (source := reader.back(node, position, at)) is not None:
+        node, position, at = source
         nodes.append(node)
     return node, position, tuple(nodes)
 
@@ -194,9 +198,9 @@ def read_logsumexp(
         return None if dim is None or call["input"] is not scores else (dim, nodes)
     if call.op == "add" and call["alpha"] == 1:  # as torch decomposes it
         for sums, shift in ((call["input"], call["other"]), (call["other"], call["input"])):
-            found = _shifted_logarithm(reader, sums, shift, position, at, scores)
-            if found is not None:
-                return found[0], (*nodes, *found[1])
+            logarithm = _shifted_logarithm(reader, sums, shift, position, at, scores)
+            if logarithm is not None:
+                return logarithm[0], (*nodes, *logarithm[1])
     return None
 
 

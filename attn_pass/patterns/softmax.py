@@ -60,8 +60,8 @@ def _find(reader: Reader) -> Iterator[Site]:
         for i in n.all_input_nodes
         for s in reader.softmaxes.get(i, ())
     }
-    for node, found in list(reader.softmaxes.items()):
-        if found != {node} or node in reached:
+    for node, of_node in list(reader.softmaxes.items()):
+        if of_node != {node} or node in reached:
             continue
         if _reads_product(reader, node):
             yield _near_miss(reader, node)

@@ -85,8 +85,8 @@ def _exp_of_log_softmax(reader: Reader, node: Node, call: Call) -> Softmax | Non
     logarithm = reader.call(inner) if isinstance(inner, Node) else None
     if logarithm is None or logarithm.in_place or logarithm.op != "log_softmax":
         return None
-    found = _plain(reader, inner, logarithm)
-    return None if found is None else replace(found, nodes=(node, inner))
+    form = _plain(reader, inner, logarithm)
+    return None if form is None else replace(form, nodes=(node, inner))
 
 
 def _exp_less_logsumexp(reader: Reader, node: Node, call: Call) -> Softmax | None:
@@ -121,9 +121,9 @@ def _times_inverse(reader: Reader, node: Node, call: Call) -> Softmax | None:
         exp = reader.call(top)
         if exp is None or exp.op not in BASES:
             continue
-        found = _divided(reader, node, top, factor, inverse=True)
-        if found is not None:
-            return found
+        form = _divided(reader, node, top, factor, inverse=True)
+        if form is not None:
+            return form
     return None
 
 
@@ -153,23 +153,23 @@ def combined(reader: Reader, node: Node, exp: Exponential, total: Denominator) -
     """The softmax of these exponentials over this sum; None where the sum has something of its own beside them."""
     nodes = (node, *exp.nodes, *total.nodes)
     maximum = None if exp.shift is None else row_maximum(reader, exp.shift, exp.input, total.dim)
-    found = Softmax(exp.inner, total.dim, nodes, scale=exp.scale)
+    form = Softmax(exp.inner, total.dim, nodes, scale=exp.scale)
     if maximum is not None:
-        found = replace(found, input=exp.input, nodes=(*nodes, *maximum))
+        form = replace(form, input=exp.input, nodes=(*nodes, *maximum))
     if total.at_least > (1.0 if maximum is not None else 0.0):
         return None
     if total.added is None:
-        return found
+        return form
     if isinstance(total.added, float):
         if exp.shift is None:
-            return replace(found, sink=math.log(total.added)) if total.added > 0 else None
+            return replace(form, sink=math.log(total.added)) if total.added > 0 else None
         # The greatest of the exponentials is 1: what half a unit in its last place holds does not change the sum.
         vanishes = maximum is not None and 0 <= total.added <= torch.finfo(total.added_dtype or torch.float64).eps / 2
-        return found if vanishes else None
-    return _with_sink(reader, found, exp, total)
+        return form if vanishes else None
+    return _with_sink(reader, form, exp, total)
 
 
-def _with_sink(reader: Reader, found: Softmax, exp: Exponential, total: Denominator) -> Softmax | None:
+def _with_sink(reader: Reader, form: Softmax, exp: Exponential, total: Denominator) -> Softmax | None:
     """A sum with one more exponential, from which the same maximum was taken off: ``exp(-m)``, ``exp(sink - m)``."""
     assert isinstance(total.added, Node)
     sinking = reader.call(total.added)
@@ -177,19 +177,19 @@ def _with_sink(reader: Reader, found: Softmax, exp: Exponential, total: Denomina
         return None
     inner = sinking["input"]
     call = reader.call(inner) if isinstance(inner, Node) else None
-    nodes = (*found.nodes, total.added)
+    nodes = (*form.nodes, total.added)
     if exp.shift is None:
-        return replace(found, nodes=nodes, sink=inner) if isinstance(inner, Node) else None
+        return replace(form, nodes=nodes, sink=inner) if isinstance(inner, Node) else None
     maximum = shifted_maximum(reader, exp.shift, exp.input, total.dim)
     if maximum is None or call is None or call.in_place or not isinstance(inner, Node):
         return None
-    found = replace(found, input=exp.input, nodes=(*nodes, inner, *maximum))
+    form = replace(form, input=exp.input, nodes=(*nodes, inner, *maximum))
     if call.op == "neg" and call["input"] is exp.shift:
-        return replace(found, sink=0.0)
+        return replace(form, sink=0.0)
     if call.op in ("sub", "rsub") and call["alpha"] == 1:
         sink, taken = (call["input"], call["other"]) if call.op == "sub" else (call["other"], call["input"])
         if taken is exp.shift:
-            return replace(found, sink=sink if isinstance(sink, Node) else exp.scale * float(sink))
+            return replace(form, sink=sink if isinstance(sink, Node) else exp.scale * float(sink))
     return None
 
 

@@ -51,19 +51,19 @@ def read_weights(
 
     Raises `Unreadable` for weights that are no softmax any more.
     """
-    found = Weights()
+    weights = Weights()
     nodes: list[Node] = []
     while not isinstance(expression, Dot):
         inner = None
         if isinstance(expression, Apply) and expression.op == "where":
-            inner = _guard_or_mask(reader, spine, expression, softmax, found, nodes, keys)
+            inner = _guard_or_mask(reader, spine, expression, softmax, weights, nodes, keys)
         elif isinstance(expression, Apply) and expression.op in ("mul", "div"):
-            inner = _factor(reader, spine, expression, found, nodes, keys)
+            inner = _factor(reader, spine, expression, weights, nodes, keys)
         if inner is None:
             name = expression.op if isinstance(expression, Apply) else "a mask"
             raise Unreadable(f"the attention weights are changed after the softmax ({name})", spine.leaf)
         expression = inner
-    return found, tuple(nodes)
+    return weights, tuple(nodes)
 
 
 def _guard_or_mask(
@@ -71,7 +71,7 @@ def _guard_or_mask(
     spine: UseDefWalk,
     expression: Apply,
     softmax: tuple[Node, int],
-    found: Weights,
+    weights: Weights,
     nodes: list[Node],
     keys: Axis,
 ) -> Expr | None:
@@ -82,22 +82,22 @@ def _guard_or_mask(
         if not isinstance(zero, Const) or zero.value != 0 or isinstance(kept, Const):
             continue
         if isinstance(kept, Dot) and _is_nan(reader, spine, condition, nodes) and zeroes:
-            found.guarded = found.nan_guard = True
+            weights.guarded = weights.nan_guard = True
             return kept
         if isinstance(condition, Load) and isinstance(kept, Dot):
             guard = _row_is_empty(reader, reader.source_nodes[condition.source], softmax, zeroes)
             if guard is not None:
                 nodes += guard
-                found.guarded = True
+                weights.guarded = True
                 return kept
         if isinstance(kept, Dot) and keys not in expression_axes(condition) and not _holds_dot(condition):
             # Of the softmax itself, which is finite: a factor of zero makes NaN of what was divided by zero.
             kept_row = apply("not", condition) if zeroes else condition
-            found.factors = (Factor(kept_row), *found.factors)
+            weights.factors = (Factor(kept_row), *weights.factors)
             return kept
-        if found.zeroed is None and not _holds_dot(condition):
+        if weights.zeroed is None and not _holds_dot(condition):
             where = deep(reader, spine, condition)
-            found.zeroed = where if zeroes else apply("not", where)
+            weights.zeroed = where if zeroes else apply("not", where)
             return kept
     return None
 
@@ -124,7 +124,7 @@ def _is_nan(reader: Reader, spine: UseDefWalk, condition: Expr, nodes: list[Node
 
 
 def _factor(
-    reader: Reader, spine: UseDefWalk, expression: Apply, found: Weights, nodes: list[Node], keys: Axis
+    reader: Reader, spine: UseDefWalk, expression: Apply, weights: Weights, nodes: list[Node], keys: Axis
 ) -> Expr | None:
     """A factor of whole rows, as a head mask or their own sum is; or the mask as ones and zeros."""
     left, right = expression.args
@@ -139,13 +139,13 @@ def _factor(
             nodes += summing
             factor = Const(number)
         if factor != Const(1.0):
-            found.factors = (Factor(factor, expression.op == "div"), *found.factors)
+            weights.factors = (Factor(factor, expression.op == "div"), *weights.factors)
         return kept
     mask = deep(reader, spine, factor)
-    if expression.op == "mul" and found.zeroed is None:
+    if expression.op == "mul" and weights.zeroed is None:
         truth = mask.args[0] if isinstance(mask, Apply) and mask.op == "cast" else mask
         if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
-            found.zeroed = apply("not", truth)
+            weights.zeroed = apply("not", truth)
             return kept
     return None
 

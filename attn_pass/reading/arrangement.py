@@ -146,10 +146,10 @@ def arranged(parts: Parts, chosen: Mapping[str, int]) -> Arrangement:
     """The parts with axes split until every index is affine. Raises `Shallower` or `Unreadable`."""
     arrangement = Arrangement.of(parts, chosen)
     for _ in range(_MOST_SPLITS):
-        found = unsplit_axis(arrangement.indices())
-        if found is None:
+        unsplit = unsplit_axis(arrangement.indices())
+        if unsplit is None:
             return arrangement
-        axis, by = found
+        axis, by = unsplit
         size = divide_exactly(axis.size, by)
         if size is None or axis in (parts.keys, parts.dim):
             arrangement = _given_up(arrangement, axis)

@@ -206,12 +206,12 @@ def _read_at(arrangement: Arrangement, loaded: Iterable[Load], sources: _Sources
 
 def _copies(arrangement: Arrangement) -> tuple[Node, ...]:
     """The operands as written that are copies of what is now read."""
-    found = []
+    nodes = []
     for name, form in arrangement.forms.items():
         node = arrangement.parts.forms[name][0].node
         written, source = tensor_value(node), tensor_value(form.node)
         if written is None or source is None:
             continue
         if written.untyped_storage()._cdata != source.untyped_storage()._cdata:
-            found.append(node)
-    return tuple(found)
+            nodes.append(node)
+    return tuple(nodes)

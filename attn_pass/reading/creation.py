@@ -75,8 +75,8 @@ def _arange(
         start = reader.sizes.index(begin)
     if not isinstance(step, int):
         return None
-    found = index_value(position[0] * step + start)
-    return apply("cast", found, dtype=value.dtype) if value.is_floating_point() else found
+    number = index_value(position[0] * step + start)
+    return apply("cast", number, dtype=value.dtype) if value.is_floating_point() else number
 
 
 def _whole(number: Any) -> Any:

@@ -31,11 +31,11 @@ def leaves_the_type(op: str, result: Expr, dtype: torch.dtype | None) -> bool:
         return False
     if not dtype.is_floating_point:
         return any(_is_large(e, dtype) for e in walk(result))
-    found = pieces(result) if dtype in _NARROW else None
-    if found is None:
+    values_of = pieces(result) if dtype in _NARROW else None
+    if values_of is None:
         return False
     limit = torch.finfo(dtype).max
-    values = [float(v.value) for _, v in found]
+    values = [float(v.value) for _, v in values_of]
     exact = [v == float(torch.tensor(v, dtype=torch.float64).to(dtype)) for v in values]
     fine = [e or abs(v) >= _FILL or op in ("mul", "div") for v, e in zip(values, exact)]
     return not all(fine) or any(limit < abs(v) < float("inf") for v in values)

@@ -206,10 +206,10 @@ class GraphReader(ABC):
             return self._of_stack(node, call, position)
         if call is None or defined is not node or call.op not in VIEWS:
             return None
-        found = view_of(node, call, position, self.sizes)
-        if found is None:
+        source = view_of(node, call, position, self.sizes)
+        if source is None:
             return None
-        return (*found, at if self.is_alias(node, call) else self.order[node])
+        return (*source, at if self.is_alias(node, call) else self.order[node])
 
     def _of_stack(self, node: Node, call: Call, position: Position) -> tuple[Node, Position, int] | None:
         """Back to what was stacked: the tensor of that number, or the one tensor that all are views of in turn."""
@@ -231,10 +231,10 @@ class GraphReader(ABC):
         while True:
             if region is not None and self.regions.of(node) != region and self.matters(node):
                 return node, position, at
-            found = self.back(node, position, at) or self.through_copy(node, position, at)
-            if found is None:
+            source = self.back(node, position, at) or self.through_copy(node, position, at)
+            if source is None:
                 return node, position, at
-            node, position, at = found
+            node, position, at = source
 
     def matters(self, node: Node) -> bool:
         """Whether the region a node runs in can change what it computes, or whether what it reads has a gradient."""

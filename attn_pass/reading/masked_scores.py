@@ -73,17 +73,17 @@ def _modified(arrangement: Arrangement, reason: str) -> tuple[Scores, Modified, 
     """The bias and the mask around scores that are no scaled product; what was folded is part of the function."""
     parts = arrangement.parts
     try:
-        found = modified(arrangement.score, parts.keys, parts.score_dtype, reason)
+        function = modified(arrangement.score, parts.keys, parts.score_dtype, reason)
     except NotAffine as error:
         raise Unreadable(str(error), parts.result) from None
     if parts.score_dtype == torch.float16:
-        inside = half.refusal_of_function(arrangement.deep(found.function))
+        inside = half.refusal_of_function(arrangement.deep(function.function))
         if inside is not None:
             raise Unreadable(inside, parts.result)
     for number, (factor, _) in enumerate(arrangement.factors):
         if parts.dim in expression_axes(factor):
             raise Shallower(arrangement.operand_of_factor(number), "a factor differs along the head dim")
-    return found.around, found, any(expression_axes(f) for f, _ in arrangement.factors)
+    return function.around, function, any(expression_axes(f) for f, _ in arrangement.factors)
 
 
 def whole_score(arrangement: Arrangement, score: Expr) -> Expr:
@@ -131,12 +131,12 @@ def _by_distance(
         return None
     if not all(_stays(arrangement, load) for e in needed for load in loads(e)):
         return None
-    found = ByDistance.of(bias, condition, parts.keys, real[0], tuple(s.shape for s in reader.sources))
-    if found is None:
+    distance = ByDistance.of(bias, condition, parts.keys, real[0], tuple(s.shape for s in reader.sources))
+    if distance is None:
         return None
-    groups = (roles.batch, roles.heads, (), (found.axis,))
-    kept = [e for e in (found.bias, found.condition) if e is not None]
-    return found if all(is_view(reader, load, groups) for e in kept for load in loads(e)) else None
+    groups = (roles.batch, roles.heads, (), (distance.axis,))
+    kept = [e for e in (distance.bias, distance.condition) if e is not None]
+    return distance if all(is_view(reader, load, groups) for e in kept for load in loads(e)) else None
 
 
 def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None) -> Computed | None:

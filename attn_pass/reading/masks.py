@@ -75,21 +75,21 @@ def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
     for term in _terms(bias):
         if keys not in expression_axes(term) and is_small(term, dtype):
             continue  # the same for every key: the softmax does not see it
-        found = _as_keep(term, dtype)
-        if found is None:
+        kept = _as_keep(term, dtype)
+        if kept is None:
             rest.append(term)
         else:
-            condition, fill = apply("and", condition, found[0]), found[1]
+            condition, fill = apply("and", condition, kept[0]), kept[1]
     return _Added(condition, fill, tuple(rest))
 
 
 @lru_cache(maxsize=1024)
 def _fills(bias: Expr | None, dtype: torch.dtype) -> tuple[float, ...] | None:
     """The numbers a bias masks with, where it is one of them or 0 at every key; None where that is not proved."""
-    found = None if bias is None else pieces(bias)
-    if found is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in found):
+    values = None if bias is None else pieces(bias)
+    if values is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in values):
         return None
-    return tuple(float(v.value) for _, v in found if v.value != 0)
+    return tuple(float(v.value) for _, v in values if v.value != 0)
 
 
 def _terms(bias: Expr | None) -> list[Expr]:
@@ -102,12 +102,12 @@ def _terms(bias: Expr | None) -> list[Expr]:
 
 def _as_keep(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
     """``(condition, fill)`` of a matrix that is 0 where kept and masks elsewhere."""
-    found = pieces(term)
-    if found is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in found):
+    values = pieces(term)
+    if values is None or any(v.value != 0 and not is_masking(float(v.value), dtype) for _, v in values):
         return None
     condition: Expr = FALSE
     fill = float("-inf")
-    for piece, value in found:
+    for piece, value in values:
         if value.value == 0:
             condition = apply("or", condition, piece)
         else:

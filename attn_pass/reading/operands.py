@@ -38,9 +38,11 @@ def operand(
     while True:
         if reader.regions.of(form.node) != region and reader.matters(form.node):
             return forms
-        found = reader.back(form.node, form.position, form.at) or reader.through_copy(form.node, form.position, form.at)
-        if found is not None:
-            form = replace(form, node=found[0], position=found[1], at=found[2])
+        source = reader.back(form.node, form.position, form.at) or reader.through_copy(
+            form.node, form.position, form.at
+        )
+        if source is not None:
+            form = replace(form, node=source[0], position=source[1], at=source[2])
         else:
             deeper = _through_upcast(reader, form) or (_through_factor(reader, form, region) if factors else None)
             if deeper is None:

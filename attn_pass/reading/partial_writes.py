@@ -95,15 +95,15 @@ def scattered_part(reader: Reader, node: Node) -> Part | None:
 
 def _views(reader: Reader, mutation: Mutation) -> list[Node]:
     """The views from the one that is written to the tensor it is a part of."""
-    found = [mutation.target]
+    views = [mutation.target]
     while True:
-        call = reader.call(found[-1])
-        source = None if call is None else _viewed(reader, found[-1], call)
+        call = reader.call(views[-1])
+        source = None if call is None else _viewed(reader, views[-1], call)
         if call is None or not isinstance(source, Node):
-            return found
-        if not call.in_place and (call.op not in VIEWS or not reader.is_alias(found[-1], call)):
-            return found
-        found.append(source)  # what an operation in place gives back is what it was given
+            return views
+        if not call.in_place and (call.op not in VIEWS or not reader.is_alias(views[-1], call)):
+            return views
+        views.append(source)  # what an operation in place gives back is what it was given
 
 
 def _viewed(reader: Reader, node: Node, call: Call) -> Any:
@@ -126,10 +126,10 @@ def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -
     for entry in entries:
         dim = len(bounds)
         if isinstance(entry, slice):
-            found = _sliced(reader, entry, shape[dim])
-            if found is None:
+            bound = _sliced(reader, entry, shape[dim])
+            if bound is None:
                 return None
-            bounds.append(None if found == (0, shape[dim]) else found)
+            bounds.append(None if bound == (0, shape[dim]) else bound)
             dims.append(dim)
             continue
         held = tensor_value(entry)
@@ -204,8 +204,8 @@ def _pairs(
     if column != row + 1:
         return None
     axis = Axis("n~", reader.shape(rows)[0])
-    found = [reader.through_views(n, (axis_index(axis),), at, None) for n in (rows, columns)]
-    (made, first, _), (again, second, _) = found
+    made_of = [reader.through_views(n, (axis_index(axis),), at, None) for n in (rows, columns)]
+    (made, first, _), (again, second, _) = made_of
     call = reader.call(made)
     if call is not None and made is again and call.op in _TRIANGLES and not reader.effects.mutations(made):
         sizes = [_whole(reader, call[name], 0) for name in ("row", "col")]

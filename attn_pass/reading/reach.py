@@ -44,20 +44,20 @@ class Reach:
                 continue
             made_of = inputs(call)
             for held in (reach.products, reach.softmaxes):
-                found = none.union(*(held.get(i, none) for i in made_of))
-                if found and len(found) <= _MOST:
-                    _note(reader, node, held, found)
+                reached = none.union(*(held.get(i, none) for i in made_of))
+                if reached and len(reached) <= _MOST:
+                    _note(reader, node, held, reached)
         return reach
 
 
-def _note(reader: GraphReader, node: Node, reach: dict[Node, frozenset[Node]], found: frozenset[Node]) -> None:
+def _note(reader: GraphReader, node: Node, reach: dict[Node, frozenset[Node]], reached: frozenset[Node]) -> None:
     """Notes what reaches a node, and with it what else sees the tensor that it is written to."""
-    reach[node] = found
-    is_own = "out" in node.kwargs or found == {node}  # else it writes what it reads, which is reached already
+    reach[node] = reached
+    is_own = "out" in node.kwargs or reached == {node}  # else it writes what it reads, which is reached already
     buffer = reader.written_by(node) if is_own else None
     for alias in () if buffer is None else reader.effects.aliases(buffer):
         if reader.order[alias] < reader.order[node]:
-            reach[alias] = reach.get(alias, frozenset()) | found
+            reach[alias] = reach.get(alias, frozenset()) | reached
 
 
 def inputs(call: Call) -> list[Node]:

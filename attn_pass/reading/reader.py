@@ -170,8 +170,8 @@ class Reader(GraphReader):
             return self.element(node, position, at, depth + 1)
         if self.caller is not None and node in self.caller.passed and depth < 60:
             caller = self.caller
-            found = caller.reader.element(caller.passed[node], position, caller.time, depth + 1)
-            return found if not loads(found) else self._leaf(node, position)
+            element = caller.reader.element(caller.passed[node], position, caller.time, depth + 1)
+            return element if not loads(element) else self._leaf(node, position)
         literal = self._literal(node, at)
         if literal is not None:
             return literal

@@ -147,10 +147,10 @@ def _cat(reader: GraphReader, node: Node, call: Call, position: Position, depth:
         start = end
     if not undecided:
         return None
-    found = undecided[-1][1]
+    value = undecided[-1][1]
     for end, element in reversed(undecided[:-1]):
-        found = apply("where", apply("lt", index_value(x), index_value(end)), element, found)
-    return found
+        value = apply("where", apply("lt", index_value(x), index_value(end)), element, value)
+    return value
 
 
 def _reduced(reader: GraphReader, node: Node, call: Call, position: Position, depth: int) -> Expr | None:

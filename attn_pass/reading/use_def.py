@@ -83,10 +83,10 @@ class UseDefWalk:
         self.internal |= dict.fromkeys((defined, *(written_into(reader, defined) if "out" in defined.kwargs else ())))
         time = reader.order[defined]
         if call.op in VIEWS:
-            found = view_of(defined, call, position, reader.sizes)
-            if found is None:
+            source = view_of(defined, call, position, reader.sizes)
+            if source is None:
                 raise Unreadable(f"the view {_name(defined)} cannot be followed", defined)
-            return self.read(*found, at if reader.is_alias(defined, call) else time)
+            return self.read(*source, at if reader.is_alias(defined, call) else time)
         if call.op in ("copy", "detach", "dropout"):
             self._check_transparent(call, defined)
             return self.read(call["input"], position, time)
@@ -203,9 +203,9 @@ class UseDefWalk:
         if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
             self.internal[source] = None
             return pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
-        found = reader.element(source, where, read_at)
-        if isinstance(found, Const):
-            return found
+        element = reader.element(source, where, read_at)
+        if isinstance(element, Const):
+            return element
         load = reader.load(source, where, read_at)
         self.loads[load] = SideLoad(source, read_at, value, position, at)
         return load
@@ -337,14 +337,14 @@ class UseDefWalk:
 
 def written_into(reader: Reader, product: Node) -> list[Node]:
     """The tensor a product is written to, with what it is a view of, as long as nothing but its memory is in it."""
-    found: list[Node] = []
+    nodes: list[Node] = []
     node = reader.written_by(product)
     while node is not None and is_pure(node) and not draws_random_numbers(node):
-        found.append(node)
+        nodes.append(node)
         call = reader.call(node)
         source = None if call is None or call.op not in VIEWS else call.args.get("input")
         node = source if isinstance(source, Node) and call is not None and reader.is_alias(node, call) else None
-    return found
+    return nodes
 
 
 _LOGIC = ("not", "and", "or", "eq", "ne")

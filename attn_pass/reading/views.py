@@ -163,7 +163,7 @@ def reshape_position(position: Position, after: Sequence[Index], before: Sequenc
         return None
     outer = [(p, s) for p, s in zip(position, after) if s != 1]
     inner = [s for s in before if s != 1]
-    found: list[Index] = []
+    index: list[Index] = []
     i = j = 0
     while i < len(outer) or j < len(inner):
         if i == len(outer) or j == len(inner):
@@ -177,9 +177,9 @@ def reshape_position(position: Position, after: Sequence[Index], before: Sequenc
                 out_size, i2 = out_size * outer[i2][1], i2 + 1
             else:
                 return None
-        found += _split(_flatten(outer[i:i2]), inner[j:j2])
+        index += _split(_flatten(outer[i:i2]), inner[j:j2])
         i, j = i2, j2
-    rest = iter(found)
+    rest = iter(index)
     return tuple(0 if s == 1 else next(rest) for s in before)
 
 

@@ -303,8 +303,8 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         packet, overload = target._schema.name.split("::")[1], target._overloadname
         if overload == "out" or overload.endswith("_out"):
             names = (overload[:-4],) if overload != "out" else ("default", "Tensor")
-            found = [functions[p] for name in names if (p := _resolve(f"aten.{packet}.{name}")) in functions]
-            return (found[0], False) if found else None
+            rows = [functions[p] for name in names if (p := _resolve(f"aten.{packet}.{name}")) in functions]
+            return (rows[0], False) if rows else None
         if packet.endswith("_"):
             plain = _resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
             if plain in functions:
@@ -326,12 +326,12 @@ def understand(node: Node, into: Node | None = None) -> Call | None:
     if node.op not in ("call_function", "call_method"):
         return None
     try:
-        found = _row_of(node.op, node.target)
+        row_of_node = _row_of(node.op, node.target)
     except TypeError:  # an unhashable target
         return None
-    if found is None:
+    if row_of_node is None:
         return None
-    row, in_place = found
+    row, in_place = row_of_node
     args: dict[str, Any] = dict(row.defaults)
     for position, value in enumerate(node.args):
         if position < len(row.names):

@@ -124,14 +124,14 @@ class Local:
 
 def _choices(a: Attention) -> list[Blocks]:
     """The blocks a window or a chunk can be computed in."""
-    found = []
+    choices = []
     for part in a.mask.structure.parts:
         if isinstance(part, Band) and isinstance(part.lower, int) and isinstance(part.upper, int):
-            found += [Blocks(r, part.lower, r + part.upper - part.lower) for r in _ROWS if part.upper >= part.lower]
+            choices += [Blocks(r, part.lower, r + part.upper - part.lower) for r in _ROWS if part.upper >= part.lower]
         if isinstance(part, Chunk) and part.key_shift == part.row_shift and isinstance(part.size, int):
             if part.row_shift == 0:
-                found.append(Blocks(part.size, 0, part.size))
-    return [blocks for blocks in found if blocks.is_known_to_fit(a)]
+                choices.append(Blocks(part.size, 0, part.size))
+    return [blocks for blocks in choices if blocks.is_known_to_fit(a)]
 
 
 def _cost(a: Attention, blocks: Blocks, setting: Setting) -> float:

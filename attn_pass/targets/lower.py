@@ -77,16 +77,16 @@ class Lowering:
 
     def expression(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """An expression as a tensor with a dimension a group, at size 1 where it does not vary."""
-        found = self._lower(expression, groups)
-        if isinstance(found, float | int):
+        value = self._lower(expression, groups)
+        if isinstance(value, float | int):
             a = self.attention.sources[self.attention.query.source]
-            return self.plan.call(aten.full.default, [1] * len(groups), found, dtype=_type_of(found), device=a.device)
-        return found
+            return self.plan.call(aten.full.default, [1] * len(groups), value, dtype=_type_of(value), device=a.device)
+        return value
 
     def condition(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """The same of a condition, boolean whatever it is computed in."""
-        found = self.expression(expression, groups)
-        return found if fake_of(found).dtype == torch.bool else self.plan.call(aten.to.dtype, found, torch.bool)
+        value = self.expression(expression, groups)
+        return value if fake_of(value).dtype == torch.bool else self.plan.call(aten.to.dtype, value, torch.bool)
 
     def _lower(self, expression: Expr, groups: Sequence[Group]) -> Value | float | int | bool:
         if isinstance(expression, Const):

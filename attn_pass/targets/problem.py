@@ -75,8 +75,8 @@ def moved_query_bytes(attention: Attention, hint: Callable[[Index], int]) -> int
 
 def _lies_in_order(load: Load, order: list[Axis]) -> bool:
     """Whether the axes occur in the load's dimensions in the order given, slowest first."""
-    found = [a for index in load.index for a in order if a in axes(index)]
-    return found == order
+    in_order = [a for index in load.index for a in order if a in axes(index)]
+    return in_order == order
 
 
 def serves(form: str, setting: Setting) -> bool:

@@ -69,32 +69,32 @@ class _Operator:
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[OperatorPlan] | Refusal:
         """An offer at the operator's predicted cost, or the first reason why not."""
         device = setting.device
-        found = self._operator(setting)
-        if found is None:
+        operator = self._operator(setting)
+        if operator is None:
             return Refusal(self.name, self._why_absent(setting), other_device=device.type != "npu")
-        reason = refusal(Case(attention, setting, found))
+        reason = refusal(Case(attention, setting, operator))
         if reason is not None:
             return Refusal(self.name, reason)
         try:
-            mask = mask_plan(attention, setting, found)
+            mask = mask_plan(attention, setting, operator)
         except NoForm as none:
             return Refusal(self.name, str(none))
-        layout, copied = best(attention, found, setting.hint)
-        wide = width(attention, found)
+        layout, copied = best(attention, operator, setting.hint)
+        wide = width(attention, operator)
         problem = _problem(attention, mask, copied, wide, setting)
-        predicted = operator_cost(device, found, problem) + _around(
+        predicted = operator_cost(device, operator, problem) + _around(
             problem, mask, setting, again=attention.needs_grad and attention.mask.bias is not None
         )
-        overload = _overload(found)
+        overload = _overload(operator)
         if overload is None:
-            return Refusal(self.name, _uninstalled(found, predicted), package="torch-npu")
+            return Refusal(self.name, _uninstalled(operator, predicted), package="torch-npu")
         return Offer(
             self.name,
             variant,
             attention,
             predicted,
             fused=True,
-            plan=OperatorPlan(found, overload, mask, layout, self.result_layout(attention, layout, setting), wide),
+            plan=OperatorPlan(operator, overload, mask, layout, self.result_layout(attention, layout, setting), wide),
             assumptions=_assumed(attention, setting),
             moved=problem.moved_bytes,
         )
@@ -193,17 +193,17 @@ def _kv_heads(a: Attention) -> int:
 
 
 def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:
-    found: list[str] = []
+    assumptions: list[str] = []
     if not a.mask.is_none and not a.mask.never_empty:
         keep = () if a.mask.keep is None else (a.mask.keep.fill,)
         infinite = float("-inf") in (*keep, *(a.mask.fills or ()))
         if setting.assume_nonempty_rows:
-            found.append(_NONEMPTY)
+            assumptions.append(_NONEMPTY)
         elif a.empty_row_is_nan and infinite:
-            found.append(EMPTY_ROWS)
+            assumptions.append(EMPTY_ROWS)
     if not setting.device.generation:
-        found.append(_FAMILY)
-    return tuple(found)
+        assumptions.append(_FAMILY)
+    return tuple(assumptions)
 
 
 def _problem(a: Attention, mask: MaskPlan, copied: int, wide: int | None, setting: Setting) -> Problem:

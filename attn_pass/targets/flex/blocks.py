@@ -137,11 +137,11 @@ def _of_chunk(first: Any, last: int, size: Any, shift: Any, other: Any, do: Numb
 
 def _if_any_is_positive(values: list[Any], do: Numbers) -> Any:
     """Far away where one of the values is above 0; 0 elsewhere."""
-    found: Any = None
+    largest: Any = None
     for value in values:
         far = do.times(do.smaller(do.larger(value, 0), 1), _FAR)
-        found = far if found is None else do.larger(found, far)
-    return found
+        largest = far if largest is None else do.larger(largest, far)
+    return largest
 
 
 def _whole(bound: Index | None) -> int | None:
@@ -157,9 +157,9 @@ def span(parts: Conjunction, first: Any, own: int, other: int, count: Any, do: N
     some: list[Bounds] = []
     every: list[Bounds] = []
     for part in parts:
-        found = (_of_keys if of_keys else _of_rows)(part, first, own, do)
-        some.append(found[0])
-        every.append(found[1])
+        bounds = (_of_keys if of_keys else _of_rows)(part, first, own, do)
+        some.append(bounds[0])
+        every.append(bounds[1])
 
     nothing = do.times(first, 0)
 
@@ -191,9 +191,9 @@ def share(parts: Sequence[Part], q_len: int, kv_len: int, sizes: tuple[int, int]
     options = conjunctions(parts)
     total = 0
     for row in range(rows):
-        found = [span(o, row * sizes[0], *sizes, keys, INTEGERS, of_keys=False)[:2] for o in options]
+        spans = [span(o, row * sizes[0], *sizes, keys, INTEGERS, of_keys=False)[:2] for o in options]
         reached = 0
-        for start, end in sorted(found):
+        for start, end in sorted(spans):
             total += max(0, end - max(start, reached))
             reached = max(reached, end)
     return total / (rows * keys)
@@ -264,16 +264,16 @@ def block_mask(
         return _of_several(plan, device, options, sides, exact, of_keys=of_keys)
 
     of_rows = lists(False)
-    found = [of_rows.partial, of_rows.partial_at, of_rows.full, of_rows.full_at]
+    values_given = [of_rows.partial, of_rows.partial_at, of_rows.full, of_rows.full_at]
     if backward:
         of_keys = lists(True)
-        found += [of_keys.partial, of_keys.partial_at, of_keys.full, of_keys.full_at]
+        values_given += [of_keys.partial, of_keys.partial_at, of_keys.full, of_keys.full_at]
     else:
-        found += [None] * 4
-    held = [None if v is None else fake_of(v) for v in found]
+        values_given += [None] * 4
+    held = [None if v is None else fake_of(v) for v in values_given]
     fields: Any = dict(zip(_FIELDS, held))
     made = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, mask_mod=noop_mask, **fields)
-    values: dict[int, Any] = {id(f): v for f, v in zip(held, found) if f is not None}
+    values: dict[int, Any] = {id(f): v for f, v in zip(held, values_given) if f is not None}
     lengths = (plan.size(n) for n in sides.lengths)
     return (*lengths, *(values.get(id(x), x) for x in made.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
 
@@ -365,9 +365,9 @@ def _of_several(
     return Lists(*_sorted(plan, partial, of_keys), *_sorted(plan, all_full, of_keys))
 
 
-def _any(plan: Plan, found: list[Value]) -> Value:
-    total = found[0]
-    for more in found[1:]:
+def _any(plan: Plan, matrices: list[Value]) -> Value:
+    total = matrices[0]
+    for more in matrices[1:]:
         total = plan.call(aten.logical_or.default, total, more)
     return total
 
