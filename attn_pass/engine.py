@@ -21,6 +21,7 @@ from attn_pass.model.formula import formula_of
 from attn_pass.options import Options, Runner
 from attn_pass.patterns import calls, composite, joined_scores, softmax
 from attn_pass.patterns.base import Site
+from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Selection
 from attn_pass.planner.overrides import check_names
@@ -188,7 +189,7 @@ class _Rewriting:
                 return self._replace(site, site.described, record)
             return self._replace_opaque(site, site.described, opaque, record)
 
-    def _replace_opaque(self, site: Site, described: Described, opaque: composite.Opaque, record: SiteReport) -> bool:
+    def _replace_opaque(self, site: Site, described: Described, opaque: Opaque, record: SiteReport) -> bool:
         """Keeps a call in pieces where the attention in it is rewritten; else it stays the call it was."""
         assert opaque.expansion is not None
         changed = False

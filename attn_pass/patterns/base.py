@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import Node
@@ -15,13 +15,11 @@ from attn_pass.graph.effects import is_metadata_assertion
 from attn_pass.graph.regions import Region
 from attn_pass.graph.stand_in import ShapeUse
 from attn_pass.model.attention import AsWritten
+from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.describe import Described
 from attn_pass.reading.operands import OperandForm
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.unreadable import Unreadable
-
-if TYPE_CHECKING:
-    from attn_pass.patterns.composite import Opaque
 
 
 @dataclass(frozen=True)

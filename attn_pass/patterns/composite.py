@@ -16,16 +16,15 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.graph.edit import Plan, SizeNodes
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.expand import CannotExpand, Expansion, expand
+from attn_pass.graph.expand import CannotExpand, expand
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import PLAIN_TENSORS, Sizes, tensor_value
-from attn_pass.model.attention import AsWritten
 from attn_pass.patterns import fast_paths
 from attn_pass.patterns.base import Site, failed
+from attn_pass.patterns.opaque import Opaque
 
 FORM = "nn.MultiheadAttention"
 ENCODER_LAYER = "nn.TransformerEncoderLayer"
-WEIGHTS_ARE_USED = "the attention weights are used"
 _FORWARD: Any = torch.nn.functional.multi_head_attention_forward
 
 
@@ -53,49 +52,6 @@ CALLS: Mapping[Any, _Form] = {
     torch._native_multi_head_attention: _ATTENTION,
     torch.ops.aten._native_multi_head_attention.default: _ATTENTION,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Opaque:
-    """One such call: its expansion, or why there is none."""
-
-    call: Node
-    form: str
-    region: Region
-    expansion: Expansion | None
-    refusal: str = ""
-    error: Exception | None = None
-    also: str = WEIGHTS_ARE_USED  # what it means that its second result is used
-    written: AsWritten | None = None  # what the call runs if nothing is done; None where that is what is in it
-    assumes: tuple[str, ...] = ()  # what its expansion rests on
-    fixed: tuple[str, ...] = ()  # tensors whose values it rests on, by name
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Those of the expansion."""
-        return () if self.expansion is None else self.expansion.nodes
-
-    def take_back(self) -> None:
-        """Leaves the graph as it was before."""
-        if self.expansion is not None:
-            self.expansion.take_back()
-
-    @property
-    def result(self) -> Node:
-        """The node that takes the attention's result; the call itself where nobody does, or where it has one only."""
-        results = () if self.expansion is None else self.expansion.results
-        return next((old for old, _ in results if old is self.call or old.args[1] == 0), self.call)
-
-    def stands_for(self, node: Node) -> Node | None:
-        """The node of the program whose value a node of the expansion has; None where it is one on the way."""
-        results = () if self.expansion is None else self.expansion.results
-        return next((old for old, new in results if new is node), None)
-
-    @property
-    def is_used_otherwise(self) -> bool:
-        """Whether anybody takes its second result: the attention weights, or their log-sum-exp."""
-        results = () if self.expansion is None else self.expansion.results
-        return any(old is not self.call and old.args[1] == 1 for old, _ in results)
 
 
 def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:

@@ -25,10 +25,10 @@ from attn_pass.graph.subgraphs import attribute_module, operator_name
 from attn_pass.graph.values import KNOWN_TENSORS, PLAIN_TENSORS, Sizes, fake_value, tensor_value
 from attn_pass.model.attention import AsWritten
 from attn_pass.model.index import Index
-from attn_pass.patterns.composite import Opaque
 from attn_pass.patterns.flex_bodies import on_grid
 from attn_pass.patterns.flex_constants import Known, known_to_agree
 from attn_pass.patterns.flex_lists import Lists, is_one_block, is_same_mask, kept, made_from
+from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.reader import Reader
 
 aten = torch.ops.aten

@@ -22,6 +22,7 @@ from attn_pass.graph.subgraphs import Body, placeholders
 from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, tensor_value
 from attn_pass.model.index import Index, product
 from attn_pass.patterns import by_slices, composite, flex_calls, joined_scores, summed_pieces
+from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.softmax_forms import is_softmax
 from attn_pass.reading.reader import Caller, Reader
 from attn_pass.report.torch_logging import observed
@@ -45,7 +46,7 @@ class _OnTrial:
     """Calls that are one node, torch's own and the user's, in pieces until it is known which of them stay so."""
 
     def __init__(self, run: Run, gm: GraphModule, around: Surroundings) -> None:
-        self.opaque: list[composite.Opaque] = []
+        self.opaque: list[Opaque] = []
         self.pieces: list[allowed.Settles] = []
         given = (gm, run.sizes, around.region, around.is_body)
         try:
@@ -100,7 +101,7 @@ class GraphContext:
         )
 
     @property
-    def opaque(self) -> list[composite.Opaque]:
+    def opaque(self) -> list[Opaque]:
         """The calls of torch's modules, in pieces."""
         return self._on_trial.opaque
 

@@ -244,7 +244,7 @@ def test_what_has_an_effect_is_not_erased_with_its_users() -> None:
     (cos,), (sin,), (written,) = nodes_of(gm, "cos"), nodes_of(gm, "sin"), nodes_of(gm, "exp_")
     (output,) = (n for n in gm.graph.nodes if n.op == "output")
     output.args = ((written.args[0],),)
-    erase_unused(gm.graph, [cos])
+    erase_unused(gm.graph, [cos, written])
     assert cos._erased and sin._erased and not written._erased
     gm.graph.lint()
 

@@ -1,0 +1,46 @@
+"""No module of the package imports one that imports it, not for types and not inside a function either."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import attn_pass
+
+PACKAGE = Path(attn_pass.__file__).parent
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported(text: str, known: set[str]) -> set[str]:
+    """The modules a text imports anywhere; a name that is no module of its own is one of the package it is from."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= named & known | (set() if named <= known else {node.module})
+    return found & known
+
+
+def test_what_is_found() -> None:
+    text = "from a import b\nfrom a.f import G\ndef f():\n    import a.c\nif TYPE_CHECKING:\n    from a.d import E"
+    assert imported(text, {"a", "a.b", "a.c", "a.d", "a.e", "a.f"}) == {"a.b", "a.c", "a.d", "a.f"}
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
+
+
+def test_there_is_no_circle() -> None:
+    known = modules()
+    TopologicalSorter({m: imported(p.read_text(), set(known)) - {m} for m, p in known.items()}).prepare()
