@@ -258,6 +258,7 @@ def test_what_was_planned_may_read_what_the_part_did_not() -> None:
         randn(40)[5:17].view(3, 4),
         randn(3, 8)[:, ::2],
         randn(0, 4),
+        randn(3, 0),
         torch.tensor(2.0),
     ],
 )
@@ -266,7 +267,9 @@ def test_an_input_lies_in_its_memory_as_the_programs_does(tensor: Tensor) -> Non
     entry = Input(shape, stride, "float32", "cpu", offset=tensor.storage_offset())
     view = entry.in_memory(torch.zeros(entry.memory))
     assert (view.shape, view.stride(), view.storage_offset()) == (tensor.shape, stride, entry.offset)
-    if 0 not in shape:
+    if 0 in shape:
+        assert entry.memory == 0
+    else:
         with pytest.raises(RuntimeError, match="out of bounds"):
             entry.in_memory(torch.zeros(entry.memory - 1))
 

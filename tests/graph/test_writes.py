@@ -47,6 +47,7 @@ WRITES: dict[str, tuple[Program, list[tuple[bool, bool]]]] = {
     "all by an index": (lambda x, y: assigned(x, y, slice(None)), [(True, False)]),
     "all by an ellipsis and slices": (lambda x, y: assigned(x, y, (..., slice(None))), [(True, False)]),
     "a row": (lambda x, y: assigned(x, y, 0), [(False, False)]),
+    "a column": (lambda x, y: assigned(x, y, (slice(None), 0)), [(False, False)]),
     "every second row": (lambda x, y: assigned(x, y, slice(None, None, 2)), [(False, False)]),
     "fill_diagonal_": (lambda x, y: x.fill_diagonal_(2.0), [(False, False)]),
     "index_fill_": (lambda x, y: x.index_fill_(0, torch.tensor([1]), 2.0), [(False, False)]),

@@ -276,6 +276,7 @@ def test_what_a_site_used_is_noted_while_it_is_read_and_forgotten_after() -> Non
     with reader.site() as used:
         reader.load(x, (0,), 7)
         reader.load(x, (1,), 5)
+        reader.load(x, (2,), 9)
         assert reader.element(y, (0,), 9) == Const(2.0)
     assert used.read_times == {x: 5} and used.known == ["buffer y"]
     with reader.site() as again:
