@@ -27,7 +27,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 for name, function in {
     "seeds": seeds.main,
     **commands.COMMANDS,
-    "cases": commands.cases_command,
     "peers-suite": peers_suite.main,
     "dynamic-query": dynamic_query.main,
     "decisions": decisions.main,

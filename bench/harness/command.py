@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from bench.harness import baseline as baselines
 from bench.harness import document
-from bench.harness.console import show, show_table
+from bench.harness.console import plain_console, show, show_table, teller
 from bench.harness.document import Document
 from bench.harness.environment import command, device_name, versions
 from bench.harness.floors import Rates, rates
@@ -27,6 +28,8 @@ Only = Annotated[str, typer.Option(help="Only programs whose name holds this.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
+
+Tables = Callable[[Setting, Rates, Callable[[str], None]], Iterable[document.Table]]
 
 
 def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu", **more: Any) -> Document:
@@ -43,22 +46,31 @@ def started(title: str, *, threads: int, rounds: Any = None, device: str = "cpu"
     return Document(title, run)
 
 
-def begin(title: str, setting: Setting, baseline: Path | None) -> tuple[Document, Rates, Document | None]:
-    """A document without tables, this device's rates, measured now, and the run to compare with, read before all.
+def measured_tables(
+    title: str, tables: Tables, setting: Setting, json_file: Path | None, baseline: Path | None
+) -> None:
+    """Measures this device's rates and the tables, keeping what there is, and compares it with another run.
 
     Raises:
         typer.BadParameter: the run to compare with cannot be read.
+        typer.Exit: as `finish`.
     """
-    try:
+    try:  # before it may be written over
         before = None if baseline is None else document.read(baseline)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--against") from error
+    console = plain_console()
     rounds = f"{setting.rounds} in turns, a fresh process a program"
     quick = "cut sizes and fewer rounds" if setting.quick else None
     made = started(title, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
     found = rates(setting.device)
     made.run["rates"] = asdict(found)
-    return made, found, before
+    for table in tables(setting, found, teller(console)):
+        if all(table is not other for other in made.tables):
+            made.tables.append(table)
+        if json_file is not None:
+            made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
+    finish(console, made, json_file, before)
 
 
 def finish(console: Console, made: Document, json_file: Path | None, before: Document | None = None) -> None:

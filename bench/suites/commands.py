@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -10,44 +11,30 @@ from typing import Annotated
 import typer
 
 from bench.harness import variants as w
-from bench.harness.command import Against, Device, Json, Only, Quick, Rounds, Threads, begin, finish
-from bench.harness.console import plain_console, teller
+from bench.harness.command import Against, Device, Json, Only, Quick, Rounds, Threads, measured_tables
 from bench.harness.document import LEGEND, STANDARD, Table
-from bench.harness.measure import run
+from bench.harness.floors import Rates
+from bench.harness.measure import Tell, run
 from bench.harness.programs import Program, Setting
 from bench.suites import cases, forms, masks, models, peers, training
 
 
-def _measure(
-    module: ModuleType,
-    chosen: Sequence[str],
-    setting: Setting,
-    only: str,
-    json_file: Path | None,
-    baseline: Path | None,
-) -> None:
-    console = plain_console()
+def _tables(
+    module: ModuleType, chosen: Sequence[str], only: str, setting: Setting, rates: Rates, tell: Tell
+) -> Iterator[Table]:
+    """One table, again and again as it grows."""
     try:
         programs: list[Program] = [p for p in module.programs(setting) if only in p.name]
     except FileNotFoundError as error:
         raise typer.BadParameter(str(error)) from error
     if not programs:
         raise typer.BadParameter(f"no program's name holds {only!r}", param_hint="--only")
-    made, rates, before = begin(module.TITLE, setting, baseline)
     table = Table(module.TITLE, STANDARD, notes=[LEGEND])
-    made.tables.append(table)
-    tell = teller(console)
     for program in programs:
         packaged = (*w.PACKAGED, w.PACKAGE_HAND) if module is cases and cases.is_packaged(program) else ()
         ways = tuple(dict.fromkeys((*chosen, *packaged, *program.extra)))
         table.rows += run(module.__name__, [program], ways, setting, rates, tell)
-        if json_file is not None:
-            made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file, before)
-
-
-def _setting(device: str, threads: int, rounds: int, quick: bool, folder: str = "") -> Setting:
-    return Setting(device, threads, min(rounds, 5) if quick else rounds, quick=quick, folder=folder)
+        yield table
 
 
 def _command(
@@ -63,14 +50,18 @@ def _command(
         device: Device = "cpu",
         threads: Threads = 2,
         rounds: Rounds = times,
+        folder: Annotated[Path, typer.Option("--cases", help="A folder of collected cases.")] = Path("cases"),
     ) -> None:
-        _measure(module, chosen, _setting(device, threads, rounds, quick), only, json_file, baseline)
+        rounds = min(rounds, 5) if quick else rounds
+        setting = Setting(device, threads, rounds, quick=quick, folder=str(folder.resolve()))
+        measured_tables(module.TITLE, partial(_tables, module, chosen, only), setting, json_file, baseline)
 
     measure.__doc__ = about
     return measure
 
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
+    "cases": _command(cases, "Collected cases that must be fast: eager, stock, the pass, and each case's better form."),
     "variants": _command(
         masks, "Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."
     ),
@@ -84,18 +75,3 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
         9,
     ),
 }
-
-
-def cases_command(
-    folder: Annotated[Path, typer.Option("--cases", help="The folder of the collected cases.")] = Path("cases"),
-    json_file: Json = None,
-    baseline: Against = None,
-    quick: Quick = False,
-    only: Only = "",
-    device: Device = "cpu",
-    threads: Threads = 2,
-    rounds: Rounds = 15,
-) -> None:
-    """Collected cases that must be fast: eager, stock, the pass, and each case's better form."""
-    setting = _setting(device, threads, rounds, quick, str(folder.resolve()))
-    _measure(cases, w.COMPILED, setting, only, json_file, baseline)

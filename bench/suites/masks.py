@@ -268,14 +268,7 @@ VARIANTS: Sequence[Variant] = (
     Variant("full", full, _plain, _call, "call"),
     Variant("causal", causal, _plain, partial(_call, is_causal=True), "call, is_causal", HALF),
     Variant("causal as in transformers, finfo.min", lowest, _plain, _heads_last, "call, is_causal", HALF),
-    Variant(
-        "causal to the last key, 64 queries",
-        causal,
-        lambda n: _qkv(64, n + 64),
-        _last_keys,
-        "call with a mask",
-        1 - 1 / 66,
-    ),
+    Variant("causal to the last key, 64 queries", causal, _last, _last_keys, "call with a mask", 1 - 1 / 66),
     Variant("sliding window 256", _masked(near), _plain, partial(_flex, near, None), kept=0.117, dense=near),
     Variant("prefix of 512", _masked(early), _plain, partial(_flex, early, None), kept=0.53, dense=early),
     Variant(

@@ -334,13 +334,15 @@ def test_the_run_to_compare_with_is_read_before_it_may_be_written_over(
     monkeypatch.setattr(command, "rates", lambda device: RATES)
     path = tmp_path / "run.json"
     made(passed=50.0).write(path)
-    _, _, before = command.begin("T", QUICK, path)
-    now = made(passed=90.0)
+
+    def tables(*_: Any) -> list[Table]:
+        return made(passed=90.0).tables
+
     with pytest.raises(typer.Exit):
-        command.finish(Console(quiet=True), now, path, before)
+        command.measured_tables("T", tables, QUICK, path, path)
     (tmp_path / "old.json").write_text("[]")
     with pytest.raises(typer.BadParameter, match="no result"):
-        command.begin("T", QUICK, tmp_path / "old.json")
+        command.measured_tables("T", tables, QUICK, path, tmp_path / "old.json")
 
 
 def test_a_run_in_which_nothing_ran_fails() -> None:

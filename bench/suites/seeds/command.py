@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from itertools import chain
+from typing import Annotated, Any
 
 import typer
 
-from bench.harness.command import Against, Device, Json, Rounds, Threads, begin, finish
-from bench.harness.console import plain_console, teller
+from bench.harness.command import Against, Device, Json, Rounds, Threads, measured_tables
+from bench.harness.document import Table
 from bench.harness.programs import Setting
 from bench.suites.seeds import s1, s2, s3, s4, s5
 
@@ -38,13 +40,10 @@ def main(
     rounds: Rounds = 15,
 ) -> None:
     """Measure the five field reports; exit status 1: an answer is wrong, or a ratio worse than in --against."""
-    console = plain_console()
     setting = Setting(device, threads, min(rounds, 7) if quick else rounds, quick=quick)
-    made, rates, before = begin("The field reports, measured again", setting, baseline)
-    tell = teller(console)
-    for name in chosen(only):
-        for table in SEEDS[name].tables(setting, rates, tell):
-            made.tables.append(table)
-            if json_file is not None:
-                made.write(json_file)  # a run takes long, and what is measured stays when it is stopped
-    finish(console, made, json_file, before)
+    names = chosen(only)
+
+    def tables(*given: Any) -> Iterator[Table]:
+        return chain.from_iterable(SEEDS[name].tables(*given) for name in names)
+
+    measured_tables("The field reports, measured again", tables, setting, json_file, baseline)
