@@ -35,7 +35,7 @@ RUNS = (
     Run("models-cpu", "whole models"),
     Run("peers-cpu", "whole models beside other systems"),
 )
-SCALING = "S5.2: speed-up over the sequence length"
+SCALING = "S5.2: speedup over the sequence length"
 CURVE = "never-slower"
 OTHERS = (
     ("never-slower.md", "a grid of 164 shapes against stock and every form the pass could have taken"),
@@ -76,7 +76,7 @@ def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
     if scaling:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
-        made += [("speed-up", "Seed S5: speed-up over the sequence length"), ("memory", "Seed S5: memory of one call")]
+        made += [("speed-up", "Seed S5: speedup over the sequence length"), ("memory", "Seed S5: memory of one call")]
     measured = [found[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in found]
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
@@ -93,7 +93,7 @@ def _tables(document: Document | None, title: str) -> Iterator[Any]:
 
 
 def summary(document: Document) -> dict[str, Any]:
-    """Over the rows of the pass: how many, times stock (middle, least, most), verdicts; and all that failed."""
+    """Over the rows of the pass: how many, speedup over stock (median, least, most), verdicts; and all that failed."""
     rows = [row for table in document.tables for row in table.rows if row.get("way") in (w.PASS, w.PACKAGE_PASS)]
     rows = [row for row in rows if "over_stock" in row]
     ratios = [row["over_stock"] for row in rows]
@@ -113,13 +113,14 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
     lines = [
         "# Results",
         "",
-        "Written by `python -m bench page` from the runs beside it; each says its device, versions and command, and",
-        "[benchmarks.md](../benchmarks.md) how it was measured. No GPU, NPU or TPU has run any of this yet.",
+        "Written by `python -m bench page` from the runs beside it. Each run names its device, versions and command;",
+        "[benchmarks.md](../benchmarks.md) says how it was measured. Performance has been measured on CPUs only: the",
+        "GPU, NPU and TPU paths have not yet run on real hardware.",
         "",
         "## The pass against stock Inductor",
         "",
     ]
-    titles = ("run", "rows", "times stock: middle", "least", "most", "faster", "same", "slower", "wrong", "failed")
+    titles = ("run", "rows", "median speedup", "least", "most", "faster", "same", "slower", "wrong", "failed")
     rows = []
     for run in RUNS:
         if run.file not in found:
@@ -134,7 +135,7 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
         lines += ["Slower beyond the noise:", "", *slower, ""]
     for run in RUNS[:2]:
         if run.file in found:
-            lines += [f"## {run.about.capitalize()}, times stock", "", *by_program(found[run.file]), ""]
+            lines += [f"## {run.about.capitalize()}: speedup over stock", "", *by_program(found[run.file]), ""]
     lines += ["## Pictures", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]

@@ -1,4 +1,4 @@
-"""A run beside a committed one: which ratios to stock got worse, beyond the noise of both.
+"""A run beside a baseline: which speedups over stock got worse, beyond the noise of both.
 
 Ratios are compared, not times: another day the same machine is faster or slower as a whole, stock included.
 """
@@ -15,8 +15,8 @@ SLACK = 0.10  # two runs of the same code, hours apart, differ by this much in t
 COLUMNS = (
     Column("table", "table"),
     Column("program", "name"),
-    Column("way", "way"),
-    Column("times stock, then", "then", ".2f"),
+    Column("variant", "way"),
+    Column("speedup in the baseline", "then", ".2f"),
     Column("now", "now", ".2f"),
     Column("allowed", "allowed", ".0%"),
     Column("verdict", "verdict"),

@@ -139,25 +139,25 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 STANDARD: tuple[Column, ...] = (
     Column("program", "program"),
-    Column("way", "way"),
+    Column("variant", "way"),
     Column("median ms", "median_us", ".3f", 1e-3),
-    Column("10th to", "p10_us", ".3f", 1e-3),
-    Column("90th percentile", "p90_us", ".3f", 1e-3),
-    Column("times stock", "over_stock", ".2f"),
+    Column("p10 ms", "p10_us", ".3f", 1e-3),
+    Column("p90 ms", "p90_us", ".3f", 1e-3),
+    Column("speedup", "over_stock", ".2f"),
     Column("noise", "noise", ".0%"),
     Column("verdict", "verdict"),
-    Column("of the floor", "of_floor", ".0%"),
+    Column("of roofline", "of_floor", ".0%"),
     Column("error", "error", ".0e"),
     Column("compile s", "compile_s", ".1f"),
     Column("package KiB", "package_bytes", ".0f", 1 / 1024),
     Column("peak MiB", "peak_bytes", ".1f", 1 / 2**20),
-    Column("took", "took"),
+    Column("outcome", "took"),
 )
 """What is known of a program run in one way."""
 
 LEGEND = (
-    "Times stock: how many times as fast as stock compiled the same way (packages against the stock package). "
-    "Noise: how far stock is from itself in this run; within it the verdict is the same. Of the floor: the least time "
-    "the measured rates allow, as a share of the time taken. Error: largest against float64, relative to the largest "
-    "value. Peak: memory one call adds."
+    "Speedup: stock's median time over the variant's; packages are compared with the stock package. Noise: how far "
+    "stock is from itself in this run (A/A); a speedup within the noise counts as the same. Of roofline: the least "
+    "time that the measured rates allow, as a share of the time taken. Error: the largest difference from float64, "
+    "relative to the largest value. Peak: the memory that one call adds."
 )

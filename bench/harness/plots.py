@@ -1,4 +1,4 @@
-"""Pictures of committed results: the speed-up and the memory over the length, the roofline, the never-slower curve."""
+"""Pictures of committed results: the speedup and the memory over the length, the roofline, the never-slower curve."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def speed_up(rows: Sequence[Row]) -> Figure:
     _lengths(axes, lengths)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("times as fast as unfused (eager)")
-    axes.set_title("S5: causal attention by hand, speed-up over the length")
+    axes.set_title("S5: causal attention by hand, speedup over the length")
     axes.legend(frameon=False)
     return figure
 

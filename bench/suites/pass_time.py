@@ -28,7 +28,7 @@ COLUMNS = (
     Column("sites rewritten", "sites"),
     Column("least s", "min_s", ".3f"),
     Column("most s", "max_s", ".3f"),
-    Column("times the smallest", "of_smallest", ".2f"),
+    Column("relative to the smallest", "of_smallest", ".2f"),
 )
 
 

@@ -23,8 +23,8 @@ def test_bytes_by_hand() -> None:
 
 def test_the_speed_up_grows_with_the_length_and_is_the_ratio_of_its_parts() -> None:
     found = list(npu_model.speed_up())
-    assert all(r["speed-up"] == pytest.approx(float(r["unfused us"]) / float(r["fused us"])) for r in found)
-    assert float(found[-1]["speed-up"]) > float(found[0]["speed-up"]) > 1
+    assert all(r["speedup"] == pytest.approx(float(r["unfused us"]) / float(r["fused us"])) for r in found)
+    assert float(found[-1]["speedup"]) > float(found[0]["speedup"]) > 1
 
 
 def test_tiles_of_512_do_not_fit_the_buffer() -> None:

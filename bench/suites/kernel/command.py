@@ -35,8 +35,8 @@ _FIRST = (Column("program", "program"), Column("case", "case"), Column("ms", "ou
 _LAST = (
     Column("aim", "aim", ".2f"),
     Column("A/A", "noise", ".0%"),
-    *(Column(f"times {name}", name, ".2f") for name in PEERS),
-    Column("times one thread", "scaling", ".2f"),
+    *(Column(f"over {name}", name, ".2f") for name in PEERS),
+    Column("over one thread", "scaling", ".2f"),
     Column("error", "error", ".0e"),
     Column("SDPA's", "sdpa_error", ".0e"),
     Column("verdict", "verdict"),
@@ -44,7 +44,7 @@ _LAST = (
 MANY_COLUMNS = (*_FIRST, Column("GFLOP/s", "rate", ".0f"), Column("of torch.mm", "share", ".2f"), *_LAST)
 FEW_COLUMNS = (*_FIRST, Column("GB/s", "rate", ".1f"), Column("of a plain read", "share", ".2f"), *_LAST)
 NOTES = (
-    "Times and ratios are of 10th percentiles. Times a peer: how many times as fast as it the kernel is; masks of "
+    "Times and ratios are of 10th percentiles. Over a peer: the speedup of the kernel over it; masks of "
     "peers, block masks too, are made beforehand. A/A: how far the kernel is from itself in the same turns.",
     "Error: largest against float64, relative to the largest value.",
 )

@@ -1,4 +1,4 @@
-"""What the model predicts of fused attention on an Ascend NPU, as plain rows: bytes, speed-up, tiles, masks.
+"""What the model predicts of fused attention on an Ascend NPU, as plain rows: bytes, speedup, tiles, masks.
 
 The numbers of seed S5's table come from a machine; these come from data sheets (`attn_pass.devices.catalog`) and from
 counting. Every row says so. Nothing here runs on an NPU, or measures anything.
@@ -47,7 +47,7 @@ def speed_up(device: str = "Ascend 910B", lengths: tuple[int, ...] = LENGTHS, **
     for length in lengths:
         given = problem(length, **sizes)
         apart, fused = unfused(here, given), operator(here, generations.INFERENCE, given)
-        values = {"unfused us": apart, "fused us": fused, "speed-up": apart / fused}
+        values = {"unfused us": apart, "fused us": fused, "speedup": apart / fused}
         yield _row(f"{device}, L = {length}", values)
 
 

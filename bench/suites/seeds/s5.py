@@ -1,6 +1,6 @@
 """S5, FlashAttention on Ascend NPUs: its four experiments on the device at hand, causal unless said.
 
-Traffic, speed-up over the sequence length, tile sizes, and what the causal mask costs; reported for batch 4, heads 32,
+Traffic, speedup over the sequence length, tile sizes, and what the causal mask costs; reported for batch 4, heads 32,
 head dim 64 in float16.
 """
 
@@ -96,7 +96,7 @@ TRAFFIC = (
 
 SCALING = (
     *STANDARD[:6],
-    Column("times eager", "over_eager", ".2f"),
+    Column("speedup over eager", "over_eager", ".2f"),
     Column("reported", "reported_speedup", ".2f"),
     *STANDARD[6:],
 )
@@ -116,7 +116,7 @@ def _scaling(setting: Setting, rates: Rates, tell: Tell) -> Table:
         "reported: fused over unfused on an NPU, batch 4, heads 32, float16; eager is the unfused form here",
         LEGEND,
     ]
-    return Table("S5.2: speed-up over the sequence length", SCALING, rows, notes)
+    return Table("S5.2: speedup over the sequence length", SCALING, rows, notes)
 
 
 # ---------------------------------------------------------------- 3: tiles
@@ -170,7 +170,7 @@ def _loops(name: str) -> Row:
 
 TILE_COLUMNS = (
     Column("program", "program"),
-    Column("way", "way"),
+    Column("variant", "way"),
     Column("loops over the keys", "loops"),
     *STANDARD[2:5],
     Column("of the best tile", "of_best", ".0%"),
@@ -212,7 +212,7 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
 
 MASK_COLUMNS = (
     Column("program", "program"),
-    Column("way", "way"),
+    Column("variant", "way"),
     Column("full, ms", "plain_us", ".3f", 1e-3),
     Column("causal, ms", "median_us", ".3f", 1e-3),
     *STANDARD[3:5],
@@ -230,7 +230,7 @@ def npu() -> Iterator[Table]:
     sizes = {"heads": HEADS, "dim": DIM, "batch": BATCH}
     made = {
         "S5.1, predicted for an NPU: memory traffic": npu_model.traffic((LENGTH,), **sizes),
-        "S5.2, predicted for an NPU: speed-up over the sequence length": npu_model.speed_up(
+        "S5.2, predicted for an NPU: speedup over the sequence length": npu_model.speed_up(
             lengths=tuple(SPEEDUPS), **sizes
         ),
         "S5.3, predicted for an NPU: tiles in its 256 KB buffer": npu_model.tiles(DIM, LENGTH, TILES),
