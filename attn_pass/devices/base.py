@@ -38,6 +38,7 @@ class Family:
         forms: of the targets that are no kernel's but forms of torch's call and of products, those that serve here too:
             "local", "recompute", "decomposed". What they take is measured there.
         flex_template: Inductor's template for FlexAttention there, as `attn_pass.targets.flex` names it; "" for none.
+        most_general: the targets that take most there; where none offers, the first one's refusal says most.
         masks_in_compute_dtype: kernels read an additive mask in the dtype of their operands, not in float32.
         takes_any_mask_strides: torch's kernels read a mask whose rows overlap in memory.
         logarithm_of_torch_call: the operator that torch's call ends in gives the log-sum-exp as well, with any mask.
@@ -54,6 +55,7 @@ class Family:
     kernel_rules: Mapping[str, KernelRules] = {}
     forms: frozenset[str] = frozenset()
     flex_template = ""
+    most_general: tuple[str, ...] = ("sdpa",)
     masks_in_compute_dtype = False
     takes_any_mask_strides = False
     logarithm_of_torch_call = False

@@ -316,7 +316,7 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
             offers.append((answer, target))
             choice.predicted_us[_label(answer)] = answer.microseconds
     native = choice.refusals
-    general = [native[name] for name in ("sdpa", "npu_fusion_attention") if name in native]
+    general = [native[name] for name in family_of(setting.device).most_general if name in native]
     choice.why_none = next(iter((*packages, *general, *native.values(), *other_devices.values())), "")
     choice.refusals = choice.refusals | {
         name: why for name, why in other_devices.items() if name not in choice.refusals

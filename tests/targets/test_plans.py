@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import npu_stand_in
 import pytest
 import torch
 from against_eager import FLEX_ON_CPU, NEG_INF, qkv, randn, same
@@ -13,12 +14,17 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.devices.cpu.cpu_kernel import Bounds, CpuKernel
+from attn_pass.devices.cuda.decode import Decode, DecodePlan
+from attn_pass.devices.npu.layouts import LAYOUTS
+from attn_pass.devices.npu.masks import MaskPlan
+from attn_pass.devices.npu.operators import InferAttention
 from attn_pass.targets.base import Offer
 from attn_pass.targets.flex.flex import Flex
 from attn_pass.targets.local import Blocks, Local
 from attn_pass.targets.masks import MaskForm
 from attn_pass.targets.sdpa import Sdpa
 
+npu_stand_in.install()
 N = 150
 
 
@@ -36,12 +42,21 @@ def slopes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + torch.tensor([0.05, 0.02])[:, None, None] * (j - i)).softmax(-1) @ v
 
 
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.size(-2))[:, None] + k.size(-2) - q.size(-2), torch.arange(k.size(-2))
+    return (q @ k.mT * 0.3).masked_fill(j > i, NEG_INF).softmax(-1) @ v
+
+
 def learned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * 0.3 + bias).softmax(-1) @ v
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (5 * torch.tanh(q @ k.mT * 0.06)).masked_fill(~near(q.size(-2)), NEG_INF).softmax(-1) @ v
+
+
+def as_heads_first(plan: Any) -> Any:
+    return replace(plan, layout=LAYOUTS[0], result_layout=LAYOUTS[0])
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,8 @@ class Change:
     change: Callable[[Any], Any]
     word: str
     comes: bool = True
-    inputs: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = qkv(2, 2, N, N)
+    device: str = "cpu"
 
 
 def as_a_tensor(plan: Any) -> Any:
@@ -61,13 +77,22 @@ def as_a_tensor(plan: Any) -> Any:
     return replace(plan, bounds=Bounds(rest=plan.bounds.rest))
 
 
+LAST = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 2, N, N, dtype=torch.bfloat16))
 CHANGES = {
     "local, larger blocks": Change(Local, window, lambda p: Blocks(128, p.first, 128 + p.width - p.rows), "128"),
     "local, smaller blocks": Change(Local, window, lambda p: Blocks(16, p.first, 16 + p.width - p.rows), ", 24, 16]"),
     "sdpa, no distances": Change(Sdpa, slopes, lambda p: replace(p, by_distance=None), "flip", comes=False),
     "sdpa, rows repaired": Change(Sdpa, learned, lambda p: replace(p, mask=MaskForm("additive", True)), "amin",
-                                  inputs=(randn(1, 1, N, N, seed=8),)),
+                                  inputs=(*qkv(2, 2, N, N), randn(1, 1, N, N, seed=8))),
     "flex, larger blocks": Change(Flex, capped, lambda p: replace(p, blocks=(32, 512)), "512"),
+    "flex in Triton, a tile": Change(Flex, capped, lambda p: replace(p, options=(("BLOCK_M", 32),)), "'BLOCK_M': 32",
+                                     device="H200"),
+    "decode, a tensor": Change(Decode, causal, lambda p: DecodePlan(mask="boolean"), "None, 0.3, True", comes=False,
+                               inputs=qkv(2, 2, 4, 40, dtype=torch.bfloat16), device="H200"),
+    "npu, heads first": Change(InferAttention, window, as_heads_first,
+                               "'BSND'", comes=False, inputs=LAST, device="Ascend910B"),
+    "npu, a tensor": Change(InferAttention, window, lambda p: replace(p, mask=MaskPlan("boolean", inner_precise=2)),
+                            "sparse_mode = 4", comes=False, inputs=LAST, device="Ascend910B"),
 }  # fmt: skip
 
 
@@ -99,10 +124,12 @@ def emitted(program: Callable[..., Tensor], inputs: tuple[Tensor, ...], **option
 @pytest.mark.parametrize("name", CHANGES)
 def test_another_plan_is_emitted_and_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CHANGES[name]
-    if case.target is Flex and not FLEX_ON_CPU:
+    if case.target is Flex and case.device == "cpu" and not FLEX_ON_CPU:
         pytest.skip("FlexAttention on the CPU is known from torch 2.13 on")
-    inputs = (*qkv(2, 2, N, N), *case.inputs)
-    options = {"targets": (case.target.name,), "poor_cases": ()}
+    if case.target is Decode:
+        pytest.importorskip("triton")
+    inputs = case.inputs
+    options = {"targets": (case.target.name,), "poor_cases": (), "device": case.device}
     assert (case.word in emitted(case.program, inputs, **options)) is not case.comes
     offered(monkeypatch, case.target, case.change)
     assert (case.word in emitted(case.program, inputs, **options)) is case.comes

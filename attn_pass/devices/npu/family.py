@@ -24,6 +24,7 @@ class Npu(Family):
     types = ("npu",)
     names = tuple(sheet.name for sheet in facts.SHEETS)
     same_call = {INFERENCE: INFERENCE, TRAINING: TRAINING_V1, TRAINING_V1: TRAINING_V1}
+    most_general = ("sdpa", TRAINING_V1)
     widens_unfused_half = True
     merges_equal_calls = True
     takes_composites = True
