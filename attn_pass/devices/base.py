@@ -87,6 +87,9 @@ class Family:
         """A hash of sources that are written into generated code, which a graph says nothing of; "" without such."""
         return ""
 
+    def before_inductor(self) -> None:
+        """What Inductor has to know of this family's operators before it compiles a graph with them."""
+
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """(What, found, what there is to say) of this machine, for ``attn-pass doctor``."""
         return iter(())

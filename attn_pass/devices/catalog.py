@@ -93,10 +93,11 @@ def processor(cores: int) -> Device:
         kernel_us=3.0,
         fused_op_us=15.0,
         kernels=("cpu flash",),
+        instruction_set="avx512",
         is_measured=True,
     )
 
 
 def unknown(kind: str) -> Device:
     """A device that nothing is known of: one core's rates, and no kernel."""
-    return replace(processor(1), type=kind, name=kind, kernels=(), is_measured=False)
+    return replace(processor(1), type=kind, name=kind, kernels=(), instruction_set="", is_measured=False)

@@ -62,6 +62,7 @@ class Device:
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
     flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
+    instruction_set: str = ""  # of a CPU, as `attn_pass.devices.cpu.cost` names them
     generation: str = ""  # of an Ascend NPU, as `attn_pass.devices.npu.generations` names them
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 

@@ -20,7 +20,7 @@ from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 from attn_pass.compat import require_inductor
-from attn_pass.entries.inductor import inductor_patches, patches_for
+from attn_pass.entries.inductor import before_inductor, inductor_patches, patches_for
 from attn_pass.entries.package import with_report
 from attn_pass.entries.retry import Failure, leave_all, warn_failed
 from attn_pass.entries.snapshot import Snapshot
@@ -292,6 +292,7 @@ def _rename_outputs(program: ExportedProgram, new_names: Mapping[str, str]) -> N
 def _package(program: ExportedProgram, path: str | None, patches: Mapping[str, Any]) -> str:
     from torch._inductor import aoti_compile_and_package
 
+    before_inductor()
     with torch.no_grad():
         return str(aoti_compile_and_package(program, package_path=path, inductor_configs=dict(patches)))
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
+from attn_pass.devices.registry import families
 from attn_pass.entries.retry import (
     first_where,
 )
@@ -65,11 +66,18 @@ def compile_under(
     """Compile with Inductor under these patches, which then hold for the backward that is compiled later, too."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+    before_inductor()
     inner = compile_fx_inner if report is None else _with_eager_backward(compile_fx_inner, report)
     if report is not None:
         patches = patches | patches_for(report)
     compiled: Any = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
     return cast(Callable[..., Any], compiled)
+
+
+def before_inductor() -> None:
+    """Inductor learns of the operators that a rewritten graph may call."""
+    for family in families():
+        family.before_inductor()
 
 
 def _with_eager_backward(compile_inner: Callable[..., Any], report: Report) -> Callable[..., Any]:

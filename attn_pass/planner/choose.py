@@ -135,7 +135,7 @@ def choose(
     """
     if refusal := _guard_refusal(attention, setting):
         return Choice(reason=refusal)
-    asked: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed)]
+    asked: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed, setting)]
     without = without or {}
     targets = [t for t in asked if t.name not in without]
     leaving = leave_cost(attention, setting, written)
@@ -250,8 +250,11 @@ def _take(
             choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
 
 
-def _is_asked(target: Target, allowed: tuple[str, ...] | None) -> bool:
-    return not getattr(target, "must_be_named", False) if allowed is None else target.name in allowed
+def _is_asked(target: Target, allowed: tuple[str, ...] | None, setting: Setting) -> bool:
+    if allowed is not None:
+        return target.name in allowed
+    must_be_named = getattr(target, "must_be_named", None)
+    return must_be_named is None or not must_be_named(setting)
 
 
 _OVERFLOWS = 1e30  # twice a mask's fill may be infinite in float32

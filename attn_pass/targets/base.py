@@ -109,8 +109,8 @@ class Target(Protocol):
 
     One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set. One
     that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, with other plans
-    and told apart by their variants, where forms are measured. One that has a true attribute ``must_be_named`` is asked
-    only where `options.targets` names it.
+    and told apart by their variants, where forms are measured. One that has a method ``must_be_named(setting)`` is,
+    where that is true, asked only if `options.targets` names it.
     """
 
     name: str

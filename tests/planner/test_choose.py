@@ -24,7 +24,7 @@ def r(*shape: int) -> torch.Tensor:
 
 
 def test_a_call_that_is_fine_is_left() -> None:
-    site = decided(sdpa, r(2, 8, 256, 64), r(2, 8, 256, 64), r(2, 8, 256, 64))
+    site = decided(sdpa, r(2, 8, 256, 64), r(2, 8, 256, 64), r(2, 8, 256, 64), targets=("sdpa",))
     assert site.outcome == "left" and "cheapest" in site.reason
     assert site.predicted_us["leave"] <= site.predicted_us["sdpa"]
 
@@ -37,7 +37,9 @@ def test_shared_keys_are_folded() -> None:
 
 def test_grouped_decode_is_packed() -> None:
     site = decided(
-        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), r(2, 32, 1, 64), r(2, 4, 2048, 64), r(2, 4, 2048, 64)
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True),
+        *(r(2, 32, 1, 64), r(2, 4, 2048, 64), r(2, 4, 2048, 64)),
+        targets=("sdpa", "decomposed"),
     )
     assert site.poor_cases == ("grouped_heads",)
 
@@ -126,7 +128,7 @@ def test_where_the_best_form_does_not_hold_the_next_is_taken(monkeypatch: pytest
         return (q @ k.mT * 0.125).softmax(-1) @ v
 
     inputs = (r(2, 8, 4, 64), r(2, 2, 300, 64), r(2, 2, 300, 64))
-    best = decided(grouped, *inputs)
+    best = decided(grouped, *inputs, targets=("sdpa",))
     assert best.poor_cases == ("grouped_heads",)
     emit = Sdpa.emit
 
@@ -136,6 +138,6 @@ def test_where_the_best_form_does_not_hold_the_next_is_taken(monkeypatch: pytest
         return emit(self, plan, nodes, offer, setting)
 
     monkeypatch.setattr(Sdpa, "emit", refusing)
-    site = decided(grouped, *inputs)
+    site = decided(grouped, *inputs, targets=("sdpa",))
     assert (site.target, site.poor_cases) == ("sdpa", ()) and "with sdpa" in site.reason
     assert "some sizes" in site.refusals["sdpa"]

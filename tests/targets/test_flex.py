@@ -268,7 +268,7 @@ class Layer(nn.Module):
 @pytest.fixture
 def inductor() -> Iterator[dict[str, Any]]:
     torch._dynamo.reset()
-    yield {"choose": "fused", "on_error": "raise"}
+    yield {"choose": "fused", "on_error": "raise", "targets": ("flex",)}
     torch._dynamo.reset()
 
 
@@ -336,7 +336,7 @@ def test_aot_inductor_compiles_it(buffer: bool, inductor: dict[str, Any]) -> Non
 
 def test_inside_the_hook_it_is_left() -> None:
     torch._dynamo.reset()
-    with torch.no_grad(), attn_pass.record() as report, attn_pass.enabled(choose="fused"):
+    with torch.no_grad(), attn_pass.record() as report, attn_pass.enabled(choose="fused", targets=("flex",)):
         torch.compile(softcap)(*qkv(q_len=4, kv_len=4))
     assert [s.outcome for s in report.sites] == ["left"] and "hook" in report.sites[0].reason
 

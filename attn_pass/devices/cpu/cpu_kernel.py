@@ -9,7 +9,8 @@ mean of the values where the fill is a number, zero or NaN where it is -inf. Sof
 are compiled into the kernel; what they read beside the product, tables or conditions, is a tensor each. A sink is one
 more score of the row. Where the scores' log-sum-exp is needed as well it is the kernel's second result.
 
-Offers in inference, in float32, bfloat16 and float16. It is new: it is asked only where ``targets`` names it.
+Offers in inference, in float32, bfloat16 and float16. Where Inductor does not compile the graph it is asked only if
+``targets`` names it: there a call goes through Python.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from attn_pass.devices import roofline
+from attn_pass.devices.cpu import cost
+from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.devices.cpu.key_bounds import Bounds, bounds_of, with_keep
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Apply, Expr
 from attn_pass.model.index import Axis, product
+from attn_pass.model.text import score_mod_source
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
-from attn_pass.targets.flex.score import amplifies, multiplied_once, outgrows_float32
+from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SAMPLES = 16  # rows at which the number of kept keys is counted, for a prediction
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,11 @@ class CpuKernel:
     """`torch.ops.attn_pass.attention`."""
 
     name = "cpu_kernel"
-    must_be_named = True
     takes_any_score = True
+
+    def must_be_named(self, setting: Setting) -> bool:
+        """Where Inductor does not compile the graph: called through Python the operator takes 50 us more."""
+        return setting.runner == "other"
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[CpuPlan] | Refusal:
         """Takes any function of the product with a bias and a mask, without gradients."""
@@ -79,7 +84,7 @@ class CpuKernel:
             fused=True,
             plan=decided,
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
-            score_mod=score,
+            score_mod=score_mod_source(attention.modified, names_of(attention)) if score else "",
             moved=problem_of(attention, setting.hint).moved_bytes,
             gives_logarithm=gives_logarithm,
         )
@@ -103,13 +108,13 @@ class CpuKernel:
             return "there may be no heads"
         if a.mask.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
             return STRICT_KEYS
-        return _refusal_of_score(a) or _cannot_be_built(setting)
+        return _refusal_of_score(a) or build.missing() or None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[CpuPlan], setting: Setting) -> Value:
         """Plans the operator's call; operands are taken as they lie."""
         from attn_pass.devices.cpu.kernel import operator
 
-        if setting.runner != "other":
+        if setting.runner == "hook":  # Inductor is compiling the graph already
             from attn_pass.devices.cpu.kernel import template
 
             del template  # importing it registers the lowering
@@ -204,35 +209,15 @@ def _gives_logarithm(a: Attention) -> bool:
     return bool(a.score_rows) and set(rows) == set(said) and len(rows) == len(said) and masks
 
 
-def _cannot_be_built(setting: Setting) -> str | None:
-    from attn_pass.devices.cpu.kernel.build import NoCompilerError, compiler
-
-    try:
-        compiler()
-    except NoCompilerError as error:
-        return str(error)
-    return None
-
-
-# ---------------------------------------------------------------- what it is predicted to take
-
-_SHARE = 0.8  # of the rate of a product in float32: half precision is widened, or multiplied as fast
-_CALL_US = 15.0  # filling the arguments in, and waking threads
-_TASK_US = 1.0
 _VALID = 0.5  # of the keys, where only the program knows how many are: a cache fills up
 
 
 def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
-    device, problem = setting.device, problem_of(a, setting.hint)
-    rows = [n * (problem.q_len - 1) // (_SAMPLES - 1) for n in range(_SAMPLES)]
-    share = sum(bounds.kept(r, problem.kv_len, setting.hint) for r in rows) / (_SAMPLES * max(1, problem.kv_len))
+    problem = problem_of(a, setting.hint)
+    if a.mask.bias is None:
+        problem = replace(problem, mask_bytes=1, mask_elements=0 if bounds.rest == TRUE else problem.mask_elements)
+    # Beside a bias whose fully masked rows average all keys nothing is skipped.
+    skips = a.mask.bias is None or a.mask.never_empty
+    share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= _VALID if bounds.at_run_time else 1.0
-    tasks = max(1, problem.kv_batch * problem.kv_heads * -(-problem.q_len // 96))
-    work = share * problem.flops / (device.matmul(torch.float32) * _SHARE * min(1.0, tasks / device.cores)) / 1e3
-    mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)
-    return (
-        _CALL_US
-        + tasks * _TASK_US / device.cores
-        + max(work, roofline.traffic(device, share * problem.operand_bytes))
-        + mask
-    )
+    return cost.microseconds(a, problem, setting.device, share)

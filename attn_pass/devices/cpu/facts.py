@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import cache
 
 import torch
 
 from attn_pass.devices.catalog import processor
+from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
 
 
 def cpu() -> Device:
     """This machine's CPU, with as many cores as torch uses threads of those this process may run on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return processor(max(1, min(cores, torch.get_num_threads())))
+    here = processor(max(1, min(cores, torch.get_num_threads())))
+    return replace(here, instruction_set=instruction_set())
+
+
+@cache
+def instruction_set() -> str:
+    """What the CPU kernel runs on here, or "amx" where torch's own kernels have tiles."""
+    if torch.cpu._is_amx_tile_supported():
+        return "amx"
+    return source.of_this_machine()[0].name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from attn_pass.devices import calibration
 from attn_pass.devices.base import Family
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
-from attn_pass.devices.cpu.facts import cpu
+from attn_pass.devices.cpu.facts import cpu, instruction_set
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
@@ -42,11 +43,19 @@ class Cpu(Family):
     def identity(self) -> Iterator[str]:
         """The vector unit, and what was measured."""
         yield torch.backends.cpu.get_cpu_capability()
+        yield instruction_set()
         yield repr(calibration.load(cpu()))
 
     def sources(self) -> str:
         """Of the kernel, in C++."""
         return source.identity()
+
+    def before_inductor(self) -> None:
+        """The kernel's lowering, where a graph may have a call of it."""
+        if "attn_pass.devices.cpu.kernel.operator" in sys.modules:
+            from attn_pass.devices.cpu.kernel import template
+
+            del template  # importing it registers the lowering
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The compiler that Inductor needs, and the vector unit."""

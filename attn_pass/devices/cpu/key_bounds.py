@@ -50,13 +50,6 @@ class Bounds:
         """Whether some bound is a value that the program computes."""
         return self.shift is not None or bool(self.starts or self.ends)
 
-    def kept(self, row: int, kv_len: int, hint: Callable[[Index], int]) -> int:
-        """How many keys a row keeps by the bounds that follow from sizes alone."""
-        moves = self.shift is None
-        low = max((0, *_hints(self.first, hint), *(row + n for n in _hints(self.lower, hint) if moves)))
-        high = min((kv_len - 1, *_hints(self.last, hint), *(row + n for n in _hints(self.upper, hint) if moves)))
-        return max(0, high - low + 1)
-
     def given(self, lower: Lowering) -> dict[str, object]:
         """The operator's arguments."""
         sizes = {
@@ -76,10 +69,6 @@ class Bounds:
             last = _reduced(lower, ends, aten.minimum.default)
             given["ends"] = lower.plan.call(aten.add.Tensor, last, 1)
         return given
-
-
-def _hints(bound: Index | None, hint: Callable[[Index], int]) -> tuple[int, ...]:
-    return () if bound is None else (hint(bound),)
 
 
 def _for_batch(lower: Lowering, value: Expr, extreme: Callable[..., object]) -> Value:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,16 +190,62 @@ def test_dropout_is_refused() -> None:
     assert report.sites[0].refusals["cpu_kernel"] == "the CPU kernel draws no dropout"
 
 
-def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise build.NoCompilerError("no C++ compiler was found")
-
-    monkeypatch.setattr(build, "compiler", none)
-    report = on_kernel(masked(KEEPS["causal"]), *qkv(), rewritten=0)
-    assert report.sites[0].refusals["cpu_kernel"] == "no C++ compiler was found"
+WINDOW: Keep = lambda i, j: (j <= i) & (i - j < 64)
 
 
-def test_it_is_asked_only_where_it_is_named() -> None:
-    report = same(masked(KEEPS["window"]), *qkv(2, 2, 300, 300), choose="fused")
+def explained(fn: Callable[..., Tensor], *inputs: Tensor, **options: object) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        (site,) = attn_pass.explain(fn, *inputs, attn_pass_options=options or None).sites  # type: ignore[arg-type]
+    return site
+
+
+def test_it_is_taken_where_inductor_compiles_the_graph_and_it_is_the_fastest() -> None:
+    operands = qkv(2, 4, 600, 600, dim=64)
+    assert explained(masked(WINDOW), *operands).target == "cpu_kernel"
+    assert explained(masked(WINDOW), *operands, targets=("sdpa", "local")).target == "local"
+    short = explained(masked(WINDOW), *qkv(1, 2, 16, 16))
+    assert short.target != "cpu_kernel" and short.predicted_us["cpu_kernel"] > 40
+
+
+def test_elsewhere_it_is_asked_only_where_it_is_named() -> None:
+    operands = qkv(2, 2, 300, 300)
+    report = same(masked(WINDOW), *operands, choose="fused")
     assert "cpu_kernel" not in report.sites[0].refusals
     assert report.sites[0].target != "cpu_kernel"
+    assert on_kernel(masked(WINDOW), *operands).sites[0].target == "cpu_kernel"
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No program is found any more; Inductor remembers what it found before."""
+    from torch._inductor import cpp_builder
+
+    kind = type(build.compiler)
+    remembered = [build.compiler, *(f for f in vars(cpp_builder).values() if isinstance(f, kind))]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for f in remembered:
+        f.cache_clear()
+    yield
+    for f in remembered:
+        f.cache_clear()
+
+
+def test_without_a_compiler_the_report_says_so_and_another_is_taken(without_compiler: None) -> None:
+    site = explained(masked(WINDOW), *qkv(2, 4, 600, 600, dim=64))
+    assert site.refusals["cpu_kernel"].startswith("no C++ compiler was found")
+    assert site.target == "local"
+
+
+def test_on_windows_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "sys", SimpleNamespace(platform="win32"))
+    site = explained(masked(WINDOW), *qkv(2, 4, 600, 600, dim=64))
+    assert site.refusals["cpu_kernel"] == "the CPU kernel is written for GCC and Clang"
+
+
+def test_in_training_it_is_refused_and_the_report_says_why() -> None:
+    inputs = qkv(2, 4, 600, 600, dim=64, grad=True)
+    torch._dynamo.reset()
+    (site,) = attn_pass.explain(masked(KEEPS["causal"]), *inputs).sites
+    assert site.refusals["cpu_kernel"] == "the CPU kernel has no backward"
+    assert site.target == "sdpa"

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -42,6 +44,22 @@ def compiler() -> str:
         return str(get_cpp_compiler())
     except Exception as error:  # Inductor raises what its search ends with
         raise NoCompilerError(f"no C++ compiler was found: {error}") from error
+
+
+def missing() -> str:
+    """Why the kernel cannot be built here; "" where it can, as far as a look tells.
+
+    Asking Inductor means to import it, which takes seconds where nothing is compiled.
+    """
+    if sys.platform == "win32":
+        return "the CPU kernel is written for GCC and Clang"
+    if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+        return ""
+    try:
+        compiler()
+    except NoCompilerError as error:
+        return str(error)
+    return ""
 
 
 @cache

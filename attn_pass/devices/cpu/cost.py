@@ -1,0 +1,144 @@
+"""What `attn_pass::attention` takes, predicted from what it does: packing, two products, weights, and masks.
+
+All of it counts as products do, in FLOPs of the rate the device's fused kernel has for the dtype, so that a device that
+was measured by itself (`attn-pass calibrate`) moves both alike. Keys that a strip of rows does not see cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from attn_pass.devices import roofline
+from attn_pass.devices.device import Device
+from attn_pass.devices.roofline import Problem
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import Apply, Expr, walk
+from attn_pass.model.index import Index
+from attn_pass.model.structure import Band, Chunk, Either, Keys, Part, row_index
+from attn_pass.targets.flex.blocks import INTEGERS, conjunctions, span
+
+FEW_ROWS = 16  # of a KV head: `few.hpp`
+_ROWS, _STRIP, _PANEL, _HALF_PANEL = 96, 6, 64, 32
+_SAMPLES = 64  # strips at which what they see is counted
+
+_GAINS: Mapping[str, Mapping[torch.dtype, float]] = {
+    "avx512": {torch.float32: 1.08, torch.bfloat16: 1.8, torch.float16: 1.25},
+    "avx512_bf16": {torch.float32: 1.2, torch.bfloat16: 2.1, torch.float16: 1.8},
+    "avx2": {torch.float32: 0.92, torch.bfloat16: 1.1, torch.float16: 1.1},
+    "amx": {torch.float32: 1.08, torch.bfloat16: 0.4, torch.float16: 0.8},
+}
+"""By instruction set: how many times the rate of torch's fused kernel large problems get (docs/kernel.md).
+
+With AMX torch's kernel multiplies bfloat16 in tiles, which this one does not: a guess.
+"""
+_PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken for what masks save alone
+
+_CALL_US = 5.0  # a generated function, which fills its arguments in and may wake threads
+_COMPILE_US = 40.0  # its compile takes 4 s, which a hundred thousand calls must earn
+
+# FLOPs that take as long, fitted to 320 bare calls beside torch's kernel on one and two threads, with AVX-512.
+_TASK = 50_000.0
+_PACKED = 25.0  # an element of keys or values that is packed
+_ROW = 20.0  # an element of a row of the query or the result
+_WIDE = 0.85  # of the gain with head dims over 128
+_FEW_ELEMENT, _FEW_SCORE = 16.0, 120.0  # with few rows: an element of keys or values, and a score
+_LOOKED_AT = 30.0  # a score where the mask is a tensor
+_ADDED = 35.0  # a score that something is added to
+_OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
+_FEW_TRAFFIC = 1.25  # few rows read keys and values at 0.8 of the rate of a plain read
+
+
+def microseconds(a: Attention, problem: Problem, device: Device, share: float) -> float:
+    """The whole call, in which this share of the scores is computed."""
+    rows = problem.q_len * problem.heads // max(1, problem.kv_heads)
+    heads = problem.batch * problem.kv_heads
+    gain = _gain(device, problem.dtype)
+    if few := rows <= FEW_ROWS:
+        gain /= _GAINS["avx512"][problem.dtype]
+    elif max(problem.head_dim, problem.value_dim) > 128:
+        gain *= _WIDE
+    work = (_few if few else _many)(problem, rows, heads, share)
+    work += share * problem.scores * _each_score(a, problem)
+    tasks = heads * -(-problem.kv_len // 256) if few else heads * -(-rows // _ROWS)
+    cores = min(device.cores, max(1, tasks))
+    arithmetic = work / (gain * device.fused(problem.dtype) * cores / device.cores) / 1e3
+    slower = _FEW_TRAFFIC if few else 1.0
+    memory = slower * roofline.traffic(device, share * problem.operand_bytes)
+    mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)
+    return _CALL_US + _COMPILE_US + max(arithmetic, memory) + mask
+
+
+def _gain(device: Device, dtype: torch.dtype) -> float:
+    return _GAINS.get(device.instruction_set, {}).get(dtype, _PLAIN)
+
+
+def _many(p: Problem, rows: int, heads: int, share: float) -> float:
+    padded = rows // _ROWS * _ROWS + -(-(rows % _ROWS) // _STRIP) * _STRIP
+    keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
+    products = 2.0 * padded * (keys * p.head_dim + p.kv_len * p.value_dim)
+    packing = _PACKED * p.kv_len * (p.head_dim + p.value_dim)
+    own = _ROW * rows * (p.head_dim + p.value_dim)
+    return heads * (share * products + packing + own + -(-rows // _ROWS) * _TASK)
+
+
+def _few(p: Problem, rows: int, heads: int, share: float) -> float:
+    keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
+    return heads * share * keys * (_FEW_ELEMENT * (p.head_dim + p.value_dim) + _FEW_SCORE * rows)
+
+
+def _each_score(a: Attention, p: Problem) -> float:
+    """What is done to a score beside its product and its weight."""
+    each = _ADDED if a.mask.bias is not None else _LOOKED_AT if p.mask_elements else 0.0
+    if a.not_affine:
+        operations = [e for e in walk(a.modified) if isinstance(e, Apply)]
+        each += sum(_TRANSCENDENTAL if _is_transcendental(e) else _OPERATION for e in operations)
+    return each
+
+
+def _is_transcendental(e: Expr) -> bool:
+    return isinstance(e, Apply) and e.op in ("tanh", "exp", "sigmoid", "log", "div")
+
+
+# ---------------------------------------------------------------- what a mask leaves to compute
+
+
+def computed_share(a: Attention, problem: Problem, hint: Callable[[Index], int]) -> float:
+    """The share of the scores that is computed: panels of keys that any row of a strip sees, by the mask's parts."""
+    structure = a.mask.structure
+    in_order = structure.row == row_index(a.rows)  # where rows are packed a band's row is not the query's
+    named = [part for part in structure.parts if in_order or isinstance(part, Keys)]
+    parts = [known for part in named if (known := _at_hint(part, hint)) is not None]
+    if not parts or not problem.q_len or not problem.kv_len:
+        return 1.0
+    panels, strips = -(-problem.kv_len // _HALF_PANEL), -(-problem.q_len // _STRIP)
+    options = conjunctions(parts)
+    seen = 0
+    sampled = [strips * n // min(strips, _SAMPLES) for n in range(min(strips, _SAMPLES))]
+    for strip in sampled:
+        reached = 0
+        sides = (span(o, strip * _STRIP, _STRIP, _HALF_PANEL, panels, INTEGERS, of_keys=False)[:2] for o in options)
+        for start, end in sorted(sides):
+            start = max(start // 2 * 2, reached)  # panels begin at multiples of a whole one
+            seen += max(0, end - start)
+            reached = max(reached, end)
+    return min(1.0, seen / (len(sampled) * panels))
+
+
+def _at_hint(part: Part, hint: Callable[[Index], int]) -> Part | None:
+    """The part with numbers for what is known at run time only; None for one that nothing is known of."""
+
+    def number(bound: Index | None) -> int | None:
+        return None if bound is None else hint(bound)
+
+    if isinstance(part, (Band, Keys)):
+        return replace(part, lower=number(part.lower), upper=number(part.upper))
+    if isinstance(part, Chunk):
+        return Chunk(max(1, hint(part.size)), hint(part.key_shift), hint(part.row_shift))
+    if isinstance(part, Either):
+        options = tuple(tuple(_at_hint(p, hint) for p in option) for option in part.options)
+        known = tuple(tuple(p for p in option if p is not None) for option in options)
+        return Either(known) if all(known) else None
+    return None

@@ -1,0 +1,125 @@
+"""What the CPU kernel is predicted to take, beside torch's fused kernel: by sizes, masks and processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from against_eager import NEG_INF, qkv
+from torch import Tensor
+
+import attn_pass
+from attn_pass.devices.cpu import facts
+from attn_pass.devices.cpu.family import FAMILY
+
+HALF = torch.bfloat16
+LENGTH = 1024
+Keep = Callable[[Tensor, Tensor], Tensor]
+
+
+def masked(keep: Keep | None) -> Callable[..., Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.125
+        if keep is not None:
+            i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+            scores = scores.masked_fill(~keep(i, j), NEG_INF)
+        return scores.softmax(-1) @ v
+
+    return run
+
+
+def predicted(fn: Callable[..., Tensor], *inputs: Tensor, dynamic: bool = False) -> dict[str, float]:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        (site,) = attn_pass.explain(fn, *inputs, attn_pass_dynamic=dynamic).sites
+    return site.predicted_us
+
+
+@pytest.fixture
+def of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets this machine's instruction set."""
+
+    def changed(name: str) -> None:
+        here = replace(facts.cpu(), instruction_set=name)
+        monkeypatch.setattr(FAMILY, "here", lambda at: here)
+
+    return changed
+
+
+SHARES: dict[str, tuple[Keep, float, float]] = {
+    "causal": (lambda i, j: j <= i, 0.5, 0.6),
+    "causal to a later key": (lambda i, j: j <= i + 512, 0.85, 0.95),
+    "window": (lambda i, j: (j <= i) & (i - j < 128), 0.1, 0.3),
+    "keys": (lambda i, j: (j >= 128) & (j < 256), 0.1, 0.2),
+    "chunks": (lambda i, j: i // 128 == j // 128, 0.1, 0.3),
+    "prefix": (lambda i, j: (j <= i) | (j < 512), 0.6, 0.75),
+    "by no name": (lambda i, j: (i * j) % 7 < 3, 1.0, 1.3),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["known", "at run time"])
+@pytest.mark.parametrize("name", SHARES)
+def test_what_a_mask_leaves_out_costs_nothing(name: str, dynamic: bool, of: Callable[[str], None]) -> None:
+    of("avx512")
+    keep, least, most = SHARES[name]
+    operands = qkv(1, 8, LENGTH, LENGTH, dim=64)
+    whole = predicted(masked(None), *operands, dynamic=dynamic)["cpu_kernel"]
+    share = predicted(masked(keep), *operands, dynamic=dynamic)["cpu_kernel"] / whole
+    assert least <= share <= most
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "faster"),
+    [
+        ("avx512", torch.float32, True),
+        ("avx512", HALF, True),
+        ("avx512_bf16", HALF, True),
+        ("amx", torch.float32, True),
+        ("amx", HALF, False),
+        ("avx2", torch.float32, False),
+        ("avx2", HALF, True),
+        ("plain", torch.float32, False),
+        ("plain", HALF, False),
+    ],
+)
+def test_without_a_mask_the_instruction_set_decides(
+    name: str, dtype: torch.dtype, faster: bool, of: Callable[[str], None]
+) -> None:
+    of(name)
+    times = predicted(masked(None), *qkv(1, 8, LENGTH, LENGTH, dim=64, dtype=dtype))
+    assert (times["cpu_kernel"] < times["sdpa"]) == faster
+
+
+@pytest.mark.parametrize("name", ["amx", "plain"])
+def test_a_narrow_window_is_worth_it_on_any(name: str, of: Callable[[str], None]) -> None:
+    of(name)
+    times = predicted(masked(lambda i, j: (j <= i) & (i - j < 8)), *qkv(1, 8, 4096, 4096, dim=64, dtype=HALF))
+    assert times["cpu_kernel"] < times["sdpa"]
+
+
+def test_few_rows_with_tiles_are_left_to_torch(of: Callable[[str], None]) -> None:
+    operands = qkv(1, 8, 1, 4096, dim=64, dtype=HALF)
+    of("avx512")
+    times = predicted(masked(None), *operands)
+    assert times["cpu_kernel"] < times["sdpa"]
+    of("amx")
+    times = predicted(masked(None), *operands)
+    assert times["cpu_kernel"] > times["sdpa"]
+
+
+def test_wide_heads_and_short_keys_are_left_to_torch(of: Callable[[str], None]) -> None:
+    """Measured: 0.85 to 1.0 times torch's kernel in float32."""
+    of("avx512")
+    for sizes, dim in (((2, 1, 1024, 1024), 256), ((64, 12, 32, 32), 64)):
+        times = predicted(masked(None), *qkv(*sizes, dim=dim))
+        assert times["cpu_kernel"] > 0.99 * times["sdpa"]
+
+
+def test_the_machine_is_asked_for_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tiles in (True, False):
+        facts.instruction_set.cache_clear()
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        assert (facts.cpu().instruction_set == "amx") == tiles
+    facts.instruction_set.cache_clear()
