@@ -380,7 +380,7 @@ def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequ
     if _FAR_DOWN in rows.values():  # and so it does in that of a number that multiplies them
         amplified = [max(a, 4e4) if rows.get(n, "").startswith("scale") else a for n, a in zip(names, amplified)]
     # Two of them are one sum to a kernel, rounded to units of it in another place than eager's.
-    times = sum(step.row == _FAR_DOWN for _, step, _ in case.program.steps())
+    times = sum(step.row.startswith(_FAR_DOWN) for _, step, _ in case.program.steps())
     far = 4e4 * times if times > 1 else 1.0
     for what in ("results", "gradients", "inputs"):
         if what == "gradients" and _HALVES_GRADIENTS in {step.row for _, step, _ in case.program.steps()}:
