@@ -1,4 +1,4 @@
-"""What the commands of this frame share: their options, the run's head, and the end of a run."""
+"""What the commands share: their options, the head of a run, measuring its tables, and its end."""
 
 from __future__ import annotations
 
