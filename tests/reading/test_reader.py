@@ -94,7 +94,7 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
     "negative numbers as truth": lambda x: (torch.arange(N) - 2).bool(),
     "in pieces": pieces,
     "index by index": lambda x: torch.arange(10, 10 + N)[torch.arange(N) // 2],
-    "rsub": lambda x: 5 - torch.arange(N),
+    "rsub": lambda x: torch.rsub(torch.arange(N), torch.tensor(5), alpha=2),
     "maximum": lambda x: torch.maximum(torch.arange(N), torch.tensor(3)),
     "one of several": lambda x: torch.stack([torch.zeros(3), torch.ones(3)])[1],
     "written in place, all of it": filled_in_part,
@@ -169,11 +169,11 @@ def test_an_element_is_what_it_was_at_the_time() -> None:
     assert isinstance(at(order[set_] + 1), Load), "a part was written: known by reading it alone"
     assert reader.definition(zeros, order[added])[0] is zeros
     assert reader.definition(zeros, order[set_])[0] is added
-    assert reader.definition(zeros, order[set_] + 1)[1] is None
+    assert reader.definition(zeros, order[set_] + 1) == (zeros, None), "what wrote a part is not what it is"
 
 
 def test_what_changes_its_shape_in_place_has_no_definition() -> None:
-    gm = captured(lambda x: (lambda y: y.t_() + 1)(x.clone()), randn(3, 3))
+    gm = captured(lambda x: (lambda y: y.t_().add_(1) + 1)(x.clone()), randn(3, 3))
     reader, (clone,) = reader_of(gm), nodes_of(gm, "clone")
     assert reader.is_reshaped_in_place(clone) and reader.definition(clone, 99) == (clone, None)
     with pytest.raises(Unreadable, match="changes its shape in place"):
@@ -239,6 +239,13 @@ def test_what_reaches_a_node() -> None:
     assert reader.products[scores] == {scores} and reader.products[added] == {scores}
     assert reader.softmaxes[cast] == {softmax} == reader.softmaxes[softmax]
     assert softmax not in reader.products and result not in reader.softmaxes, "a softmax and a product begin anew"
+
+
+def test_a_softmax_that_is_written_out_begins_anew() -> None:
+    gm = captured(lambda q: (lambda e: e / e.sum(-1, keepdim=True) + 1)((q @ q.mT).exp()), randn(2, 4, 4))
+    reader, (quotient,), (exp,) = reader_of(gm), nodes_of(gm, "truediv"), nodes_of(gm, "exp")
+    assert exp in reader.products and quotient not in reader.products
+    assert reader.softmaxes[result_of(gm)] == {quotient}
 
 
 @pytest.mark.parametrize(("number", "known"), [(8, True), (9, False)])
