@@ -76,10 +76,6 @@ def test_heads_folded_into_the_batch_are_told_apart_where_a_view_does() -> None:
 
 
 def test_heads_that_share_keys_come_after_those_that_have_their_own() -> None:
-    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
-        return (q @ k.mT).softmax(-1) @ v
-
     inputs = (randn(2, 6, 4, 8), randn(2, 2, 5, 8), randn(2, 2, 5, 8))
     a = description(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True), *inputs)
     assert sizes(a)["heads"] == [2, 3]
@@ -87,6 +83,10 @@ def test_heads_that_share_keys_come_after_those_that_have_their_own() -> None:
         lambda q, k, v: plain(q, *(x[:, :, None].expand(2, 2, 3, 5, 8).reshape(2, 6, 5, 8) for x in (k, v))), *inputs
     )
     assert sizes(expanded)["heads"] == [2, 3]
+    tiled = description(
+        lambda q, k, v: plain(q, *(x[:, None].expand(2, 3, 2, 5, 8).reshape(2, 6, 5, 8) for x in (k, v))), *inputs
+    )
+    assert sizes(tiled)["heads"] == [2, 3], "also where they come before them in the program"
 
 
 def test_rows_of_several_dimensions() -> None:
@@ -139,6 +139,8 @@ def test_the_type_that_operands_are_multiplied_in() -> None:
     wide = description(lambda q, k, v: plain(q.float(), k.float(), v.float()), *half)
     assert wide.compute_dtype == torch.float32 and {s.dtype for s in wide.sources} == {torch.bfloat16}
     assert wide.output_dtype == torch.float32
+    upcast = description(lambda q, k, v: (q.float() @ k.float().mT).softmax(-1).bfloat16() @ v, *half)
+    assert upcast.compute_dtype == torch.bfloat16, "the products of bfloat16 numbers are exact in float32"
     scores = description(lambda q, k, v: (q @ k.mT).float().softmax(-1).bfloat16() @ v, *half)
     assert (scores.compute_dtype, scores.score_dtype) == (torch.bfloat16, torch.float32)
 
