@@ -22,6 +22,7 @@ os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 
 import torch
 
+from attn_pass.devices.cpu import facts
 from attn_pass.tuning import disk_cache
 
 # pytest listens to every logger that does not propagate. To torch's structured trace a listener is somebody who wants
@@ -32,6 +33,8 @@ logging.getLogger("torch.__trace").propagate = True
 # nor of one that a test of another process has just made.
 _RECORDS = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
 os.environ[disk_cache.VARIABLE] = _RECORDS.name
+# Neither are they another processor's than the one those constants are of.
+facts.instruction_set = lambda: "avx512"
 # But the CPU kernel, which takes the compiler seconds and is found by its source, is built once for all processes.
 _KERNELS = Path(tempfile.gettempdir()) / f"attn_pass_kernels_{os.getuid()}"
 _KERNELS.mkdir(exist_ok=True)
