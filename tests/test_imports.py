@@ -44,3 +44,31 @@ def test_what_is_found() -> None:
 def test_there_is_no_circle() -> None:
     known = modules()
     TopologicalSorter({m: imported(p.read_text(), set(known)) - {m} for m, p in known.items()}).prepare()
+
+
+def private_names(text: str) -> list[str]:
+    """What a text takes from modules of the package that is theirs alone: a name that begins with an underscore."""
+    tree, taken = ast.parse(text), []
+    modules_here: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attn_pass"):
+            taken += [f"{node.module}.{alias.name}" for alias in node.names if _is_private(alias.name)]
+            modules_here |= {alias.asname or alias.name for alias in node.names if alias.name.islower()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules_here:
+            taken += [f"{node.value.id}.{node.attr}"] if _is_private(node.attr) and node.value.id != "aten" else []
+    return taken
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_what_is_private() -> None:
+    text = "from attn_pass.a import _f\nfrom attn_pass import b\nb._g()\nb.h()\nx._i\nfrom torch import _j"
+    assert private_names(text) == ["attn_pass.a._f", "b._g"]
+
+
+def test_no_module_takes_what_is_private_to_another() -> None:
+    taken = {name: names for name, path in modules().items() if (names := private_names(path.read_text()))}
+    assert not taken
