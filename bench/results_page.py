@@ -72,7 +72,8 @@ def documents(folder: Path) -> dict[str, Document]:
 def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
     """The pictures that the runs allow: (file without its ending, what it shows)."""
     made = []
-    scaling = [row for table in _tables(found.get("seeds-cpu"), SCALING) for row in table.rows if "length" in row]
+    seeds = found["seeds-cpu"].tables if "seeds-cpu" in found else []
+    scaling = [row for table in seeds if table.title == SCALING for row in table.rows if "length" in row]
     if scaling:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
@@ -86,10 +87,6 @@ def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
         plots.save(plots.never_slower(read(curve).tables[0].rows), folder / PICTURES / CURVE)
         made.append((CURVE, "164 shapes against stock, sorted"))
     return made
-
-
-def _tables(document: Document | None, title: str) -> Iterator[Any]:
-    yield from (table for table in (document.tables if document else []) if table.title == title)
 
 
 def summary(document: Document) -> dict[str, Any]:
@@ -175,15 +172,10 @@ def _ratio(row: Row | None) -> str:
 def _slower(found: dict[str, Document]) -> Iterator[str]:
     for run in RUNS:
         for table in found[run.file].tables if run.file in found else []:
-            yield from (f"- {_told(run, row)}" for row in table.rows if _is_slower(row))
-
-
-def _is_slower(row: Row) -> bool:
-    return row.get("way") in (w.PASS, w.PACKAGE_PASS) and row.get("verdict") == "slower"
-
-
-def _told(run: Run, row: Row) -> str:
-    return f"{run.about}: {row['program']}, {row['way']}: {row['over_stock']:.2f} (noise {row['noise']:.0%})"
+            for row in table.rows:
+                if row.get("way") in (w.PASS, w.PACKAGE_PASS) and row.get("verdict") == "slower":
+                    which = f"{run.about}: {row['program']}, {row['way']}"
+                    yield f"- {which}: {row['over_stock']:.2f} (noise {row['noise']:.0%})"
 
 
 def main(folder: Annotated[Path, typer.Option("--results", help="The folder of committed runs.")] = RESULTS) -> None:

@@ -27,6 +27,7 @@ from bench.gpu.journal import Journal
 from bench.gpu.measure import PARTS, chosen, measure, run_name, tell
 from bench.gpu.parts import Part, Shard
 from bench.gpu.supervisor import Limits, supervise
+from bench.harness.environment import named_only
 from bench.harness.process import Task
 
 RESULTS = Path("docs/results")
@@ -107,7 +108,7 @@ def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal
     if not args.collect:
         if not args.resume:
             journal.start_anew()
-        journal.add(head={"command": " ".join(["python -m bench.gpu", *(_short(w) for w in given)])})
+        journal.add(head={"command": " ".join(["python -m bench.gpu", *named_only(given)])})
         task = Task({}, measure, (args, journal.path, end), forked=False)
         stall = 1e9 if args.dry else args.stall
         try:
@@ -126,11 +127,6 @@ def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal
     tell(console.summary(found))
     tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
     return console.status(found)
-
-
-def _short(word: str) -> str:
-    """A result says what was run, not where."""
-    return Path(word).name if "/" in word and not word[:1].isdigit() else word
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from bench.gpu import decode_cases
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
+from bench.harness.timing import farthest
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEG_INF = float("-inf")
@@ -156,12 +157,6 @@ FORWARD = ("plain", "grouped heads, causal", "bias", "float32", "window", "five 
 QUICK = ("grouped heads, causal", "bias", "five queries")
 
 
-def largest(x: Tensor, right: Tensor, defined: Tensor) -> float:
-    """The largest difference where eager's value is one; infinite for a NaN."""
-    difference = (x.detach().double() - right.detach().double()).abs()[defined]
-    return float(difference.nan_to_num(nan=torch.inf).max()) if difference.numel() else 0.0
-
-
 def compared(found: list[Tensor], eager: list[Tensor], right: list[Tensor]) -> Row:
     """The worst of several tensors, by what is allowed."""
     worst: Row = {"error_abs": 0.0, "eager_abs": 0.0, "of_limit": 0.0}
@@ -170,7 +165,7 @@ def compared(found: list[Tensor], eager: list[Tensor], right: list[Tensor]) -> R
             raise AssertionError(f"{ours.dtype} {tuple(ours.shape)} in place of {theirs.dtype} {tuple(theirs.shape)}")
         defined = torch.isfinite(theirs)
         size = max(1.0, float(theirs.detach()[defined].abs().max())) if defined.any() else 1.0
-        ours_off, theirs_off = largest(ours, exact, defined), largest(theirs, exact, defined)
+        ours_off, theirs_off = farthest(ours, exact, defined), farthest(theirs, exact, defined)
         of_limit = ours_off / (2 * theirs_off + _UNITS[ours.dtype] * size)
         if not of_limit <= worst["of_limit"]:
             worst = {"error_abs": ours_off, "eager_abs": theirs_off, "of_limit": of_limit}
@@ -259,7 +254,7 @@ def decode_case(env: Environment, case: decode_cases.Case) -> Row:
     from attn_pass.devices.cuda.decode_operator import decode, reference
 
     q, k, v, mask = decode_cases.inputs_of(case, env.device)
-    right = decode_cases.exact(q, k, v, mask, case)
+    right, _ = decode_cases.exact_with_lse(q, k, v, mask, case)
     given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case, env.device))
     found, plain = decode(*given), reference(*given)
     return _judged(decode_cases.error(found, right), decode_cases.error(plain, right), case.dtype)
@@ -340,12 +335,8 @@ def check_case(env: Environment, kind: str, target: str, train: bool, inductor: 
     return Case(f"{target}: {kind}, {way}", lambda: _verdict(check(env, KINDS[kind], target, train, inductor)))
 
 
-def cases(env: Environment) -> list[Case]:
+def cases(env: Environment) -> Iterator[Case]:
     """Most important first: each target's plain forms, the decode kernel, then what is rare."""
-    return list(_cases(env))
-
-
-def _cases(env: Environment) -> Iterator[Case]:
     names = [t for t in TARGETS if t in {x.name for x in all_targets()}]
     direct = [c for c in decode_cases.CASES if not env.quick or c.name == "window"]
     kinds = {n: k for n, k in KINDS.items() if not env.quick or n in QUICK}

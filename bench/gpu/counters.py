@@ -7,10 +7,9 @@ import io
 import shutil
 import subprocess
 import sys
-from functools import partial
 
 from bench.gpu.environment import Environment
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Column, Part, Row, one_each
 
 CASES = {"q1 B1 KV32768": (1, 1, 32768), "q4 B1 KV131072": (1, 4, 131072), "q1 B8 KV8192": (8, 1, 8192)}
 METRICS = {
@@ -33,14 +32,14 @@ torch.cuda.synchronize()
 """
 
 
-def measure(env: Environment, batch: int, rows: int, keys: int) -> Row:
+def measure(env: Environment, sizes: tuple[int, int, int]) -> Row:
     """The counters of one launch of `attend`, after two that warm it up."""
     tool = shutil.which("ncu")
     if tool is None or env.dry:
         return {"wanting": "ncu is not installed" if tool is None else "a dry run launches no kernel"}
     line = [tool, "--csv", "--clock-control", "none", "--kernel-name", "regex:attend", "--launch-skip", "2"]
     line += ["--launch-count", "1", "--metrics", ",".join(METRICS)]
-    line += [sys.executable, "-c", _CALL.format(batch=batch, rows=rows, keys=keys)]
+    line += [sys.executable, "-c", _CALL.format(**dict(zip(("batch", "rows", "keys"), sizes)))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     found = counted(done.stdout)
     if not found:
@@ -58,17 +57,12 @@ def counted(output: str) -> dict[str, str]:
     return {METRICS[row["Metric Name"]]: row["Metric Value"] for row in rows if row.get("Metric Name") in METRICS}
 
 
-def cases(env: Environment) -> list[Case]:
-    """One a shape."""
-    return [Case(name, partial(measure, env, *sizes)) for name, sizes in CASES.items()]
-
-
 PART = Part(
     "counters",
     "Nsight Compute on the split-KV kernel",
     0.10,
     (Column("case", "name"), Column("counted", "counted"), Column("not counted", "wanting")),
-    cases,
+    one_each(CASES, measure, quick=1),
     timed=False,
     usual=False,
 )

@@ -150,11 +150,6 @@ def _beyond(case: Case) -> Tensor | None:
     return None if lengths is None else torch.arange(case.kv_len) >= lengths[:, None, None]
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> Tensor:
-    """The call's result in float64, 0 in a fully masked row."""
-    return exact_with_lse(q, k, v, mask, case)[0]
-
-
 def exact_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
     """The result and the logarithm of the sum of exponentials in float64, 0 and -inf in a fully masked row."""
     groups = case.heads // case.kv_heads

@@ -16,7 +16,7 @@ from torch import Tensor
 import attn_pass
 from bench.gpu.environment import NAMED, Environment, passed, said, stock
 from bench.gpu.kernels import chosen_by_hand
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Case, Column, Part, Row, one_each
 from bench.gpu.shapes import Shape, by_hand, call, exact
 from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of
 from bench.harness.timing import peak_bytes, why
@@ -51,21 +51,15 @@ CASES: dict[str, Shape] = dict(
         ("diffusion cross B2 H8 Sq4096 Skv77 D40", Shape(2, 8, 8, 4096, 77, 40)),
         ("diffusion self B2 H8 S4096 D40 (padded 64 in kernel)", Shape(2, 8, 8, 4096, 4096, 40)),
         _decode(1, 131072, 16),
-        *(_prefill(2048, 128, mask) for mask in ("none", "causal")),
-        *(_prefill(1024, 128, mask) for mask in ("none", "causal")),
-        *(_prefill(512, 128, mask) for mask in ("none", "causal")),
+        *(_prefill(length, 128, mask) for length in (2048, 1024, 512) for mask in ("none", "causal")),
         ("#151287 folded fp32", Shape(1000, 4, 4, 1, 2048, 32, shared=True, dtype=FP32)),
         ("softcap Gemma-like causal B1 Hq16 Hkv8 S8192 D256", Shape(1, 16, 8, 8192, 8192, 256, "softcap")),
         _decode(8, 32768),
         _decode(1, 2048),
-        *(_prefill(512, 64, mask) for mask in ("none", "causal")),
-        *(_prefill(8192, 64, mask) for mask in ("none", "causal")),
-        *(_prefill(1024, 64, mask) for mask in ("none", "causal")),
-        *(_prefill(2048, 64, mask) for mask in ("none", "causal")),
+        *(_prefill(length, 64, mask) for length in (512, 8192, 1024, 2048) for mask in ("none", "causal")),
         ("diffusion cross B2 H8 Sq4096 Skv77 D80", Shape(2, 8, 8, 4096, 77, 80)),
         ("diffusion cross B2 H8 Sq4096 Skv77 D160", Shape(2, 8, 8, 4096, 77, 160)),
-        *(_prefill(16384, 128, mask) for mask in ("none", "causal")),
-        *(_prefill(16384, 64, mask) for mask in ("none", "causal")),
+        *(_prefill(16384, dim, mask) for dim in (128, 64) for mask in ("none", "causal")),
         *(_decode(batch, keys) for batch, keys in ((16, 32768), (64, 8192), (1, 8192), (1, 131072), (8, 2048))),
         *(_decode(batch, keys) for batch, keys in ((8, 8192), (8, 131072), (16, 2048), (16, 8192), (64, 2048))),
     )
@@ -238,12 +232,6 @@ def cases(env: Environment) -> list[Case]:
     return [Case(name, partial(measure, env, CASES[name])) for name in names]
 
 
-def flex_cases(env: Environment) -> list[Case]:
-    """One a shape, FlexAttention among the kernels chosen by hand."""
-    chosen = list(FLEX_CASES.items())[:: 5 if env.quick else 1]
-    return [Case(name, partial(measure, env, shape)) for name, shape in chosen]
-
-
 def ahead(env: Environment) -> list[Case]:
     """In the order in which the timed parts will want them."""
     shapes = {**CASES, **FLEX_CASES}
@@ -288,7 +276,7 @@ FLEX = Part(
     "FlexAttention against flash: windows, soft caps, ALiBi",
     0.10,
     PART.columns,
-    flex_cases,
+    one_each(FLEX_CASES, measure, quick=5),
     usual=False,
 )
 # In several processes and without a clock: a case compiles for 10 to 25 s, and with the kernels in the cache for a few.

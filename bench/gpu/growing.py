@@ -20,22 +20,15 @@ import attn_pass
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.harness.timing import why
+from bench.suites import models
 from bench.suites.zoo import library
 
 MODES = ("", "reduce-overhead")
 SPELLINGS = ("eager", "sdpa")
 PROMPT, STEPS, COUNTED = 2048, 48, 24
-LLAMA = {  # Llama 3.2 1B with 8 of its 16 layers
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 8192,
-}
+LLAMA = {**models.LLAMA, "num_hidden_layers": 8}
 TINY = {**LLAMA, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _TOLERANCE = 0.05  # of the largest logit, in bfloat16 over eight layers
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,22 +27,19 @@ class Kernel:
     variant: Callable[[Shape, Environment], Variant]
 
 
-def _folded(shape: Shape, q: Tensor) -> Tensor:
-    """Query rows of all who share keys and values, in one batch row: (B, H, L, D) to (1, H, B * L, D)."""
-    return q.transpose(0, 1).flatten(1, 2)[None] if shape.shared else q
+def _in_rows(shape: Shape, q: Tensor, run: Callable[[Tensor], Tensor], pack: bool = False) -> Tensor:
+    """The result for query rows that share keys and values and are given as rows of one another.
 
-
-def _unfolded(shape: Shape, out: Tensor) -> Tensor:
-    return out[0].unflatten(1, (shape.batch, shape.q_len)).transpose(0, 1) if shape.shared else out
-
-
-def _packed(shape: Shape, q: Tensor) -> Tensor:
-    """All heads of a group as rows of one: (B, H, L, D) to (B, Hkv, G * L, D)."""
-    return q.unflatten(1, (shape.kv_heads, shape.groups)).flatten(2, 3)
-
-
-def _unpacked(shape: Shape, out: Tensor) -> Tensor:
-    return out.unflatten(2, (shape.groups, shape.q_len)).flatten(1, 2)
+    Those of all batch rows, (B, H, L, D) as (1, H, B * L, D); with ``pack`` those of a group's heads, as
+    (B, Hkv, G * L, D).
+    """
+    if pack:
+        out = run(q.unflatten(1, (shape.kv_heads, shape.groups)).flatten(2, 3))
+        return out.unflatten(2, (shape.groups, shape.q_len)).flatten(1, 2)
+    if shape.shared:
+        out = run(q.transpose(0, 1).flatten(1, 2)[None])
+        return out[0].unflatten(1, (shape.batch, shape.q_len)).transpose(0, 1)
+    return run(q)
 
 
 # ---------------------------------------------------------------- flash
@@ -58,12 +56,12 @@ def _flash_refuses(shape: Shape) -> str:
     return _no_half(shape) or ("" if shape.mask in ("none", "causal", "window") else "no mask")
 
 
-def _flash(shape: Shape, env: Environment) -> Variant:
+def _flash(shape: Shape, env: Environment, pack: bool = False) -> Variant:
     scale, causal = shape.scale, shape.mask == "causal"
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = _folded(shape, q)
-        return _unfolded(shape, aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0])
+        kernel = aten._scaled_dot_product_flash_attention
+        return _in_rows(shape, q, lambda q: kernel(q, k, v, 0.0, causal, False, scale=scale)[0], pack)
 
     def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -81,15 +79,6 @@ def _packs(shape: Shape) -> str:
     return "" if shape.mask == "none" else "rows of several heads take no mask of rows"
 
 
-def _flash_packed(shape: Shape, env: Environment) -> Variant:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        packed = _packed(shape, q)
-        out = aten._scaled_dot_product_flash_attention(packed, k, v, 0.0, False, False, scale=shape.scale)[0]
-        return _unpacked(shape, out)
-
-    return Variant(run)
-
-
 # ---------------------------------------------------------------- cuDNN, efficient
 
 
@@ -99,11 +88,9 @@ def _cudnn_refuses(shape: Shape) -> str:
 
 def _cudnn(shape: Shape, env: Environment) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
-        mask = bias[0] if bias else None
-        out = aten._scaled_dot_product_cudnn_attention(
-            _folded(shape, q), k, v, mask, False, 0.0, shape.mask == "causal", False, scale=shape.scale
-        )[0]
-        return _unfolded(shape, out)
+        given: tuple[Any, ...] = (k, v, bias[0] if bias else None, False, 0.0, shape.mask == "causal", False)
+        kernel = aten._scaled_dot_product_cudnn_attention
+        return _in_rows(shape, q, lambda q: kernel(q, *given, scale=shape.scale)[0])
 
     return Variant(run)
 
@@ -121,11 +108,9 @@ def _efficient_refuses(shape: Shape) -> str:
 def _efficient(shape: Shape, env: Environment) -> Variant:
     def run(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
         mask = bias[0].expand(shape.batch, -1, -1, -1) if bias else None
-        given = _packed(shape, q) if shape.groups > 1 else _folded(shape, q)
-        out = aten._scaled_dot_product_efficient_attention(
-            given, k, v, mask, False, 0.0, shape.mask == "causal", scale=shape.scale
-        )[0]
-        return _unpacked(shape, out) if shape.groups > 1 else _unfolded(shape, out)
+        given: tuple[Any, ...] = (k, v, mask, False, 0.0, shape.mask == "causal")
+        kernel = aten._scaled_dot_product_efficient_attention
+        return _in_rows(shape, q, lambda q: kernel(q, *given, scale=shape.scale)[0], shape.groups > 1)
 
     return Variant(run)
 
@@ -197,7 +182,7 @@ def _flex(shape: Shape, env: Environment) -> Variant:
 KERNELS: dict[str, Kernel] = {
     "cudnn": Kernel(_cudnn_refuses, _cudnn),
     "flash": Kernel(_flash_refuses, _flash),
-    "flash packed": Kernel(lambda s: _packs(s) or _flash_refuses(s), _flash_packed),
+    "flash packed": Kernel(lambda s: _packs(s) or _flash_refuses(s), partial(_flash, pack=True)),
     "efficient": Kernel(_efficient_refuses, _efficient),
     "decode": Kernel(_decode_refuses, _decode),
     "flex": Kernel(_flex_refuses, _flex),

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from bench.gpu import (
-    bare,
-    correctness,
-    counters,
-    decode_grid,
-    floors,
-    growing,
-    probes,
-    rules,
-    seeds,
-    smoke,
-    tuned,
-)
+from bench.gpu import bare, correctness, counters, decode_grid, floors, growing, probes, rules, seeds, smoke, tuned
 from bench.gpu.environment import Environment, facts
 from bench.gpu.journal import Journal
 from bench.gpu.parts import Part, run_parts
 from bench.gpu.timing import rates
 from bench.harness.document import Row
+from bench.harness.environment import no_notices
 
 PARTS: tuple[Part, ...] = (
     smoke.PART,
@@ -64,8 +52,7 @@ def run_name(args: argparse.Namespace) -> str:
 
 def measure(args: argparse.Namespace, path: Path, end: float) -> Iterator[Row]:
     """What the process that measures does: lines for the journal; what that has is not measured again."""
-    for category in (FutureWarning, DeprecationWarning, UserWarning):
-        warnings.filterwarnings("ignore", category=category)
+    no_notices(UserWarning)
     env = Environment(args.device, args.quick, args.shard.count)
     if env.dry:
         from bench.gpu import stand_ins

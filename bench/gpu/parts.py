@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
@@ -35,9 +37,21 @@ class Part:
     title: str
     share: float
     columns: tuple[Column, ...]
-    cases: Callable[[Environment], Sequence[Case]]
+    cases: Callable[[Environment], Iterable[Case]]
     timed: bool = True
     usual: bool = True
+
+
+def one_each(
+    subjects: Mapping[str, Any], measure: Callable[..., Row], quick: int
+) -> Callable[[Environment], list[Case]]:
+    """A case for each subject, measured with what is under its name; every ``quick``-th one in quick runs."""
+
+    def cases(env: Environment) -> list[Case]:
+        chosen = list(subjects.items())[:: quick if env.quick else 1]
+        return [Case(name, partial(measure, env, subject)) for name, subject in chosen]
+
+    return cases
 
 
 @dataclass(frozen=True)
@@ -89,7 +103,7 @@ def run_parts(
 
 def _run_part(env: Environment, part: Part, deadline: float, done: set[str], tell: Tell, shard: Shard) -> Iterator[Row]:
     try:
-        cases = [case for case in shard.of(part.cases(env)) if case.name not in done]
+        cases = [case for case in shard.of(list(part.cases(env))) if case.name not in done]
     except Exception as error:
         yield {"row": {"name": "(all)", "status": "failed", "error_text": f"could not begin: {why(error)}"}}
         tell(f"{part.name}: could not begin: {why(error)}")

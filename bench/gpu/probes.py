@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -44,10 +44,7 @@ class Probe:
         """Small enough for a dry run, of the same kind."""
         b, h, rows, keys, d = self.sizes
         rows, keys = (n if n == 1 else 8 + n // 64 for n in (rows, keys))
-        return Probe((b, h, rows, keys, min(d, 256)), *self._rest())
-
-    def _rest(self) -> tuple[str, float, bool, str, bool, str, str]:
-        return self.mask, self.fill, self.causal, self.stride0, self.train, self.kernel, self.asks
+        return replace(self, sizes=(b, h, rows, keys, min(d, 256)))
 
     def inputs(self, env: Environment) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key, value; the leaves whose gradients are asked for."""
@@ -199,12 +196,8 @@ def plans(env: Environment) -> Row:
     return {"answer": answer, "first_ms": first, "again_ms": second, "asks": "23 to 37 ms reported"}
 
 
-def cases(env: Environment) -> list[Case]:
+def cases(env: Environment) -> Iterator[Case]:
     """The questions, the reported bugs among them."""
-    return list(_cases(env))
-
-
-def _cases(env: Environment) -> Iterator[Case]:
     names = list(PROBES)
     for name in names[:: 4 if env.quick else 1]:
         yield Case(name, partial(ask, env, PROBES[name]))

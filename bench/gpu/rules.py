@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from attn_pass.reading.reader import Reader
 from attn_pass.targets.kernel_rules import Call as TableCall
 from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Column, Part, Row, one_each
 from bench.harness.timing import compiled
 
 NAMED = ("H200", "A100", "L4", "B200")
@@ -181,12 +180,6 @@ def compare(env: Environment, call: Call) -> Row:
     return row
 
 
-def cases(env: Environment) -> list[Case]:
-    """One a call."""
-    chosen = list(CALLS.items())[:: 5 if env.quick else 1]
-    return [Case(name, partial(compare, env, call)) for name, call in chosen]
-
-
 PART = Part(
     "rules",
     "The rule table against torch's own choice",
@@ -198,6 +191,6 @@ PART = Part(
         Column("verdict", "verdict"),
         *(Column(f"table, {name}", name) for name in NAMED),
     ),
-    cases,
+    one_each(CALLS, compare, quick=5),
     timed=False,
 )

@@ -14,8 +14,9 @@ from bench.gpu import decode_cases, toolchain
 from bench.gpu.correctness import check_case, decode_case
 from bench.gpu.environment import Environment, facts, one_line, said
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.harness.timing import relative_error
-from bench.suites.seeds import shared_keys
+from bench.harness.programs import Setting
+from bench.harness.timing import relative_error, worst
+from bench.suites.seeds import s4
 
 _CLOCKS = (
     "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu,utilization.gpu,memory.used"
@@ -59,24 +60,19 @@ def packaged_shared_keys(env: Environment) -> Row:
     """Seed S4 as a package, with its batch open, against float64."""
     quick = torch._inductor.config.patch(_OF_A_DRY_RUN if env.dry else {})
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder, quick:
-        half = not env.dry
-        model = shared_keys.SharedKeys(env.device, half).eval()
-        inputs = shared_keys.make_inputs(7, env.device)
+        *_, program = s4.programs(Setting(env.device, quick=env.dry))
+        assert program.reference is not None
+        model, _ = program.make(env.device)
+        sets = [other(env.device) for other in program.others]
+        path, options = str(Path(folder) / "s4.pt2"), {"on_error": "raise"}
         with attn_pass.record() as report:
-            path = attn_pass.aot_compile(
-                model,
-                inputs,
-                dynamic_shapes={"q": {0: shared_keys.batch_dim()}, "k": None, "v": None},
-                package_path=str(Path(folder) / "s4.pt2"),
-                options={"on_error": "raise"},
+            attn_pass.aot_compile(
+                model, sets[0], dynamic_shapes=program.dynamic_shapes, package_path=path, options=options
             )
         run = torch._inductor.aoti_load_package(path)
-        worst = 0.0
-        for batch in (7, 1):
-            given = shared_keys.make_inputs(batch, env.device)
-            worst = max(worst, relative_error(run(*given), shared_keys.reference(*given)))
-    right = worst <= shared_keys.TOLERANCE[half]
-    return {**said(report), "error_abs": worst, "verdict": "right" if right else "WRONG"}
+        off = worst(relative_error(run(*given), program.reference(*given)) for given in sets)
+    right = off <= program.tolerance
+    return {**said(report), "error_abs": off, "verdict": "right" if right else "WRONG"}
 
 
 def cases(env: Environment) -> list[Case]:

@@ -16,7 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
@@ -86,16 +85,12 @@ def sets_for(size: int, cold: bool, most_bytes: int = 24 << 30) -> int:
     return 1 if not cold else max(1, min(_MOST_CALLS, -(-_CACHE_BYTES // max(1, size)), most_bytes // max(1, size)))
 
 
-def bytes_of(inputs: Sequence[Any]) -> int:
-    """Of the tensors, an expanded one counted as it lies in memory."""
-    return sum(x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor))
-
-
 def sets_of(env: Environment, shape: Shape, *, cold: bool) -> list[Inputs]:
     """The inputs of a case, the same numbers on every call: one set, or with ``cold`` on a GPU several."""
     torch.manual_seed(0)
     first = shape.inputs(env)
-    count = sets_for(bytes_of(first), cold and not env.dry)
+    size = sum(x.untyped_storage().nbytes() for x in first)  # an expanded one counted as it lies in memory
+    count = sets_for(size, cold and not env.dry)
     return [first, *(shape.inputs(env) for _ in range(count - 1))]
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from functools import partial
-from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,7 +13,7 @@ from attn_pass.tuning import disk_cache
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.floors import SPELLINGS
 from bench.gpu.kernels import chosen_by_hand
-from bench.gpu.parts import Case, Column, Part, Row
+from bench.gpu.parts import Column, Part, Row, one_each
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant, compare, sets_of
 
@@ -29,19 +28,18 @@ SITES: dict[str, tuple[str, Shape]] = {
 }
 
 
-def measure(env: Environment, spelling: str, shape: Shape) -> Row:
+def measure(env: Environment, site: tuple[str, Shape]) -> Row:
     """One site: the pass predicting, the pass measuring, every kernel by hand."""
+    spelling, shape = site
     if env.dry:
         shape = shape.tiny()
     sets = sets_of(env, shape, cold=shape.memory_bound)
     program = SPELLINGS[spelling](shape)
     assert program is not None
     row: Row = {}
-    with torch.no_grad(), _own_cache():
-        runs: dict[str, Any] = {
-            "predicted": passed(env, program, tune=False),
-            "tuned": passed(env, program, tune=True),
-        }
+    # What the tuner remembers is forgotten: it has to measure.
+    with torch.no_grad(), tempfile.TemporaryDirectory() as cache, patch.dict(os.environ, {disk_cache.VARIABLE: cache}):
+        runs = {"predicted": passed(env, program, tune=False), "tuned": passed(env, program, tune=True)}
         for name, run in runs.items():
             with attn_pass.record() as report:
                 run(*sets[0])
@@ -60,28 +58,6 @@ def measure(env: Environment, spelling: str, shape: Shape) -> Row:
     return row
 
 
-class _own_cache:
-    """What the tuner remembers is forgotten: it has to measure."""
-
-    def __enter__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._before = os.environ.get(disk_cache.VARIABLE)
-        os.environ[disk_cache.VARIABLE] = self._folder.name
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
-        if self._before is None:
-            del os.environ[disk_cache.VARIABLE]
-        else:
-            os.environ[disk_cache.VARIABLE] = self._before
-
-
-def cases(env: Environment) -> list[Case]:
-    """One a site."""
-    names = list(SITES)[: 1 if env.quick else None]
-    return [Case(name, partial(measure, env, *SITES[name])) for name in names]
-
-
 PART = Part(
     "tuned",
     "tune=True against the fastest kernel by hand",
@@ -97,5 +73,5 @@ PART = Part(
         Column("tuned / best", "of_best", ".2f"),
         Column("why", "reason, tuned"),
     ),
-    cases,
+    one_each(SITES, measure, quick=len(SITES)),
 )

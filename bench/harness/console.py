@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 
 from rich.console import Console
@@ -11,16 +10,14 @@ from rich.markup import escape
 from rich.table import Table as Drawn
 
 from bench.harness.document import Document, Table
+from bench.harness.environment import no_notices
 
 WIDTH = 190  # a redirected output has no width of its own
 
 
 def plain_console(width: int = WIDTH) -> Console:
     """A console wide enough for the tables where the output is redirected, and free of the libraries' notices."""
-    # They announce changes to come in torch; none is about what is measured.
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category)
-    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    no_notices()
     console = Console()
     return console if console.is_terminal else Console(width=width)
 

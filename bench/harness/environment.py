@@ -8,6 +8,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -18,28 +22,41 @@ def device_name(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    try:
+    with suppress(OSError):
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         name = models[0].split(":", 1)[1].strip() if models else name
-    except OSError:
-        pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {cores} cores"
 
 
 def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        ours = version("attn-pass")
-    except PackageNotFoundError:
-        ours = "not installed"
+    ours = installed("attn-pass").get("attn-pass", "not installed")
     return {"python": platform.python_version(), "torch": torch.__version__, "attn_pass": ours}
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those that are there."""
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def named_only(words: Iterable[str]) -> list[str]:
+    """Words of a command line without the folders; a shard such as 2/6 is none."""
+    return [Path(word).name if os.sep in word and not word[:1].isdigit() else word for word in words]
 
 
 def command() -> str:
     """The command line, with folders cut off: a result file says what was run, not where."""
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
     script = Path(sys.argv[0])
     module = script.parent.name if script.stem == "__main__" else script.stem
-    return " ".join(["python -m", module if module == "bench" else f"bench.{module}", *words])
+    return " ".join(["python -m", module if module == "bench" else f"bench.{module}", *named_only(sys.argv[1:])])
+
+
+def no_notices(*more: type[Warning]) -> None:
+    """Silences what the libraries announce of versions to come: none of it is about what is measured."""
+    for category in (FutureWarning, DeprecationWarning, *more):
+        warnings.filterwarnings("ignore", category=category)
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")

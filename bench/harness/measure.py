@@ -6,7 +6,6 @@ import math
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 import attn_pass
 from bench.harness import variants as w
+from bench.harness.environment import no_notices
 from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
 from bench.harness.process import Task, in_child
 from bench.harness.programs import Function, Program, Setting, program_of
@@ -28,9 +28,7 @@ LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
 
 def quiet(threads: int) -> None:
     """No notices of the libraries, this many threads, no gradients: for the rest of this process."""
-    for category in (FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category)
-    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    no_notices()
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
 

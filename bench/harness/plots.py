@@ -77,8 +77,7 @@ def speed_up(rows: Sequence[Row]) -> Figure:
     axes.plot(lengths, reported, marker="s", linestyle="--", color=COLOURS["reported"], label="reported, NPU")
     _lengths(axes, lengths)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_ylabel("times as fast as unfused (eager)")
-    axes.set_title("S5: causal attention by hand, speedup over the length")
+    axes.set(ylabel="times as fast as unfused (eager)", title="S5: causal attention by hand, speedup over the length")
     axes.legend(frameon=False)
     return figure
 
@@ -90,8 +89,7 @@ def memory(rows: Sequence[Row]) -> Figure:
         lengths, peaks = _series(rows, way, "peak_bytes")
         axes.plot(lengths, [max(p, 2**17) / 2**20 for p in peaks], **_look(way))
     _lengths(axes, lengths)
-    axes.set_yscale("log")
-    axes.set_ylabel("MiB one call adds at its peak")
+    axes.set(yscale="log", ylabel="MiB one call adds at its peak")
     axes.set_title("S5: causal attention by hand, memory over the length")
     axes.legend(frameon=False)
     return figure
@@ -115,10 +113,7 @@ def roofline(documents: Sequence[Document]) -> Figure:
     ridge = product / rates["gbs"]
     roof = sorted({*intensities, ridge})
     axes.plot(roof, [min(product, x * rates["gbs"]) for x in roof], color="black", linewidth=1.2)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOPs a byte of inputs and outputs")
-    axes.set_ylabel("GFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte of inputs and outputs", ylabel="GFLOP/s")
     axes.set_title(f"Roofline: {product:.0f} GFLOP/s, {rates['gbs']:.0f} GB/s measured")
     axes.legend(frameon=False, loc="lower right")
     return figure
@@ -149,8 +144,7 @@ def never_slower(rows: Sequence[Mapping[str, Any]]) -> Figure:
     ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if t <= max(gains) * 1.1]
     axes.set_yticks(ticks, [f"{t:g}" for t in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(f"{len(gains)} shapes, sorted")
-    axes.set_ylabel("times as fast as stock")
+    axes.set(xlabel=f"{len(gains)} shapes, sorted", ylabel="times as fast as stock")
     axes.set_title("Never slower: a grid of shapes, one thread")
     axes.legend(frameon=False)
     return figure

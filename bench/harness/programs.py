@@ -70,6 +70,14 @@ class Program:
         return step(run) if self.trains else run
 
 
+def of_function(
+    name: str, function: Callable[..., Any], inputs: Callable[..., Tensors], by_hand: Any = None, **settings: Any
+) -> Program:
+    """The program of a function, and perhaps of the function that a specialist writes for the same inputs."""
+    hand = None if by_hand is None else lambda device: Function(by_hand)
+    return Program(name, lambda device: (Function(function), inputs(device=device)), hand, **settings)
+
+
 def step(run: Callable[..., Any]) -> Callable[..., Any]:
     """The gradients of the inputs that want one, for one and the same gradient of the result."""
 

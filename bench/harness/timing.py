@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,15 +27,8 @@ Runner = Callable[..., Any]
 @contextmanager
 def private_caches(folder: Path) -> Iterator[None]:
     """Keep Inductor's disk caches of this block in `folder`, so that compile times are those of a first compile."""
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
-    try:
+    with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}):
         yield
-    finally:
-        if before is None:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        else:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
 def fresh(program: Runner) -> Runner:
@@ -78,6 +72,12 @@ def relative_error(got: Any, want: Any) -> float:
     if not pairs or len(tensors(got)) != len(tensors(want)) or any(a.shape != b.shape for a, b in pairs):
         return math.inf
     return worst(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for a, b in pairs)
+
+
+def farthest(x: torch.Tensor, right: torch.Tensor, where: torch.Tensor) -> float:
+    """The largest absolute difference there; infinite for a NaN."""
+    apart = (x.detach().double() - right.detach().double()).abs()[where]
+    return float(apart.nan_to_num(nan=math.inf).max()) if apart.numel() else 0.0
 
 
 def worst(errors: Iterable[float]) -> float:

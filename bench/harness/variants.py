@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import attn_pass
+from attn_pass.options import LEAVE
+from attn_pass.planner.choose import label
 from bench.harness.programs import Program, Tensors
 from bench.harness.timing import Candidate, compiled
 
@@ -27,6 +29,11 @@ PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
 
 AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
 """The same code measured twice: the difference is noise."""
+
+
+def form_of(site: attn_pass.SiteReport) -> str:
+    """The form a site was given, as the planner calls it."""
+    return LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
 
 
 def base_of(way: str) -> str:
@@ -77,14 +84,12 @@ class Workshop:
             began = time.perf_counter()
             path = self.folder / f"{_FILES[way]}.pt2"
             with attn_pass.record() as report:
-                package(way, self.by_hand() if way == PACKAGE_HAND else self.module, self.inputs, self.shapes(), path)
+                module = self.by_hand() if way == PACKAGE_HAND else self.module
+                package(way, module, self.inputs, self.program.dynamic_shapes, path)
             if way == PACKAGE_PASS:
                 self.reports[way] = report
             self.packages[way] = path, time.perf_counter() - began
         return self.packages[way]
-
-    def shapes(self) -> Any:
-        return self.program.dynamic_shapes
 
 
 _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {

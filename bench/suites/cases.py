@@ -23,7 +23,7 @@ KIND = "must_be_fast"
 
 
 def load(path: Path) -> ModuleType:
-    """The case as a module."""
+    """The file as a module."""
     spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

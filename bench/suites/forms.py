@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
-from bench.suites.spellings import by_hand, call, causal, grouped_call, repeated_kv
+from bench.suites.spellings import by_hand, call, causal, copied_call, grouped_call, repeated_kv
 
 TITLE = "Common forms"
 QUICK = ("by hand, tiny (2, 4, 16, 16)", "by hand, padding mask (4, 8, 256, 64)", "call, decode (2, 8, 1 x 2048, 64)")
@@ -34,11 +33,6 @@ def _r(*shape: int) -> torch.Tensor:
 
 def _qkv(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int) -> Tensors:
     return _r(batch, heads, q_len, dim), _r(batch, kv_heads, kv_len, dim), _r(batch, kv_heads, kv_len, dim)
-
-
-def heads_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    q, k, v = (t.transpose(1, 2).contiguous() for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
 
 
 FORMS: tuple[Form, ...] = (
@@ -69,7 +63,7 @@ FORMS: tuple[Form, ...] = (
         lambda: (_r(1000, 4, 1, 32), _r(1, 4, 2048, 32), _r(1, 4, 2048, 32)),
     ),
     Form(
-        "call, heads last with copies (4, 256, 8, 64)", heads_last, lambda: tuple(_r(4, 256, 8, 64) for _ in range(3))
+        "call, heads last with copies (4, 256, 8, 64)", copied_call, lambda: tuple(_r(4, 256, 8, 64) for _ in range(3))
     ),
 )
 

@@ -20,12 +20,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
 from bench.harness.timing import compiled
+from bench.suites.spellings import Keep, below, near, same
 
 TITLE = "Masks and score functions"
 HEADS, LENGTH, DIM = 8, 2048, 64
 NEG_INF = float("-inf")
 SCALE = DIM**-0.5
-Keep = Callable[[Any, Any], Any]  # of positions of a row and a key
 
 
 # ---------------------------------------------------------------- as users write them
@@ -48,21 +48,8 @@ def _masked(keep: Keep, score: Callable[[Tensor], Tensor] = lambda x: x) -> Call
     return attend
 
 
-def below(i: Any, j: Any) -> Any:
-    """Causal, aligned to the last key."""
-    return j <= i
-
-
-def near(i: Any, j: Any) -> Any:
-    return (j <= i) & (i - j < 256)
-
-
 def early(i: Any, j: Any) -> Any:
     return (j <= i) | (j < 512)
-
-
-def same(i: Any, j: Any) -> Any:
-    return (i // 300 == j // 300) & (j <= i)
 
 
 def capped(score: Any) -> Any:
@@ -173,11 +160,7 @@ def _pairs(n: int) -> Tensors:
 
 def _flex(keep: Keep, score: Any, n: int, device: str) -> nn.Module:
     mask = create_block_mask(lambda b, h, i, j: keep(i, j), None, None, n, n, device=device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Any:
-        return flex_attention(q, k, v, score_mod=score, block_mask=mask)
-
-    return Function(attend)
+    return Function(lambda q, k, v, *more: flex_attention(q, k, v, score_mod=score, block_mask=mask))
 
 
 def _capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -204,15 +187,14 @@ def _alibi_matrix(i: Tensor, j: Tensor) -> Tensor:
     return (slopes[:, None, None] * (j - i)).masked_fill(j > i, NEG_INF)[None]
 
 
-def _buckets(n: int, device: str) -> nn.Module:
+def _any_length(attend: Callable[..., Tensor]) -> Callable[[int, str], nn.Module]:
+    """Of a function that makes nothing beforehand."""
+    return lambda n, device: Function(attend)
+
+
+def _buckets(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     """The matrix of T5's bias is made of the table, which is an input; the rest is a call."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=relative_bias(q.size(-2), k.size(-2), table), scale=1.0
-        )
-
-    return Function(attend)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=relative_bias(q.size(-2), k.size(-2), table), scale=1.0)
 
 
 def _last_keys(n: int, device: str) -> nn.Module:
@@ -220,28 +202,17 @@ def _last_keys(n: int, device: str) -> nn.Module:
     return Function(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
 
 
-def _heads_last(n: int, device: str) -> nn.Module:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    return Function(attend)
+def _heads_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _with_bias(n: int, device: str) -> nn.Module:
-    return Function(lambda q, k, v, bias: F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+def _two_calls(q: Tensor, k: Tensor, v: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v) - 0.3 * F.scaled_dot_product_attention(q2, k2, v)
 
 
-def _two_calls(n: int, device: str) -> nn.Module:
-    call = F.scaled_dot_product_attention
-    return Function(lambda q, k, v, q2, k2: call(q, k, v) - 0.3 * call(q2, k2, v))
-
-
-def _folded(n: int, device: str) -> nn.Module:
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
-        out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=bias)
-        return torch.sigmoid(gate) * out.unflatten(0, q.shape[:2])
-
-    return Function(attend)
+def _folded(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in (q, k, v)), attn_mask=bias)
+    return torch.sigmoid(gate) * out.unflatten(0, q.shape[:2])
 
 
 # ---------------------------------------------------------------- the list
@@ -267,7 +238,7 @@ HALF = (LENGTH + 1) / (2 * LENGTH)
 VARIANTS: Sequence[Variant] = (
     Variant("full", full, _plain, _call, "call"),
     Variant("causal", causal, _plain, partial(_call, is_causal=True), "call, is_causal", HALF),
-    Variant("causal as in transformers, finfo.min", lowest, _plain, _heads_last, "call, is_causal", HALF),
+    Variant("causal as in transformers, finfo.min", lowest, _plain, _any_length(_heads_last), "call, is_causal", HALF),
     Variant("causal to the last key, 64 queries", causal, _last, _last_keys, "call with a mask", 1 - 1 / 66),
     Variant("sliding window 256", _masked(near), _plain, partial(_flex, near, None), kept=0.117, dense=near),
     Variant("prefix of 512", _masked(early), _plain, partial(_flex, early, None), kept=0.53, dense=early),
@@ -289,10 +260,22 @@ VARIANTS: Sequence[Variant] = (
         "call, is_causal, enable_gqa",
         HALF,
     ),
-    Variant("T5's relative bias", relative, _with(lambda n: (32, HEADS)), _buckets, "call with the bias"),
-    Variant("bias a head", head_bias, _with(lambda n: (1, HEADS, n, n)), _with_bias, "call with a mask"),
-    Variant("differential attention", differential, lambda n: (*_qkv(n, n), *_qkv(n, n)[:2]), _two_calls, "two calls"),
-    Variant("Evoformer, rank 5", pair_biased, _pairs, _folded, "call, folded"),
+    Variant("T5's relative bias", relative, _with(lambda n: (32, HEADS)), _any_length(_buckets), "call with the bias"),
+    Variant(
+        "bias a head",
+        head_bias,
+        _with(lambda n: (1, HEADS, n, n)),
+        _any_length(F.scaled_dot_product_attention),
+        "call with a mask",
+    ),
+    Variant(
+        "differential attention",
+        differential,
+        lambda n: (*_qkv(n, n), *_qkv(n, n)[:2]),
+        _any_length(_two_calls),
+        "two calls",
+    ),
+    Variant("Evoformer, rank 5", pair_biased, _pairs, _any_length(_folded), "call, folded"),
 )
 QUICK = ("causal", "documents of 300, causal")
 
@@ -307,7 +290,6 @@ DENSE = "compile, by hand: a call with a mask"
 def _dense(
     mask: Callable[[Tensor, Tensor], Tensor], n: int, module: nn.Module, inputs: Tensors, folder: Path
 ) -> Callable[..., Any]:
-    del module, folder
     return compiled(_call_with(mask, n, inputs[0].device.type))
 
 

@@ -20,7 +20,6 @@ import typer
 import attn_pass
 from attn_pass.errors import RewriteError
 from attn_pass.options import LEAVE
-from attn_pass.planner.choose import label
 from attn_pass.tuning.worker import backend_for
 from bench.harness import document
 from bench.harness.command import Json, Threads, finish, started
@@ -28,6 +27,7 @@ from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
 from bench.harness.timing import compiled, in_turns, percentile_10
+from bench.harness.variants import form_of
 from bench.suites.spellings import by_hand, repeated_kv
 
 ROUNDS = 15
@@ -157,7 +157,7 @@ def time_shape(shape: Shape, tune: bool, threads: int) -> Iterator[Row]:
         candidates["pass"] = compiled(function, backend=attn_pass.backend, options=options)
         candidates["pass"](*inputs)
         site = report.sites[0]
-        chosen = label_of(site)
+        chosen = form_of(site)
         for label in site.predicted_us:
             # A call that is left is stock's; a site written by hand is not, since stock's own patterns are kept off.
             if label != chosen and (label != LEAVE or shape.by_hand):
@@ -188,12 +188,7 @@ def predicted_choice(shape: Shape, threads: int) -> str:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     with torch.no_grad():
-        return label_of(attn_pass.explain(program(shape), *shape.inputs()).sites[0])
-
-
-def label_of(site: attn_pass.SiteReport) -> str:
-    """The form a site was given, as the planner calls it."""
-    return LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
+        return form_of(attn_pass.explain(program(shape), *shape.inputs()).sites[0])
 
 
 # ------------------------------------------------------------ the whole grid

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-import sys
 import unittest
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from bench.suites import cases
 
 # Names of torch's test helpers that the file asks for and other releases of torch call otherwise, and what they said.
 RENAMED: tuple[tuple[str, str, Callable[[], bool]], ...] = (
@@ -74,24 +75,18 @@ def load(path: Path) -> ModuleType:
     Raises:
         SuiteError: it is not there, or imports what is not installed.
     """
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         raise SuiteError(f"no file {path}; give test/inductor/test_fused_attention.py of a PyTorch checkout")
     for module, name, value in RENAMED:
         found = importlib.import_module(module) if _importable("expecttest") else None
         if found is not None and not hasattr(found, name):
             setattr(found, name, value())
-    spec = importlib.util.spec_from_file_location("peers_test_fused_attention", path)
-    if spec is None or spec.loader is None:
-        raise SuiteError(f"{path} is no Python file")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded  # where Dynamo looks for a function's globals
     try:
-        spec.loader.exec_module(loaded)
+        return cases.load(path)
     except ImportError as error:
         raise SuiteError(
             f"{path.name} cannot be imported: {error}. torch's test helpers need `pip install expecttest`"
         ) from error
-    return loaded
 
 
 def _importable(name: str) -> bool:

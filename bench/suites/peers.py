@@ -38,7 +38,6 @@ QUICK: Mapping[str, Callable[..., Built]] = {"BERT, 2 layers, 2 x 128, padded": 
 def _library(
     make: Callable[..., Built], attention: str, module: nn.Module, inputs: Tensors, folder: Path
 ) -> Callable[..., Any]:
-    del module, inputs, folder
     return compiled(made(partial(make, attention))[0])
 
 

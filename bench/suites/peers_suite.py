@@ -27,7 +27,7 @@ import attn_pass
 from bench.harness.command import Device, Json, Only, started
 from bench.harness.console import plain_console, show, teller
 from bench.harness.document import Column, Row, Table
-from bench.harness.timing import why
+from bench.harness.timing import farthest, why
 from bench.suites.peer_forms import Form, SuiteError, collect, load
 
 TITLE = "PyTorch's own test of its attention patterns"
@@ -162,18 +162,13 @@ def apart(found: Outcome, eager: Outcome, truth: Outcome | None) -> tuple[float,
             return float("inf"), own, f"{name} is {got.dtype} {tuple(got.shape)} in place of {want.dtype} {want.shape}"
         defined = torch.isfinite(want)
         size = max(1.0, float(exact[defined].abs().max())) if defined.any() else 1.0
-        ours, theirs = _distance(got, exact, defined), _distance(want, exact, defined)
+        ours, theirs = farthest(got, exact, defined), farthest(want, exact, defined)
         # Without float64 eager's own rounding is in the distance too.
         unit = UNITS.get(want.dtype, 0.0) * size * (8 if truth is None else 1)
         if not ours <= 2 * theirs + unit and not wrong:
             wrong = f"{name} is {ours:.2g} away, eager {theirs:.2g}"
         worst, own = max(worst, ours), max(own, theirs)
     return worst, own, wrong
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> float:
-    away = (a.double() - b.double()).abs()[where]
-    return float(away.nan_to_num(nan=float("inf")).max()) if away.numel() else 0.0
 
 
 def check(form: Form, training: bool) -> Row:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import attn_pass
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
 from bench.harness.timing import compiled
-from bench.suites.spellings import by_hand, call
+from bench.suites.spellings import by_hand, call, causal
 
 TITLE = "Training steps"
 FUSED = "compile, attn_pass, fused"
@@ -40,11 +40,6 @@ class Form:
         return Function(self.run), tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in inputs)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
-    return torch.softmax((q @ k.transpose(-1, -2) * q.size(-1) ** -0.5).masked_fill(~keep, LOWEST), -1) @ v
-
-
 def padding(shape: tuple[int, int, int, int]) -> Tensors:
     """An additive mask that cuts a quarter of the last sequence, and all of none."""
     mask = torch.zeros(shape[0], 1, 1, shape[2])
@@ -60,7 +55,7 @@ def learned(shape: tuple[int, int, int, int]) -> Tensors:
 LONG = (1, 8, 2048, 64)
 FORMS = (
     Form("by hand", by_hand),
-    Form("causal by hand", causal),
+    Form("causal by hand", partial(causal, fill=LOWEST)),
     Form("call", call),
     Form("padded (BERT)", by_hand, rest=padding),
     Form("padded, long", by_hand, LONG, padding),
@@ -71,7 +66,6 @@ FORMS = (
 
 
 def _fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Tensor]:
-    del inputs, folder
     return compiled(module, backend=attn_pass.backend, options={"choose": "fused"})
 
 

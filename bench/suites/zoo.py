@@ -145,11 +145,36 @@ def _padded() -> dict[str, Any]:
     return {**_text(), "attention_mask": padding(2, 128)}
 
 
+def _two_texts() -> dict[str, Any]:
+    return {**_padded(), "decoder_input_ids": tokens(2, 48)}
+
+
+def _sound() -> dict[str, Any]:
+    return {"input_features": torch.randn(2, 80, FRAMES), "decoder_input_ids": tokens(2, 32)}
+
+
+def _image() -> dict[str, Any]:
+    return {"pixel_values": pixels(2, 112)}
+
+
+def _noise() -> dict[str, Any]:
+    sample, prompt = torch.randn(2, 4, 32, 32), torch.randn(2, 77, 64)
+    return {"sample": sample, "timestep": torch.tensor(10), "encoder_hidden_states": prompt}
+
+
 _ENDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LAYERS = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-_T5 = {"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 8}
+_UNCACHED = {"use_cache": False}
+_GPT2 = {**_ENDS, "n_positions": 256, "n_embd": 256, "n_layer": 4, "n_head": 8, **_UNCACHED}
+_BERT = {**_LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 1024}
+_LLAMA = {**_LAYERS, **_ENDS, "num_key_value_heads": 2, "intermediate_size": 688, **_UNCACHED}
+_QWEN = {**_LLAMA, "head_dim": 32}
+_T5 = {
+    **{"d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 3, "num_decoder_layers": 3, "num_heads": 8},
+    **{"vocab_size": VOCABULARY, "decoder_start_token_id": 0, **_UNCACHED},
+}
 _WHISPER = {
-    "d_model": 256,
+    **{"d_model": 256, "decoder_start_token_id": 1, **_ENDS, **_UNCACHED},
     **{f"{side}_layers": 3 for side in ("encoder", "decoder")},
     **{f"{side}_attention_heads": 8 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 1024 for side in ("encoder", "decoder")},
@@ -168,78 +193,23 @@ _UNET = {
     "attention_head_dim": 4,  # the number of heads: a naming accident diffusers keeps for its checkpoints' sake
     "norm_num_groups": 16,
 }
-_DECODER = {**_LAYERS, **_ENDS, "num_key_value_heads": 2, "intermediate_size": 688, "use_cache": False}
+_VIT = {**_LAYERS, "image_size": 112, "patch_size": 8, "intermediate_size": 1024}
+# Two stages of two blocks: the second block of a stage shifts its windows and so adds the window mask.
+_SWIN = {"image_size": 112, "embed_dim": 64, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7}
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    found.name: found
-    for found in (
-        Architecture(
-            "GPT-2",
-            _of("GPT2LMHeadModel", "GPT2Config"),
-            {**_ENDS, "n_positions": 256, "n_embd": 256, "n_layer": 4, "n_head": 8, "use_cache": False},
-            _text,
-            "causal decoder",
-        ),
-        Architecture(
-            "BERT",
-            _of("BertModel", "BertConfig"),
-            {**_LAYERS, "vocab_size": VOCABULARY, "intermediate_size": 1024},
-            _padded,
-            "encoder, padding mask",
-        ),
-        Architecture(
-            "Llama",
-            _of("LlamaForCausalLM", "LlamaConfig"),
-            _DECODER,
-            _text,
-            "causal decoder, 8 query heads on 2 KV heads",
-        ),
-        Architecture(
-            "Qwen3",
-            _of("Qwen3ForCausalLM", "Qwen3Config"),
-            {**_DECODER, "head_dim": 32},
-            _text,
-            "causal decoder, normalised queries and keys",
-        ),
-        Architecture(
-            "T5",
-            _of("T5ForConditionalGeneration", "T5Config"),
-            {**_T5, "vocab_size": VOCABULARY, "use_cache": False, "decoder_start_token_id": 0},
-            lambda: {**_padded(), "decoder_input_ids": tokens(2, 48)},
-            "encoder-decoder, learned relative bias",
-        ),
-        Architecture(
-            "Whisper",
-            _of("WhisperForConditionalGeneration", "WhisperConfig"),
-            {**_WHISPER, **_ENDS, "use_cache": False, "decoder_start_token_id": 1},
-            lambda: {"input_features": torch.randn(2, 80, FRAMES), "decoder_input_ids": tokens(2, 32)},
-            "encoder-decoder on audio",
-        ),
-        Architecture(
-            "ViT",
-            _of("ViTModel", "ViTConfig"),
-            {**_LAYERS, "image_size": 112, "patch_size": 8, "intermediate_size": 1024},
-            lambda: {"pixel_values": pixels(2, 112)},
-            "image encoder, no mask",
-        ),
-        # Two stages of two blocks: the second block of a stage shifts its windows and so adds the window mask.
-        Architecture(
-            "Swin",
-            _of("SwinModel", "SwinConfig"),
-            {"image_size": 112, "embed_dim": 64, "depths": [2, 2], "num_heads": [2, 4], "window_size": 7},
-            lambda: {"pixel_values": pixels(2, 112)},
-            "shifted windows, relative bias",
-        ),
-        Architecture(
-            "UNet",
-            _unet,
-            _UNET,
-            lambda: {
-                "sample": torch.randn(2, 4, 32, 32),
-                "timestep": torch.tensor(10),
-                "encoder_hidden_states": torch.randn(2, 77, 64),
-            },
-            "diffusers UNet2DConditionModel, plain AttnProcessor",
-        ),
-    )
-}
+_SMALL = (
+    Architecture("GPT-2", _of("GPT2LMHeadModel", "GPT2Config"), _GPT2, _text, "causal decoder"),
+    Architecture("BERT", _of("BertModel", "BertConfig"), _BERT, _padded, "encoder, padding mask"),
+    Architecture("Llama", _of("LlamaForCausalLM", "LlamaConfig"), _LLAMA, _text, "causal, 8 heads on 2 KV heads"),
+    Architecture("Qwen3", _of("Qwen3ForCausalLM", "Qwen3Config"), _QWEN, _text, "causal, normalised queries and keys"),
+    Architecture(
+        "T5", _of("T5ForConditionalGeneration", "T5Config"), _T5, _two_texts, "encoder-decoder, learned relative bias"
+    ),
+    Architecture(
+        "Whisper", _of("WhisperForConditionalGeneration", "WhisperConfig"), _WHISPER, _sound, "encoder-decoder, audio"
+    ),
+    Architecture("ViT", _of("ViTModel", "ViTConfig"), _VIT, _image, "image encoder, no mask"),
+    Architecture("Swin", _of("SwinModel", "SwinConfig"), _SWIN, _image, "shifted windows, relative bias"),
+    Architecture("UNet", _unet, _UNET, _noise, "diffusers UNet2DConditionModel, plain AttnProcessor"),
+)
+ARCHITECTURES: Mapping[str, Architecture] = {found.name: found for found in _SMALL}

@@ -59,7 +59,9 @@ def test_a_program_is_measured_in_every_way(measured: list[dict[str, Any]]) -> N
 
 @pytest.mark.slow
 def test_a_program_that_fails_is_a_row() -> None:
-    rows = measure.run(s1.__name__, [Program("no such program", s1._call)], (w.EAGER,), QUICK, RATES, lambda line: None)  # type: ignore[arg-type]
+    rows = measure.run(
+        s1.__name__, [Program("no such program", s1.operands)], (w.EAGER,), QUICK, RATES, lambda line: None
+    )  # type: ignore[arg-type]
     assert rows[-1]["status"] == "failed" and "StopIteration" in rows[-1]["error_text"]
 
 
@@ -67,7 +69,7 @@ def test_a_way_that_fails_leaves_the_others(tmp_path: Path) -> None:
     def fails(module: Any, inputs: Any, folder: Path) -> Any:
         raise RuntimeError("it cannot")
 
-    program = Program("p", lambda device: s3._make(1, 2, device), extra={"odd": fails})
+    program = Program("p", s3.programs(QUICK)[0].make, extra={"odd": fails})
     shop = w.Workshop(program, "cpu", tmp_path)
     candidates, failures = measure._built(shop, (w.EAGER, "odd", w.HAND))
     assert [c.name for c in candidates] == [w.EAGER] and failures == {"odd": "RuntimeError: it cannot"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -12,8 +14,8 @@ from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
 from bench.suites.census import export, sdpa, tables
-from bench.suites.census.dataset import Census, FolderError, open_census
-from bench.suites.census.rows import Row, read_rows
+from bench.suites.census.dataset import FolderError, open_census
+from bench.suites.census.rows import read_rows
 from bench.suites.census.workers import run_all
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
@@ -27,49 +29,37 @@ Limit = Annotated[float, typer.Option("--limit", help="Seconds one process may t
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows and their conditions here.")]
 
 
-@app.command("export")
-def export_command(
-    folder: Folder, out: Out, only: Only = "", listed: Listed = None, jobs: Jobs = 1, limit_s: Limit = 300
-) -> None:
-    """Export each model, rewrite the program, decomposed and not, and compare with eager."""
-    census = _opened(folder)
-    names = census.names(only, listed)
-    tasks = [Task(export.facts_of(census, name), export.measure, (folder, name)) for name in names]
-    _run(tasks, out, jobs, limit_s)
+def _command(bench: ModuleType, names_start: str) -> Callable[..., None]:
+    """Measures the models of the census whose names start so."""
+
+    def measure(
+        folder: Folder, out: Out, only: Only = "", listed: Listed = None, jobs: Jobs = 1, limit_s: Limit = 300
+    ) -> None:
+        try:
+            census = open_census(folder)
+        except FolderError as error:
+            raise typer.BadParameter(str(error), param_hint="--census") from error
+        names = [name for name in census.names(only, listed) if name.startswith(names_start)]
+        tasks = [Task(bench.facts_of(census, name), bench.measure, (folder, name)) for name in names]
+        run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=plain_console())
+        summary([out])
+
+    return measure
 
 
-@app.command("sdpa")
-def sdpa_command(
-    folder: Folder, out: Out, only: Only = "", listed: Listed = None, jobs: Jobs = 1, limit_s: Limit = 300
-) -> None:
-    """Compile transformers models that call SDPA, and count which calls the pass reads."""
-    census = _opened(folder)
-    names = [name for name in census.names(only, listed) if name.startswith("hf/")]
-    tasks = [Task(sdpa.facts_of(census, name), sdpa.measure, (folder, name)) for name in names]
-    _run(tasks, out, jobs, limit_s)
+for _bench, _start, _about in (
+    (export, "", "Export each model, rewrite the program, decomposed and not, and compare with eager."),
+    (sdpa, "hf/", "Compile transformers models that call SDPA, and count which calls the pass reads."),
+):
+    app.command(_bench.__name__.rpartition(".")[2], help=_about)(_command(_bench, _start))
 
 
 @app.command()
 def summary(paths: Annotated[list[Path], typer.Argument(help="JSONL files.")], json_file: JsonFile = None) -> None:
     """Print the tables of results, as Markdown."""
-    _tell(read_rows(paths), json_file)
-
-
-def _run(tasks: list[Task], out: Path, jobs: int, limit_s: float, json_file: Path | None = None) -> None:
-    run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=plain_console())
-    _tell(read_rows([out]), json_file)
-
-
-def _tell(rows: list[Row], json_file: Path | None) -> None:
+    rows = read_rows(paths)
     plain_console().print(tables.markdown(rows), markup=False, highlight=False, soft_wrap=True)
     if json_file is not None:
         command = environment.command()
         conditions = {"device": environment.device_name("cpu"), "versions": environment.versions(), "command": command}
         json_file.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
-
-
-def _opened(folder: Path) -> Census:
-    try:
-        return open_census(folder)
-    except FolderError as error:
-        raise typer.BadParameter(str(error), param_hint="--census") from error

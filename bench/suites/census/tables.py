@@ -30,33 +30,24 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def export_table(rows: Sequence[Row]) -> str:
     """A line a family; sites and what became of them before and after run_decompositions()."""
-    header = (
-        "family",
-        "models",
-        "exportable",
-        "sites",
-        "rewritten",
-        "%",
-        "sites, decomposed",
-        "rewritten, decomposed",
-        "%, decomposed",
-        "wrong numbers",
-        "failures",
-    )
-    return _table(header, (_export_cells(label, group) for label, group in by_family(rows)))
+    return _by_title(_export_cells(label, group) for label, group in by_family(rows))
 
 
-def _export_cells(label: str, rows: Sequence[Row]) -> tuple[Any, ...]:
-    cells: list[Any] = [label, len({row["name"] for row in rows})]
-    cells.append(len({row["name"] for row in rows if "sites" in row}))
-    for stage in ("export", "decomposed"):
+def _export_cells(label: str, rows: Sequence[Row]) -> Row:
+    cells = {"family": label, "models": len({row["name"] for row in rows})}
+    cells["exportable"] = len({row["name"] for row in rows if "sites" in row})
+    for stage, of_stage in (("export", ""), ("decomposed", ", decomposed")):
         ran = [row for row in rows if row["stage"] == stage and "sites" in row]
         sites = sum(row["sites"].get("hand", 0) for row in ran)
         changed = sum(row.get("rewritten", 0) for row in ran)
-        cells += [sites, changed, percent(changed, sites)]
-    cells.append(sum(is_wrong(row) for row in rows))
-    cells.append(sum(row["status"] not in ("ok", *NOT_OURS) for row in rows))
-    return tuple(cells)
+        found = {"sites": sites, "rewritten": changed, "%": percent(changed, sites)}
+        cells |= {f"{title}{of_stage}": cell for title, cell in found.items()}
+    return cells | _bad(rows)
+
+
+def _bad(rows: Sequence[Row]) -> Row:
+    failures = sum(row["status"] not in ("ok", *NOT_OURS) for row in rows)
+    return {"wrong numbers": sum(is_wrong(row) for row in rows), "failures": failures}
 
 
 def is_wrong(row: Row) -> bool:
@@ -69,37 +60,24 @@ def is_wrong(row: Row) -> bool:
 
 def sdpa_table(rows: Sequence[Row]) -> str:
     """A line a family: calls in Dynamo's graphs, and what the pass made of them."""
-    header = (
-        "family",
-        "models",
-        "with SDPA calls",
-        "calls",
-        "read",
-        "% read",
-        "rewritten",
-        "hand-written beside",
-        "wrong numbers",
-        "failures",
-    )
-    return _table(header, (_sdpa_cells(label, group) for label, group in by_family(rows)))
+    return _by_title(_sdpa_cells(label, group) for label, group in by_family(rows))
 
 
-def _sdpa_cells(label: str, rows: Sequence[Row]) -> tuple[Any, ...]:
+def _sdpa_cells(label: str, rows: Sequence[Row]) -> Row:
     ran = [row for row in rows if "sites" in row]
     calls = sum(row["sites"].get("sdpa", 0) for row in ran)
     read = sum(sum(call_masks(row).values()) for row in ran)
-    return (
-        label,
-        len(rows),
-        sum(row["sites"].get("sdpa", 0) > 0 for row in ran),
-        calls,
-        read,
-        percent(read, calls),
-        sum(row["calls_rewritten"] for row in ran),
-        sum(row["sites"].get("hand", 0) for row in ran),
-        sum(is_wrong(row) for row in rows),
-        sum(row["status"] not in ("ok", *NOT_OURS) for row in rows),
-    )
+    return {
+        "family": label,
+        "models": len(rows),
+        "with SDPA calls": sum(row["sites"].get("sdpa", 0) > 0 for row in ran),
+        "calls": calls,
+        "read": read,
+        "% read": percent(read, calls),
+        "rewritten": sum(row["calls_rewritten"] for row in ran),
+        "hand-written beside": sum(row["sites"].get("hand", 0) for row in ran),
+        **_bad(rows),
+    }
 
 
 def call_masks(row: Row) -> Counter[str]:
@@ -217,7 +195,13 @@ def _listed(items: Iterable[str], most: int = 6) -> str:
     return ", ".join(distinct[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
+def _by_title(lines: Iterable[Row]) -> str:
+    """A Markdown table of cells by their titles."""
+    rows = list(lines)
+    return _table(list(rows[0]), (row.values() for row in rows))
+
+
+def _table(header: Sequence[str], lines: Iterable[Iterable[Any]]) -> str:
     """A Markdown table; "" without a line."""
     rows = [list(map(str, line)) for line in lines]
     return "\n".join(markdown_table(header, rows)) if rows else ""

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Keep = Callable[[Any, Any], Any]  # of positions of a row and a key
+from bench.suites.spellings import DOCUMENT, WINDOW, Keep, below, near, same
+
 HEADS, LENGTH, DIM = 4, 2048, 64
 KV_HEADS, CACHE = 8, 4096
-WINDOW, VALID, DOCUMENT, CAP = 256, 1500, 300, 30.0
+VALID, CAP = 1500, 30.0
 # The largest difference to float64 that counts as right, relative to the largest value.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def causal(i: Any, j: Any) -> Any:
-    return j <= i
-
-
-def window(i: Any, j: Any) -> Any:
-    return (j <= i) & (i - j < WINDOW)
-
-
 def padding(i: Any, j: Any) -> Any:
     return (i >= 0) & (j < VALID)
-
-
-def documents(i: Any, j: Any) -> Any:
-    return (i // DOCUMENT == j // DOCUMENT) & (j <= i)
 
 
 @dataclass(frozen=True)
@@ -107,16 +96,16 @@ _SPARSE_AIMS = dict.fromkeys((torch.bfloat16, torch.float32, torch.float16), 0.6
 
 MANY: tuple[Case, ...] = (
     Case("full", aims=_FULL_AIMS),
-    Case("causal", causal, _CAUSAL, flex=True, aims=_CAUSAL_AIMS),
+    Case("causal", below, _CAUSAL, flex=True, aims=_CAUSAL_AIMS),
     Case("full, head dim 128", dim=128, aims=_FULL_AIMS),
-    Case("causal, head dim 128", causal, _CAUSAL, dim=128, aims=_CAUSAL_AIMS),
-    Case(f"window of {WINDOW}", window, {"after": 0, "before": WINDOW - 1}, flex=True, aims=_SPARSE_AIMS),
+    Case("causal, head dim 128", below, _CAUSAL, dim=128, aims=_CAUSAL_AIMS),
+    Case(f"window of {WINDOW}", near, {"after": 0, "before": WINDOW - 1}, flex=True, aims=_SPARSE_AIMS),
     Case(f"padding, {VALID} of {LENGTH} keys", padding, as_tensor=1),
-    Case(f"documents of {DOCUMENT}, causal, a tensor", documents, as_tensor=4, flex=True, aims=_SPARSE_AIMS),
+    Case(f"documents of {DOCUMENT}, causal, a tensor", same, as_tensor=4, flex=True, aims=_SPARSE_AIMS),
     Case("half of the keys at random, a tensor", "random", as_tensor=4),
-    Case("soft cap, causal", causal, _CAUSAL, capped=True, flex=True),
-    Case("ALiBi as a bias, causal", causal, _CAUSAL, sloped=True),
-    Case("4 heads on 1, causal", causal, _CAUSAL, kv_heads=1),
+    Case("soft cap, causal", below, _CAUSAL, capped=True, flex=True),
+    Case("ALiBi as a bias, causal", below, _CAUSAL, sloped=True),
+    Case("4 heads on 1, causal", below, _CAUSAL, kv_heads=1),
 )
 
 

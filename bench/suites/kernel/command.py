@@ -18,10 +18,11 @@ import typer
 from bench.harness.command import Json, Only, Quick, Rounds, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
+from bench.harness.environment import installed
 from bench.harness.measure import quiet
 from bench.harness.timing import in_turns, percentile_10, relative_error
 from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few
-from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours, peer_versions
+from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours
 from bench.suites.kernel.read import reader
 
 TITLE = "The CPU kernel"
@@ -137,7 +138,10 @@ def main(
     quiet(max(counts))
     rounds, told = (min(rounds, 3), "a few cases, fewer rounds") if quick else (rounds, None)
     made = started(TITLE, threads=max(counts), rounds=rounds, quick=told)
-    made.run |= {"threads": ", ".join(map(str, counts)), "versions": {**made.run["versions"], **peer_versions()}}
+    made.run |= {
+        "threads": ", ".join(map(str, counts)),
+        "versions": {**made.run["versions"], **installed("openvino", "onnxruntime", "zentorch")},
+    }
     for title, cases, columns, notes in (
         ("Many rows", MANY, MANY_COLUMNS, MANY_NOTES),
         ("Few rows", FEW, FEW_COLUMNS, FEW_NOTES),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from bench.harness.timing import why
-from bench.suites.kernel.cases import CAP, LENGTH, Case, Few, causal
+from bench.suites.kernel.cases import CAP, LENGTH, Case, Few
+from bench.suites.spellings import below
 
 Run = Callable[[], Tensor]
 OURS, AGAIN = "attn_pass", "again"
@@ -47,11 +47,11 @@ def sdpa(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
         return lambda: F.scaled_dot_product_attention(*inputs, enable_gqa=grouped)
     if case.capped:
         return None
-    if case.sloped or case.keep not in (None, causal):
+    if case.sloped or case.keep not in (None, below):
         kept, bias = case.kept(), case.bias()
         mask = kept[None, None] if bias is None else bias.masked_fill(~kept, -math.inf)[None].to(query.dtype)
         return lambda: F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=grouped)
-    return lambda: F.scaled_dot_product_attention(*inputs, is_causal=case.keep is causal, enable_gqa=grouped)
+    return lambda: F.scaled_dot_product_attention(*inputs, is_causal=case.keep is below, enable_gqa=grouped)
 
 
 def flex(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
@@ -69,15 +69,16 @@ def flex(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     return lambda: run(*inputs)
 
 
-def _is_plain(case: Case | Few) -> bool:
+def _is_plain(case: Case | Few, inputs: tuple[Tensor, ...]) -> TypeGuard[Case]:
     """Whether it is attention with as many heads of keys as of queries, full or causal."""
-    return isinstance(case, Case) and not (case.capped or case.sloped) and case.keep in (None, causal)
+    plain = isinstance(case, Case) and not (case.capped or case.sloped) and case.keep in (None, below)
+    return plain and len({x.size(1) for x in inputs}) == 1
 
 
 def openvino(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     """One node of its own, in the precision of the operands."""
     dtype = inputs[0].dtype
-    if find_spec("openvino") is None or not _is_plain(case) or len({x.size(1) for x in inputs}) > 1:
+    if find_spec("openvino") is None or not _is_plain(case, inputs):
         return None
     if dtype == torch.float16:
         return None  # its CPU plug-in computes that in float32
@@ -86,8 +87,7 @@ def openvino(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
 
     element = ov.Type.f32 if dtype == torch.float32 else ov.Type.bf16
     nodes = [ops.parameter(list(x.shape), element) for x in inputs]
-    assert isinstance(case, Case)
-    made = ov.Model([ops.scaled_dot_product_attention(*nodes, causal=case.keep is causal)], nodes, "attention")
+    made = ov.Model([ops.scaled_dot_product_attention(*nodes, causal=case.keep is below)], nodes, "attention")
     precision = "f32" if dtype == torch.float32 else "bf16"
     settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     request = ov.Core().compile_model(made, "CPU", settings).create_infer_request()
@@ -112,17 +112,16 @@ def _shared(ov: Any, tensor: Tensor, element: Any) -> Any:
 def onnx_runtime(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     """`MultiHeadAttention`, which its fusions make, in float32: operands (B, L, H D), as it wants them."""
     found = find_spec("onnx") is not None and find_spec("onnxruntime") is not None
-    if not found or not _is_plain(case) or inputs[0].dtype != torch.float32 or len({x.size(1) for x in inputs}) > 1:
+    if not found or not _is_plain(case, inputs) or inputs[0].dtype != torch.float32:
         return None
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper
 
-    assert isinstance(case, Case)
     heads, dim = inputs[0].size(1), case.dim
     names = ("query", "key", "value")
     shape = [1, LENGTH, heads * dim]
-    settings = {"num_heads": heads, "unidirectional": int(case.keep is causal)}
+    settings = {"num_heads": heads, "unidirectional": int(case.keep is below)}
     node = helper.make_node("MultiHeadAttention", names, ["out"], domain="com.microsoft", **settings)
     ends = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, shape) for n in of] for of in (names, ("out",))]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
@@ -142,12 +141,11 @@ def onnx_runtime(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
 
 def zentorch(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     """AMD's plug-in, a wheel for torch 2.13."""
-    if find_spec("zentorch") is None or not _is_plain(case) or len({x.size(1) for x in inputs}) > 1:
+    if find_spec("zentorch") is None or not _is_plain(case, inputs):
         return None
     import zentorch as plugin  # noqa: F401, it registers its operators
 
-    assert isinstance(case, Case)
-    return lambda: torch.ops.zentorch.zentorch_sdpa(*inputs, 0.0, case.keep is causal)[0]
+    return lambda: torch.ops.zentorch.zentorch_sdpa(*inputs, 0.0, case.keep is below)[0]
 
 
 _BUILDERS: dict[str, Callable[[Case | Few, tuple[Tensor, ...]], Run | None]] = {
@@ -181,14 +179,3 @@ class Peers:
             except Exception as error:  # a peer that fails is told, and the others are measured
                 self.failures[name] = why(error, 200)
         return dict(self._built)
-
-
-def peer_versions() -> dict[str, str]:
-    """Of those that are packages of their own and are installed."""
-    found = {}
-    for name in ("openvino", "onnxruntime", "zentorch"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -12,6 +12,7 @@ from bench.harness.command import Against, Device, Json, Rounds, Threads, measur
 from bench.harness.document import Table
 from bench.harness.programs import Setting
 from bench.suites.seeds import s1, s2, s3, s4, s5
+from bench.suites.seeds.common import Bench
 
 SEEDS = {"S1": s1, "S2": s2, "S3": s3, "S4": s4, "S5": s5}
 
@@ -44,6 +45,6 @@ def main(
     names = chosen(only)
 
     def tables(*given: Any) -> Iterator[Table]:
-        return chain.from_iterable(SEEDS[name].tables(*given) for name in names)
+        return chain.from_iterable(SEEDS[name].tables(Bench(*given)) for name in names)
 
     measured_tables("The field reports, measured again", tables, setting, json_file, baseline)

@@ -12,15 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import torch.nn.functional as F
-from torch import nn
 
-from bench.harness import variants as w
-from bench.harness.document import LEGEND, STANDARD, Table, read
-from bench.harness.floors import Rates
-from bench.harness.measure import Tell, run
-from bench.harness.programs import Built, Function, Program, Setting
+from bench.harness.document import Table, read
+from bench.harness.programs import Program, Setting, of_function
 from bench.suites.seeds import xla
-from bench.suites.seeds.common import operands
+from bench.suites.seeds.common import Bench, operands
 from bench.suites.spellings import by_hand
 
 TITLE = "S1: one long self-attention, (1, 5, 16384, 128)"
@@ -32,29 +28,20 @@ REPORTED = (
 HEADS, DIM = 5, 128
 
 
-def _make(length: int, device: str) -> Built:
-    return Function(by_hand), operands(1, HEADS, length, DIM, seed=length, device=device)
-
-
-def _call(device: str) -> nn.Module:
-    return Function(F.scaled_dot_product_attention)
-
-
 def programs(setting: Setting) -> list[Program]:
     """The report's length, cut on a CPU, where eager's scores of 16384 would take 5 GB a tensor."""
     length = 16384 if not setting.on_cpu else 1024 if setting.quick else 4096
-    name = f"(1, {HEADS}, {length}, {DIM}) by hand"
-    hand = "scaled_dot_product_attention"
-    return [Program(name, partial(_make, length), _call, hand, tolerance=setting.tolerance)]
+    name, hand = f"(1, {HEADS}, {length}, {DIM}) by hand", "scaled_dot_product_attention"
+    given = partial(operands, 1, HEADS, length, DIM, seed=length)
+    call = F.scaled_dot_product_attention
+    return [of_function(name, by_hand, given, call, hand=hand, tolerance=setting.tolerance)]
 
 
-def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
-    """The ways of torch."""
-    chosen = w.COMPILED if setting.quick else (*w.COMPILED, *w.PACKAGED)
-    rows = run(__name__, programs(setting), chosen, setting, rates, tell)
-    yield Table(TITLE, STANDARD, rows, [REPORTED, LEGEND])
+def tables(bench: Bench) -> Iterator[Table]:
+    """The ways of torch, without packages in quick runs; then XLA's."""
+    yield bench.table(__name__, TITLE, programs(bench.setting), slice(0), [REPORTED])
     for name in ("correctness", "overlap", "tiles"):
-        tell(f"S1, {name}")
+        bench.tell(f"S1, {name}")
         yield of_jax(name)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from bench.harness import variants as w
-from bench.harness.document import LEGEND, STANDARD, Table
-from bench.harness.floors import Rates
-from bench.harness.measure import Tell, run
-from bench.harness.programs import Built, Function, Program, Setting
-from bench.suites.seeds.common import operands
+from bench.harness.document import Table
+from bench.harness.programs import Program, Setting, of_function
+from bench.suites.seeds.common import Bench, operands
+from bench.suites.spellings import copied_call
 
 TITLE = "S2: transposed copies around the call"
 # (B, H, L, D) in float16, and what was reported of it.
@@ -25,24 +23,9 @@ SIZES: tuple[tuple[tuple[int, int, int, int], str], ...] = (
 CPU_HEADS = 8  # of the second size, whose 644 GFLOP would take a CPU seconds a call
 
 
-def with_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Operands (B, L, H, D), every one copied, and the result."""
-    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous()
-
-
 def without_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The kernel in the layout the data has."""
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-
-
-def _make(size: tuple[int, int, int, int], device: str) -> Built:
-    batch, heads, length, dim = size
-    return Function(with_copies), operands(batch, length, heads, dim, seed=length, device=device)
-
-
-def _hand(device: str) -> nn.Module:
-    return Function(without_copies)
 
 
 def programs(setting: Setting) -> list[Program]:
@@ -52,20 +35,17 @@ def programs(setting: Setting) -> list[Program]:
         if setting.on_cpu:
             heads = min(heads, CPU_HEADS) if length > 256 else heads
             batch = 2 if setting.quick else batch
-        size = (batch, heads, length, dim)
         name = f"B{batch} H{heads} L{length} D{dim}, copies"
         hand = "scaled_dot_product_attention without the copies"
-        told = {"reported": reported, "tolerance": setting.tolerance}
-        found.append(Program(name, partial(_make, size), _hand, hand, **told))
+        told: dict[str, Any] = {"reported": reported, "tolerance": setting.tolerance}
+        given = partial(operands, batch, length, heads, dim, seed=length)
+        found.append(of_function(name, copied_call, given, without_copies, hand=hand, **told))
     return found
 
 
-def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+def tables(bench: Bench) -> Iterator[Table]:
     """Every way; in quick runs packages for the first size alone."""
-    first, *rest = programs(setting)
-    everything = (*w.COMPILED, *w.PACKAGED)
-    rows = run(__name__, [first], everything, setting, rates, tell)
-    rows += run(__name__, rest, w.COMPILED if setting.quick else everything, setting, rates, tell)
-    notes = [f"reported, {program.name}: {program.reported}" for program in (first, *rest)]
+    made = programs(bench.setting)
+    notes = [f"reported, {program.name}: {program.reported}" for program in made]
     notes.append("with flash-attn's own function, where its kernels are installed: `python -m bench gpu --only seeds`")
-    yield Table(TITLE, STANDARD, rows, [*notes, LEGEND])
+    yield bench.table(__name__, TITLE, made, slice(1), notes)

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch.nn.functional as F
-from torch import nn
 
-from bench.harness import variants as w
-from bench.harness.document import LEGEND, STANDARD, Table
-from bench.harness.floors import Rates
-from bench.harness.measure import Tell, run
-from bench.harness.programs import Built, Function, Program, Setting
-from bench.suites.seeds.common import operands
+from bench.harness.document import Table
+from bench.harness.programs import Program, Setting, of_function
+from bench.suites.seeds.common import Bench, operands
 from bench.suites.spellings import by_hand
 
 TITLE = "S3: small work, 16 heads of 16"
@@ -27,32 +23,23 @@ LEAST = (1, 1)  # nothing to compute: what is left is the call
 QUICK = ((2, 50), (2, 300))
 
 
-def _make(batch: int, length: int, device: str) -> Built:
-    given = operands(batch, HEADS, length, DIM, seed=length, device=device)
-    return Function(F.scaled_dot_product_attention), given
-
-
-def _hand(device: str) -> nn.Module:
-    return Function(by_hand)
-
-
 def programs(setting: Setting) -> list[Program]:
     """The sizes of the report, and the least there is."""
     sizes = (LEAST, *(QUICK if setting.quick else SIZES))
-    limit = setting.tolerance
     return [
-        Program(f"B{b} L{n} H{HEADS} D{DIM}, call", partial(_make, b, n), _hand, "two products", tolerance=limit)
+        of_function(
+            f"B{b} L{n} H{HEADS} D{DIM}, call",
+            F.scaled_dot_product_attention,
+            partial(operands, b, HEADS, n, DIM, seed=n),
+            by_hand,
+            hand="two products",
+            tolerance=setting.tolerance,
+        )
         for b, n in sizes
     ]
 
 
-def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+def tables(bench: Bench) -> Iterator[Table]:
     """Every way; in quick runs packages for one size."""
-    made = programs(setting)
-    packaged = made[1:2] if setting.quick else made
-    rows = []
-    for program in made:
-        chosen = (*w.COMPILED, *w.PACKAGED) if program in packaged else w.COMPILED
-        rows += run(__name__, [program], chosen, setting, rates, tell)
     note = "the first size computes next to nothing: its times are what a call costs"
-    yield Table(TITLE, STANDARD, rows, [REPORTED, note, LEGEND])
+    yield bench.table(__name__, TITLE, programs(bench.setting), slice(1, 2), [REPORTED, note])

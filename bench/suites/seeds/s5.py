@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,18 +18,17 @@ from torch import nn
 
 from bench.harness import variants as w
 from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
-from bench.harness.floors import Rates
-from bench.harness.measure import Tell, child, failed_row, judged, quiet, row_of, run, warm_compiler
-from bench.harness.programs import Built, Function, Program, Setting, Tensors
-from bench.harness.timing import compiled, in_turns, percentile, relative_error, why
+from bench.harness.measure import child, judged, quiet, row_of, warm_compiler
+from bench.harness.programs import Extra, Program, Setting, Tensors, of_function
+from bench.harness.timing import compiled, in_turns, percentile, relative_error
 from bench.suites.seeds import npu_model, traffic
-from bench.suites.seeds.common import operands
+from bench.suites.seeds.common import Bench, operands
 from bench.suites.spellings import by_hand, causal
 
 BATCH, HEADS, DIM = 4, 32, 64
 LENGTH = 2048
 SPEEDUPS = {512: 2.73, 1024: 3.71, 2048: 5.48, 4096: 7.05, 8192: 8.58}  # reported
-TILES = (64, 128, 256, 512)
+TILES, TILED = (64, 128, 256, 512), "FlexAttention, tiles of "
 
 
 # ---------------------------------------------------------------- the programs
@@ -38,37 +38,25 @@ def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _hand(device: str) -> nn.Module:
-    return Function(_call)
-
-
 def sizes(setting: Setting) -> tuple[int, int]:
     """Batch and heads: the report's, or fewer on a CPU, where 8192 positions of 128 heads take 34 GB a tensor."""
     return (BATCH, HEADS) if not setting.on_cpu else (1, 4)
 
 
-def inputs(batch: int, heads: int, length: int, device: str) -> Tensors:
-    return operands(batch, heads, length, DIM, seed=length, device=device)
-
-
-def _make(batch: int, heads: int, length: int, device: str) -> Built:
-    return Function(causal), inputs(batch, heads, length, device)
-
-
 def programs(setting: Setting) -> list[Program]:
-    """Causal attention by hand, over the sequence length."""
+    """Causal attention by hand, over the sequence length; and as a call, at one length with every tile size."""
     batch, heads = sizes(setting)
     lengths = [n for n in SPEEDUPS if n <= 2048] if setting.quick else list(SPEEDUPS)
+
+    def program(length: int, name: str, *given: Any, **more: Any) -> Program:
+        name = f"B{batch} H{heads} L{length} D{DIM}, {name}"
+        inputs = partial(operands, batch, heads, length, DIM, seed=length)
+        return of_function(name, causal, inputs, *given, tolerance=setting.tolerance, **more)
+
+    hand = "scaled_dot_product_attention, is_causal"
     return [
-        Program(
-            f"B{batch} H{heads} L{length} D{DIM}, causal by hand",
-            partial(_make, batch, heads, length),
-            _hand,
-            "scaled_dot_product_attention, is_causal",
-            kept=(length + 1) / (2 * length),
-            tolerance=setting.tolerance,
-        )
-        for length in lengths
+        *(program(n, "causal by hand", _call, hand=hand, kept=(n + 1) / (2 * n)) for n in lengths),
+        program(LENGTH, "causal", extra=tile_ways(setting)),
     ]
 
 
@@ -102,8 +90,9 @@ SCALING = (
 )
 
 
-def _scaling(setting: Setting, rates: Rates, tell: Tell) -> Table:
-    rows = run(__name__, programs(setting), w.COMPILED, setting, rates, tell)
+def _scaling(bench: Bench) -> Table:
+    *chosen, _ = programs(bench.setting)
+    rows = bench.rows(__name__, chosen, w.COMPILED)
     eager = {row["program"]: row["median_us"] for row in rows if row["way"] == w.EAGER and row["status"] == "ok"}
     for row in rows:
         if row["status"] != "ok" or row["program"] not in eager:
@@ -126,46 +115,37 @@ def _below(b: Any, h: Any, i: Any, j: Any) -> Any:
     return j <= i
 
 
-def tiles(setting: Setting, lengths: tuple[int, ...] = TILES) -> Iterator[Row]:
-    """Compiled FlexAttention with every tile size, in turns, scaled_dot_product_attention beside it."""
+def _tiled(tile: int, module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    """Compiled FlexAttention; a tile that does not fit on the chip raises, and that is an answer."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    quiet(setting.threads)
-    warm_compiler()
-    batch, heads = sizes(setting)
-    given = inputs(batch, heads, LENGTH, setting.device)
-    runs: dict[str, Callable[..., Any]] = {}
-    failed: dict[str, str] = {}
-    for tile in lengths:
-        mask = create_block_mask(_below, None, None, LENGTH, LENGTH, device=setting.device, BLOCK_SIZE=tile)
-        # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
-        options = {} if setting.on_cpu else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
-
-        def attend(q: Any, k: Any, v: Any, mask: Any = mask, options: Any = options) -> Any:
-            return flex_attention(q, k, v, block_mask=mask, kernel_options=options)
-
-        run_ = compiled(attend)
-        try:
-            run_(*given)
-            runs[str(tile)] = run_
-        except Exception as error:  # a tile that does not fit on the chip is an answer
-            failed[str(tile)] = why(error, 160)
-    runs["call"] = _call
-    runs["call again"] = _call
-    want = causal(*(x.double() for x in given)) if setting.on_cpu else _call(*given).double()
-    samples = in_turns(runs, given, setting.rounds, seconds=setting.block_s)
-    best = min((percentile(samples[name], 50) for name in runs if name.isdigit()), default=math.nan)
-    for name, run_ in runs.items():
-        way = f"FlexAttention, tiles of {name}" if name.isdigit() else f"scaled_dot_product_attention, {name}"
-        program = f"B{batch} H{heads} L{LENGTH} D{DIM}, causal"
-        row = row_of(program, way, samples[name], relative_error(run_(*given), want), setting.tolerance)
-        yield {**row, "of_best": best / row["median_us"], **_loops(name)}
-    for name, text in failed.items():
-        yield failed_row("tiles", name, text)
+    device = inputs[0].device.type
+    mask = create_block_mask(_below, None, None, LENGTH, LENGTH, device=device, BLOCK_SIZE=tile)
+    # A GPU's kernel walks a block of the mask in tiles of its own; a CPU's takes the block as the tile.
+    options: Any = {} if device == "cpu" else {"BLOCK_M": min(tile, 128), "BLOCK_N": tile}
+    return compiled(lambda q, k, v: flex_attention(q, k, v, block_mask=mask, kernel_options=options))
 
 
-def _loops(name: str) -> Row:
-    return {"loops": LENGTH // int(name), "tile": int(name)} if name.isdigit() else {}
+def tile_ways(setting: Setting) -> dict[str, Extra]:
+    """FlexAttention with every tile size, scaled_dot_product_attention beside it, twice."""
+    chosen = (64, 256) if setting.quick else TILES
+    calls = {f"scaled_dot_product_attention, {name}": lambda *_: _call for name in ("call", "call again")}
+    return {**{f"{TILED}{tile}": partial(_tiled, tile) for tile in chosen}, **calls}
+
+
+def _tiles(bench: Bench) -> Table:
+    """The sizes in turns."""
+    *_, program = programs(bench.setting)
+    rows = bench.rows(__name__, [program], tuple(program.extra))
+    tiled = {row["way"]: row["median_us"] for row in rows if row["way"].startswith(TILED) and row["status"] == "ok"}
+    for row in rows:
+        if row["status"] == "ok":
+            row["of_best"] = min(tiled.values(), default=math.nan) / row["median_us"]
+        if row["way"] in tiled:
+            row["tile"] = int(row["way"].removeprefix(TILED))
+            row["loops"] = LENGTH // row["tile"]
+    note = "reported for an NPU, estimated: tiles of 64, 128, 256, 512 in 32, 16, 8, 4 loops"
+    return Table("S5.3: tile sizes", TILE_COLUMNS, rows, [note])
 
 
 TILE_COLUMNS = (
@@ -189,7 +169,7 @@ def mask_cost(setting: Setting) -> Iterator[Row]:
     quiet(setting.threads)
     warm_compiler()
     batch, heads = sizes(setting)
-    given = inputs(batch, heads, LENGTH, setting.device)
+    given = operands(batch, heads, LENGTH, DIM, seed=LENGTH, device=setting.device)
     made: Mapping[str, Callable[..., Any]] = {
         "eager, unfused": lambda f: f,
         w.STOCK: compiled,
@@ -242,18 +222,15 @@ def npu() -> Iterator[Table]:
         yield Table(title, columns, rows, ["predicted from data sheets and counted bytes: nothing ran on an NPU"])
 
 
-def tables(setting: Setting, rates: Rates, tell: Tell) -> Iterator[Table]:
+def tables(bench: Bench) -> Iterator[Table]:
     """The four experiments."""
-    counted = child("S5.1 traffic", _traffic, (), tell)
+    counted = child("S5.1 traffic", _traffic, (), bench.tell)
     title = f"S5.1: memory traffic of one call, batch {BATCH}, heads {HEADS}, L {LENGTH}, D {DIM}, float16, causal"
     reported = "reported on an NPU: 3420 read and 3240 written unfused, 180 and 160 fused (-94.7 %, -95.1 %)"
     yield Table(title, TRAFFIC, counted, [reported])
-    yield _scaling(setting, rates, tell)
-    chosen = (64, 256) if setting.quick else TILES
-    found = judged(child("S5.3 tiles", tiles, (setting, chosen), tell))
-    note = "reported for an NPU, estimated: tiles of 64, 128, 256, 512 in 32, 16, 8, 4 loops"
-    yield Table("S5.3: tile sizes", TILE_COLUMNS, found, [note])
-    cost = judged(child("S5.4 mask", mask_cost, (setting,), tell))
+    yield _scaling(bench)
+    yield _tiles(bench)
+    cost = judged(child("S5.4 mask", mask_cost, (bench.setting,), bench.tell))
     note = "reported on an NPU: the causal mask costs 7.5 % fused, 16.2 % unfused; where it is less than nothing, the "
     yield Table("S5.4: what the causal mask costs", MASK_COLUMNS, cost, [note + "kernel skips what the mask hides"])
     yield from npu()

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
 from bench.harness import variants as w
 from bench.harness.document import Row
 from bench.harness.floors import extent
-from bench.harness.timing import compiled
+from bench.harness.timing import compiled, tensors
 
 HALF = 2  # bytes
 FEW = 4  # heads that Inductor compiles for: what its kernels move grows with the heads, and CPUs are slow in half
@@ -38,20 +37,16 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
-
-
 def _bytes(values: Any) -> int:
-    return sum(map(extent, _tensors(values)))
+    return sum(map(extent, tensors(values)))
 
 
 def _is_view(func: Any, inputs: Any, outputs: Any) -> bool:
     """By the storages, since the schema of ``_unsafe_view`` does not say it."""
     if func._schema.is_mutable:
         return False
-    given = {StorageWeakRef(x.untyped_storage()) for x in _tensors(inputs)}
-    return any(StorageWeakRef(x.untyped_storage()) in given for x in _tensors(outputs))
+    given = {StorageWeakRef(x.untyped_storage()) for x in tensors(inputs)}
+    return any(StorageWeakRef(x.untyped_storage()) in given for x in tensors(outputs))
 
 
 def unfused_model(batch: int, heads: int, length: int, dim: int) -> tuple[int, int]:
