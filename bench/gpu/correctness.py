@@ -22,6 +22,7 @@ from bench.gpu import decode_cases
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
+from bench.harness.programs import doubled
 from bench.harness.timing import farthest
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -178,13 +179,6 @@ def _gradients(program: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad:
     return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
-def _doubled(inputs: tuple[Tensor, ...], grad: bool) -> tuple[Tensor, ...]:
-    def wide(x: Tensor) -> Tensor:
-        return x.detach().double().requires_grad_(grad and x.requires_grad) if x.is_floating_point() else x
-
-    return tuple(wide(x) for x in inputs)
-
-
 def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool = False) -> Row:
     """One program given to one target, with its gradients where ``train``."""
     torch.manual_seed(0)
@@ -197,14 +191,12 @@ def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool
         if not train:
             found = [run(*inputs)]
             row = _outcome(report, target)
-            return row | (compared(found, [eager], [program(*_doubled(inputs, False))]) if row["ran"] else {})
+            return row | (compared(found, [eager], [program(*doubled(inputs))]) if row["ran"] else {})
         found = _gradients(run, inputs, grad)
         row = _outcome(report, target)
         if not row["ran"]:
             return row
-        return row | compared(
-            found, _gradients(program, inputs, grad), _gradients(program, _doubled(inputs, True), grad)
-        )
+        return row | compared(found, _gradients(program, inputs, grad), _gradients(program, doubled(inputs), grad))
 
 
 def _outcome(report: attn_pass.Report, target: str) -> Row:
@@ -295,7 +287,7 @@ def decode_compiled(env: Environment, dynamic: bool) -> Row:
             if dynamic:
                 torch._dynamo.mark_dynamic(k, 2)
                 torch._dynamo.mark_dynamic(v, 2)
-            row = compared([run(q, k, v)], [program(q, k, v)], [program(*_doubled((q, k, v), False))])
+            row = compared([run(q, k, v)], [program(q, k, v)], [program(*doubled((q, k, v)))])
             worst = row if not worst or not row["of_limit"] <= worst["of_limit"] else worst
     return _verdict({**_outcome(report, "decode"), **worst})
 
@@ -322,7 +314,7 @@ def decode_packaged(env: Environment) -> Row:
         run = torch._inductor.aoti_load_package(path)
         q, k, v = shape.inputs(env)
         k, v = k[:, :, : shape.kv_len // 2].contiguous(), v[:, :, : shape.kv_len // 2].contiguous()
-        row = compared([run(q, k, v)], [program(q, k, v)], [program(*_doubled((q, k, v), False))])
+        row = compared([run(q, k, v)], [program(q, k, v)], [program(*doubled((q, k, v)))])
     return _verdict({**_outcome(report, "decode"), **row})
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.gpu.correctness import compared
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
+from bench.harness.programs import doubled
 from bench.harness.timing import why
 
 BF16 = torch.bfloat16
@@ -150,7 +151,7 @@ def ask(env: Environment, probe: Probe) -> Row:
         for last in (True, False) if probe.causal and probe.sizes[2] != probe.sizes[3] else (True,):
             results = [
                 _with_gradients(_plain(probe, *given, keep, last=last), given, grad, probe.train)
-                for given in (leaves, tuple(x.detach().double().requires_grad_(probe.train) for x in leaves))
+                for given in (leaves, doubled(leaves))
             ]
             answers[last] = _judged(found, *results)
     best = min(answers, key=lambda last: answers[last]["of_limit"])

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 import attn_pass
-from bench.gpu import decode_cases, toolchain
-from bench.gpu.correctness import check_case, decode_case
+from bench.gpu import correctness, decode_cases, toolchain
 from bench.gpu.environment import Environment, facts, one_line, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.harness.programs import Setting
@@ -79,8 +78,8 @@ def cases(env: Environment) -> list[Case]:
     """Versions and tools first; then one of each way a kernel is reached, most doubtful first."""
     direct = [c for c in decode_cases.CASES if c.name in ("plain", "window")][: 1 if env.quick else None]
     found = [Case("versions and clocks", partial(versions, env)), Case("tools of AOTInductor", partial(tools, env))]
-    found += [Case(f"decode: {c.name}, direct", partial(decode_case, env, c)) for c in direct]
-    found += [check_case(env, kind, target, train, inductor=True) for kind, target, train in PATHS]
+    found += [Case(f"decode: {c.name}, direct", partial(correctness.decode_case, env, c)) for c in direct]
+    found += [correctness.check_case(env, kind, target, train, inductor=True) for kind, target, train in PATHS]
     return [*found, Case("S4 through AOTInductor", partial(packaged_shared_keys, env))]
 
 
@@ -91,10 +90,7 @@ PART = Part(
     (
         Column("case", "name"),
         Column("found", "found"),
-        Column("verdict", "verdict"),
-        Column("took", "took"),
-        Column("error", "error_abs", ".1e"),
-        Column("of what is allowed", "of_limit", ".2f"),
+        *correctness.PART.columns[1:],
         Column("seconds", "seconds", ".1f"),
     ),
     cases,

@@ -61,21 +61,25 @@ def _look(way: str) -> dict[str, Any]:
     return {"marker": "o", "color": COLOURS[way], "label": way, **over}
 
 
-def _lengths(axes: Axes, lengths: Sequence[int]) -> None:
+def _over_the_length(rows: Sequence[Row], ways: Sequence[str], field: str) -> tuple[Figure, Axes]:
+    """What each way has of a field, over the sequence length."""
+    figure, axes = _figure()
+    lengths: list[int] = []
+    for way in ways:
+        lengths, values = _series(rows, way, field)
+        axes.plot(lengths, values, **_look(way))
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(lengths), [str(n) for n in lengths])
     axes.minorticks_off()
     axes.set_xlabel("sequence length")
+    return figure, axes
 
 
 def speed_up(rows: Sequence[Row]) -> Figure:
     """How many times as fast as eager, over the sequence length, the reported curve beside it."""
-    figure, axes = _figure()
-    for way in (w.STOCK, w.PASS, w.HAND):
-        axes.plot(*_series(rows, way, "over_eager"), **_look(way))
-    lengths, reported = _series(rows, w.PASS, "reported_speedup")
-    axes.plot(lengths, reported, marker="s", linestyle="--", color=COLOURS["reported"], label="reported, NPU")
-    _lengths(axes, lengths)
+    figure, axes = _over_the_length(rows, (w.STOCK, w.PASS, w.HAND), "over_eager")
+    reported = _series(rows, w.PASS, "reported_speedup")
+    axes.plot(*reported, marker="s", linestyle="--", color=COLOURS["reported"], label="reported, NPU")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set(ylabel="times as fast as unfused (eager)", title="S5: causal attention by hand, speedup over the length")
     axes.legend(frameon=False)
@@ -84,11 +88,8 @@ def speed_up(rows: Sequence[Row]) -> Figure:
 
 def memory(rows: Sequence[Row]) -> Figure:
     """What one call adds to the process, over the sequence length."""
-    figure, axes = _figure()
-    for way in (w.EAGER, w.STOCK, w.PASS, w.HAND):
-        lengths, peaks = _series(rows, way, "peak_bytes")
-        axes.plot(lengths, [max(p, 2**17) / 2**20 for p in peaks], **_look(way))
-    _lengths(axes, lengths)
+    mib = [{**row, "MiB": max(row["peak_bytes"], 2**17) / 2**20} for row in rows if row.get("peak_bytes") is not None]
+    figure, axes = _over_the_length(mib, (w.EAGER, w.STOCK, w.PASS, w.HAND), "MiB")
     axes.set(yscale="log", ylabel="MiB one call adds at its peak")
     axes.set_title("S5: causal attention by hand, memory over the length")
     axes.legend(frameon=False)

@@ -16,6 +16,11 @@ Built = tuple[nn.Module, Tensors]
 Extra = Callable[[nn.Module, Tensors, Path], Callable[..., Any]]
 
 
+def doubled(inputs: Tensors) -> Tensors:
+    """The inputs in float64, as leaves that want a gradient where they did."""
+    return tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
+
+
 class Function(nn.Module):
     """A function as a module."""
 
@@ -62,8 +67,7 @@ class Program:
         module, _ = self.make(device)
         if not self.float64:
             return self.call(module)(*inputs)
-        wide = (x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
-        return self.call(module.double())(*wide)
+        return self.call(module.double())(*doubled(inputs))
 
     def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What one call is: the program itself, or a training step of it."""

@@ -78,7 +78,7 @@ def load(path: Path) -> ModuleType:
     if not path.is_file() or path.suffix != ".py":
         raise SuiteError(f"no file {path}; give test/inductor/test_fused_attention.py of a PyTorch checkout")
     for module, name, value in RENAMED:
-        found = importlib.import_module(module) if _importable("expecttest") else None
+        found = importlib.import_module(module) if importlib.util.find_spec("expecttest") else None
         if found is not None and not hasattr(found, name):
             setattr(found, name, value())
     try:
@@ -87,10 +87,6 @@ def load(path: Path) -> ModuleType:
         raise SuiteError(
             f"{path.name} cannot be imported: {error}. torch's test helpers need `pip install expecttest`"
         ) from error
-
-
-def _importable(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 def collect(module: ModuleType, device: str) -> tuple[list[Form], list[NotRun]]:
@@ -125,7 +121,9 @@ def _plain(name: str) -> str:
 
 
 def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[Form], others: list[NotRun]) -> None:
-    case = _bare(cls)
+    # It is never run: without the set-up of torch's, which changes its configuration.
+    case: Any = cls.__new__(cls)
+    unittest.TestCase.__init__(case)
     static = bool(getattr(case, "use_static_shapes", True))
     found: list[Form] = []
 
@@ -164,13 +162,6 @@ def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[
     except Exception as error:  # a form of another device
         others.append(NotRun(_plain(name), static, f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"))
     forms += found
-
-
-def _bare(cls: type) -> Any:
-    """A test case that is never run: without the set-up of torch's, which changes its configuration."""
-    case = cls.__new__(cls)
-    unittest.TestCase.__init__(case)
-    return case
 
 
 @contextmanager

@@ -64,11 +64,8 @@ def exported(subject: Subject) -> tuple[ExportedProgram | None, bool, list[str]]
     for strict in (False, True):
         try:
             with torch.no_grad():
-                return (
-                    torch.export.export(subject.model, subject.args, subject.kwargs, strict=strict),
-                    strict,
-                    refusals,
-                )
+                program = torch.export.export(subject.model, subject.args, subject.kwargs, strict=strict)
+            return program, strict, refusals
         except Exception as error:
             refusals.append(f"strict={strict}: {told(error)}")
     return None, False, refusals
