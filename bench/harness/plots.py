@@ -66,8 +66,9 @@ def _over_the_length(rows: Sequence[Row], ways: Sequence[str], field: str) -> tu
     figure, axes = _figure()
     lengths: list[int] = []
     for way in ways:
-        lengths, values = _series(rows, way, field)
-        axes.plot(lengths, values, **_look(way))
+        measured, values = _series(rows, way, field)
+        lengths = measured or lengths
+        axes.plot(measured, values, **_look(way))
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(lengths), [str(n) for n in lengths])
     axes.minorticks_off()
