@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from attn_pass.devices.registry import families
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.provenance import Emission, culprits
 from attn_pass.report.record import Report
-
-TORCHS_OWN = ("sdpa", "cudnn", "flash", "efficient")
-"""Targets that are calls of torch's own: the last to be suspected."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,15 @@ def failure_of(error: BaseException, cause: str, report: Report, emissions: Sequ
     if targets:
         without = dict.fromkeys(sorted(targets), f"the compiler could not lower it ({cause})")
     else:
-        suspected = sorted(taken - set(TORCHS_OWN))
+        suspected = sorted(taken - _torchs_own())
         reason = f"the compiler could not lower a graph with it and does not say what it failed on ({cause})"
         without = dict.fromkeys(suspected, reason)
     return Failure(cause, without, first_where(report), len(report.rewritten))
+
+
+def _torchs_own() -> set[str]:
+    """Targets that are calls of torch's own: the last to be suspected."""
+    return {"sdpa", *(kernel for family in families() for kernel in family.kernel_rules)}
 
 
 def mark_retried(report: Report, before: Report, failure: Failure) -> None:

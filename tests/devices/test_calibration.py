@@ -18,6 +18,7 @@ from attn_pass.devices.calibration import Calibration, fitted, with_calibration
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.devices.cuda import cost as cost_cuda
 from attn_pass.devices.cuda import facts as cuda_facts
+from attn_pass.devices.cuda.kernels import KERNELS
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import device_for, facts
 from attn_pass.devices.roofline import Problem
@@ -142,14 +143,21 @@ WIDE = replace(PREFILL, head_dim=256, value_dim=256)
 ROW = Problem(64, 32, 64, 8, 1, 32768, 128, 128, BF16)
 ONE_EACH = replace(ROW, kv_heads=32)  # the efficient kernel has no grouped heads
 ROWS = replace(ROW, q_len=8)
+
+
+def _us(kernel: str, device: Device, problem: Problem) -> float:
+    (own,) = (k for k in KERNELS if k.name == kernel)
+    return own.microseconds(device, problem)
+
+
 CALLS: dict[str, tuple[str, str, Callable[[Device], float]]] = {
-    "cudnn, prefill": ("cudnn", "prefill", lambda d: cost_cuda.torch_kernel(d, "cudnn", PREFILL)),
-    "flash, head dim 64": ("flash", "narrow", lambda d: cost_cuda.torch_kernel(d, "flash", NARROW)),
-    "cudnn, head dim 256": ("cudnn", "wide", lambda d: cost_cuda.torch_kernel(d, "cudnn", WIDE)),
-    "cudnn, one row": ("cudnn", "one_row", lambda d: cost_cuda.torch_kernel(d, "cudnn", ROW)),
-    "efficient, one row": ("efficient", "one_row", lambda d: cost_cuda.torch_kernel(d, "efficient", ONE_EACH)),
-    "decode, one row": ("decode", "one_row", lambda d: cost_cuda.split_keys(d, ROW)),
-    "decode, 8 rows": ("decode", "few_rows", lambda d: cost_cuda.split_keys(d, ROWS)),
+    "cudnn, prefill": ("cudnn", "prefill", lambda d: _us("cudnn", d, PREFILL)),
+    "flash, head dim 64": ("flash", "narrow", lambda d: _us("flash", d, NARROW)),
+    "cudnn, head dim 256": ("cudnn", "wide", lambda d: _us("cudnn", d, WIDE)),
+    "cudnn, one row": ("cudnn", "one_row", lambda d: _us("cudnn", d, ROW)),
+    "efficient, one row": ("efficient", "one_row", lambda d: _us("efficient", d, ONE_EACH)),
+    "decode, one row": ("decode", "one_row", lambda d: _us("decode", d, ROW)),
+    "decode, 8 rows": ("decode", "few_rows", lambda d: _us("decode", d, ROWS)),
     "flex, prefill": ("flex", "prefill", lambda d: cost_cuda.flex(d, PREFILL, 0.5)),
     "flex, 8 rows": ("flex", "few_rows", lambda d: cost_cuda.flex(d, ROWS, 1.0, splits_keys=True)),
 }

@@ -10,7 +10,7 @@ import torch
 
 from attn_pass.devices import registry
 from attn_pass.devices.cuda import cost as cost_cuda
-from attn_pass.devices.cuda import decode_operator
+from attn_pass.devices.cuda import cudnn, decode, decode_operator, efficient, flash
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 
@@ -18,9 +18,9 @@ BF16 = torch.bfloat16
 H100 = registry.by_name("H100")
 KERNELS: dict[str, Callable[[Problem], float]] = {
     "unfused": lambda p: cost_cuda.unfused(H100, p),
-    "flash": lambda p: cost_cuda.torch_kernel(H100, "flash", p),
+    "flash": lambda p: flash.KERNEL.microseconds(H100, p),
     "flex": lambda p: cost_cuda.flex(H100, p, 0.55 if p.causal else 1.0),
-    "cudnn": lambda p: cost_cuda.torch_kernel(H100, "cudnn", p),
+    "cudnn": lambda p: cudnn.KERNEL.microseconds(H100, p),
 }
 # TFLOP/s of FlashAttention-3's paper (arXiv 2407.08608): H100 SXM, 16384 tokens in all, hidden size 2048; its Triton
 # kernel stands for FlexAttention's. By head dim, whether causal, and length.
@@ -48,7 +48,7 @@ def test_hopper_is_within_a_tenth_of_what_was_published(shape: tuple[int, bool, 
 
 
 def split(kv_len: int, device: Device = H100, batch: int = 1) -> float:
-    return cost_cuda.split_keys(device, Problem(batch, 32, batch, 8, 1, kv_len, 128, 128, BF16))
+    return decode.KERNEL.microseconds(device, Problem(batch, 32, batch, 8, 1, kv_len, 128, 128, BF16))
 
 
 def test_joining_takes_longer_with_more_parts() -> None:
@@ -68,5 +68,5 @@ def test_the_model_splits_as_the_kernel_does() -> None:
 
 def test_one_row_leaves_half_of_the_memory_s_rate_to_the_efficient_kernel() -> None:
     problem = Problem(64, 32, 64, 32, 1, 8192, 128, 128, BF16)
-    times = {k: cost_cuda.torch_kernel(H100, k, problem) for k in ("efficient", "flash", "cudnn")}
+    times = {k.name: k.microseconds(H100, problem) for k in (efficient.KERNEL, flash.KERNEL, cudnn.KERNEL)}
     assert times["efficient"] > 1.6 * max(times["flash"], times["cudnn"])

@@ -1,66 +1,57 @@
-"""The cost model of CUDA kernels: torch's own three, by what each makes of few rows, odd head dims and grouped heads.
+"""The cost model of CUDA kernels, by what each makes of few rows, odd head dims and grouped heads.
 
-Shares of the matrix rate are in `attn_pass.devices.cuda.facts`. None of it was measured by this project; the published
-figures it was set by are named where they are used.
+A kernel's shape and its shares of the matrix rate are in its own file. None of it was measured by this project; the
+published figures it was set by are named where they are used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attn_pass.devices.device import FEW_ROWS, Device
+from attn_pass.devices.device import FEW_ROWS, Device, Shares
 from attn_pass.devices.roofline import Problem, traffic
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for, and what its launch takes."""
 
     rows: int  # query rows of a thread block
     widths: tuple[int, ...]  # compiled head dims, of which the next wider one is taken
-    splits_keys: bool  # few blocks share out the keys; not in training with dropout
-    packs_one_row: bool  # the heads of a group share one pass over keys and values where there is one query row
+    splits_keys: bool = False  # few blocks share out the keys, and a second kernel joins the parts
+    splits_one_row: bool = False  # the same within one kernel, for one query row alone
+    packs_one_row: bool = False  # the heads of a group share one pass over keys and values where there is one query row
+    lookup_us: float = 0.0  # on the host, of what was compiled for a shape
+    builds_plans: bool = False  # for each new shape, in `Device.plan_us`
 
 
-SHAPES = {
-    # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped
-    "flash": Shape(128, (32, 64, 96, 128, 192, 256), True, True),
-    # One row is near the memory roof, two take nine times as long (62208 keys of 9 heads, H200).
-    "cudnn": Shape(128, (32, 64, 96, 128, 192, 256), False, True),
-    "efficient": Shape(64, (64, 128), False, False),
-    # hopper/flash_api_stable.cpp: round_up_headdim, get_pack_gqa. It splits keys too, but under torch.compile only by a
-    # number that is given with the call (hopper/flash_attn_interface.py refuses to trace its own choice).
-    "flash_attn_3": Shape(128, (64, 96, 128, 192, 256), False, True),
-}
 _EXP_OVERLAP = 0.5  # of the exponentials' time is not hidden behind products (FA2 and cuDNN on H100, D 64 and 128)
 _CORE_BANDWIDTH = 1.4  # of its share of the device's bandwidth is what one multiprocessor alone can draw
 _MASKED = 1.5  # the time of products and exponentials with a mask to add among them: a guess
 PYTHON_US = 20.0  # checks and allocations of a library's call in Python; not measured
-_LOOKUP_US = 0.5  # cuDNN finds the plan of a shape by its key, on the host
-_PLAN_USES = 16  # cuDNN builds a plan for each new shape, which is taken to come so many times
+_PLAN_USES = 16  # a shape that a plan is built for is taken to come so many times
 
 
-def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool = False) -> float:
-    """Microseconds one of torch's fused kernels takes; ``growing``: a length is not known when compiled."""
-    shape = SHAPES[kernel]
+def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, growing: bool = False) -> float:
+    """Microseconds a fused kernel of this shape takes; ``growing``: a length is not known when compiled."""
     blocks = -(-problem.q_len // shape.rows)
     tasks = problem.batch * problem.heads * blocks
     balance = min(1.0, tasks / device.cores)
     one_row = problem.q_len == 1
-    split = one_row if kernel == "cudnn" else shape.splits_keys and device.flash != "FA4"
+    split = shape.splits_keys or (shape.splits_one_row and one_row)
     spread = 1.0 if split and problem.kv_len >= 512 else balance
     heads = problem.kv_heads if one_row and shape.packs_one_row else problem.heads
     rows = blocks * shape.rows
     scores = problem.batch * heads * rows * problem.kv_len * (0.55 if problem.causal else 1.0)
     dims = sum(_compiled(shape, d) for d in (problem.head_dim, problem.value_dim))
-    rate = device.fused(problem.dtype) if problem.dtype.itemsize == 4 else _rate(device, kernel, problem)
+    rate = device.fused(problem.dtype) if problem.dtype.itemsize == 4 else _rate(device, shares, problem)
     products = 2.0 * scores * dims / rate / 1e3
     exponentials = scores / device.exp_gops / 1e3
     arithmetic = (products + _EXP_OVERLAP * exponentials) / spread
     few = (
         min(problem.q_len, FEW_ROWS) if balance < spread else problem.q_len
     )  # what splits the keys has few rows for it
-    memory = traffic(device, problem.operand_bytes) / device.shares[kernel].memory(few)
+    memory = traffic(device, problem.operand_bytes) / shares.memory(few)
     read = (
         problem.expanded_kv_bytes * heads / max(1, problem.heads)
     )  # keys and values by each head, or group, that wants them
@@ -72,21 +63,21 @@ def torch_kernel(device: Device, kernel: str, problem: Problem, *, growing: bool
         mask = made + problem.scores * problem.mask_bytes / device.cache_gbytes / 1e3
         arithmetic *= _MASKED
     copies = traffic(device, 2 * problem.copied_bytes)
-    plan = device.plan_us / _PLAN_USES if growing and kernel == "cudnn" else 0.0
-    start = device.fused_op_us + (_LOOKUP_US if kernel == "cudnn" else 0.0)
-    if kernel == "flash" and balance < spread:
+    plan = device.plan_us / _PLAN_USES if growing and shape.builds_plans else 0.0
+    start = device.fused_op_us + shape.lookup_us
+    if shape.splits_keys and balance < spread:
         start += device.op_us + device.join_us
     return start + max(arithmetic, memory) + mask + copies + plan
 
 
-def split_keys(device: Device, problem: Problem) -> float:
+def split_keys(device: Device, shares: Shares, problem: Problem) -> float:
     """A split-KV kernel and its reduction: keys and values once for a KV head, its rows in blocks of 16 or more."""
     packed = problem.heads // problem.kv_heads * problem.q_len if problem.kv_heads else problem.q_len
     scores = problem.batch * problem.kv_heads * -(-packed // 16) * 16 * problem.kv_len
-    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, "decode", problem) / 1e3
+    products = 2.0 * scores * (problem.head_dim + problem.value_dim) / _rate(device, shares, problem) / 1e3
     arithmetic = products + _EXP_OVERLAP * scores / device.exp_gops / 1e3
     memory = traffic(device, problem.operand_bytes + problem.mask_elements * problem.mask_bytes)
-    memory /= device.shares["decode"].memory(problem.q_len)
+    memory /= shares.memory(problem.q_len)
     read = problem.expanded_kv_bytes * problem.kv_heads / max(1, problem.heads)  # the batch may share keys and values
     memory = max(memory, read / device.cache_gbytes / 1e3)
     return max(arithmetic, memory) + 2 * device.op_us + _join(device, problem, packed)
@@ -128,7 +119,7 @@ def flex(device: Device, problem: Problem, share: float, *, splits_keys: bool = 
     scores = share * heads * rows * problem.kv_len
     half = problem.dtype.itemsize < 4
     single = _FLEX_SINGLE[device.capability >= (9, 0)] * device.fused(problem.dtype)
-    rate = _rate(device, "flex", problem) if half else single
+    rate = _rate(device, device.shares["flex"], problem) if half else single
     arithmetic = (2.0 * scores * dims / rate + _EXP_OVERLAP * scores / device.exp_gops) / busy / 1e3
     reached = device.shares["flex"].memory(problem.q_len if splits_keys else rows)
     memory = traffic(device, problem.operand_bytes) / reached / min(1.0, busy * _CORE_BANDWIDTH)
@@ -171,8 +162,8 @@ _PRODUCT_REACHED = 0.7  # of the rate of a copy
 _PRODUCT_SHARE = 0.85  # of the rate of a large product, for one whose inner or outer dimension is a head
 
 
-def _rate(device: Device, kernel: str, problem: Problem) -> float:
-    return device.matmul(problem.dtype) * device.shares[kernel].matrix(max(problem.head_dim, problem.value_dim))
+def _rate(device: Device, shares: Shares, problem: Problem) -> float:
+    return device.matmul(problem.dtype) * shares.matrix(max(problem.head_dim, problem.value_dim))
 
 
 def _compiled(shape: Shape, dim: int) -> int:

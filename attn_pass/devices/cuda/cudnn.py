@@ -12,9 +12,15 @@ are all masked; float16 has no such number, and is offered with masks over one t
 from __future__ import annotations
 
 import operator
+import os
 
+import torch
+from torch import Tensor
+
+from attn_pass.devices.cuda.cost import Shape
 from attn_pass.devices.cuda.rules.cudnn import CUDNN
 from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan, unbroadcast
+from attn_pass.devices.device import Device, Shares
 from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 
@@ -25,6 +31,41 @@ class Cudnn(Kernel):
     name = "cudnn"
     rules = CUDNN
     finite_mask = True
+    torch_check = "can_use_cudnn_attention"
+    sweeps = ("prefill", "decoding")
+    # One row is near the memory roof, two take nine times as long (62208 keys of 9 heads, H200). The plan of a shape is
+    # found by its key, on the host, and built for each new one.
+    shape = Shape(
+        128,
+        (32, 64, 96, 128, 192, 256),
+        splits_one_row=True,
+        packs_one_row=True,
+        lookup_us=0.5,
+        builds_plans=True,
+    )
+    shares = {
+        "hopper": Shares(0.95, narrow=0.67, wide=0.78),
+        "ampere": Shares(0.59),
+        "ada": Shares(0.65),
+        "blackwell": Shares(0.70),
+    }
+
+    def is_usable(self) -> bool:
+        """As ``torch.backends.cuda`` has it."""
+        return bool(torch.backends.cuda.cudnn_sdp_enabled())
+
+    def is_tried(self, device: Device) -> bool:
+        """It stands behind the unfused form, which takes everything, unless it is moved to the front.
+
+        ``check_prefer_cudnn_attention`` does that above cuDNN 9.15.0, on compute capability 9 and 10.
+        """
+        behind = device.is_here and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+        return device.cudnn > 91500 and device.capability[0] in (9, 10) and not behind
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """Keeps what a backward reads where the query has one."""
+        out: Tensor = aten._scaled_dot_product_cudnn_attention(q, k, v, None, q.requires_grad, 0.0, causal, False)[0]
+        return out
 
     def called(
         self,
@@ -48,3 +89,6 @@ class Cudnn(Kernel):
             scale=abs(a.scale),
         )
         return call(operator.getitem, both, 0)
+
+
+KERNEL = Cudnn()

@@ -23,9 +23,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda.flash import Flash
+from attn_pass.devices.cuda.kernel import CudaKernel
+from attn_pass.devices.device import Device, Shares
+from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Load
@@ -37,7 +42,6 @@ from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_i
 from attn_pass.targets.problem import problem_of
 from attn_pass.targets.sdpa import dense_last, joined_with_sink
 
-KERNEL = "decode"  # as `Device.kernels` names it
 _MOST_QUERIES = 64
 _MOST_ROWS = 1024
 _VECTOR = 16  # elements: of a stride that is no multiple of them Triton knows nothing, and loads 2 bytes at a time
@@ -52,16 +56,32 @@ class DecodePlan:
     mask: MaskKind = "none"
 
 
-class Decode:
+class Decode(CudaKernel):
     """`torch.ops.attn_pass.decode`."""
 
     name = "decode"
+    sweeps = ("decoding",)
+    shares = {  # with many rows taken to multiply at FlashAttention's rate
+        generation: Shares(of_flash.prefill, one_row=0.80, few_rows=0.80)
+        for generation, of_flash in Flash.shares.items()
+    }
+
+    def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
+        """Two kernels: the parts of the keys, and what joins them."""
+        return cost_cuda.split_keys(device, device.shares[self.name], problem)
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """The operator."""
+        from attn_pass.devices.cuda.decode_operator import decode
+
+        out: Tensor = decode(q, k, v, None, q.size(-1) ** -0.5, causal)
+        return out
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[DecodePlan] | Refusal:
         """Takes few query rows in half precision, without gradients."""
         reason = self._refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, other_device=KERNEL not in setting.device.kernels)
+            return Refusal(self.name, reason, other_device=self.name not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
         decided = _plan(attention, setting)
         if decided.causal:
@@ -74,7 +94,7 @@ class Decode:
             self.name,
             variant,
             attention,
-            cost_cuda.split_keys(setting.device, problem) + joining,
+            self.microseconds(setting.device, problem) + joining,
             fused=True,
             plan=decided,
             assumptions=(EMPTY_ROWS,) if not attention.mask.is_none and empty else (),
@@ -82,7 +102,7 @@ class Decode:
         )
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if KERNEL not in setting.device.kernels:
+        if self.name not in setting.device.kernels:
             return f"the split-KV kernel is not for {setting.device.type} devices"
         if setting.device.capability < (8, 0):
             return "the split-KV kernel needs compute capability 8.0"
@@ -177,3 +197,6 @@ def _plan(a: Attention, setting: Setting) -> DecodePlan:
             return DecodePlan(causal=True, window=band.upper - band.lower)  # with other bounds nobody sees anything
     kind = mask_kind(a, setting)
     return DecodePlan(mask="additive" if kind == "causal" else kind)
+
+
+KERNEL = Decode()

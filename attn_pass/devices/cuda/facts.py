@@ -6,47 +6,37 @@ None of it was measured by this project, but for what `attn-pass calibrate` meas
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
 
 from attn_pass.compat import active_flash
 from attn_pass.devices.catalog import Sheet, device_of, row_of
+from attn_pass.devices.cuda.kernel import Generation
+from attn_pass.devices.cuda.kernels import KERNELS
 from attn_pass.devices.device import Device, Shares
 
-KERNELS = ("cudnn", "flash", "efficient", "decode")
 DEFAULT = "H200"
 
 
-def _shares(cudnn: Shares, flash: Shares, efficient: float, flex: Shares) -> dict[str, Shares]:
-    """Of a GPU's matrix rate with many rows; of a copy's rate with few, the same for all GPUs.
+def _shares(generation: Generation, flex: Shares) -> dict[str, Shares]:
+    """Of a GPU's matrix rate with many rows, of a copy's rate with few: each kernel's own, and FlexAttention's.
 
-    The efficient kernel pads 1 to 4 rows to 64 and shares no keys out: half of a copy's rate is a cautious guess.
-    flash shares them out in blocks of 128 rows, FlexAttention likewise, whose tiles for head dims over 128 are taken
-    to be small everywhere; the split-KV kernel is taken to multiply at FlashAttention's rate.
+    FlexAttention shares keys out as flash does; its tiles for head dims over 128 are taken to be small everywhere.
     """
-    return {
-        "cudnn": cudnn,
-        "flash": replace(flash, few_rows=0.75),
-        "efficient": Shares(efficient, one_row=0.5, few_rows=0.5),
-        "decode": Shares(flash.prefill, one_row=0.80, few_rows=0.80),
-        "flex": replace(flex, one_row=0.75, few_rows=0.75, wide=min(flex.prefill, 0.85 * flash.matrix(256))),
-    }
+    own = {kernel.name: kernel.shares[generation] for kernel in KERNELS if generation in kernel.shares}
+    wide = min(flex.prefill, 0.85 * own["flash"].matrix(256))
+    return own | {"flex": replace(flex, one_row=0.75, few_rows=0.75, wide=wide)}
 
 
 # Hopper's are set so that the cost model's times are within a tenth of FlashAttention-3's paper (H100, 1k to 8k tokens,
 # head dims 64, 128 and 256, which has FlashAttention-2, a Triton kernel like FlexAttention's, and cuDNN). On A100
 # cuDNN takes 1.2 times as long as flash, on Ada 1.07; FlexAttention reaches 0.85 of FlashAttention-2 on A100 (PyTorch's
 # blog). What CUTLASS's kernel reaches is a guess from the instructions it was compiled for, and so is all of Blackwell.
-_HOPPER = _shares(
-    Shares(0.95, narrow=0.67, wide=0.78), Shares(0.54, narrow=0.51, wide=0.45), 0.30, Shares(0.59, narrow=0.70)
-)
-# 1.03 times cuDNN's at head dim 128, 1.16 at 64 and 1.19 at 256 (the same paper, 2k tokens).
-_HOPPER["flash_attn_3"] = Shares(0.98, narrow=0.78, wide=0.93)
-_AMPERE = _shares(Shares(0.59), Shares(0.72), 0.45, Shares(0.612))
-_ADA = _shares(Shares(0.65), Shares(0.70), 0.50, Shares(0.595))
-_BLACKWELL = _shares(Shares(0.70), Shares(0.22), 0.17, Shares(0.264))
+_HOPPER = _shares("hopper", Shares(0.59, narrow=0.70))
+_AMPERE = _shares("ampere", Shares(0.612))
+_ADA = _shares("ada", Shares(0.595))
+_BLACKWELL = _shares("blackwell", Shares(0.264))
 _NEWER_FLASH = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
 _CUDNN = 91900  # torch 2.11's and newer's wheels
 SHEETS: tuple[Sheet, ...] = (
@@ -61,7 +51,7 @@ SHEETS: tuple[Sheet, ...] = (
 def by_name(name: str) -> Device | None:
     """A GPU of the table, which need not be here."""
     sheet = row_of(name, SHEETS)
-    return None if sheet is None else replace(device_of(sheet, KERNELS), is_here=False)
+    return None if sheet is None else replace(device_of(sheet, _kernels(sheet)), is_here=False)
 
 
 def _row(name: str) -> Sheet:
@@ -81,10 +71,8 @@ def cuda_here(at: torch.device | None = None) -> Device:
     capability = (properties.major, properties.minor)
     sheet = _sized(_named(properties.name) or _like(capability), properties)
     cudnn = torch.backends.cudnn.version() or 0
-    kernels = tuple(k for k in KERNELS if _usable(k))
-    device = replace(
-        device_of(sheet, KERNELS), name=properties.name, capability=capability, cudnn=cudnn, kernels=kernels
-    )
+    kernels = _kernels(sheet, of_this_process=True)
+    device = replace(device_of(sheet, kernels), name=properties.name, capability=capability, cudnn=cudnn)
     return with_flash(device, active_flash())
 
 
@@ -96,16 +84,12 @@ def with_flash(device: Device, version: str) -> Device:
     return replace(device, flash=version, shares={**device.shares, "flash": flash})
 
 
-def _usable(kernel: str) -> bool:
-    of = torch.backends.cuda
-    if torch.version.hip is not None:
-        return False
-    switches: Mapping[str, Callable[[], bool]] = {
-        "cudnn": of.cudnn_sdp_enabled,
-        "flash": lambda: of.is_flash_attention_available() and of.flash_sdp_enabled(),
-        "efficient": of.mem_efficient_sdp_enabled,
-    }
-    return kernel not in switches or switches[kernel]()
+def _kernels(sheet: Sheet, *, of_this_process: bool = False) -> tuple[str, ...]:
+    """The kernels that a GPU has a share for; of this process those that it can use."""
+    if of_this_process and torch.version.hip is not None:
+        return ()
+    there = (k for k in KERNELS if k.is_listed and k.name in sheet.shares)
+    return tuple(k.name for k in there if not of_this_process or k.is_usable())
 
 
 def _named(name: str) -> Sheet | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,17 +10,8 @@ import torch
 from attn_pass.devices import calibration
 from attn_pass.devices.base import Family, Finder
 from attn_pass.devices.cuda import cost, facts, flash_attn_calls, own_check
-from attn_pass.devices.cuda.cudnn import Cudnn
-from attn_pass.devices.cuda.decode import Decode
-from attn_pass.devices.cuda.efficient import Efficient
-from attn_pass.devices.cuda.flash import Flash
-from attn_pass.devices.cuda.flash_attn import FlashAttn
-from attn_pass.devices.cuda.flash_attn_3 import FlashAttn3
-from attn_pass.devices.cuda.flex_flash import FlexFlash
-from attn_pass.devices.cuda.libraries import LIBRARY, LIBRARY_3
-from attn_pass.devices.cuda.rules.cudnn import CUDNN
-from attn_pass.devices.cuda.rules.efficient import EFFICIENT
-from attn_pass.devices.cuda.rules.flash import FLASH
+from attn_pass.devices.cuda.kernels import KERNELS, named
+from attn_pass.devices.cuda.libraries import LIBRARY
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
@@ -37,7 +27,7 @@ class Cuda(Family):
     name = "cuda"
     types = ("cuda",)
     names = tuple(sheet.name for sheet in facts.SHEETS)
-    kernel_rules = {"flash": FLASH, "cudnn": CUDNN, "efficient": EFFICIENT}
+    kernel_rules = {kernel.name: kernel.rules for kernel in KERNELS if kernel.rules is not None}
     flex_template = "triton"
     masks_in_compute_dtype = True
     same_call = {LIBRARY: LIBRARY}
@@ -45,7 +35,7 @@ class Cuda(Family):
     takes_composites = True
     packages = (
         ("triton", "the targets decode and flex on CUDA", "comes with torch for CUDA: pip install triton"),
-        ("flash-attn", "the target flash_attn, and its calls", "pip install flash-attn --no-build-isolation"),
+        *(kernel.package for kernel in KERNELS if kernel.package is not None),
     )
 
     def here(self, at: torch.device) -> Device:
@@ -82,26 +72,22 @@ class Cuda(Family):
 
     def targets(self) -> Sequence[Target]:
         """Torch's kernels, the libraries', FlexAttention's FLASH backend, and the split-KV kernel of our own."""
-        return (Cudnn(), Flash(), Efficient(), Decode(), FlashAttn(), FlashAttn3(), FlexFlash())
+        return KERNELS
 
     def finders(self) -> Sequence[Finder]:
         """Calls of the package flash-attn."""
         return (flash_attn_calls.find,)
 
     def order(self, device: Device) -> tuple[str, ...]:
-        """cuDNN stands behind the unfused form, which takes everything, unless it is moved to the front.
-
-        ``check_prefer_cudnn_attention`` does that above cuDNN 9.15.0, on compute capability 9 and 10.
-        """
-        kernels = [k for k in device.kernels if k in self.kernel_rules and k != "cudnn"]
-        behind = device.is_here and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
-        if "cudnn" in device.kernels and device.cudnn > 91500 and device.capability[0] in (9, 10) and not behind:
-            kernels.insert(0, "cudnn")
-        return tuple(kernels)
+        """Torch's kernels that stand before the unfused form, which takes everything."""
+        there = (kernel for kernel in KERNELS if kernel.name in device.kernels and kernel.rules is not None)
+        return tuple(kernel.name for kernel in there if kernel.is_tried(device))
 
     def takes_head_dims(self, kernel: str, call: Call) -> bool:
-        """Torch's call pads head dims for the flash kernel, to a multiple of 8, and does not make them equal."""
-        return call.head_dims[0] == call.head_dims[1] if kernel == "flash" else is_padded(kernel, call)
+        """Where torch's call pads head dims for a kernel, to a multiple of 8, it does not make them equal."""
+        own = named(kernel)
+        pads = own is not None and own.padded_by_torch
+        return call.head_dims[0] == call.head_dims[1] if pads else is_padded(kernel, call)
 
     def refused_by_torch(self, kernel: str, call: Call, multiple: int) -> bool:
         """What torch's own ``can_use_*_attention`` says, where the GPU is here."""
@@ -118,14 +104,11 @@ class Cuda(Family):
 
     def kernel_cost(self, kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
         """Torch's kernels and the libraries'; a call of another device's operator as any fused kernel."""
-        library = kernel in (LIBRARY, LIBRARY_3)
-        if not library and kernel not in cost.SHAPES:
+        own = named(kernel)
+        if own is None:
             return super().kernel_cost(kernel, attention, problem, setting)
-        if library:
-            own = "flash" if kernel == LIBRARY else kernel
-            return cost.torch_kernel(setting.device, own, problem) + cost.PYTHON_US
         growing = not all(isinstance(n, int) for n in (attention.q_len, attention.kv_len))
-        return cost.torch_kernel(setting.device, kernel, problem, growing=growing)
+        return own.microseconds(setting.device, problem, growing=growing)
 
     def keeps_flex(self, attention: Attention) -> str:
         """Inductor compiles a kernel around mask and scores: what torch's own take as a flag may be worth another."""

@@ -13,9 +13,16 @@ FlashAttention-3 or -4 in their place, those run.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from attn_pass.devices.cuda.cost import Shape, fused
 from attn_pass.devices.cuda.rules.flash import FLASH
 from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan
+from attn_pass.devices.device import Device, Shares
+from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 
@@ -27,6 +34,32 @@ class Flash(Kernel):
     rules = FLASH
     takes_window = True
     pads_together = True
+    torch_check = "can_use_flash_attention"
+    padded_by_torch = True
+    sweeps = ("prefill", "decoding")
+    # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped
+    shape = Shape(128, (32, 64, 96, 128, 192, 256), splits_keys=True, packs_one_row=True)
+    shares = {  # few rows are shared out in blocks of 128
+        "hopper": Shares(0.54, few_rows=0.75, narrow=0.51, wide=0.45),
+        "ampere": Shares(0.72, few_rows=0.75),
+        "ada": Shares(0.70, few_rows=0.75),
+        "blackwell": Shares(0.22, few_rows=0.75),
+    }
+
+    def is_usable(self) -> bool:
+        """Whether torch was built with it, and ``torch.backends.cuda`` has not switched it off."""
+        of = torch.backends.cuda
+        return of.is_flash_attention_available() and of.flash_sdp_enabled()
+
+    def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
+        """FlashAttention-4 in its place shares no keys out."""
+        shape = replace(self.shape, splits_keys=device.flash != "FA4")
+        return fused(device, device.shares[self.name], shape, problem, growing=growing)
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """Torch's operator."""
+        out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[0]
+        return out
 
     def called(
         self,
@@ -60,3 +93,6 @@ class Flash(Kernel):
             **{name: -1 if bound is None else plan.size(bound) for name, bound in sizes.items()},
         )
         return plan.call(aten.transpose.int, plan.call(operator.getitem, both, 0), 1, 2)
+
+
+KERNEL = Flash()

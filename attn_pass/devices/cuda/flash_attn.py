@@ -23,8 +23,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.cuda import flash
+from attn_pass.devices.cuda.cost import PYTHON_US
 from attn_pass.devices.cuda.flash_attn_arguments import Arguments, NoForm, arguments_of
+from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.devices.cuda.libraries import LIBRARY
+from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
@@ -51,11 +55,17 @@ class FlashAttnPlan:
     width: int
 
 
-class FlashAttn:
+class FlashAttn(CudaKernel):
     """`torch.ops.flash_attn._flash_attn_forward`."""
 
     name = LIBRARY
     takes_any_score = True
+    is_listed = False
+    package = ("flash-attn", "the target flash_attn, and its calls", "pip install flash-attn --no-build-isolation")
+
+    def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
+        """That of torch's flash kernel, which is the same, and the library's Python."""
+        return flash.KERNEL.microseconds(device, problem, growing=growing) + PYTHON_US
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttnPlan] | Refusal:
         """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
@@ -263,3 +273,6 @@ def _slopes(lower: Lowering, expression: Expr) -> Value:
         slopes = plan.call(aten.to.dtype, slopes, torch.float32)
     sizes = [plan.size(n) for n in ((a.batch_size, a.query_heads)[2 - len(groups) :])]
     return plan.call(aten.contiguous.default, plan.call(aten.expand.default, slopes, sizes))
+
+
+KERNEL = FlashAttn()

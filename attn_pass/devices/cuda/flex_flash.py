@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.cuda.flash_attn import is_installed
+from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.devices.cuda.torch_kernel import in_vectors, unbroadcast
 from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
@@ -47,11 +48,12 @@ class Constraint:
     source: str
 
 
-class FlexFlash(Flex):
+class FlexFlash(Flex, CudaKernel):
     """`torch.ops.higher_order.flex_attention` with ``BACKEND="FLASH"``."""
 
     name = "flex_flash"
     backend = "FLASH"
+    is_listed = False
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what `flex` takes on CUDA, within the limits of the kernel and of torch's code for it."""
@@ -191,3 +193,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         f"{_TORCH}: Deterministic backward for flex_attention with block_mask requires SM100+ and write orders",
     ),
 )
+
+
+KERNEL = FlexFlash()

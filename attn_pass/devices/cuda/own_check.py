@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_pass.devices.cuda.kernels import KERNELS
 from attn_pass.model.index import product
 from attn_pass.targets.kernel_rules import Call, padded
 
-_CHECKS = {
-    "flash": "can_use_flash_attention",
-    "cudnn": "can_use_cudnn_attention",
-    "efficient": "can_use_efficient_attention",
-}
+_CHECKS = {kernel.name: kernel.torch_check for kernel in KERNELS if kernel.torch_check}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda.kernel import CudaKernel
+from attn_pass.devices.cuda.kernels import KERNELS, named
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.tuning.clock import Run
 
-PREFILL_KERNELS = ("cudnn", "flash", "efficient")
-DECODE_KERNELS = ("decode", "cudnn", "flash", "efficient")
+PREFILL_KERNELS = tuple(kernel.name for kernel in KERNELS if "prefill" in kernel.sweeps)
+DECODE_KERNELS = tuple(kernel.name for kernel in KERNELS if "decoding" in kernel.sweeps)
 _TOKENS = 1 << 14  # of all batch rows together, at every length
 _WIDTH = 2048  # of all heads together
 
@@ -63,9 +64,7 @@ class Point:
 
     def predicted_us(self, device: Device) -> float:
         """By the cost model."""
-        if self.kernel == "decode":
-            return cost_cuda.split_keys(device, self.problem)
-        return cost_cuda.torch_kernel(device, self.kernel, self.problem)
+        return _kernel(self.kernel).microseconds(device, self.problem)
 
     def run(self, device: torch.device) -> Run:
         """The call, on random tensors; of a backward the backward alone."""
@@ -81,20 +80,14 @@ class Point:
 
 
 def call(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """One of torch's fused kernels as its operator, or the split-KV kernel, with the usual scale."""
-    aten = torch.ops.aten
-    if kernel == "flash":
-        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[0]
-    elif kernel == "cudnn":
-        out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, q.requires_grad, 0.0, causal, False)[0]
-    elif kernel == "efficient":
-        out = aten._scaled_dot_product_efficient_attention(q, k, v, None, q.requires_grad, 0.0, causal)[0]
-    else:
-        from attn_pass.devices.cuda.decode_operator import decode
+    """A kernel by itself, with the usual scale."""
+    return _kernel(kernel).bare(q, k, v, causal)
 
-        out = decode(q, k, v, None, q.size(-1) ** -0.5, causal)
-    assert isinstance(out, Tensor)
-    return out
+
+def _kernel(name: str) -> CudaKernel:
+    kernel = named(name)
+    assert kernel is not None, f"no kernel {name}"
+    return kernel
 
 
 def prefill(
@@ -118,5 +111,5 @@ def decoding(
         for batch in batches:
             for q_len in rows:
                 for kernel in kernels:
-                    heads = 8 if kernel == "efficient" else 32
+                    heads = 32 if _kernel(kernel).takes_groups else 8
                     yield Point(kernel, batch, heads, 8, q_len, kv_len, 128)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, divide
@@ -62,10 +63,9 @@ class KernelPlan:
         return self.kind == "causal"
 
 
-class Kernel:
+class Kernel(CudaKernel):
     """One of torch's kernels as a target: its name, and how it is handed a mask."""
 
-    name = ""
     rules: KernelRules
     takes_window = False
     pads_together = False  # query, key and value need one head dim

@@ -1,0 +1,64 @@
+"""What the family has to know of a kernel, beside what it takes and emits: said in the kernel's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from attn_pass.devices import roofline
+from attn_pass.devices.cuda import cost
+from attn_pass.devices.cuda.cost import Shape
+from attn_pass.devices.device import Device, Shares
+from attn_pass.devices.roofline import Problem
+from attn_pass.targets.base import Target
+from attn_pass.targets.kernel_rules import KernelRules
+
+Generation = Literal["ampere", "ada", "hopper", "blackwell"]
+Sweep = Literal["prefill", "decoding"]
+
+
+class CudaKernel(Target):
+    """A kernel on NVIDIA's GPUs. A line in `attn_pass.devices.cuda.kernels` registers its file.
+
+    Attributes:
+        shares: what it reaches of a GPU's rates, by generation; where it is missing there is no such kernel.
+        shape: what it is compiled for, as the cost model wants to know; None for one with a cost of its own.
+        rules: of one of torch's kernels, what torch's call and its operator ask for.
+        torch_check: the function of `torch.backends.cuda` that says whether torch's own call may take the kernel.
+        padded_by_torch: torch's own call pads head dims for it.
+        is_listed: `Device.kernels` names it; one of a library, or of Inductor, looks for that itself.
+        sweeps: the points of ``attn-pass calibrate`` that it is measured at.
+        takes_groups: several query heads share a KV head as they are.
+        package: (name, purpose, how to install) of what brings it, for ``attn-pass doctor``.
+    """
+
+    name = ""
+    shares: Mapping[Generation, Shares] = {}
+    shape: Shape | None = None
+    rules: KernelRules | None = None
+    torch_check = ""
+    padded_by_torch = False
+    is_listed = True
+    sweeps: tuple[Sweep, ...] = ()
+    takes_groups = True
+    package: tuple[str, str, str] | None = None
+
+    def is_usable(self) -> bool:
+        """Whether this build of torch has it, and it is not switched off."""
+        return True
+
+    def is_tried(self, device: Device) -> bool:
+        """Whether torch's own call tries a kernel with `rules`, in the order of the list, before the unfused form."""
+        return True
+
+    def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
+        """What a call takes; ``growing``: a length is not known when compiled."""
+        if self.shape is None:
+            return roofline.fused(device, problem)
+        return cost.fused(device, device.shares[self.name], self.shape, problem, growing=growing)
+
+    def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        """The kernel called by itself on (B, H, L, D), with the usual scale, as `sweeps` wants it."""
+        raise NotImplementedError(f"{self.name} is in no sweep")
