@@ -30,7 +30,7 @@ class Fault:
 FAULTS = (
     Fault(
         "float32 masks on float16 scores taken for float16's",
-        "patterns/softmax.py",
+        "patterns/lifted_softmax.py",
         "        return reduce(torch.promote_types, types, softmax)",
         "        return _narrowest(scores, softmax)",
     ),

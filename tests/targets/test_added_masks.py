@@ -258,7 +258,8 @@ HIDING: dict[str, tuple[Callable[..., Tensor], bool, bool]] = {
     "a score function": (lambda s, m: torch.tanh(s).masked_fill(m == 0, -1e9), True, True),
     "a window": (lambda s, m: s.masked_fill(~NEAR, -1e9), True, False),
     "padding": (lambda s, m: s.masked_fill(m == 0, NEG_INF), True, False),
-    "padding, and then a bias": (lambda s, m: s.masked_fill(m == 0, -1e9) + torch.arange(80) / 8, True, False),
+    "padding, and then a bias": (lambda s, m: s.masked_fill(m == 0, -1e30) + torch.arange(80) / 8, True, False),
+    "a weak fill, and then a bias": (lambda s, m: s.masked_fill(m == 0, -1e9) + torch.arange(80) / 8, True, True),
     "an added matrix": (lambda s, m: s + (1.0 - m) * -1e9, False, True),
 }
 

@@ -19,7 +19,7 @@ import attn_pass
 from attn_pass import verify
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.cut import Input
-from attn_pass.reading import describe
+from attn_pass.reading import masked_scores
 from attn_pass.targets import masks
 from attn_pass.targets.sdpa import Sdpa
 from attn_pass.verify import inputs
@@ -203,7 +203,7 @@ def test_without_gradients_there_is_no_backward(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_fault_of_the_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read wrongly is rewritten consistently: only the program itself can tell."""
-    normalise = describe.normalise
+    normalise = masked_scores.normalise
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         from dataclasses import replace
@@ -211,7 +211,7 @@ def test_a_fault_of_the_reading_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         scores = normalise(*args, **kwargs)
         return replace(scores, scale=scores.scale * 1.1)
 
-    monkeypatch.setattr(describe, "normalise", wrong)
+    monkeypatch.setattr(masked_scores, "normalise", wrong)
     with pytest.raises(BackendCompilerFailed, match="verification failed"):
         site_of(plain, *qkv(2, 3, 9, 11, 8))
 
