@@ -69,6 +69,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    """What is predicted depends on the threads torch has, and a bench that runs in this process sets them."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def quiet_torch() -> Iterator[None]:
     """No caches of graphs (tests of them turn them on), little parallelism, nothing compiled before, a seed.
