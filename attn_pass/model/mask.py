@@ -16,6 +16,7 @@ from attn_pass.model.index import Axis
 from attn_pass.model.structure import EVERYTHING, Structure
 
 _NEG_INF = float("-inf")
+ABSORBING = -1e17  # a number that is added and leaves nothing of a score, up to a billion, in float32
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,12 @@ from attn_pass.model.expression import (
     walk,
 )
 from attn_pass.model.index import Axis, terms_of
-from attn_pass.model.mask import Keep
+from attn_pass.model.mask import ABSORBING, Keep
 
 NEGATIVE_INFINITY = float("-inf")
 LOWEST = torch.finfo(torch.float32).min
 WEAKEST_FILL = -0.99e9  # that masks outside float16; -1e9 is -998244352 in bfloat16
 _FILL = 1e9  # from here on a number may stand for a mask, whatever its sign
-_ABSORBING = -1e17  # absorbs scores of up to a billion in float32
 _SMALL = 1e6  # a number that neither absorbs a score nor turns a masking fill into a weak one
 
 
@@ -240,7 +239,7 @@ def _refuse_a_fill_that_leaks(keep: Keep | None, dtype: torch.dtype) -> None:
     -1e9 leaves multiples of 64 of a score in float32, and a fully masked row is no longer uniform, whose result
     would be known without its scores.
     """
-    if keep is not None and dtype != torch.float16 and keep.fill > _ABSORBING:
+    if keep is not None and dtype != torch.float16 and keep.fill > ABSORBING:
         raise NotAffine(f"{keep.fill:g} is filled in, which may leave something of a score, and more is added after it")
 
 

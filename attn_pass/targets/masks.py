@@ -12,12 +12,12 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
+from attn_pass.model.mask import ABSORBING
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Setting
 from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
-_ABSORBING = -1e17  # absorbs scores of up to a billion in float32
 _HALF_ABSORBS = 1e30  # times -32752 absorbs any score
 OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers are that were added to a score
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
@@ -267,7 +267,7 @@ def _needs_exact_rows(a: Attention, setting: Setting) -> bool:
 
 def _leaks(a: Attention) -> bool:
     """Whether a fill is added beside a bias that leaves something of scores of a few tens: -1e9 in float32."""
-    return a.mask.bias is not None and a.mask.keep is not None and _ABSORBING < a.mask.keep.fill < 0
+    return a.mask.bias is not None and a.mask.keep is not None and ABSORBING < a.mask.keep.fill < 0
 
 
 def may_hold_finite_fill(a: Attention) -> bool:

@@ -19,13 +19,11 @@ from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import FALSE, TRUE, Expr, apply, expression_axes
 from attn_pass.model.index import Index, is_at_most
 from attn_pass.model.key_limits import Limit, limit_of
-from attn_pass.model.mask import Computed, Keep
+from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
 from attn_pass.model.structure import Band, Keys
 from attn_pass.targets.base import Setting
 from attn_pass.targets.lower import Lowering
-
-_ABSORBING = -1e17  # a number that is added and leaves nothing of a score, up to a billion, in float32
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def with_keep(a: Attention) -> Attention:
     if values is None or mask.fills is None or len(fills) != 1:
         return a
     fill = fills.pop()
-    absorbs = fill <= _ABSORBING and a.score_dtype in (torch.float32, torch.bfloat16)
+    absorbs = fill <= ABSORBING and a.score_dtype in (torch.float32, torch.bfloat16)
     if not (absorbs or mask.never_empty or fill == float("-inf")):
         return a
     condition: Expr = FALSE
