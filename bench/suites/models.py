@@ -17,7 +17,8 @@ from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.suites.zoo import Called, library, padding, pixels, ready, timm_model, tokens
 
 TITLE = "Whole models"
-TOLERANCE = 1e-3  # of the largest value, in float32 after as many layers
+# Of the largest value, after as many layers.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 
 
 class Prefill(nn.Module):
@@ -49,6 +50,13 @@ class Decode(nn.Module):
         for layer in self.cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Decode:
+        """What moves the weights moves the cache, which is no module."""
+        super()._apply(fn, recurse)
+        for layer in self.cache.layers:
+            layer.keys, layer.values = fn(layer.keys), fn(layer.values)
+        return self
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         # The cache counts its own tokens; without this the next call would write behind its end.
@@ -177,16 +185,25 @@ QUICK: Mapping[str, Callable[[], Built]] = {
 }
 
 
-def made(make: Callable[..., Built], device: str = "cpu") -> Built:
+def made(make: Callable[..., Built], dtype: torch.dtype, device: str = "cpu") -> Built:
     """The model and its inputs on the device: the same weights and numbers on every call."""
     torch.manual_seed(0)
     module, inputs = make()
-    return ready(module).to(device), tuple(x.to(device) for x in inputs)
+    floating = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    return ready(module).to(device, dtype), tuple(x.to(device) for x in floating)
 
 
 def programs(setting: Setting) -> list[Program]:
-    """All models; two small ones in quick runs."""
+    """All models in float32, then in bfloat16; two small ones in quick runs."""
+    models = QUICK if setting.quick else MODELS
     return [
-        Program(name, partial(made, make), tolerance=TOLERANCE, float64="Llama" not in name)
-        for name, make in (QUICK if setting.quick else MODELS).items()
+        Program(
+            name if dtype == torch.float32 else f"{name}, bfloat16",
+            partial(made, make, dtype),
+            dtype=dtype,
+            tolerance=tolerance,
+            float64="Llama" not in name,
+        )
+        for dtype, tolerance in TOLERANCES.items()
+        for name, make in models.items()
     ]

@@ -21,7 +21,7 @@ from torch import nn
 from bench.harness import variants as w
 from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.harness.timing import compiled
-from bench.suites.models import TOLERANCE, bert, gpt2_body, made, small_bert, vit
+from bench.suites.models import TOLERANCES, bert, gpt2_body, made, small_bert, vit
 
 TITLE = "Peers on whole models"
 SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
@@ -38,7 +38,7 @@ QUICK: Mapping[str, Callable[..., Built]] = {"BERT, 2 layers, 2 x 128, padded": 
 def _library(
     make: Callable[..., Built], attention: str, module: nn.Module, inputs: Tensors, folder: Path
 ) -> Callable[..., Any]:
-    return compiled(made(partial(make, attention))[0])
+    return compiled(made(partial(make, attention), torch.float32)[0])
 
 
 def _exported(module: nn.Module, inputs: Tensors) -> Any:
@@ -114,8 +114,8 @@ def programs(setting: Setting) -> list[Program]:
     return [
         Program(
             name,
-            partial(made, make),
-            tolerance=TOLERANCE,
+            partial(made, make, torch.float32),
+            tolerance=TOLERANCES[torch.float32],
             extra={
                 SDPA: partial(_library, make, "sdpa"),
                 FLEX: partial(_library, make, "flex_attention"),
