@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from attn_pass.devices.device import Device, Shares
+from attn_pass.devices.device import CoreTimes, Device, Shares
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -73,6 +73,13 @@ def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
 _CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0}
 _CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
 _CORE_VECTOR = {torch.float32: 36.0, torch.bfloat16: 25.0, torch.float16: 25.0}
+_CORE_TIMES = CoreTimes(
+    task_us=(0.7, 2.0),  # half precision is packed
+    score_ns=(1.2, 0.3),
+    half_mask_ns=2.5,
+    few_rows_rate={torch.float16: 0.35},
+    few_rows_traffic=1.4,
+)
 
 
 @lru_cache(maxsize=8)
@@ -93,6 +100,7 @@ def processor(cores: int) -> Device:
         kernel_us=3.0,
         fused_op_us=15.0,
         kernels=("cpu flash",),
+        core_times=_CORE_TIMES,
         instruction_set="avx512",
         is_measured=True,
     )
@@ -100,4 +108,5 @@ def processor(cores: int) -> Device:
 
 def unknown(kind: str) -> Device:
     """A device that nothing is known of: one core's rates, and no kernel."""
-    return replace(processor(1), type=kind, name=kind, kernels=(), instruction_set="", is_measured=False)
+    plain = replace(processor(1), kernels=(), core_times=CoreTimes(), instruction_set="", is_measured=False)
+    return replace(plain, type=kind, name=kind)

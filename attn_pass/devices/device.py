@@ -31,6 +31,20 @@ class Shares:
         return self.one_row if q_len == 1 else self.few_rows if q_len <= FEW_ROWS else _STREAMED
 
 
+@dataclass(frozen=True)
+class CoreTimes:
+    """What a core spends beside arithmetic and traffic. Nothing where the rates of kernels were set with it in them.
+
+    Pairs are for float32 and for half precision.
+    """
+
+    task_us: tuple[float, float] = (0.0, 0.0)  # around the work of one task of the fused kernel
+    score_ns: tuple[float, float] = (0.0, 0.0)  # one score between products, beside its exponential and its traffic
+    half_mask_ns: float = 0.0  # more a score with a mask in half precision, which is widened element by element
+    few_rows_rate: Mapping[torch.dtype, float] = field(default_factory=dict)  # what is left of the rate with few rows
+    few_rows_traffic: float = 1.0  # times the traffic with few rows
+
+
 FEW_ROWS = 64
 _STREAMED = 0.85  # of a copy's rate, read by kernels with many rows
 
@@ -56,6 +70,7 @@ class Device:
     shares: Mapping[str, Shares] = field(default_factory=dict)  # of the rates above, what each kernel reaches
     join_us: float = 2.0  # the second kernel of one that splits the keys, which waits for the first and joins 33 parts
     plan_us: float = 30_000.0  # cuDNN builds a plan for a new shape: 23 to 37 ms on the host
+    core_times: CoreTimes = field(default_factory=CoreTimes)
     is_measured: bool = False  # this project set the rates by measurements of such a device, not by data sheets
     is_calibrated: bool = False  # rates were measured on this very machine (`attn_pass.devices.calibration`)
     measured_kernels: tuple[str, ...] = ()  # those whose shares were measured on it

@@ -75,22 +75,19 @@ def fused(device: Device, problem: Problem) -> float:
     balance = min(1.0, tasks / device.cores)
     rate = device.fused(problem.dtype) * balance * _row_efficiency(problem.q_len)
     memory = traffic(device, problem.operand_bytes)
-    if device.type == "cpu" and problem.q_len < 32:
-        rate *= _FEW_ROWS.get(problem.dtype, 1.0)
-        memory *= _FEW_ROWS_TRAFFIC
+    if problem.q_len < 32:
+        rate *= device.core_times.few_rows_rate.get(problem.dtype, 1.0)
+        memory *= device.core_times.few_rows_traffic
     arithmetic = work * problem.flops / rate / 1e3
     if problem.batch * problem.heads > problem.kv_batch * problem.kv_heads and problem.q_len == 1:
         memory = max(memory, problem.expanded_kv_bytes / device.cache_gbytes / 1e3)
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)
     mask += (problem.scores if problem.mask_elements else 0) * _MASK_NANOSECONDS / device.cores / 1e3
     copies = traffic(device, 2 * problem.copied_bytes)
-    starting = tasks * _TASK_US[problem.dtype.itemsize == 2] / min(tasks, device.cores) if device.type == "cpu" else 0.0
+    starting = tasks * device.core_times.task_us[problem.dtype.itemsize == 2] / min(tasks, device.cores)
     return device.fused_op_us + max(arithmetic, memory) + starting + mask + copies
 
 
-_FEW_ROWS = {torch.float16: 0.35}  # what is left of the rate with few rows, on the CPU
-_FEW_ROWS_TRAFFIC = 1.4
-_TASK_US = (0.7, 2.0)  # a core's time around the work of one task, in float32 and in half precision, which is packed
 _MASK_NANOSECONDS = 0.5  # a core's time to add one mask element inside the fused kernel
 
 
@@ -133,11 +130,6 @@ _FLEX_AS_WRITTEN = 0.75  # no score function: 5.2 to 6.7 ns a score in float32 a
 _FLEX_COMPILE_US = 400.0  # its compile takes 4 s a layer, which ten thousand calls must earn
 
 
-# A core's time for one score between products, beside its exponential and its traffic: in float32, and in half.
-_SCORE_NANOSECONDS = (1.2, 0.3)
-_HALF_MASK_NANOSECONDS = 2.5  # more with a mask in half precision, which is widened element by element
-
-
 def safe_softmax(device: Device, problem: Problem) -> float:
     """What a softmax that gives 0 for a fully masked row adds to a plain one."""
     return problem.scores * _SAFE_NANOSECONDS / device.cores / 1e3
@@ -169,7 +161,7 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
         problem.head_dim + problem.value_dim
     )
     copies = traffic(device, 2 * problem.expanded_kv_bytes) if shared and materialised_kv else 0.0
-    if device.type == "cpu":
-        each = _SCORE_NANOSECONDS[size == 2] + (_HALF_MASK_NANOSECONDS if size == 2 and problem.mask_elements else 0.0)
-        scores += problem.scores * each / device.cores / 1e3
+    each = device.core_times.score_ns[size == 2]
+    each += device.core_times.half_mask_ns if size == 2 and problem.mask_elements else 0.0
+    scores += problem.scores * each / device.cores / 1e3
     return products + exponentials + scores + mask + copies + 2 * device.op_us + 2 * device.kernel_us
