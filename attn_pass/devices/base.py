@@ -45,6 +45,10 @@ class Family:
         same_call: a kernel that programs call by themselves, to the target that writes the same call.
         widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
         merges_equal_calls: a compiler there may take two calls that draw dropout for one.
+        keeps_inductors_patterns_off: a softmax that is left there is shielded from Inductor's own attention patterns.
+            Where this project has no rules, what Inductor does is left to it.
+        encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
+            where it takes no mask; elsewhere it writes the attention out.
         takes_composites: calls of torch's modules and libraries that are no attention of ours are taken apart there.
         packages: (name, purpose, how to install) of what serves the family, for ``attn-pass doctor``.
     """
@@ -62,6 +66,8 @@ class Family:
     same_call: Mapping[str, str] = {}
     widens_unfused_half = False
     merges_equal_calls = False
+    keeps_inductors_patterns_off = False
+    encoder_kernel_calls_sdpa = False
     takes_composites = False
     packages: tuple[tuple[str, str, str], ...] = ()
 
@@ -89,6 +95,10 @@ class Family:
 
     def before_inductor(self) -> None:
         """What Inductor has to know of this family's operators before it compiles a graph with them."""
+
+    def inductor_patches(self, target: str) -> Mapping[str, Any]:
+        """Inductor config patches that a graph with what this target emits needs there."""
+        return {}
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """(What, found, what there is to say) of this machine, for ``attn-pass doctor``."""

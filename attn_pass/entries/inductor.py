@@ -10,10 +10,8 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from attn_pass.devices.registry import families
-from attn_pass.entries.retry import (
-    first_where,
-)
+from attn_pass.devices.registry import families, of_type
+from attn_pass.entries.retry import first_where
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.errors import AttnPassWarning, cause_of
 from attn_pass.options import Options
@@ -35,13 +33,9 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
 
 
 def patches_for(report: Report) -> dict[str, Any]:
-    """Inductor config patches that what was emitted needs.
-
-    With max-autotune or without, the C++ template of FlexAttention lets Inductor fuse what follows into it and then
-    raises NotImplementedError (torch 2.13.0).
-    """
-    on_cpu = any(site.target == "flex" and site.device == "cpu" for site in report.rewritten)
-    return {"epilogue_fusion": False} if on_cpu else {}
+    """Inductor config patches that what was emitted needs, by the families of the devices it runs on."""
+    needed = (of_type(site.device).inductor_patches(site.target) for site in report.rewritten)
+    return {name: value for patches in needed for name, value in patches.items()}
 
 
 def compile_with_inductor(

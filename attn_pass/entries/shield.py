@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from attn_pass.compat import pre_grad_slot_takes_list
-from attn_pass.devices.registry import families
+from attn_pass.devices.registry import families, of_type
 
 log = logging.getLogger(__name__)
 
@@ -127,17 +127,17 @@ def _separate_softmaxes(graph: Graph) -> None:
         node.meta[_REGION] = -own_region  # Inductor numbers regions from 0 upwards
 
 
-def _is_on_cpu(node: Node) -> bool:
+def _is_shielded(node: Node) -> bool:
     """Where attn_pass has no rules of its own yet, what Inductor does is left to it: never slower than stock."""
     value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    return not isinstance(value, torch.Tensor) or of_type(value.device.type).keeps_inductors_patterns_off
 
 
 def _softmaxes(graph: Graph) -> Iterator[Node]:
     """One node of each softmax: the call, or the exponential that its own sum divides once it is decomposed."""
     aten = torch.ops.aten
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_on_cpu(node):
+        if node.op != "call_function" or not _is_shielded(node):
             continue
         if node.target in _WHOLE_SOFTMAX or (
             node.target is aten.exp.default and any(user.target is aten.sum.dim_IntList for user in node.users)

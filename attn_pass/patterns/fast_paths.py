@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_pass.devices.registry import of_type
 from attn_pass.graph.expand import CannotExpand
 
 aten = torch.ops.aten
@@ -44,7 +45,8 @@ def attention(
         weights, biases = (aten.chunk.default(x, 3) for x in (qkv_weight, qkv_bias))
         packed = [aten.linear.default(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
     q, k, v = (aten.transpose.int(aten.view.default(x, [batch, length, num_head, dim]), 1, 2) for x in packed)
-    if query.device.type == "cuda" and is_self and mask is None and not need_weights and dim % 8 == 0:
+    calls_sdpa = of_type(query.device.type).encoder_kernel_calls_sdpa
+    if calls_sdpa and is_self and mask is None and not need_weights and dim % 8 == 0:
         context, weights = aten.scaled_dot_product_attention.default(q, k, v), query
     else:
         context, weights = _attended(q, k, v, mask, mask_type)

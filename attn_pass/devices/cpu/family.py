@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ class Cpu(Family):
     flex_template = "cpp"
     takes_any_mask_strides = True
     logarithm_of_torch_call = True
+    keeps_inductors_patterns_off = True
     takes_composites = True
 
     def here(self, at: torch.device) -> Device:
@@ -56,6 +58,14 @@ class Cpu(Family):
             from attn_pass.devices.cpu.kernel import template
 
             del template  # importing it registers the lowering
+
+    def inductor_patches(self, target: str) -> Mapping[str, Any]:
+        """No fusion into FlexAttention's C++ template.
+
+        With max-autotune or without, it lets Inductor fuse what follows into it and then raises NotImplementedError
+        (torch 2.13.0).
+        """
+        return {"epilogue_fusion": False} if target == "flex" else {}
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The compiler that Inductor needs, and the vector unit."""

@@ -32,6 +32,7 @@ class Cuda(Family):
     masks_in_compute_dtype = True
     same_call = {LIBRARY: LIBRARY}
     widens_unfused_half = True
+    encoder_kernel_calls_sdpa = True
     takes_composites = True
     packages = (
         ("triton", "the targets decode and flex on CUDA", "comes with torch for CUDA: pip install triton"),
