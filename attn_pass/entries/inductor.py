@@ -34,7 +34,7 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
 
 def patches_for(report: Report) -> dict[str, Any]:
     """Inductor config patches that what was emitted needs, by the families of the devices it runs on."""
-    needed = (of_type(site.device).inductor_patches(site.target) for site in report.rewritten)
+    needed = (of_type(site.device).inductor_patches(site.target or "") for site in report.rewritten)
     return {name: value for patches in needed for name, value in patches.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,17 @@ CALLS: Mapping[Any, _Form] = {
 }
 
 
-def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
-    """Puts an expansion in front of every such call of a graph that runs under ``outer``, where that can be."""
+def take_apart(
+    gm: GraphModule,
+    sizes: Sizes,
+    outer: Region,
+    in_body: bool,
+    calls_sdpa: Callable[[torch.device], bool] = lambda _: False,
+) -> list[Opaque]:
+    """Puts an expansion in front of every such call of a graph that runs under ``outer``, where that can be.
+
+    ``calls_sdpa``: whether the fused kernel of a device calls torch's own attention.
+    """
     calls = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in CALLS]
     if not calls:
         return []
@@ -66,7 +76,8 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
         size_nodes.made.clear()  # of another call's expansion, which may not stay
         try:
             _check(call, form, region)
-            expansion = expand(Plan(gm, call, region, size_nodes, effects, in_body), form.function)
+            function = partial(form.function, calls_sdpa=calls_sdpa) if form.is_fast_path else form.function
+            expansion = expand(Plan(gm, call, region, size_nodes, effects, in_body), function)
             result.append(Opaque(call, form.name, region, expansion))
         except CannotExpand as error:
             result.append(Opaque(call, form.name, region, None, f"it cannot be taken apart: {error}"))

@@ -6,10 +6,11 @@ aten/src/ATen/native/transformers: not in tensors of several lengths, which no g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from attn_pass.devices.registry import of_type
 from attn_pass.graph.expand import CannotExpand
 
 aten = torch.ops.aten
@@ -30,11 +31,13 @@ def attention(
     need_weights: bool = True,
     average_attn_weights: bool = True,
     mask_type: int | None = None,
+    *,
+    calls_sdpa: Callable[[torch.device], bool],
 ) -> tuple[Tensor, Tensor]:
     """``torch._native_multi_head_attention`` of (B, L, E) tensors: its result, and the weights where they are needed.
 
-    A row whose every key is masked is NaN. On CUDA it calls ``scaled_dot_product_attention`` where it takes no mask and
-    a fused kernel would run, and else writes the attention out, which without a mask is the same.
+    A fully masked row is NaN. Some devices' kernel calls ``scaled_dot_product_attention`` (``calls_sdpa``) where it
+    takes no mask and a fused kernel would run, and else writes the attention out, which without a mask is the same.
     """
     batch, length, _ = query.shape
     dim = embed_dim // num_head
@@ -45,8 +48,7 @@ def attention(
         weights, biases = (aten.chunk.default(x, 3) for x in (qkv_weight, qkv_bias))
         packed = [aten.linear.default(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
     q, k, v = (aten.transpose.int(aten.view.default(x, [batch, length, num_head, dim]), 1, 2) for x in packed)
-    calls_sdpa = of_type(query.device.type).encoder_kernel_calls_sdpa
-    if calls_sdpa and is_self and mask is None and not need_weights and dim % 8 == 0:
+    if calls_sdpa(query.device) and is_self and mask is None and not need_weights and dim % 8 == 0:
         context, weights = aten.scaled_dot_product_attention.default(q, k, v), query
     else:
         context, weights = _attended(q, k, v, mask, mask_type)
@@ -94,6 +96,8 @@ def encoder_layer(
     ffn_bias_2: Tensor,
     mask: Tensor | None = None,
     mask_type: int | None = None,
+    *,
+    calls_sdpa: Callable[[torch.device], bool],
 ) -> Tensor:
     """``torch._transformer_encoder_layer_fwd`` of a (B, L, E) tensor."""
 
@@ -102,7 +106,9 @@ def encoder_layer(
 
     x = normalised(src, norm_weight_1, norm_bias_1) if norm_first else src
     weights = (qkv_weight, qkv_bias, proj_weight, proj_bias)
-    attended = attention(x, x, x, embed_dim, num_heads, *weights, mask, False, False, mask_type)[0]
+    attended = attention(x, x, x, embed_dim, num_heads, *weights, mask, False, False, mask_type, calls_sdpa=calls_sdpa)[
+        0
+    ]
     x = aten.add.Tensor(attended, src)
     if not norm_first:
         x = normalised(x, norm_weight_1, norm_bias_1)

@@ -12,6 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.compat import context_parallel_is_active
+from attn_pass.devices.registry import of_type
 from attn_pass.graph import allowed, vmapped
 from attn_pass.graph.cut import Around, Level
 from attn_pass.graph.edit import SizeNodes
@@ -54,7 +55,7 @@ class _OnTrial:
                 self.pieces += allowed.put_in_pieces(*given)
                 self.pieces += by_slices.put_together(*given)
                 self.pieces += vmapped.without_vmap(*given)
-                self.opaque = composite.take_apart(*given)
+                self.opaque = composite.take_apart(*given, _encoder_kernel_calls_sdpa)
                 self.opaque += flex_calls.take_apart(*given)
         except Exception as error:
             run.complain(None, "calls of torch's modules could not be taken apart", error)
@@ -181,6 +182,10 @@ class GraphContext:
         """The bytes of a node's tensor, 0 for anything else."""
         value = tensor_value(node)
         return 0 if value is None else hint(product(self.sizes.shape(value))) * value.element_size()
+
+
+def _encoder_kernel_calls_sdpa(device: torch.device) -> bool:
+    return of_type(device.type).encoder_kernel_calls_sdpa
 
 
 def _observed(run: Run, gm: GraphModule, around: Surroundings) -> AbstractContextManager[None]:

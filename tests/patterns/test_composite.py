@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_pass
+from attn_pass.devices.registry import of_type
 from attn_pass.patterns import composite
 
 Call = Callable[..., Any]
@@ -330,6 +331,28 @@ def test_an_encoder_layer_under_autocast_is_left() -> None:
     with torch.no_grad():
         (site,) = same(layer(call), X, rewritten=0, reference=False).sites
     assert "autocast" in site.reason
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("calls_sdpa", [False, True])
+def test_the_kernel_calls_torchs_own_attention_where_its_family_says_so(
+    calls_sdpa: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    real = composite.take_apart
+
+    def watched(*given: Any) -> Any:
+        opaque = real(*given)
+        seen.extend(node.target for call in opaque if call.expansion for node in call.expansion.nodes)
+        return opaque
+
+    monkeypatch.setattr(composite, "take_apart", watched)
+    monkeypatch.setattr(of_type("cpu"), "encoder_kernel_calls_sdpa", calls_sdpa)
+    mask = {"src_key_padding_mask": PADDING} if masked else {}
+    with torch.no_grad():
+        (site,) = same(layer(lambda m, x: m(x, **mask)), X, rewritten=1, twice=3.0).sites
+    own = torch.ops.aten.scaled_dot_product_attention.default
+    assert (own in seen) == (calls_sdpa and not masked) and site.form == "nn.TransformerEncoderLayer"
 
 
 @pytest.mark.parametrize("name", ["self", "crossed", "padded", "weights"])
