@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attn_pass.devices import calibration
+from attn_pass.devices import calibration_store
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.explain import explain
@@ -69,7 +69,7 @@ def calibrations() -> Iterator[Finding]:
     for name in devices():
         at = torch.device(name)
         device = of_type(at.type).here(at)
-        stored = calibration.load(device)
+        stored = calibration_store.load(device)
         what = f"calibration of {name}"
         if stored is None:
             yield Finding(what, "", f"rates of {_source(device)}; measure: attn-pass calibrate --device {name}")
@@ -103,7 +103,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def devices() -> list[str]:
     """Those torch can put a tensor on, the CPU first."""
-    return ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
+    return [name for family in reversed(families()) for name in family.present()]
 
 
 def diagnosis() -> dict[str, list[dict[str, Any]]]:

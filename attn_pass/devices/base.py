@@ -6,6 +6,7 @@ point ``attn_pass.devices``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from attn_pass.devices import roofline
+from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.catalog import unknown
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
@@ -20,9 +22,13 @@ from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk
 from attn_pass.targets.base import Setting, Target
 from attn_pass.targets.kernel_rules import Call, KernelRules
+from attn_pass.tuning.clock import Clock, Reading
 
 Finder = Callable[[Any], Iterable[Any]]
 """From an `attn_pass.reading.reader.Reader` to the `attn_pass.patterns.base.Site`s of a graph."""
+
+OnReading = Callable[[str, Reading], None]
+"""Hears every reading of a calibration, by name."""
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 
@@ -50,6 +56,8 @@ class Family:
         encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
             where it takes no mask; elsewhere it writes the attention out.
         takes_composites: calls of torch's modules and libraries that are no attention of ours are taken apart there.
+        clock: how long a call there takes.
+        calibrated: what of it ``attn-pass calibrate`` measures, in words: "CUDA devices"; "" for nothing.
         packages: (name, purpose, how to install) of what serves the family, for ``attn-pass doctor``.
     """
 
@@ -69,6 +77,8 @@ class Family:
     keeps_inductors_patterns_off = False
     encoder_kernel_calls_sdpa = False
     takes_composites = False
+    clock: Clock = Clock()
+    calibrated = ""
     packages: tuple[tuple[str, str, str], ...] = ()
 
     # ------------------------------------------------------------ devices
@@ -103,6 +113,36 @@ class Family:
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """(What, found, what there is to say) of this machine, for ``attn-pass doctor``."""
         return iter(())
+
+    # ------------------------------------------------------------ measuring
+
+    def present(self) -> Sequence[str]:
+        """Its devices of this process, as torch names them: those that can be measured and that doctor looks at."""
+        return ()
+
+    def uncalibrated(self, at: torch.device) -> Device:
+        """The device of this process as the catalogue has it, where it is `calibrated`.
+
+        Raises:
+            OptionError: there is none here.
+        """
+        raise NotImplementedError(f"{self.name} devices are not calibrated")
+
+    def measure(
+        self, device: Device, at: torch.device, seconds: float, on_reading: OnReading
+    ) -> tuple[Calibration, dict[str, str]]:
+        """What bare kernels reach on an `uncalibrated` device, with the readings' spread; what failed, and why."""
+        raise NotImplementedError(f"{self.name} devices are not calibrated")
+
+    def limit_memory(self, megabytes: int) -> None:
+        """Caps what this process may take, so that a form which does not fit fails and not the machine."""
+        with contextlib.suppress(ImportError, ValueError, OSError):
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
+
+    def import_operators(self, text: str) -> None:
+        """Imports the libraries whose operators a program in text calls, which registers them."""
 
     # ------------------------------------------------------------ what an attention can become, and be written as
 

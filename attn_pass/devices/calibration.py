@@ -1,18 +1,16 @@
-"""What was measured on this machine: a `Calibration` lies in the cache, and stands for the catalogue's rates there."""
+"""What was measured on this machine: a `Calibration` stands for the catalogue's rates there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from attn_pass.devices.device import Device, Shares
-from attn_pass.devices.registry import facts
 from attn_pass.report.json_schema import check_fields
-from attn_pass.tuning import disk_cache
 
 
 @dataclass(frozen=True)
@@ -84,41 +82,6 @@ def with_calibration(device: Device, measured: Calibration) -> Device:
             shares[kernel] = Shares(**reached)
     known = tuple(kernel for kernel, reached in measured.shares.items() if reached and kernel in shares)
     return replace(device, **changes, shares=shares, is_calibrated=True, measured_kernels=known)
-
-
-def applied(device: Device) -> Device:
-    """The device as it was measured on this machine, if it was; as it is, if not."""
-    measured = load(device)
-    return device if measured is None else with_calibration(device, measured)
-
-
-def load(device: Device) -> Calibration | None:
-    """What was measured of this device with these versions; None if nothing was, or the record is not to be read."""
-    record = disk_cache.load(_key(device))
-    if not isinstance(record, Mapping):
-        return None
-    try:
-        measured = Calibration(**record)
-    except (TypeError, ValueError):
-        return None
-    return measured if measured.facts == facts(device) else None
-
-
-def save(measured: Calibration) -> None:
-    """Keeps it in the cache for the device and the versions it names."""
-    disk_cache.save(disk_cache.key_of([_KIND, measured.facts]), asdict(measured))
-
-
-def forget(device: Device) -> bool:
-    """Drops what was measured of this device with these versions; False if nothing was."""
-    return disk_cache.drop(_key(device))
-
-
-_KIND = "calibration 1"  # the number changes with what the fields mean
-
-
-def _key(device: Device) -> str:
-    return disk_cache.key_of([_KIND, facts(device)])
 
 
 def fitted(device: Device, kernel: str, share: str, predict: Callable[[Device], float], microseconds: float) -> float:

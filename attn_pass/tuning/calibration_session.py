@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
-from attn_pass.devices import calibration
+from attn_pass.devices import calibration_store
+from attn_pass.devices.base import OnReading
 from attn_pass.devices.calibration import Calibration, with_calibration
-from attn_pass.devices.cpu import probes as cpu
-from attn_pass.devices.cpu.facts import cpu as cpu_here
-from attn_pass.devices.cuda import sweep as cuda
-from attn_pass.devices.cuda.facts import cuda_here
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import facts
+from attn_pass.devices.registry import families, of_type
 from attn_pass.errors import OptionError
-from attn_pass.tuning.clock import Reading
 
 BUSY = 0.25  # the median spread from which on a machine is too busy for its readings to be kept
-OnReading = Callable[[str, Reading], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,7 @@ def calibrate(at: torch.device, seconds: float, on_reading: OnReading, *, keep_i
     """Measures a device and keeps the result in the cache, unless the machine was too busy.
 
     Args:
-        at: the CPU or a CUDA device of this process.
+        at: a device of this process.
         seconds: about how long to measure.
         on_reading: is called with every reading, by name.
         keep_if_busy: keep it however far the readings are apart.
@@ -57,22 +51,13 @@ def calibrate(at: torch.device, seconds: float, on_reading: OnReading, *, keep_i
     """
     device = named(at)
     began = time.monotonic()
-    failed: dict[str, str] = {}
-    if at.type == "cpu":
-        readings = []
-        for probe, reading in cpu.readings(seconds):
-            on_reading(probe.name, reading)
-            readings.append((probe, reading))
-        measured = Calibration(facts(device), **cpu.fitted(readings))
-        spread = statistics.median(reading.spread for _, reading in readings)
-    else:
-        swept = cuda.sweep(device, at, seconds, on_reading)
-        measured, spread, failed = cuda.fitted(device, swept), swept.spread, swept.failed
+    measured, failed = of_type(at.type).measure(device, at, seconds, on_reading)
+    spread = measured.spread
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     measured = replace(measured, date=now, spread=round(spread, 3))
     keep = keep_if_busy or spread <= BUSY
     if keep:
-        calibration.save(measured)
+        calibration_store.save(measured)
     return Outcome(device, measured, spread, time.monotonic() - began, keep, failed)
 
 
@@ -83,7 +68,7 @@ def device_named(name: str) -> torch.device:
         OptionError: torch knows no such device.
     """
     try:
-        return torch.device(name or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        return torch.device(name or next(here for family in families() for here in family.present()))
     except RuntimeError:
         raise OptionError(f"{name!r} is no device; give cpu or cuda:0") from None
 
@@ -94,7 +79,7 @@ def forget(at: torch.device) -> bool:
     Raises:
         OptionError: as `calibrate`.
     """
-    return calibration.forget(named(at))
+    return calibration_store.forget(named(at))
 
 
 def named(at: torch.device) -> Device:
@@ -103,13 +88,11 @@ def named(at: torch.device) -> Device:
     Raises:
         OptionError: as `calibrate`.
     """
-    if at.type == "cpu":
-        return cpu_here()
-    if at.type != "cuda":
-        raise OptionError(f"{at} is not calibrated: attn-pass calibrate measures the CPU and CUDA devices")
-    if not torch.cuda.is_available():
-        raise OptionError(f"torch sees no CUDA device, so {at} cannot be calibrated; for the CPU give cpu")
-    return cuda_here(at)
+    family = of_type(at.type)
+    if not family.calibrated:
+        measured = " and ".join(f.calibrated for f in families() if f.calibrated)
+        raise OptionError(f"{at} is not calibrated: attn-pass calibrate measures {measured}")
+    return family.uncalibrated(at)
 
 
 def changes(outcome: Outcome) -> Iterator[tuple[str, float | None, float]]:

@@ -1,4 +1,4 @@
-"""How long a bare kernel takes, and how far its own readings are apart: blocks of calls by the device's own clock."""
+"""How long a bare kernel takes, and how far its own readings are apart: blocks of calls by a device's own clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 Run = Callable[[], object]
 ROUNDS = 9  # blocks of calls of one reading
-_SLEEP_CYCLES = 2_000_000  # of the GPU before a block, so that the host has queued the block before it runs: about 1 ms
-_MOST_QUEUED = 200  # launches the GPU's queue takes without making the host wait
+_MOST_QUEUED = 200  # calls of a block: launches that a GPU's queue takes without making the host wait
 
 
 @dataclass(frozen=True)
@@ -27,47 +26,30 @@ class Reading:
     host_us: float | None = None
 
 
-def read(run: Run, device: torch.device, block_s: float = 0.01) -> Reading:
-    """Times a call, after two calls that warm it up; about ``ROUNDS * block_s`` seconds.
+class Clock:
+    """The host's clock around the calls, which is right where a call ends when its work does.
 
-    On a GPU by events around calls that wait in the queue behind a sleeping kernel, so that launching costs nothing;
-    elsewhere by the clock around the calls. With one thread that is the process's own time, so that what others take of
-    a busy machine is not counted.
+    With one thread that is the process's own time, so that what others take of a busy machine is not counted.
     """
-    run()
-    once = _block_us(run, 1, device)
-    calls = max(1, min(_MOST_QUEUED, int(block_s * 1e6 / max(once, 0.1))))
-    samples = [_block_us(run, calls, device) for _ in range(ROUNDS)]
-    tenths = statistics.quantiles(samples, n=10, method="inclusive")
-    host = _host_us(run, calls) if device.type == "cuda" else None
-    return Reading(tenths[0], tenths[-1] / tenths[0] - 1, host)
 
-
-def _block_us(run: Run, calls: int, device: torch.device) -> float:
-    """Microseconds a call of one block."""
-    if device.type != "cuda":
+    def block_us(self, run: Run, calls: int) -> float:
+        """Microseconds a call of one block."""
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         began = clock()
         for _ in range(calls):
             run()
         return (clock() - began) * 1e6 / calls
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(_SLEEP_CYCLES)
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / calls
+
+    def host_us(self, run: Run, calls: int) -> float | None:
+        """Microseconds until the host may go on, with an empty queue; None where it waits for the call."""
+        return None
 
 
-def _host_us(run: Run, calls: int) -> float:
-    """Microseconds until the host may go on, with an empty queue."""
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(calls):
-        run()
-    taken = (time.perf_counter() - began) * 1e6 / calls
-    torch.cuda.synchronize()
-    return taken
+def read(run: Run, clock: Clock, block_s: float = 0.01) -> Reading:
+    """Times a call, after two calls that warm it up; about ``ROUNDS * block_s`` seconds."""
+    run()
+    once = clock.block_us(run, 1)
+    calls = max(1, min(_MOST_QUEUED, int(block_s * 1e6 / max(once, 0.1))))
+    samples = [clock.block_us(run, calls) for _ in range(ROUNDS)]
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return Reading(tenths[0], tenths[-1] / tenths[0] - 1, clock.host_us(run, calls))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import math
 import operator
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.inductor import compile_with_inductor
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import RewriteError, cause_of
@@ -122,8 +122,8 @@ def _program(text: str) -> Callable[..., Any]:
         "operator": operator,
         "_operator": operator,
     }
-    if "torch.ops.flash_attn." in text:
-        importlib.import_module("flash_attn")  # which registers its operators
+    for family in families():
+        family.import_operators(text)
     exec(compile(text, "<attention>", "exec"), namespace)  # text that attn_pass itself wrote
     return functools.partial(namespace["forward"], None)
 
@@ -136,17 +136,6 @@ def _surroundings(job: Mapping[str, Any]) -> Iterator[None]:
             kind, dtype = job["autocast"]
             stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
         yield
-
-
-def _limit_memory(megabytes: int, device: str) -> None:
-    """Caps what this process may take, so that a form which does not fit fails and not the machine."""
-    if device.startswith("cuda"):
-        torch.cuda.set_per_process_memory_fraction(0.5)
-        return
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (megabytes << 20, megabytes << 20))
 
 
 def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +174,8 @@ def _step(compiled: Callable[..., Any], inputs: Sequence[torch.Tensor], grad: bo
 def main() -> None:
     """Runs the job on the standard input."""
     job = json.load(sys.stdin)
-    _limit_memory(job["megabytes"], next((i["device"] for i in job["inputs"]), "cpu"))
+    device = torch.device(next((i["device"] for i in job["inputs"]), "cpu"))
+    of_type(device.type).limit_memory(job["megabytes"])
     with contextlib.redirect_stdout(sys.stderr):
         result = run_job(job)
     print(json.dumps(result))

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from attn_pass.devices.cuda.points import PREFILL_KERNELS, Point, prefill
+from attn_pass.devices.registry import of_type
 from attn_pass.tuning.clock import read
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
@@ -27,11 +28,12 @@ def measure(env: Environment, length: int, dim: int, causal: bool) -> Row:
     """One shape: every kernel, forward and backward."""
     row: Row = {"us": {}, "host_us": {}, "spread": {}, "predicted_us": {}, "failed": {}}
     at = torch.device(env.device)
+    clock, block_s = of_type(at.type).clock, 0.0 if env.dry else _BLOCK_S
     wanted = [p for p in prefill(PREFILL_KERNELS, (length,), (dim,), (False, True)) if p.causal == causal]
     for point in wanted:
         name = f"{point.kernel}, {'backward' if point.backward else 'forward'}"
         try:
-            reading = read((_tiny(point) if env.dry else point).run(at), at, 0.0 if env.dry else _BLOCK_S)
+            reading = read((_tiny(point) if env.dry else point).run(at), clock, block_s)
         except Exception as error:
             row["failed"][name] = why(error)
             continue

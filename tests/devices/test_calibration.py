@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass.devices import calibration, registry
+from attn_pass.devices import calibration_store, registry
 from attn_pass.devices.calibration import Calibration, fitted, with_calibration
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.devices.cuda import cost as cost_cuda
@@ -38,11 +38,11 @@ def test_it_is_read_as_it_was_saved() -> None:
     measured = Calibration(
         facts(H100), {"bfloat16": 700e3}, join_us=1.5, op_us=3, shares={"cudnn": {"prefill": 0.8, "narrow": 0.6}}
     )
-    assert calibration.load(H100) is None
-    calibration.save(measured)
-    assert calibration.load(H100) == measured
-    assert calibration.load(registry.by_name("H200")) is None
-    assert calibration.load(replace(H100, cudnn=92600)) is None  # another cuDNN is another kernel
+    assert calibration_store.load(H100) is None
+    calibration_store.save(measured)
+    assert calibration_store.load(H100) == measured
+    assert calibration_store.load(registry.by_name("H200")) is None
+    assert calibration_store.load(replace(H100, cudnn=92600)) is None  # another cuDNN is another kernel
 
 
 def test_what_was_not_measured_stays_as_it_was() -> None:
@@ -79,7 +79,7 @@ def test_the_cpu_of_this_machine_is_decided_for_as_it_was_measured() -> None:
 
     assert device_for(torch.device("cpu")) == cpu()
     assert outcome() == "rewritten"
-    calibration.save(Calibration(facts(cpu()), fused_op_us=1e6))  # a call of the fused operator takes a second
+    calibration_store.save(Calibration(facts(cpu()), fused_op_us=1e6))  # a call of the fused operator takes a second
     assert device_for(torch.device("cpu")) == replace(cpu(), fused_op_us=1e6, is_calibrated=True)
     assert outcome() == "left"
 
@@ -91,7 +91,7 @@ def test_a_gpu_that_is_here_is_decided_for_as_it_was_measured(monkeypatch: pytes
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     bare = cuda_facts.cuda_here()
     assert device_for(torch.device("cuda")) == bare
-    calibration.save(Calibration(facts(bare), shares={"cudnn": {"prefill": 0.9}}))
+    calibration_store.save(Calibration(facts(bare), shares={"cudnn": {"prefill": 0.9}}))
     found = device_for(torch.device("cuda"))
     assert found.is_calibrated and found.knows("cudnn") and found.shares["cudnn"].prefill == 0.9
     assert not device_for(torch.device("cpu"), "H100").is_calibrated  # asked for by name, it need not be this one
@@ -114,12 +114,12 @@ BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("broken", list(BROKEN.values()), ids=list(BROKEN))
 def test_a_record_that_is_none_is_not_used(broken: Callable[[dict[str, Any]], Any], folder: Path) -> None:
-    calibration.save(Calibration(facts(H100), {"bfloat16": 700e3}, op_us=3.0, shares={"cudnn": {"prefill": 0.8}}))
+    calibration_store.save(Calibration(facts(H100), {"bfloat16": 700e3}, op_us=3.0, shares={"cudnn": {"prefill": 0.8}}))
     (file,) = folder.iterdir()
     record = json.loads(file.read_text())
-    assert calibration.applied(H100).is_calibrated
+    assert calibration_store.applied(H100).is_calibrated
     file.write_text(json.dumps(broken(record)))
-    assert calibration.applied(H100) is H100
+    assert calibration_store.applied(H100) is H100
 
 
 def test_a_rate_that_is_none_is_not_saved() -> None:
@@ -133,7 +133,7 @@ def test_what_inductor_caches_was_decided_with_one_calibration() -> None:
 
     before = RewritePass(make_options()).uuid()
     assert RewritePass(make_options()).uuid() == before
-    calibration.save(Calibration(facts(cpu()), op_us=7.0))
+    calibration_store.save(Calibration(facts(cpu()), op_us=7.0))
     assert RewritePass(make_options()).uuid() != before
 
 

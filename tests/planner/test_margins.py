@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
-from attn_pass.devices import calibration, registry
+from attn_pass.devices import calibration_store, registry
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.devices.cuda import decode, flash
@@ -117,8 +117,8 @@ def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
 def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(disk_cache.VARIABLE, str(tmp_path))
     here = replace(H200, is_here=True)
-    calibration.save(Calibration(facts(here), shares={"cudnn": {"prefill": 0.9}}))
-    known = calibration.applied(here)
+    calibration_store.save(Calibration(facts(here), shares={"cudnn": {"prefill": 0.9}}))
+    known = calibration_store.applied(here)
     monkeypatch.setattr(registry, "named", lambda name: replace(known, is_here=False))
     site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
     assert (site.outcome, site.target) == ("rewritten", "cudnn") and "asked for" not in site.reason

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from attn_pass.cli.main import app
 from attn_pass.devices.cpu import probes as cpu
+from attn_pass.devices.cuda.clock import EventClock
 from attn_pass.devices.registry import device_for
 from attn_pass.tuning import clock, disk_cache
 from attn_pass.tuning.clock import Reading
@@ -112,7 +113,7 @@ def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
-    found = clock.read(lambda: done.append("call"), torch.device("cuda"), block_s=1e-6)
+    found = clock.read(lambda: done.append("call"), EventClock(), block_s=1e-6)
     assert done[:5] == ["call", "wait", "sleep", "call", "wait"]
     assert done.count("sleep") == 1 + clock.ROUNDS and found.host_us is not None
 
@@ -120,10 +121,10 @@ def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.Mo
 def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     waits = iter([0.0, 0.0] + [0.002, 0.05] * 10)
-    found = clock.read(lambda: time.sleep(next(waits)), CPU, block_s=0.0)
+    found = clock.read(lambda: time.sleep(next(waits)), clock.Clock(), block_s=0.0)
     assert 1900 < found.us < 45_000 and found.spread > 0.5
 
 
 def test_with_one_thread_what_others_take_of_the_machine_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert clock.read(lambda: time.sleep(0.01), CPU, block_s=0.0).us < 5000
+    assert clock.read(lambda: time.sleep(0.01), clock.Clock(), block_s=0.0).us < 5000

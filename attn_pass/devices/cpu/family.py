@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import platform
 import shutil
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from attn_pass.devices import calibration
-from attn_pass.devices.base import Family
+from attn_pass.devices import calibration_store
+from attn_pass.devices.base import Family, OnReading
+from attn_pass.devices.calibration import Calibration
+from attn_pass.devices.cpu import probes
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
 from attn_pass.devices.cpu.facts import cpu, instruction_set
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
+from attn_pass.devices.registry import facts
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.base import Target
 
@@ -33,10 +37,11 @@ class Cpu(Family):
     logarithm_of_torch_call = True
     keeps_inductors_patterns_off = True
     takes_composites = True
+    calibrated = "the CPU"
 
     def here(self, at: torch.device) -> Device:
         """This machine's CPU, with what was measured of it."""
-        return calibration.applied(cpu())
+        return calibration_store.applied(cpu())
 
     def facts(self, device: Device) -> str:
         """The processor's architecture and vector unit."""
@@ -46,7 +51,7 @@ class Cpu(Family):
         """The vector unit, and what was measured."""
         yield torch.backends.cpu.get_cpu_capability()
         yield instruction_set()
-        yield repr(calibration.load(cpu()))
+        yield repr(calibration_store.load(cpu()))
 
     def sources(self) -> str:
         """Of the kernel, in C++."""
@@ -66,6 +71,25 @@ class Cpu(Family):
         (torch 2.13.0).
         """
         return {"epilogue_fusion": False} if target == "flex" else {}
+
+    def present(self) -> Sequence[str]:
+        """It is always here."""
+        return ("cpu",)
+
+    def uncalibrated(self, at: torch.device) -> Device:
+        """This machine's CPU, as it is fitted."""
+        return cpu()
+
+    def measure(
+        self, device: Device, at: torch.device, seconds: float, on_reading: OnReading
+    ) -> tuple[Calibration, dict[str, str]]:
+        """Every probe."""
+        readings = []
+        for probe, reading in probes.readings(seconds):
+            on_reading(probe.name, reading)
+            readings.append((probe, reading))
+        spread = statistics.median(reading.spread for _, reading in readings)
+        return Calibration(facts(device), **probes.fitted(readings), spread=spread), {}
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The compiler that Inductor needs, and the vector unit."""

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from attn_pass.tuning.clock import ROUNDS, Reading, Run, read
-
-_CPU = torch.device("cpu")
+from attn_pass.tuning.clock import ROUNDS, Clock, Reading, Run, read
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,10 @@ PROBES: tuple[Probe, ...] = (
 
 def readings(seconds: float) -> Iterator[tuple[Probe, Reading]]:
     """Every probe with what it read, with as many threads as torch uses here; ``seconds`` for all of them, about."""
-    block = seconds / len(PROBES) / (ROUNDS + 1)
+    block, clock = seconds / len(PROBES) / (ROUNDS + 1), Clock()
     with torch.no_grad():
         for probe in PROBES:
-            yield probe, read(probe.make(), _CPU, block)
+            yield probe, read(probe.make(), clock, block)
 
 
 def fitted(readings: Iterable[tuple[Probe, Reading]]) -> dict[str, Any]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import torch
 
-from attn_pass.devices import calibration
-from attn_pass.devices.base import Family, Finder
-from attn_pass.devices.cuda import cost, facts, flash_attn_calls, own_check
+from attn_pass.devices import calibration_store
+from attn_pass.devices.base import Family, Finder, OnReading
+from attn_pass.devices.calibration import Calibration
+from attn_pass.devices.cuda import cost, facts, flash_attn_calls, own_check, sweep
+from attn_pass.devices.cuda.clock import EventClock
 from attn_pass.devices.cuda.kernels import KERNELS, named
 from attn_pass.devices.cuda.libraries import LIBRARY
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
+from attn_pass.errors import OptionError
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.structure import Band
 from attn_pass.targets.base import Setting, Target
@@ -34,6 +38,8 @@ class Cuda(Family):
     widens_unfused_half = True
     encoder_kernel_calls_sdpa = True
     takes_composites = True
+    clock = EventClock()
+    calibrated = "CUDA devices"
     packages = (
         ("triton", "the targets decode and flex on CUDA", "comes with torch for CUDA: pip install triton"),
         *(kernel.package for kernel in KERNELS if kernel.package is not None),
@@ -42,7 +48,7 @@ class Cuda(Family):
     def here(self, at: torch.device) -> Device:
         """The GPU of this process, with what was measured of it; one without kernels where there is none."""
         if torch.cuda.is_available():
-            return calibration.applied(facts.cuda_here(at))
+            return calibration_store.applied(facts.cuda_here(at))
         device = facts.by_name(facts.DEFAULT)
         assert device is not None
         return replace(device, kernels=())
@@ -59,7 +65,33 @@ class Cuda(Family):
         """Name and capability of every GPU that is here, and what was measured of it."""
         for number in _numbers():
             yield f"{torch.cuda.get_device_name(number)} {torch.cuda.get_device_capability(number)}"
-            yield repr(calibration.load(facts.cuda_here(torch.device("cuda", number))))
+            yield repr(calibration_store.load(facts.cuda_here(torch.device("cuda", number))))
+
+    def present(self) -> Sequence[str]:
+        """The first GPU."""
+        return ("cuda:0",) if torch.cuda.is_available() else ()
+
+    def uncalibrated(self, at: torch.device) -> Device:
+        """The GPU as its row of the catalogue has it."""
+        if not torch.cuda.is_available():
+            raise OptionError(f"torch sees no CUDA device, so {at} cannot be calibrated; for the CPU give cpu")
+        return facts.cuda_here(at)
+
+    def measure(
+        self, device: Device, at: torch.device, seconds: float, on_reading: OnReading
+    ) -> tuple[Calibration, dict[str, str]]:
+        """Products, copies, launches, and every attention kernel of a sweep."""
+        swept = sweep.sweep(device, at, seconds, on_reading)
+        return replace(sweep.fitted(device, swept), spread=swept.spread), swept.failed
+
+    def limit_memory(self, megabytes: int) -> None:
+        """To half of the GPU's memory: the host's is mapped for it and says nothing."""
+        torch.cuda.set_per_process_memory_fraction(0.5)
+
+    def import_operators(self, text: str) -> None:
+        """flash-attn's."""
+        if f"torch.ops.{LIBRARY}." in text:
+            import_module(LIBRARY)
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The GPUs and cuDNN."""

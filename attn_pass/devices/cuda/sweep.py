@@ -19,8 +19,8 @@ from attn_pass.devices.calibration import Calibration, with_calibration
 from attn_pass.devices.cuda import points
 from attn_pass.devices.cuda.points import Point
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import facts
-from attn_pass.tuning.clock import Reading, Run, read
+from attn_pass.devices.registry import facts, of_type
+from attn_pass.tuning.clock import Clock, Reading, Run, read
 
 _HALVES = (torch.bfloat16, torch.float16)
 _SIDE = 8192  # of a large product in half precision; a fourth of the work in float32
@@ -52,16 +52,17 @@ def sweep(device: Device, at: torch.device, seconds: float, done: Callable[[str,
     Needs about 4 GB of the GPU's memory.
     """
     readings, end = Readings(), time.monotonic() + seconds
+    clock = of_type(at.type).clock
     with torch.no_grad():
         for name, make in _plain(device, at):
-            _take(readings, name, readings.plain, name, make, at, done)
+            _take(readings, name, readings.plain, name, make, clock, done)
         if "cudnn" in device.kernels:
             readings.plans_us = _plans(at, readings)
         for point in attention_points(device):
             if time.monotonic() > end:
                 readings.failed["the rest"] = f"{seconds:.0f} s were over"
                 break
-            _take(readings, point.name, readings.attention, point, lambda p=point: p.run(at), at, done)  # type: ignore[misc]
+            _take(readings, point.name, readings.attention, point, lambda p=point: p.run(at), clock, done)  # type: ignore[misc]
     return readings
 
 
@@ -71,11 +72,11 @@ def _take(
     into: dict[Any, Reading],
     key: object,
     make: Callable[[], Run],
-    at: torch.device,
+    clock: Clock,
     done: Callable[[str, Reading], None],
 ) -> None:
     try:
-        reading = read(make(), at)
+        reading = read(make(), clock)
     except Exception as error:  # a kernel may refuse, or the memory not suffice: the others go on
         readings.failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return
