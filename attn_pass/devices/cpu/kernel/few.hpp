@@ -16,35 +16,56 @@ template <class T> ATTN_INLINE vec product(vec c, vec a, vec b) {
   else return Isa::fma(a, b, c);
 }
 
-// Scores of one row and W keys, keys as they lie: dot products, summed across lanes together. Of the columns every
-// `rows`th from `row` on is fetched for the keys ahead, so that the rows of a panel share that work.
-template <class T>
-ATTN_INLINE vec dots(const i32* q, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 row, i64 rows) {
-  vec x[W];
+// Scores of MR rows and W / MR keys, keys as they lie: dot products, summed across lanes together; lane m W / MR + i is
+// of row m and key i. Of the columns every `turns`th from `turn` on is fetched for the keys ahead, so that the rows of a
+// panel share that work.
+template <class T, int MR>
+ATTN_INLINE vec dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 turn, i64 turns) {
+  constexpr int KEYS = W / MR;
+  vec x[W], row[MR];
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) x[i] = Isa::zero();
   const i64 whole = dim / (W * T::PER_COLUMN) * W;
   for (i64 c = 0; c < whole; c += W) {
-    const vec part = Isa::load_bits(q + c);
-    if (n >= W) {
+#pragma GCC unroll 4
+    for (int m = 0; m < MR; ++m) row[m] = Isa::load_bits(q + m * ldq + c);
+    if (n >= KEYS) {
       constexpr i64 LINE = 64 / sizeof(*k);
-      const bool fetch = c * T::PER_COLUMN % LINE == 0 && c * T::PER_COLUMN / LINE % rows == row;
+      const bool fetch = c * T::PER_COLUMN % LINE == 0 && c * T::PER_COLUMN / LINE % turns == turn;
 #pragma GCC unroll 16
-      for (int i = 0; i < W; ++i) {
+      for (int i = 0; i < KEYS; ++i) {
         const auto* at = k + i * stride + c * T::PER_COLUMN;
         if (fetch) __builtin_prefetch(at + FETCH * stride, 0, 2);
-        x[i] = product<T>(x[i], part, whole_columns<T>(at));
+        const vec key = whole_columns<T>(at);
+#pragma GCC unroll 4
+        for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], row[m], key);
       }
     } else {
-      for (int i = 0; i < n; ++i) x[i] = product<T>(x[i], part, whole_columns<T>(k + i * stride + c * T::PER_COLUMN));
+      for (int i = 0; i < n; ++i) {
+        const vec key = whole_columns<T>(k + i * stride + c * T::PER_COLUMN);
+        for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], row[m], key);
+      }
     }
   }
   if (whole < columns) {
-    const vec part = Isa::load_bits(q + whole);
     const i64 at = whole * T::PER_COLUMN;
-    for (int i = 0; i < std::min<i64>(n, W); ++i) x[i] = product<T>(x[i], part, some_columns<T>(k + i * stride + at, dim - at));
+    for (int i = 0; i < std::min<i64>(n, KEYS); ++i) {
+      const vec key = some_columns<T>(k + i * stride + at, dim - at);
+      for (int m = 0; m < MR; ++m) x[m * KEYS + i] = product<T>(x[m * KEYS + i], Isa::load_bits(q + m * ldq + whole), key);
+    }
   }
   return Isa::sums(x);
+}
+// Those of MR rows and all n keys of a panel.
+template <class T, int MR>
+ATTN_ONCE void all_dots(const i32* q, i64 ldq, const typename T::st* k, i64 stride, i64 n, i64 dim, i64 columns, i64 turn, i64 turns, float* s) {
+  constexpr int KEYS = W / MR;
+  for (i64 g = 0; g < n; g += KEYS) {
+    const vec c = dots<T, MR>(q, ldq, k + g * stride, stride, n - g, dim, columns, turn, turns);
+    float lanes[W];
+    Isa::store(lanes, c);
+    for (int m = 0; m < MR; ++m) std::memcpy(s + m * PANEL + g, lanes + m * KEYS, KEYS * sizeof(float));
+  }
 }
 
 // Rows of weights times a panel's values, as they lie; NR vectors of columns, the last perhaps not whole. Of the values
@@ -160,8 +181,8 @@ template <class T> void part_task(const void* job, i64 task) {
   }
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   std::memset(s, 0, size_t(padded * PANEL) * 4);
-  // From so many rows on transposing a panel once is cheaper than adding up lanes for each row; measured.
-  const bool tensors = a.keep.data || a.bias.data, transposed = R >= (T::CODE == FLOAT32 ? 5 : 4);
+  // From so many rows on transposing a panel once is cheaper than adding up lanes; measured.
+  const bool tensors = a.keep.data || a.bias.data, transposed = R >= 5;
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
   for (i64 w = from; w < to; ++w) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
@@ -192,15 +213,24 @@ template <class T> void part_task(const void* job, i64 task) {
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, packed, key, there, rows + r,
                       std::min<i64>(6, R - r), words + r, full, s + r * PANEL, PANEL, top + r, next);
     } else {
-      const bool done = full && j.scale.as_they_are;
-      for (i64 g = 0; g < n; g += W)
-        for (i64 r = 0; r < R; ++r) {
-          const vec c = dots<T>(q + r * j.packed_columns, k + g * k_stride[2], k_stride[2], n - g, a.D, j.columns, r, R);
-          if (done) top[r] = Isa::max(c, top[r]);
-          Isa::store(s + r * PANEL + g, c);
-        }
-      for (i64 r = 0; r < R && !done; ++r)
-        top[r] = finish_row(a, j.scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * PANEL, top[r]);
+      const i64 turns = R / 4 + R % 4 / 2 + R % 2;
+      for (i64 r = 0, turn = 0; r < R; ++turn) {
+        const i64 left = R - r, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        const i32* of = q + r * j.packed_columns;
+#define ATTN_CALL(MR) all_dots<T, MR>(of, j.packed_columns, k, k_stride[2], n, a.D, j.columns, turn, turns, s + r * PANEL)
+        if (taken == 4) ATTN_CALL(4);
+        else if (taken == 2) ATTN_CALL(2);
+        else ATTN_CALL(1);
+#undef ATTN_CALL
+        r += taken;
+      }
+      if (full && j.scale.as_they_are) {
+        for (i64 r = 0; r < R; ++r)
+          for (i64 g = 0; g < PANEL; g += W) top[r] = Isa::max(Isa::load(s + r * PANEL + g), top[r]);
+      } else {
+        for (i64 r = 0; r < R; ++r)
+          top[r] = finish_row(a, j.scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * PANEL, top[r]);
+      }
     }
     for (i64 r = 0; r < R; ++r) {
       const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
