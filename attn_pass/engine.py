@@ -211,7 +211,7 @@ class _Rewriting:
         record_choice(self.run, site, described, decision, record)
         takes = decision.choice.takes
         if takes and self.run.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
-            record.reason = "torch's compiler bisector left it out"
+            record.reason = "torch's compiler bisector disabled this rewrite"
             return False
         for take in takes:
             smaller = functools.partial(self._verify_smaller, site, take)

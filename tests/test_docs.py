@@ -264,7 +264,7 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         ("sinks", with_sink, (*qkv(), randn(1, 2, 1, 1)), False),
         ("no backward", by_hand, qkv(grad=True), True),
         ("computes in float32", by_hand, qkv(dtype=torch.bfloat16), False),
-        ("draws no dropout", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.5), qkv(), False),
+        ("nor dropout", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.5), qkv(), False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

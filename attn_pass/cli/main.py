@@ -259,7 +259,7 @@ def _stored(path: str) -> Report:
     except OSError as error:
         _fail(f"{path} cannot be read: {error.strerror or error}")
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        _fail(f"{path} is no report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
+        _fail(f"{path} is not a report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
 
 
 def _write_page(path: Path, report: Report, collection: Collection) -> None:

@@ -44,7 +44,7 @@ class Calibration:
             for dtype, rate in getattr(self, name).items():
                 _check_rate(f"{name}, {dtype}", rate)
                 if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                    raise ValueError(f"{name}: {dtype!r} is no dtype")
+                    raise ValueError(f"{name}: {dtype!r} is not a dtype")
         for name in _PLAIN:
             if getattr(self, name) is not None:
                 _check_rate(name, getattr(self, name))
@@ -52,7 +52,7 @@ class Calibration:
             for name, share in reached.items():
                 _check_rate(f"shares, {kernel}, {name}", share)
                 if name not in _SHARES:
-                    raise ValueError(f"shares, {kernel}: {name!r} is none of {', '.join(_SHARES)}")
+                    raise ValueError(f"shares, {kernel}: {name!r} is not one of {', '.join(_SHARES)}")
 
 
 _BY_DTYPE = ("matmul_gflops", "fused_gflops", "vector_gflops")
@@ -62,7 +62,7 @@ _SHARES = tuple(f.name for f in fields(Shares))
 
 def _check_rate(name: str, rate: float) -> None:
     if not 0 < rate < math.inf:
-        raise ValueError(f"{name} is {rate!r}, which is no rate")
+        raise ValueError(f"{name} is {rate!r}, which is not a rate")
 
 
 def with_calibration(device: Device, measured: Calibration) -> Device:

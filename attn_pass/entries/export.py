@@ -219,10 +219,10 @@ def _rewritten(
     except Exception as error:
         failure = cause_of(error)
         if options.on_error == "raise":
-            raise RewriteError(f"the rewritten program is no valid exported program: {failure}") from error
+            raise RewriteError(f"the rewritten program is not a valid exported program: {failure}") from error
         _rename_outputs(program, dict(zip(_output_names(gm), outputs, strict=False)))
         decision.original.restore()
-        leave_all(decision.report, f"the rewritten program is no valid exported program ({failure})")
+        leave_all(decision.report, f"the rewritten program is not a valid exported program ({failure})")
         return replace(decision, changed=False)
     return decision
 

@@ -48,7 +48,7 @@ def package_report(path: str | os.PathLike[str]) -> Report:
     except FileNotFoundError:
         raise PackageError(f"there is no file {name!r}") from None
     except _UNREADABLE as error:
-        raise PackageError(f"{name!r} is no AOTInductor package: {error}") from error
+        raise PackageError(f"{name!r} is not an AOTInductor package: {error}") from error
     if stored is None:
         raise PackageError(
             f"{name!r} holds no report of attn_pass: attn_pass.aot_compile did not write it, or an older version did"
@@ -56,4 +56,4 @@ def package_report(path: str | os.PathLike[str]) -> Report:
     try:
         return Report.from_dict(json.loads(stored))
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise PackageError(f"the report in {name!r} is none that attn_pass wrote: {error}") from error
+        raise PackageError(f"the report in {name!r} was not written by attn_pass: {error}") from error

@@ -40,7 +40,7 @@ class Shield(CustomGraphPass):
         try:
             _separate_softmaxes(graph)
         except Exception:
-            log.debug("the shield failed, Inductor's own attention patterns stay on for this graph", exc_info=True)
+            log.debug("the shield failed, so Inductor's own attention patterns stay on for this graph", exc_info=True)
 
     def uuid(self) -> str:
         """Identity for Inductor's caches: a hash of this file and of the CPU kernel."""

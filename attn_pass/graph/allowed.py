@@ -138,7 +138,7 @@ class _Watching(Recorder):
         self._given = {key for n in self.plan.result.all_input_nodes for key in storages(tensor_value(n)) or ()}
         given = [v for n in self.plan.result.all_input_nodes if (v := tensor_value(n)) is not None]
         if not all(isinstance(v, _PLAIN) for v in given):
-            raise CannotExpand("it is given something else than plain tensors")
+            raise CannotExpand("it takes something other than plain tensors")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():
@@ -167,7 +167,7 @@ class _Watching(Recorder):
         in_place = name in IN_PLACE_DUNDERS or name == "__setitem__" if dunder else name.endswith("_")
         written = [*args[:1], kwargs.get("out")] if in_place or "out" in kwargs else []
         if name == "__set__" or any(key in self._given for value in written for key in storages(value) or ()):
-            raise CannotExpand(f"{name} writes what it was given")
+            raise CannotExpand(f"{name} writes to its inputs")
 
     def _check_backward(self, outputs: Any, given: list[torch.Tensor]) -> None:
         """The forward of an ``autograd.Function`` may have been recorded, and its backward was not."""
@@ -185,12 +185,12 @@ class _Watching(Recorder):
     def check(self, results: list[tuple[Node, Node]]) -> None:
         new = [node for _, node in results]
         if not set(new) <= set(self.nodes) or len(set(new)) != len(new):
-            raise CannotExpand("it gives back what it was given, or one thing twice")
+            raise CannotExpand("it returns one of its inputs, or the same tensor twice")
         for node in self.nodes:
             written = [storages(tensor_value(w.target)) or () for w in call_writes(node)]
             inside = all(self._given.isdisjoint(keys) for keys in written)
             if may_draw(node) or not inside:
-                raise CannotExpand(f"{node.name} does more than compute")
+                raise CannotExpand(f"{node.name} has side effects")
 
 
 def _is_value(result: Any) -> bool:

@@ -191,7 +191,7 @@ class _Walk:
 
     def _effects(self, node: Node) -> Level:
         if node.graph not in self.level:
-            raise CannotExtract(f"{node.name} is of another graph")
+            raise CannotExtract(f"{node.name} belongs to another graph")
         return self.level[node.graph][1]
 
     def order(self, results: Sequence[Node]) -> list[Node]:
@@ -203,7 +203,7 @@ class _Walk:
             if node in reached:
                 continue
             if node in self.before:
-                raise CannotExtract(f"{node.name} writes to what it begins with")
+                raise CannotExtract(f"{node.name} writes to an input of the site")
             reached[node] = None
             if len(reached) > _MOST:
                 raise CannotExtract(f"it reads more than {_MOST} operations of the program")
@@ -365,7 +365,7 @@ ALIGNED = 64  # elements: further offsets change no alignment that a kernel asks
 def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad: bool) -> Input:
     held = fake_value(node)
     if not isinstance(held, torch.Tensor) or held.layout != torch.strided:
-        raise CannotExtract(f"{node.name} is no tensor that can be made here")
+        raise CannotExtract(f"{node.name} is not a tensor that can be made here")
 
     (offset,) = _plain([held.storage_offset()], number)
     return Input(

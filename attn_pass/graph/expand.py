@@ -114,7 +114,7 @@ def check_same(node: Node, new: Node, sizes: Sizes) -> None:
     """Raises `CannotExpand` where a result has another type, shape or layout than the one it is for."""
     before, after = tensor_value(node), tensor_value(new)
     if before is None or after is None:
-        raise CannotExpand(f"{node.name} is no tensor")
+        raise CannotExpand(f"{node.name} is not a tensor")
     for what, a, b in (
         ("type", (before.dtype, before.device), (after.dtype, after.device)),
         ("shape", sizes.shape(before), sizes.shape(after)),

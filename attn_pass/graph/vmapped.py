@@ -155,7 +155,7 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
             level[0].prepend(node)
         pairs = tuple(zip(results, outputs, strict=True))
         if len(set(outputs)) != len(outputs) or not set(outputs) <= set(made):
-            raise CannotExpand("it gives back what it was given, or one thing twice")
+            raise CannotExpand("it returns one of its inputs, or the same tensor twice")
         for old, new in pairs:
             check_same(old, new, sizes)
     except Exception:
@@ -185,7 +185,7 @@ def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], made: list[Node
         if node.op == "output":
             return [nodes[n] for n in node.args[0]]
         if node.op != "call_function" or _does_more(node.target):
-            raise CannotExpand(f"{node.name} does more than compute")
+            raise CannotExpand(f"{node.name} has side effects")
         args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
         given, named = map_arg((args, kwargs), fake_value)
         with plan.running():

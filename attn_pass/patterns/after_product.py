@@ -171,7 +171,7 @@ def sink_of_share(
                 scores.loads |= spine.loads
                 beside = () if input is softmax.input else (softmax.input,)
                 return sink, (*nodes, *spine.internal, *logsumexp[1], *beside)
-    raise Unreadable("the rows of the result are multiplied by something that is no share of a sink", ending.node)
+    raise Unreadable("the rows of the result are multiplied by something other than the share of a sink", ending.node)
 
 
 def _uninverted(reader: Reader, side: SideLoad, divides: bool) -> tuple[Node, Position, bool, tuple[Node, ...]]:

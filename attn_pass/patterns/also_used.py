@@ -67,7 +67,7 @@ def given_by_kernel(plan: Plan, site: Site, gives: bool) -> list[tuple[Node, Val
         if fake_of(value).dtype != old.dtype:
             value = plan.call(torch.ops.aten.to.dtype, value, old.dtype)
         if not plan.has_layout_of(value, node):
-            raise LayoutError("the scores' log-sum-exp would lie in memory in another order")
+            raise LayoutError("the scores' log-sum-exp would have another memory layout")
         given.append((node, value))
     return given
 

@@ -120,7 +120,7 @@ def first_result(node: Node, others: Mapping[int, str]) -> tuple[Node, list[Node
         if index != 0 and users:
             raise UsedElsewhere(others.get(index, f"its result number {index} is used"), node)
     if len(taken.get(0, ())) != 1:
-        raise UsedElsewhere("its result is not taken once", node)
+        raise UsedElsewhere("its result is not taken exactly once", node)
     return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
 
 

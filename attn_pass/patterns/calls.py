@@ -138,7 +138,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
     query, key, value = (given[n] for n in ("query", "key", "value"))
     q, k, v, out = (tensor_value(n) for n in (query, key, value, result))
     if q is None or k is None or v is None or out is None or min(t.dim() for t in (q, k, v)) < 2:
-        raise Unreadable("an operand is no tensor of at least two dimensions", node)
+        raise Unreadable("an operand is not a tensor of at least two dimensions", node)
     for name in ("is_causal", "enable_gqa"):
         if not isinstance(given[name], bool):
             raise Unreadable(f"{name} is not a constant", node)
@@ -187,7 +187,7 @@ def _kv_position(outer: Position, shape: Position, own: Position, tail: Position
     if gqa and len(own) >= 3 and len(outer) >= 1 and own[-3] != shape[-3] and own[-3] != 1:
         groups = divide_exactly(shape[-3], own[-3])
         if groups is None:
-            raise Unreadable("the number of heads is no multiple of the number of KV heads")
+            raise Unreadable("the number of heads is not a multiple of the number of KV heads")
         heads[-1] = divide(outer[-1], groups)[0]
     return broadcast_position((*heads, *tail), own)
 
@@ -212,7 +212,7 @@ def _score(
     if mask is not None:
         value = tensor_value(mask)
         if value is None:
-            raise Unreadable("the mask is no tensor", node)
+            raise Unreadable("the mask is not a tensor", node)
         load = element_of(reader, node, mask, broadcast_position(position, reader.sizes.shape(value)), side)
         if value.dtype == torch.bool:
             score = apply("where", load, score, Const(float("-inf")))

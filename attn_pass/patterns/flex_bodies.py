@@ -59,7 +59,7 @@ def on_grid(runs: Runs, body: GraphModule, elements: Sequence[Tensor], captured:
             return values[node.args[0]] if isinstance(node.args[0], Node) else node.args[0]
         elif node.op != "get_attr":
             values[node] = _computed(runs, node, values)
-    raise CannotExpand("a function of its scores gives nothing")
+    raise CannotExpand("one of its functions returns nothing")
 
 
 def _captured(value: Any) -> Any:
@@ -82,14 +82,14 @@ def _computed(runs: Runs, node: Node, values: dict[Node, Any]) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: values.get(n, n))
     leaves = pytree.tree_leaves((args, kwargs))
     if any(isinstance(x, (_Captured, Node)) for x in leaves):
-        raise CannotExpand(f"{node.name} of its functions takes a captured tensor as a whole")
+        raise CannotExpand(f"{node.name} in one of its functions takes a captured tensor as a whole")
     if any(isinstance(x, Tensor) for x in leaves) and not _is_elementwise(node):
-        raise CannotExpand(f"{node.name} of its functions is not computed element by element")
+        raise CannotExpand(f"{node.name} in one of its functions is not computed element by element")
     result = runs.again(node, args, kwargs)
     if isinstance(result, _NUMBERS):
         return result
     if not isinstance(result, Tensor) or result.dim() not in (0, RANK):
-        raise CannotExpand(f"{node.name} of its functions gives no element")
+        raise CannotExpand(f"{node.name} in one of its functions does not return an element")
     return _four(result) if result.dim() == 0 else result
 
 
@@ -108,7 +108,7 @@ def _element_of(node: Node, captured: _Captured) -> Any:
         whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
         if not whole and (not isinstance(index, int) or isinstance(index, bool)):
             raise CannotExpand(
-                f"{node.name} of its functions indexes a captured tensor by something else than integers"
+                f"{node.name} in one of its functions indexes a captured tensor with something other than integers"
             )
     if len(captured.at) < captured.tensor.dim():
         return captured

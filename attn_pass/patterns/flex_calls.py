@@ -156,7 +156,7 @@ def _read(node: Node, region: Region, sizes: Sizes, effects: Effects, known: Kno
     if region.functorch:
         raise CannotExpand(f"it runs under {region.describe()}")
     if region.autocast_dtype(query.device.type) is not None:
-        raise CannotExpand("autocast changes the types of a call, and would change those of its parts")
+        raise CannotExpand("autocast changes the dtypes of the call, and would change those of its parts otherwise")
     _check_options(given.get("kernel_options") or {})
     lists = Lists.of(given["block_mask"])
     scores = _scores(given, sizes)
@@ -249,7 +249,7 @@ class _Parts(Recorder):
             return known
         keep = on_grid(self, function_of(self.call.given["block_mask"]), grid, captured)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
-            raise CannotExpand("its mask_mod gives no truth value")
+            raise CannotExpand("its mask_mod does not return a bool")
         if not self.call.reads_lists:
             return keep
         rows, keys = aten.view.default(grid[2], [-1, 1]), aten.view.default(grid[3], [-1])
@@ -258,7 +258,7 @@ class _Parts(Recorder):
     def _scored(self, scores: Tensor, grid: tuple[Tensor, ...], captured: tuple[Any, ...], wide: torch.dtype) -> Tensor:
         scored = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)
         if not isinstance(scored, Tensor) or torch.promote_types(scored.dtype, wide) != wide:
-            raise CannotExpand(f"its score_mod gives no {str(wide)[6:]}")
+            raise CannotExpand(f"its score_mod does not return {str(wide)[6:]}")
         return _in(scored, wide)
 
     def _for_all_heads(self, x: Tensor, query: Tensor) -> Tensor:

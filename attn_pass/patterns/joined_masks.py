@@ -27,7 +27,7 @@ def join_masks(
     """Where the joined scores are filled, and with what; None if no piece is masked. Raises `CannotAdd`: two fills."""
     fills = {p.fill for p in pieces if p.fill is not None}
     if len(fills) > 1:
-        raise CannotAdd("two numbers are filled in")
+        raise CannotAdd("two different numbers are filled in")
     if not fills:
         return None
     masks = [beside.add(aten.logical_not.default, p.mask) if p.mask is not None and p.keeps else p.mask for p in pieces]

@@ -194,7 +194,7 @@ def _with_sink(
     """The score without its sink, the sink, and the nodes that make it one; or without what rows do not feel."""
     reader, keys = c.reader, above.keys
     if (above.beside_keys is not None) + (c.read.sink is not None) + c.shares_a_sink > 1:
-        raise Unreadable("two sinks, each in a place of its own", c.product.node)
+        raise Unreadable("two sinks, added in different places", c.product.node)
     if above.beside_keys is not None:
         return read_sinks(reader, walk, score, c.read.input, above.beside_keys, keys, c.region, time)
     if c.read.sink is not None:
@@ -253,7 +253,7 @@ def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: No
     if torch.float16 not in types:
         return reduce(torch.promote_types, types, softmax)
     if len(types) > 1 or scores.is_beyond_half:
-        raise Unreadable("what may mask is added to the scores in float16, and in a wider type as well", node)
+        raise Unreadable("something that may mask is added to the scores in float16, and again in a wider dtype", node)
     return torch.float16
 
 

@@ -51,7 +51,7 @@ def read_sinks(
         if contains_dot(sink):
             raise Unreadable(_NOT_WHOLE, node)
         if keys in expression_axes(sink):
-            raise Unreadable("more than one logit of a row is no product of queries and keys", node)
+            raise Unreadable("more than one logit of a row is not a product of queries and keys", node)
         scores.loads |= spine.loads
         sinks.append(sink)
     value = tensor_value(node)
@@ -83,7 +83,7 @@ def added_sink(
     spine = UseDefWalk(reader, scores.leaf, reader.products, scores.region)
     sink = spine._operand(softmax.sink, position, time)
     if contains_dot(sink) or keys in expression_axes(sink):
-        raise Unreadable("more than one logit of a row is no product of queries and keys", softmax.sink)
+        raise Unreadable("more than one logit of a row is not a product of queries and keys", softmax.sink)
     scores.loads |= spine.loads
     return sink, tuple(spine.internal)
 

@@ -190,7 +190,7 @@ def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, d
             same = deep(reader, scores, masked)
             if same == zeroed and not any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(same)):
                 return apply("where", masked, Const(NEGATIVE_INFINITY), inner)
-    raise Unreadable("the attention weights are masked, and not by the mask of the scores", scores.leaf)
+    raise Unreadable("the attention weights are masked, but not by the mask of the scores", scores.leaf)
 
 
 # ---------------------------------------------------------------- before the softmax

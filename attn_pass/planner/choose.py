@@ -19,7 +19,7 @@ from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of
 from attn_pass.targets.registry import all_targets
 
-AS_ASKED = "left as asked for"
+AS_ASKED = "left as requested"
 _MEASURED = margins.Margin(1 / 0.97)  # more than noise where both were measured
 _MOST_MEASURED = 4
 _HOPELESS = 20.0  # predicted to take so many times the best: not measured
@@ -198,7 +198,7 @@ class _Timed:
         words = f"{how} {duration(leaving)} as written, {duration(time)} with {name}{faster}{self.remark}"
         if self.lengths:
             worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
-            words += f"; {self.lengths}, at worst {worst} times what the best form takes"
+            words += f"; {self.lengths}, at worst {worst} the time of the best form"
         return words
 
 

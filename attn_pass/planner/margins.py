@@ -31,13 +31,13 @@ class Margin:
     @property
     def held(self) -> str:
         """What the report says of an offer that is taken."""
-        return f"; more than the {self.times:.3g} times that are asked for, {self.because}" if self.because else ""
+        return f"; more than the {self.times:.3g}x that is required, {self.because}" if self.because else ""
 
     def missed(self, reason: str, gain: float) -> str:
         """What the report says of one that wins, and not by enough; nothing where it does not win."""
         if not self.because or gain <= _ROUNDING:
             return ""
-        return f"{gain:.3g} times as fast, less than the {self.times:.3g} that are asked for, {self.because}: {reason}"
+        return f"{gain:.3g}x, less than the {self.times:.3g}x that is required, {self.because}: {reason}"
 
 
 def margin(offer: Offer, setting: Setting) -> Margin:

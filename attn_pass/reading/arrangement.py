@@ -102,7 +102,7 @@ class Arrangement:
         """The same with a mask's load as it was written, not as far back as it was followed. Raises `Unreadable`."""
         side = next((s for k, s in self.parts.side.items() if self._as_split(k) == load), None)
         if side is None or side.node is side.written:
-            raise Unreadable("a mask is read in an order that is no view of it", self.parts.result)
+            raise Unreadable("a mask is read in an order that is not a view of it", self.parts.result)
         position = tuple(substitute(i, self.split) for i in side.written_position)
         shallow = self.parts.reader.load(side.written, position, side.written_at)
         return replace(

@@ -155,11 +155,11 @@ def _check_empty_rows(arrangement: Arrangement, read: MaskedScores, score: Expr,
         return
     if sink is not None and any(_masks(e, parts.score_dtype) for e in walk(sink)):
         # Where all keys are masked as well, how much of the row it takes is lost in the numbers.
-        raise Unreadable("a key without a value may be masked, in a fully masked row", parts.result)
+        raise Unreadable("a sink may be masked, in a fully masked row", parts.result)
     fills = any(_fills(e, parts.score_dtype) for e in walk(score))
     if parts.by_logarithm and (read.mask.bias is not None or fills):
         # Beside a fill of -1e9 the logarithm of how many keys there are is lost: eager sums the values.
-        raise Unreadable("a logarithm is taken off scores that a number may mask in all of a row", parts.result)
+        raise Unreadable("a logarithm is subtracted from scores of a row that a number may mask fully", parts.result)
 
 
 def _check_narrowed(arrangement: Arrangement, read: MaskedScores) -> None:

@@ -26,7 +26,7 @@ def describe(parts: Parts, used: Used) -> Described:
         except Shallower as shallower:
             name = shallower.operand
             if chosen[name] == 0:
-                raise Unreadable(f"the {name} is no view of a tensor: {shallower.why}", parts.result) from None
+                raise Unreadable(f"the {name} is not a view of a tensor: {shallower.why}", parts.result) from None
             chosen = {**chosen, name: chosen[name] - 1}
 
 

@@ -14,7 +14,7 @@ from attn_pass.model.expression import Apply, Const, Expr, contains_dot, walk
 from attn_pass.reading.scores import Scores, is_small, is_small_times, weakest_fill
 
 _WEAKENS = 1e-3  # times half of float16's lowest number leaves e**-32 of a masked key
-_MULTIPLIED = "float16 scores to which something was added that may mask are multiplied by"
+_MULTIPLIED = "float16 scores to which something that may mask was added are multiplied by"
 _OVERFLOWS = "a fill is -inf once float16 scores are multiplied, under a guard against NaN"
 _CHANGED = "something that may mask is added to float16 scores inside a function of them"
 _INSIDE = "a number that masks is added to float16 scores inside a function of them"

@@ -32,7 +32,7 @@ def pointwise(node: Node, call: Call, position: Position, read: ReadOperand) -> 
     result, value = _expression(node, call, position, read), tensor_value(node)
     dtype = None if value is None else value.dtype
     if leaves_the_type(call.op, result, dtype) or wraps_in_comparison(call):
-        raise Unreadable("numbers that may leave the range or the digits of their type", node)
+        raise Unreadable("numbers that may exceed the range or the precision of their dtype", node)
     return result
 
 

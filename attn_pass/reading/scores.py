@@ -133,7 +133,7 @@ def normalise(expression: Expr, keys: Axis, dtype: torch.dtype) -> Scores:
         raise NotAffine("the scores do not contain a product of queries and keys")
     rule = _RULES.get(expression.op)
     if rule is None:
-        raise NotAffine(f"{_WORDS.get(expression.op, expression.op)} of the scores is no scale, bias or mask")
+        raise NotAffine(f"{_WORDS.get(expression.op, expression.op)} of the scores is not a scale, bias or mask")
     return rule(expression, keys, dtype)
 
 
@@ -240,7 +240,7 @@ def _refuse_a_fill_that_leaks(keep: Keep | None, dtype: torch.dtype) -> None:
     would be known without its scores.
     """
     if keep is not None and dtype != torch.float16 and keep.fill > ABSORBING:
-        raise NotAffine(f"{keep.fill:g} is filled in, which may leave something of a score, and more is added after it")
+        raise NotAffine(f"{keep.fill:g} is filled in, which may not absorb a score, and more is added after it")
 
 
 def _wide(term: Expr, dtype: torch.dtype) -> Expr:
@@ -338,7 +338,7 @@ def _where(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     if inner is no:
         condition = apply("not", condition)
     if not isinstance(fill, Const):
-        raise NotAffine("masked scores are filled with something that is no constant")
+        raise NotAffine("masked scores are filled with something that is not a constant")
     value = float(fill.value)
     if not is_masking(value, dtype):
         raise NotAffine(f"masked scores are filled with {value:g}, which does not mask in {str(dtype)[6:]}")
@@ -381,7 +381,7 @@ def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Sco
 def _maximum(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
     inner, bound, _ = _one_with_dot(expression)
     if not isinstance(bound, Const) or not is_masking(float(bound.value), dtype):
-        raise NotAffine("the scores are clamped from below by something that is no mask value")
+        raise NotAffine("the scores are clamped from below by something that is not a mask value")
     scores = normalise(inner, keys, dtype)
     if scores.keep is not None and scores.bias is None:
         return replace(scores, keep=replace(scores.keep, fill=max(scores.keep.fill, float(bound.value))))

@@ -71,7 +71,7 @@ class UseDefWalk:
         if self._is_leaf(node, at):
             self._check_region(self.leaf)
             if self.leaf_position not in (None, position):
-                raise Unreadable("the scores are read at two places at once", node)
+                raise Unreadable("the scores are read at two positions at once", node)
             self.leaf_position, self.leaf_at = position, at
             self.internal |= dict.fromkeys((node, self.leaf, *written_into(reader, self.leaf)))
             return Dot()
@@ -115,7 +115,7 @@ class UseDefWalk:
         if call.op == "pad":
             return self._padded(defined, call, position, time)
         if call.op not in POINTWISE:
-            raise Unreadable(f"{_name(defined)} is not an operation attention is made of", defined)
+            raise Unreadable(f"{_name(defined)} is not a known operation of attention", defined)
         return self._noted(defined, pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
 
     def _is_leaf(self, node: Node, at: int) -> bool:
@@ -155,7 +155,7 @@ class UseDefWalk:
         widths, value = call["pad"], call["value"]
         constant = call.get("mode", "constant") == "constant" and (value is None or isinstance(value, (int, float)))
         if not isinstance(widths, (list, tuple)) or not constant or not all(isinstance(w, int) for w in widths):
-            raise Unreadable(f"{_name(node)} pads the scores with what cannot be told", node)
+            raise Unreadable(f"{_name(node)} pads the scores with a value that cannot be determined", node)
         shape, at = self.reader.shape(call["input"]), list(position)
         for number, before in enumerate(widths[::2]):
             dim = len(at) - 1 - number
@@ -224,7 +224,7 @@ class UseDefWalk:
         """``index_put`` of one number, out of place or of the whole of the node's memory."""
         part = put_part(self.reader, node)
         if part is None or any(b is not None for b in part.bounds):
-            raise Unreadable(f"{_name(node)} writes scores that cannot be told", node)
+            raise Unreadable(f"{_name(node)} writes scores that cannot be determined", node)
         inside: Expr = TRUE
         for mask, over in part.masks:
             inside = apply("and", inside, self._operand(mask, tuple(position[d] for d in over), time))
@@ -244,7 +244,7 @@ class UseDefWalk:
         """``slice_scatter`` and ``select_scatter``: a part written out of place, as torch.export decomposes it."""
         part = scattered_part(self.reader, node)
         if part is None:
-            raise Unreadable(f"{_name(node)} writes scores that cannot be told", node)
+            raise Unreadable(f"{_name(node)} writes scores that cannot be determined", node)
         return self._chosen(node, position, part, time, lambda: self._operand(call["input"], position, time))
 
     def _chosen(self, node: Node, position: Position, part: Part, at: int, before: Callable[[], Expr]) -> Expr:
@@ -294,7 +294,7 @@ class UseDefWalk:
             at = moved(other.leaf_position)
             mine = at if self.leaf_position is None else self.leaf_position
             if any(a != b and pinned.get(b) != a for a, b in zip(at, mine, strict=True)):
-                raise Unreadable("the scores are read at two places at once", node)
+                raise Unreadable("the scores are read at two positions at once", node)
             self.leaf_position, self.leaf_at = mine, other.leaf_at
         self.internal |= other.internal
         self.joined += [(dtype, rewrite_indices(e, places)) for dtype, e in other.joined]
@@ -308,7 +308,7 @@ class UseDefWalk:
         """Why `Reader.definition` knows no operation."""
         mutation = self.reader.effects.last_mutation(node, at)
         if mutation is None or self.reader.is_reshaped_in_place(node):
-            return Unreadable(f"{_name(node)} is not an operation attention is made of", node)
+            return Unreadable(f"{_name(node)} is not a known operation of attention", node)
         what = "it is" if mutation.whole else "a part of it is"
         return Unreadable(f"{_name(node)} cannot be read: {what} written in place by {_name(mutation.node)}", node)
 

@@ -126,7 +126,7 @@ class Report:
             return self.summary()
         lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
-            lines.append(f"fixed, as their values are compiled in: {', '.join(fixed)}")
+            lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
         return "\n".join([self.summary(), *lines])
 
     def __str__(self) -> str:

@@ -26,9 +26,9 @@ from attn_pass.rewriting.setting import device_of, made_of, setting_of
 from attn_pass.targets.base import Setting
 from attn_pass.tuning.tuner import TuningSite
 
-_OF_A_SHARD = "context parallelism is active: its mask is one of a shard's positions, not of the sequence's"
+_OF_A_SHARD = "context parallelism is active: the mask is over a shard's positions, not over the sequence's"
 _WITHIN_A_SHARD = (
-    "context parallelism is active: it is attention within a shard, and a call in its place would be ring attention"
+    "context parallelism is active: this is attention within a shard, and a call here would become ring attention"
 )
 # AOTAutograd refuses the call there, stock's own as well: it counts the kernel as drawing random numbers.
 _NO_GRADIENT_IN_A_CHECKPOINT = (

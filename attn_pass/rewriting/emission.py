@@ -72,7 +72,7 @@ def _planned(
         except LayoutError as error:
             raise HoldsForSome(str(error)) from None
         except GuardOnDataDependentSymNode as error:
-            raise HoldsForSome(f"{name} asks for a size that is known at run time only ({error.cond})") from None
+            raise HoldsForSome(f"{name} needs a size that is known at run time only ({error.cond})") from None
     if context.run.program != "compile" and (broken := plan.broken_guard(before)) is not None:
         raise HoldsForSome(f"{name} would hold for some sizes only: {broken}")  # nobody checks them
     return value, logarithms

@@ -43,7 +43,7 @@ class Run:
         try:
             yield
         except Exception as error:
-            self.complain(record, "the report of a site lacks something", error)
+            self.complain(record, "the report of a site is incomplete", error)
 
     def complain(self, record: SiteReport | None, what: str, error: Exception) -> None:
         """Warns of a failure, with the source line it concerns and where it came from; or raises it, where asked to."""

@@ -83,7 +83,7 @@ class Local:
 
     def _refusal(self, a: Attention, choices: Sequence[Blocks], setting: Setting) -> str | None:
         if not choices:
-            return "the mask is no sliding window and no chunks of a size that is known"
+            return "the mask is neither a sliding window nor chunks of a known size"
         if not serves(self.name, setting):
             return f"no measured rule for {setting.device.type} devices yet"
         if not a.mask.structure.is_exact or not a.mask.never_empty:
@@ -93,7 +93,7 @@ class Local:
         if a.sink is not None:
             return "a sink needs the whole row's sum of exponentials"
         if a.dropout:
-            return f"dropout {a.dropout:g}: the fused CPU kernel draws none"
+            return f"dropout {a.dropout:g}: the fused CPU kernel has no dropout"
         if a.batch_is_shared:
             return "keys and values shared over the batch would be copied for every block"
         if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):

@@ -57,9 +57,9 @@ class Recompute:
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
-            return "it is for training under torch.compile"
+            return "recompute is for training under torch.compile"
         if not serves(self.name, setting):
-            return "the kernels of other devices give such gradients themselves"
+            return "the kernels of other devices compute such gradients themselves"
         if setting.autocast is not None:
             return "autocast would treat its backward differently from the program's"
         if a.sink is not None:
@@ -70,7 +70,7 @@ class Recompute:
         if plain is not None:
             return plain
         if a.mask.is_none or a.is_causal or setting.fused_as_written:
-            return "the plain call takes it"
+            return "a plain call takes it"
         bias, nonempty = a.mask.bias, a.mask.never_empty or setting.assume_nonempty_rows
         if bias is not None and replaces_scores(bias) and not nonempty:
             return "a row may be fully masked by scores that are replaced before a matrix is added"

@@ -55,24 +55,24 @@ class Tuner:
         """Microseconds of each form and of `LEAVE`, or why nothing was measured."""
         device, made = place.setting.device, tensor_value(place.result)
         if not device.is_here or made is None or made.device.type != device.type:
-            return f"tune=True: no {device.name} to measure on here, the model decides"
+            return f"tune=True: no {device.name} here to measure on, so the prediction decides"
         try:
             p = place
             program = extract(p.result, p.sources, p.sizes, p.effects, p.known, p.needs_grad)
         except CannotExtract as error:
-            return f"tune=True: not measured, {error}; the model decides"
+            return f"tune=True: not measured, {error}; the prediction decides"
         job = self._job(place, program, [LEAVE, *labels])
         key = disk_cache.key_of([job, _digests(program), facts(place.setting.device)])
         result = _checked(disk_cache.load(key))
         if result is None:
             answer = _run(job, program)
             if isinstance(answer, str):
-                return f"tune=True: not measured, {answer}; the model decides"
+                return f"tune=True: not measured, {answer}; the prediction decides"
             disk_cache.save(key, result := answer)
         medians = {label: statistics.median(samples) for label, samples in result["us"].items()}
         if LEAVE not in medians or len(medians) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
-            return f"tune=True: not measured, {failed}; the model decides"
+            return f"tune=True: not measured, {failed}; the prediction decides"
         return medians
 
     def _job(self, place: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:
         result = _checked(json.loads(done.stdout.strip().splitlines()[-1]))
     except (IndexError, ValueError):
         result = None
-    return "the worker process said what is no result" if result is None else result
+    return "the worker process returned an invalid result" if result is None else result
 
 
 def _checked(result: Any) -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = (
         if label != LEAVE:
             report = decide(gm, options, "compile", "inductor", known, measure=only(label)).report
             if not report.rewritten:
-                raise RewriteError(f"nothing takes the form {label}")
+                raise RewriteError(f"no target offers the form {label}")
         return compile_with_inductor(gm, example_inputs, options, report)
 
     return compile_as

@@ -83,7 +83,7 @@ def verify(subject: Subject) -> Verified:
     if attention.dropout:
         return Verified(None, "it draws random numbers")
     if any(isinstance(e, Const) and e.value != e.value for e in walk(attention.score)):
-        return Verified(None, "its scores are no numbers")
+        return Verified(None, "its scores are not numbers")
     worst, why = None, ""
     with outside_tracing():
         for chosen in _choices(subject):
@@ -133,14 +133,14 @@ def _verify_at(subject: Subject, chosen: Mapping[str, int]) -> float:
         factor = count / MOST_SCORES
         return subject.smaller(shrunk(part, lengths, 2 * factor, subject.region, subject.key))
     if (memory := sum(i.memory for i in part.inputs)) > MOST_MEMORY:
-        raise CannotExtract(f"it reads a part of inputs of {memory} elements, too many to make")
+        raise CannotExtract(f"it reads a part of inputs of {memory} elements, too many to generate")
     kinds = _kinds(subject, part, chosen)
     differences = []
     for draw in DRAWS if count <= _FEW_SCORES else DRAWS[:2]:
         backward = draw == "normal" or count <= _FEW_SCORES
         differences.append(_Trial(subject, part, chosen, kinds, draw=draw, backward=backward).difference())
     if differences[0] is None:
-        raise CannotExtract("on random inputs it gives no number that is finite")
+        raise CannotExtract("its result has no finite number on random inputs")
     return max(f for f in differences if f is not None)
 
 
@@ -243,7 +243,7 @@ class _Trial:
             return meant
         meant = run(self._description, self.part.inputs, wide, None, self._cotangent())
         if wrong := compare.wrong_reading(original, self._in_float64(wide), meant):
-            self._tell(f"it is not what was read: {wrong}")
+            self._tell(f"the program differs from its description: {wrong}")
         return meant
 
     def _description(self, *inputs: torch.Tensor, rounds: bool = False) -> torch.Tensor:

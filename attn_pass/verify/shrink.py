@@ -87,7 +87,7 @@ def _propagate(module: GraphModule, inputs: list[Input], region: Region, key: st
         try:
             Running(module).run(*made)
         except Exception as error:
-            raise CannotExtract(f"with a shorter length it is no program ({type(error).__name__})") from None
+            raise CannotExtract(f"with a shorter length it is not a valid program ({type(error).__name__})") from None
 
 
 def _check(part: Cut, module: GraphModule, smaller: Callable[[int], int], key: str) -> None:

@@ -56,7 +56,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "sdpa_rewriter_*",
-        "no fused CPU kernel draws dropout",
+        "no fused CPU kernel has dropout",
         "the CPU has no fused kernel with dropout, however small its probability is; the peers fuse these into torch's "
         "call, which takes the same steps as the program does there",
     ),

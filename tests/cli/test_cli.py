@@ -340,15 +340,15 @@ def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ("content", "sentence"),
     [
         (None, "cannot be read"),
-        ("{", "is no report"),
-        ("[]", "is no report"),
-        ('{"sites": [{"outcome": "left"}]}', "is no report"),
-        ('{"sites": 3, "seconds": 1, "graphs": 1}', "is no report"),
+        ("{", "is not a report"),
+        ("[]", "is not a report"),
+        ('{"sites": [{"outcome": "left"}]}', "is not a report"),
+        ('{"sites": 3, "seconds": 1, "graphs": 1}', "is not a report"),
         (
             '{"sites": [{"outcome": "left", "reason": "r", "module": null}], "seconds": 1, "graphs": 1}',
             "'module' is None",
         ),
-        ("[" * 100_000, "is no report"),
+        ("[" * 100_000, "is not a report"),
     ],
 )
 def test_compare_says_what_is_no_report(content: str | None, sentence: str, tmp_path: Path) -> None:

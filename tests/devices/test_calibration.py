@@ -141,7 +141,7 @@ PREFILL = Problem(4, 32, 4, 32, 4096, 4096, 128, 128, BF16)
 NARROW = replace(PREFILL, head_dim=64, value_dim=64)
 WIDE = replace(PREFILL, head_dim=256, value_dim=256)
 ROW = Problem(64, 32, 64, 8, 1, 32768, 128, 128, BF16)
-ONE_EACH = replace(ROW, kv_heads=32)  # the efficient kernel has no grouped heads
+ONE_EACH = replace(ROW, kv_heads=32)  # the efficient kernel does not take grouped heads
 ROWS = replace(ROW, q_len=8)
 
 

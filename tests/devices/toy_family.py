@@ -15,7 +15,7 @@ CONSTRAINTS = (
     AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16),
     Constraint("mask", "toy::attention takes no mask but a causal one",
                lambda c: c.attention.is_causal or c.attention.mask.is_none),
-    Constraint("extras", "toy::attention draws no dropout and takes no sink",
+    Constraint("extras", "toy::attention has no dropout and no sink",
                lambda c: not c.attention.dropout and c.attention.sink is None),
     Constraint("gradient", "toy::attention has no backward",
                lambda c: not (c.attention.needs_grad or c.setting.may_need_grad)),

@@ -252,11 +252,11 @@ def test_a_program_made_invalid_is_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     toy.use(monkeypatch, toy.Toy(torch.relu))
     program = exported()
     before = code(program)
-    with pytest.warns(attn_pass.AttnPassWarning, match="no valid exported program"):
+    with pytest.warns(attn_pass.AttnPassWarning, match="not a valid exported program"):
         report = attn_pass.rewrite(program)
     assert code(program) == before and len(report.left) == 3
     assert torch.equal(program.module()(above_six())["last"], torch.relu(above_six() * 3))
-    with pytest.raises(attn_pass.RewriteError, match="no valid exported program"):
+    with pytest.raises(attn_pass.RewriteError, match="not a valid exported program"):
         attn_pass.rewrite(program, on_error="raise")
 
 

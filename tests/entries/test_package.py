@@ -88,7 +88,7 @@ def test_a_damaged_package_says_so(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[50] ^= 0xFF  # in the compressed part
     path.write_bytes(content)
-    with pytest.raises(attn_pass.PackageError, match="is no AOTInductor package"):
+    with pytest.raises(attn_pass.PackageError, match="is not an AOTInductor package"):
         attn_pass.package_report(path)
 
 
@@ -99,7 +99,7 @@ def test_what_holds_no_report_says_so(what: str, tmp_path: Path) -> None:
         path.write_bytes(b"no zip")
     elif what == "a package of somebody else":
         package(path, {"mine": "1"})
-    with pytest.raises(attn_pass.PackageError, match=r"no file|no AOTInductor package|holds no report"):
+    with pytest.raises(attn_pass.PackageError, match=r"no file|not an AOTInductor package|holds no report"):
         attn_pass.package_report(path)
     run = CliRunner().invoke(app, ["explain", str(path)])
     assert run.exit_code == 2 and "attn-pass:" in run.stderr

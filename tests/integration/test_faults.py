@@ -164,8 +164,8 @@ WORKERS: dict[str, tuple[Callable[..., Any], str]] = {
     "not started": (_cannot_start, "no worker process could be started"),
     "killed": (_killed, "ended with -9"),
     "out of memory": (_out_of_memory, "MemoryError"),
-    "nonsense": (_nonsense, "said what is no result"),
-    "silent": (_silent, "said what is no result"),
+    "nonsense": (_nonsense, "returned an invalid result"),
+    "silent": (_silent, "returned an invalid result"),
     "all forms failed": (_all_failed, "RuntimeError: x"),
 }
 
@@ -181,7 +181,9 @@ def test_a_worker_that_fails(worker: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         warnings.simplefilter("error", AttnPassWarning)
         found = torch.compile(two_sites, backend=attn_pass.wrap("aot_eager", tune=True))(*inputs)
     torch.testing.assert_close(found, two_sites(*inputs))
-    assert len(report.sites) == 2 and all("the model decides" in s.reason and words in s.reason for s in report.sites)
+    assert len(report.sites) == 2 and all(
+        "the prediction decides" in s.reason and words in s.reason for s in report.sites
+    )
     if worker != "all forms failed":
         assert not list(tmp_path.iterdir()), "a failure must not be remembered"
 

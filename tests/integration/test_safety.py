@@ -78,7 +78,7 @@ FIELDS: tuple[tuple[str, Any], ...] = (
 def test_a_report_of_other_types_is_told_before_it_is_shown(name: str, value: Any, tmp_path: Path) -> None:
     site = {"outcome": "left", "reason": "", name: value}
     path = package(tmp_path, {KEY: json.dumps({"seconds": 0.0, "graphs": 1, "sites": [site]})})
-    with pytest.raises(PackageError, match="none that attn_pass wrote"):
+    with pytest.raises(PackageError, match="was not written by attn_pass"):
         attn_pass.package_report(path)
 
 
@@ -86,7 +86,7 @@ def test_a_report_of_other_types_is_told_before_it_is_shown(name: str, value: An
     "told", [{"seconds": "x", "graphs": 1, "sites": []}, {"seconds": 0, "graphs": [], "sites": []}]
 )
 def test_totals_of_other_types_are_told(told: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(PackageError, match="none that attn_pass wrote"):
+    with pytest.raises(PackageError, match="was not written by attn_pass"):
         attn_pass.package_report(package(tmp_path, {KEY: json.dumps(told)}))
 
 
@@ -103,5 +103,5 @@ def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
     begin = content.find(name.encode()) + len(name)
     content[begin : begin + 2] = b"\xff\xff"
     path.write_bytes(content)
-    with pytest.raises(PackageError, match="no AOTInductor package"):
+    with pytest.raises(PackageError, match="not an AOTInductor package"):
         attn_pass.package_report(path)

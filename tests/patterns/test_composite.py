@@ -194,7 +194,7 @@ STAYS: dict[str, tuple[Call, dict[str, Any], str]] = {
     "weights are used in another product": (lambda m, x: m(x, x, x)[1] @ x, {}, "the attention weights are used"),
     "nothing is cheaper": (attending(), {}, "already the cheapest form"),
     "no target is allowed": (attending(), {"targets": ("flex",)}, "need no score function"),
-    "the user's rule": (attending(), {"rules": {"*": "leave"}}, "left as asked for"),
+    "the user's rule": (attending(), {"rules": {"*": "leave"}}, "left as requested"),
     "strict": (attending(key_padding_mask=PADDING), {"numerics": "strict"}, "numerics='strict'"),
 }
 

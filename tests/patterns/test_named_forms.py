@@ -107,7 +107,7 @@ def zeroed(w: Tensor, where: Tensor) -> Tensor:
     return torch.where(where, torch.zeros_like(w), w)
 
 
-OTHER_MASK = "the attention weights are masked, and not by the mask"
+OTHER_MASK = "the attention weights are masked, but not by the mask"
 SOFTMAXES = {
     "two masks": Pair(
         lambda q, k, v, p: softmax(masked(masked(q @ k.mT, triangle(), LOWEST), p, LOWEST)) @ v,
@@ -147,13 +147,13 @@ SOFTMAXES = {
         lambda q, k, v, m: torch.nan_to_num(softmax(masked(q @ k.mT, m))) @ v,
         lambda q, k, v, m: softmax(torch.nan_to_num(masked(q @ k.mT, m))) @ v,
         MASKED,
-        left="nan_to_num is not an operation attention is made of",
+        left="nan_to_num is not a known operation of attention",
     ),
     "nan_to_num of a number": Pair(
         lambda q, k, v, m: torch.nan_to_num(softmax(masked(q @ k.mT, m)), nan=0.0) @ v,
         lambda q, k, v, m: torch.nan_to_num(softmax(masked(q @ k.mT, m)), nan=0.5) @ v,
         MASKED,
-        left="nan_to_num is not an operation attention is made of",
+        left="nan_to_num is not a known operation of attention",
     ),
     "where isnan": Pair(
         lambda q, k, v, m: (lambda w: zeroed(w, torch.isnan(w)))(softmax(masked(q @ k.mT, m))) @ v,

@@ -102,7 +102,7 @@ def test_rules_choose_by_module_or_line() -> None:
 
     sites = decided_by({"far": ("decomposed", "local", "sdpa"), "ne*": "leave"})
     assert sites["far"].target == "local" and "the rule for 'far'" in sites["far"].reason
-    assert sites["near"].outcome == "left" and sites["near"].reason.startswith("left as asked for")
+    assert sites["near"].outcome == "left" and sites["near"].reason.startswith("left as requested")
     line = sites["near"].where.split(" in ")[0]
     assert [s.outcome for s in decided_by([(line, ["leave"]), ("far", "sdpa")]).values()] == ["left", "left"]
     assert [s.outcome for s in decided_by({"other": "leave"}).values()] == ["rewritten", "rewritten"]

@@ -102,7 +102,7 @@ def decided(program: Any, device: str, *shape: int) -> attn_pass.SiteReport:
 def test_the_report_says_which_margin_held() -> None:
     site = decided(repeated, "H200", 8, 32, 8, 1, 32768, 128)
     assert site.outcome == "rewritten"
-    assert "more than the 1.25 times that are asked for" in site.reason and "was not measured" in site.reason
+    assert "more than the 1.25x that is required" in site.reason and "was not measured" in site.reason
 
 
 def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
@@ -111,7 +111,7 @@ def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
     best = min(us for name, us in site.predicted_us.items() if name != "leave")
     assert 1.01 < site.predicted_us["leave"] / best < 1.25
     assert site.outcome == "left"
-    assert "less than the 1.25 that are asked for" in site.reason and "reaches cudnn already" in site.reason
+    assert "less than the 1.25x that is required" in site.reason and "reaches cudnn already" in site.reason
 
 
 def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

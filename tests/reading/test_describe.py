@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[Program, tuple[Tensor, ...]]] = {
         lambda q, k, v: torch.einsum("bhij,bhijd->bhid", torch.einsum("bhijd,bhjd->bhij", q, k).softmax(-1), v),
         (randn(2, 2, 4, 5, 8), randn(2, 2, 5, 8), randn(2, 2, 4, 5, 8)),
     ),
-    "a logarithm is taken off scores that a number may mask in all of a row": (
+    "a logarithm is subtracted from scores of a row that a number may mask fully": (
         masked(lambda s: s, lambda s: (s - s.logsumexp(-1, keepdim=True)).exp()),
         (*qkv(), randn(8, 8)),
     ),

@@ -271,7 +271,7 @@ def inspected(folder: Path) -> list[str]:
 def test_a_folder_that_cannot_be_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here already")
     (told,) = inspected(tmp_path / "file")
-    assert "what is compiled is not concerned" in told and (tmp_path / "file").read_text() == "here already"
+    assert "compilation is not affected" in told and (tmp_path / "file").read_text() == "here already"
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def test_each_rule_on_both_sides() -> None:
     assert "dropout 0.1" in reason(with_dropout, *qkv(grad=True))
     assert "head dim is below 16" in reason(take[0], *qkv(dim=15))
     assert "head dim is below 16" in reason(take[0], *qkv(value_dim=8))
-    assert "or over 256" in reason(take[0], *qkv(dim=257))
+    assert "or are over 256" in reason(take[0], *qkv(dim=257))
     assert reason(take[0], *qkv(dim=24, value_dim=256)) == ""
     assert "without a mask" in reason(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv())
     assert "without a mask" in reason(masked(causal), *qkv())

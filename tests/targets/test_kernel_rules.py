@@ -166,7 +166,7 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ({"q_len": 2, "grad": True}, {"q_len": 1, "grad": True}),
         ({"q_len": 1}, {"q_len": 1, "may_train": True, "device": gpu(9, 0, 92600)}),
     ],
-    ("cudnn", "empty rows"): [
+    ("cudnn", "fully masked rows"): [
         ({"mask": "boolean"}, {"mask": "boolean", "never_empty": False}),
         ({"never_empty": False}, {"mask": "additive", "never_empty": False}),
     ],

@@ -71,7 +71,7 @@ def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.
     monkeypatch.setattr(tuner, "_LIMIT_SECONDS", 0.01)
     with torch.no_grad():
         site = site_of(grouped, *qkv(2, 8, 4, 300, 64, kv_heads=2))
-    assert site.outcome == "rewritten" and "the model decides" in site.reason and not site.measured_us
+    assert site.outcome == "rewritten" and "the prediction decides" in site.reason and not site.measured_us
 
 
 def test_another_device_is_not_measured_here() -> None:

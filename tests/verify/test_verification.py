@@ -412,7 +412,7 @@ def test_a_part_of_a_long_cache_is_told() -> None:
         return plain(q, cache[:, :, :20], cache[:, :, 1:21])
 
     site = site_of(step, randn(1, 4, 1, 16), torch.empty(1, 4, 1 << 20, 16))
-    assert site.outcome == "rewritten" and "too many to make" in site.not_verified
+    assert site.outcome == "rewritten" and "too many to generate" in site.not_verified
 
 
 @pytest.mark.parametrize(

@@ -91,21 +91,21 @@ class CpuKernel:
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if setting.device.type != "cpu":
-            return "the CPU kernel is not for other devices"
+            return "the CPU kernel runs on CPUs only"
         if a.compute_dtype not in _DTYPES:
-            return f"the CPU kernel computes in float32, and this is {str(a.compute_dtype)[6:]}"
+            return f"the CPU kernel computes in float32, and this attention in {str(a.compute_dtype)[6:]}"
         if a.needs_grad or setting.may_need_grad:
             return "the CPU kernel has no backward"
         if a.dropout:
-            return "the CPU kernel draws no dropout"
+            return "the CPU kernel has no dropout"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return "autocast would give the products another dtype"
         if setting.allowed_backends is not None:
             return "sdpa_kernel allows torch's own kernels only"
         if setting.program == "export":
-            return "an exported program would need attn_pass where it runs"
+            return "an exported program with the CPU kernel would need attn_pass at run time"
         if any(setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads))):
-            return "there may be no heads"
+            return "the number of heads may be 0"
         if a.mask.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
             return STRICT_KEYS
         return _refusal_of_score(a) or build.missing() or None

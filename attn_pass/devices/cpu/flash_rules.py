@@ -13,7 +13,7 @@ CPU_FLASH = KernelRules(
         dtype_rule(torch.float32, torch.float64, *HALF),
         Rule(
             "dropout",
-            lambda c: f"dropout {c.attention.dropout:g}: no fused CPU kernel draws dropout",
+            lambda c: f"dropout {c.attention.dropout:g}: no fused CPU kernel has dropout",
             lambda c: not c.attention.dropout,
             "check_for_dropout",
         ),

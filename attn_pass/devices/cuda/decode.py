@@ -103,7 +103,7 @@ class Decode(CudaKernel):
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if self.name not in setting.device.kernels:
-            return f"the split-KV kernel is not for {setting.device.type} devices"
+            return f"the split-KV kernel does not run on {setting.device.type} devices"
         if setting.device.capability < (8, 0):
             return "the split-KV kernel needs compute capability 8.0"
         if find_spec("triton") is None:
@@ -111,9 +111,9 @@ class Decode(CudaKernel):
         if a.needs_grad:
             return "the split-KV kernel has no backward"
         if a.dropout:
-            return "the split-KV kernel draws no dropout"
+            return "the split-KV kernel has no dropout"
         if a.compute_dtype not in (torch.float16, torch.bfloat16):
-            return "the split-KV kernel takes half precision"
+            return "the split-KV kernel takes half precision only"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return "autocast would give the products another dtype"
         if setting.allowed_backends is not None:
@@ -148,14 +148,14 @@ def _refusal_of_sizes(a: Attention) -> str | None:
     if not isinstance(q_len, int) or not isinstance(groups, int) or q_len * groups > _MOST_ROWS:
         return "the number of query rows is large, or not known"
     if q_len > _MOST_QUERIES:
-        return f"{q_len} query rows are not few"
+        return f"{q_len} query rows are too many for a split-KV kernel"
     if any(not isinstance(d, int) or d % _VECTOR or not 16 <= d <= 256 for d in (a.head_dim, a.value_head_dim)):
-        return f"the head dim is no multiple of {_VECTOR} from 16 to 256, or not known"
+        return f"the head dim is not a multiple of {_VECTOR} from 16 to 256, or is not known"
     if 0 in (a.kv_len, q_len, a.batch_size, a.query_heads):
         return "a size is 0"
     for name, load, dims in (("keys", a.key, (a.dim,)), ("values", a.value, a.value_dim)):
         if not _begins_in_vectors(a, load, dims):
-            return f"the {name} lie at steps that are no multiples of {_VECTOR} elements, and would be read singly"
+            return f"the {name} have strides that are not multiples of {_VECTOR}, and would be read singly"
     return None
 
 

@@ -253,7 +253,7 @@ def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
     if mask is not None:
         mask = mask.expand(batch, heads, q_len, kv_len)
     if lengths is not None:
-        torch._check_type(lengths.dtype == torch.int32, lambda: f"lengths are {lengths.dtype}, and int32 is taken")
+        torch._check_type(lengths.dtype == torch.int32, lambda: f"lengths are {lengths.dtype}; int32 is expected")
         lengths = lengths.expand(batch)
     return {
         "query": query,

@@ -147,7 +147,7 @@ def _problem(a: Attention, decided: FlashAttnPlan, setting: Setting) -> Problem:
 def _refusal(a: Attention, setting: Setting) -> str | None:
     device = setting.device
     if device.type != "cuda":
-        return f"flash_attn is not for {device.type} devices"
+        return f"flash_attn does not run on {device.type} devices"
     if not device.kernels:
         return f"no measured rule for {device.type} devices yet"
     if device.capability < (8, 0):
@@ -155,13 +155,13 @@ def _refusal(a: Attention, setting: Setting) -> str | None:
     if not all(is_installed(name) for name in _MODULES):
         return "flash_attn is not installed with its kernels"
     if setting.program == "aoti":
-        return "flash_attn's operators are written in Python, and a compiled package runs without"
+        return "flash_attn's operators are written in Python, and a compiled package runs without Python"
     if a.needs_grad and setting.program != "compile":
         return "flash_attn's gradient is in its autograd function, which an exported program cannot hold"
     if a.dropout or a.sink is not None:
-        return "flash_attn is given no dropout here and takes no sink"
+        return "attn_pass passes flash_attn no dropout, and it takes no sink"
     if a.compute_dtype not in (torch.float16, torch.bfloat16):
-        return "flash_attn takes half precision"
+        return "flash_attn takes half precision only"
     case = Attended(a, setting)
     if not AUTOCAST.holds(case):
         return AUTOCAST.why(case)
@@ -191,7 +191,7 @@ def refusal_of_rows(a: Attention, given: Arguments, setting: Setting, kernel: st
     if setting.numerics == "strict" and (a.empty_row_is_nan or given.finite_fill):
         return "numerics='strict': a row may be fully masked"
     if given.finite_fill:
-        return f"a row may be fully masked by a number, which gives the mean of the values, and 0 in {kernel}"
+        return f"a row may be fully masked by a finite number, which gives the mean of the values, and 0 in {kernel}"
     return None
 
 

@@ -76,7 +76,7 @@ class FlashAttn3(CudaKernel):
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttn3Plan] | Refusal:
         """Takes what FlashAttention-3 computes, in half precision on Hopper."""
         if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
+            return Refusal(self.name, f"{self.name} does not run on {setting.device.type} devices", other_device=True)
         reason = refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason)
@@ -180,11 +180,11 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
     Constraint(
         "compute capability",
-        lambda c: "flash_attn_3 is for compute capability 9.0 (Hopper), and this is {}.{}".format(
+        lambda c: "flash_attn_3 is for compute capability 9.0 (Hopper), and this device has {}.{}".format(
             *c.setting.device.capability
         ),
         lambda c: c.setting.device.capability == (9, 0),
-        "hopper/setup.py builds for 8.0 and 9.0a; on 8.0 it is no other kernel than FlashAttention-2's",
+        "hopper/setup.py builds for 8.0 and 9.0a; on 8.0 the kernel is FlashAttention-2's",
     ),
     Constraint(
         "package",
@@ -207,13 +207,13 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     ),
     Constraint(
         "dropout and sinks",
-        "flash_attn_3 draws no dropout and takes no sink",
+        "flash_attn_3 has no dropout and takes no sink",
         lambda c: not c.attention.dropout and c.attention.sink is None,
         f"{_API}: p_dropout = 0",
     ),
     Constraint(
         "dtype",
-        "flash_attn_3 takes half precision",
+        "flash_attn_3 takes half precision only",
         lambda c: c.attention.compute_dtype in (torch.float16, torch.bfloat16),
         f"{_API}: only supports fp16, bf16, and fp8_e4m3 data type",
     ),

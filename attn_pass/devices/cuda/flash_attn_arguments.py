@@ -33,7 +33,7 @@ from attn_pass.model.structure import Band, Keys, Opaque, Structure, keeps_a_key
 
 _ADDED = Opaque("additive")  # what a structure says of a bias that is no mask
 _EXACT = (torch.float32, torch.float64)  # positions are exact in these
-NO_FORM = "the bias is no mask and no multiple of the distance"
+NO_FORM = "the bias is neither a mask nor a multiple of the distance"
 
 
 class NoForm(Exception):
@@ -73,7 +73,7 @@ def arguments_of(a: Attention) -> Arguments:
     own = a.kv_len - a.q_len
     left, right = _sides(_band(a, visible), own)
     if (left > -1 or right > 0) and not is_at_most(a.q_len, a.kv_len):
-        raise NoForm("a window with more rows than keys, for all that is known")
+        raise NoForm("a window may have more rows than keys")
     return replace(
         arguments,
         causal=right == 0,
@@ -133,12 +133,12 @@ def _band(a: Attention, visible: Structure) -> Band:
     if not visible.parts:
         return Band()
     if visible.row != row_index(a.rows):
-        raise NoForm("the mask is over other rows than the call")
+        raise NoForm("the mask covers other rows than the call")
     part = visible.parts[0]
     if isinstance(part, Keys) and visible.row == 0:  # one row, at 0
         part = Band(part.lower, part.upper)
     if len(visible.parts) > 1 or not isinstance(part, Band):
-        raise NoForm(f"the mask is no window of keys: {a.mask}")
+        raise NoForm(f"the mask is not a window of keys: {a.mask}")
     return part
 
 
@@ -249,7 +249,7 @@ def _slopes(a: Attention, term: Expr, own: Index, *, after: bool) -> Expr:
                 return down  # |place| is -place for every key that is kept
         elif after and a.keys not in axes(rest):
             return slope.factor if sign > 0 else down
-    raise NoForm("the bias is a multiple of another distance than to the last key")
+    raise NoForm("the bias is a multiple of a distance that is not aligned to the last key")
 
 
 def _slope(expression: Expr, where: set[Axis]) -> _Slope | None:

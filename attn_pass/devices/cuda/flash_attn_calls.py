@@ -39,7 +39,7 @@ _PARAMETERS = (
     *("q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right"),
     *("softcap", "alibi_slopes", "return_softmax"),
 )
-_TRAINING = "flash_attn's own backward takes what the call saves: in training the call stays"
+_TRAINING = "flash_attn's own backward needs what the call saves: in training the call stays"
 _RESULTS = {  # what else the operator returns, and why the call stays where somebody takes it
     1: "the logarithm of the sum of exponentials is used as well",
     2: "the attention weights of return_attn_probs are used as well",
@@ -80,10 +80,8 @@ def _several_lengths(reader: Reader, node: Node) -> Composite:
     for place in places:
         args[place] = _uncopied(reader, args[place], node, is_query=place == 0)
     if region.functorch or all(args[place] is node.args[place] for place in places):
-        return Composite(
-            node, "sequences of several lengths, one behind the other, are no (B, H, L, D): the call stays"
-        )
-    why = "it takes its operands as they lie, without the copies"
+        return Composite(node, "sequences of several lengths, one after another, are not (B, H, L, D): the call stays")
+    why = "the kernel reads its operands with their own strides, without the copies"
     return Composite(node, None, (tuple(args), dict(node.kwargs)), FORM, why)
 
 
@@ -121,7 +119,7 @@ def _arguments(node: Node) -> dict[str, Any]:
     overload = target if isinstance(target, OpOverload) else target.default  # type: ignore[union-attr]
     schema = overload._schema.arguments
     if {a.name for a in schema} != set(_PARAMETERS):
-        raise Unreadable("it is another version of flash_attn's operator", node)
+        raise Unreadable("the call is of another version of flash_attn's operator", node)
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
     given |= dict(zip((a.name for a in schema), node.args))
     given |= node.kwargs
@@ -137,7 +135,7 @@ def _arguments(node: Node) -> dict[str, Any]:
         if not isinstance(given[name], (int, kind)):
             raise Unreadable(f"{name} is not a constant", node)
     if given["return_softmax"]:
-        raise Unreadable("it is asked for the attention weights", node)
+        raise Unreadable("the call asks for the attention weights", node)
     return given
 
 
@@ -156,7 +154,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
     operands = {name: given[name] for name in ("q", "k", "v")}
     q, k, v, out = (tensor_value(n) for n in (*operands.values(), result))
     if q is None or k is None or v is None or out is None or any(t.dim() != 4 for t in (q, k, v)):
-        raise Unreadable("an operand is no tensor of four dimensions", node)
+        raise Unreadable("an operand is not a tensor of four dimensions", node)
     if out.requires_grad:
         raise Unreadable("the operator alone has no gradient, and one is needed", node)
     q_shape, k_shape, v_shape = (reader.sizes.shape(t) for t in (q, k, v))
@@ -170,7 +168,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
     if k_shape[2] != q_shape[2]:
         groups = divide_exactly(q_shape[2], k_shape[2])
         if groups is None:
-            raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
+            raise Unreadable("the number of heads is not a multiple of the number of KV heads", node)
         kv_head = divide(head, groups)[0]
     time, region = reader.order[node], reader.regions.of(node)
     key = axis_index(keys)
@@ -237,7 +235,7 @@ def _score(
     if slopes is not None:
         value = tensor_value(slopes)
         if value is None or value.dim() not in (1, 2):
-            raise Unreadable("the slopes are no tensor of one or two dimensions", node)
+            raise Unreadable("the slopes are not a tensor of one or two dimensions", node)
         slope = element_of(reader, node, slopes, (batch, head)[2 - value.dim() :], side)
         distance = apply("cast", apply("abs", index_value(own - key)), dtype=torch.float32)
         score = apply("sub", score, apply("mul", slope, distance))
@@ -267,5 +265,5 @@ def _window(node: Node, given: dict[str, Any], lengths: tuple[Index, Index]) -> 
     if is_at_most(q_len, kv_len):
         return (None if left < 0 else left), (None if right < 0 else right)
     if not isinstance(q_len, int) or not isinstance(kv_len, int):
-        raise Unreadable("a window, and more rows than keys for all that is known", node)
+        raise Unreadable("a window may have more rows than keys", node)
     return (kv_len if left < 0 else left), (kv_len if right < 0 else right)

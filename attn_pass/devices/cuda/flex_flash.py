@@ -58,7 +58,7 @@ class FlexFlash(Flex, CudaKernel):
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what `flex` takes on CUDA, within the limits of the kernel and of torch's code for it."""
         if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} is not for {setting.device.type} devices", other_device=True)
+            return Refusal(self.name, f"{self.name} does not run on {setting.device.type} devices", other_device=True)
         case = Case(attention, setting, function_of(attention, setting))
         for constraint in CONSTRAINTS:
             if not constraint.holds(case):
@@ -121,7 +121,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         f"{_TORCH}: ensure_flash_available",
     ),
     Constraint(
-        "FlexAttention's FLASH backend is known from torch 2.13 on",
+        "FlexAttention's FLASH backend needs torch 2.13 or newer",
         lambda c: TORCH_VERSION >= (2, 13),
         f"{_TORCH} of 2.11 does not put captured tensors into memory",
     ),
@@ -136,17 +136,17 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         f"{_CUTE}: 8.x takes no score function, 12.x no block mask",
     ),
     Constraint(
-        "FlexAttention's FLASH backend takes half precision",
+        "FlexAttention's FLASH backend takes half precision only",
         lambda c: c.attention.compute_dtype in (torch.float16, torch.bfloat16),
         f"{_CUTE}: inputs must be float16, bfloat16",
     ),
     Constraint(
-        "a size is not known, and FlexAttention's FLASH backend is for known sizes",
+        "a size is not known, and FlexAttention's FLASH backend needs known sizes",
         lambda c: all(isinstance(n, int) for n in _sizes(c.attention)),
         f"{_TORCH}: TODO(dynamic shapes); has_unsupported_captured_scalars",
     ),
     Constraint(
-        "the head dims are no multiples of 8, or over 256 (128 on compute capability 10.x and in training)",
+        "the head dims are not multiples of 8, or are over 256 (128 on compute capability 10.x and in training)",
         lambda c: (
             _are_multiples(8, c.attention.head_dim, c.attention.value_head_dim)
             and _are_at_most(
@@ -162,7 +162,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         f"{_TORCH}: has_unsupported_captured_scalars",
     ),
     Constraint(
-        "the mask is not known block by block, and FlexAttention's FLASH backend asks for full blocks",
+        "the mask is not known block by block, and FlexAttention's FLASH backend needs full blocks",
         lambda c: not _is_masked(c) or c.function.whole,
         f"{_TORCH}: block mask but without full blocks is not supported yet",
     ),
@@ -178,9 +178,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "flash_attn/cute/block_sparsity.py: sparse_block_size[1] to match tile_n; two tiles of 128 rows on 10.x",
     ),
     Constraint(
-        "the lengths are no multiples of 128, the block of the mask",
+        "the lengths are not multiples of 128, the block of the mask",
         lambda c: not _is_masked(c) or _are_multiples(_BLOCK, c.attention.q_len, c.attention.kv_len),
-        "a full block that ends behind the last key: create_block_mask makes none",
+        "create_block_mask makes no full block that ends behind the last key",
     ),
     Constraint(
         "a row may be fully masked, and what FlexAttention's FLASH backend gives there is not known",
@@ -188,7 +188,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "",
     ),
     Constraint(
-        "deterministic algorithms are asked for, and the backward with a mask is not on this GPU",
+        "deterministic algorithms are requested, and the backward with a mask is not deterministic on this GPU",
         lambda c: not (c.attention.needs_grad and c.setting.deterministic and _is_masked(c)),
         f"{_TORCH}: Deterministic backward for flex_attention with block_mask requires SM100+ and write orders",
     ),

@@ -140,7 +140,7 @@ class Kernel(CudaKernel):
         if not AUTOCAST.holds(case):
             return AUTOCAST.why(case)
         if a.scale == 0 and kind != "none":
-            return "a scale of 0 would be multiplied with what masks"
+            return "a scale of 0 would also be multiplied into the mask"
         return mask_refusal(a, setting)
 
     def _dims(self, a: Attention) -> Dims:

@@ -66,7 +66,7 @@ _RESULTS = {
     1: "the maxima of the softmax, or the logarithm of its sum, are used as well",
     2: "the sums of the softmax are used as well",
 }
-TRUSTED = "the mask given beside a sparse_mode is the triangle that torch_npu asks for"
+TRUSTED = "the mask given beside a sparse_mode is the triangle that torch_npu requires"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _arguments(node: Node, name: str) -> _ParsedCall:
             raise Unreadable(f"its {word} is not a constant", node)
     keep = given.get("keep", 1.0)
     if not isinstance(keep, (int, float)) or not 0 < keep <= 1:
-        raise Unreadable(f"keep_prob {keep} is none that the operator takes", node)
+        raise Unreadable(f"keep_prob {keep} is not accepted by the operator", node)
     inner, _, outer = str(given["layout"]).partition("_")
     if inner not in _LAYOUTS or (outer and (name != _INFERENCE or (inner, outer) != ("BNSD", "BSND"))):
         raise Unreadable(f"layout {given['layout']}: sequences of one length are read", node)
@@ -191,7 +191,7 @@ def _sizes(layout: tuple[str, ...], shape: Position, heads: int, node: Node) -> 
 def _lift(reader: Reader, node: Node, result: Node, given: _ParsedCall, mask: _Mask) -> Parts:
     tensors = [t for n in (given.query, given.key, given.value, result) if (t := tensor_value(n)) is not None]
     if len(tensors) != 4:
-        raise Unreadable("an operand is no tensor", node)
+        raise Unreadable("an operand is not a tensor", node)
     inner, outer = given.layouts
     q, k, v, kv_heads = _sizes_of_operands(reader, node, given, tensors)
     facts = _facts(reader, given, tensors, q, k, v)
@@ -256,7 +256,7 @@ def _sizes_of_operands(
     if k["h"] != kv_heads:
         raise Unreadable(f"{kv_heads} KV heads are given, and the keys have {k['h']}", node)
     if given.heads % kv_heads:
-        raise Unreadable("the number of heads is no multiple of the number of KV heads", node)
+        raise Unreadable("the number of heads is not a multiple of the number of KV heads", node)
     return q, k, v, kv_heads
 
 
@@ -334,7 +334,7 @@ class _Mask:
                 self.node,
             )
         if met.inference and not _is_contiguous(self.reader, value):
-            raise Unreadable("its mask is not contiguous, as the inference operator asks", self.node)
+            raise Unreadable("its mask is not contiguous, which the inference operator requires", self.node)
         places: dict[str, Index] = {**dict(zip("bhik", position)), "1": 0}
         load = element_of(self.reader, self.node, mask, tuple(places[letter] for letter in letters), self.side)
         return load if value.dtype == torch.bool else apply("ne", load, Const(0))
@@ -343,9 +343,7 @@ class _Mask:
         """Raises `Unreadable` where the mask beside modes 2 to 4 is not, or may not be, the one that they ask for."""
         shape = self.reader.sizes.shape(value)
         if "".join("s" if n == SIDE else str(n) for n in shape) not in met.limits.compressed:
-            raise Unreadable(
-                f"a mode with a compressed mask asks for one of 2048 x 2048, got {_words(shape)}", self.node
-            )
+            raise Unreadable(f"a mode with a compressed mask needs one of 2048 x 2048, got {_words(shape)}", self.node)
         why, trusted = check_triangle(self.reader, mask, self.reader.order[self.node])
         if why is not None:
             raise Unreadable(why, self.node)

@@ -44,7 +44,7 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
 
 _NONEMPTY = "no row is fully masked"
-_FAMILY = f"the NPU does not say its family: planned for {generations.UNKNOWN}"
+_FAMILY = f"the NPU does not report its family, so it is planned for {generations.UNKNOWN}"
 _ROWS_FIRST = next(layout for layout in LAYOUTS if layout.name == "BSND")
 
 
@@ -129,7 +129,7 @@ class _Operator:
     def _why_absent(self, setting: Setting) -> str:
         device = setting.device
         if device.type != "npu":
-            return f"{self.name} is not for {device.type} devices"
+            return f"{self.name} does not run on {device.type} devices"
         family = generations.generation(device.generation or generations.UNKNOWN)
         return family.refusal or f"{self.name} is not documented for Ascend {family.name} devices"
 

@@ -130,7 +130,7 @@ RULES: tuple[Constraint[Case], ...] = (
         _by_backends,
         lambda c: c.setting.allowed_backends is None or "FLASH_ATTENTION" in c.setting.allowed_backends,
     ),
-    Rule("dropout", "the inference operator draws no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
+    Rule("dropout", "the inference operator has no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
     Rule(
         "dropout",
         lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot say",
@@ -163,7 +163,7 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "deterministic",
-        "deterministic algorithms are asked for, and whether its gradient is one is not known",
+        "deterministic algorithms are requested, and whether its gradient is deterministic is not known",
         lambda c: not (c.attention.needs_grad and c.setting.deterministic and not c.setting.fused_as_written),
         of=FUSION,
     ),

@@ -1,4 +1,4 @@
-"""Whether the mask beside ``sparse_mode`` 2 to 4 is the triangle that torch_npu asks for.
+"""Whether the mask beside ``sparse_mode`` 2 to 4 is the triangle that torch_npu requires.
 
 Its elements are computed where the program makes it; a tensor that comes from outside, and is used as it is, is looked
 at where its values are there, and else taken for the triangle.
@@ -24,7 +24,7 @@ _ROW, _KEY = Axis("triangle_i", SIDE), Axis("triangle_j", SIDE)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ASKED = "torch.ones(2048, 2048, dtype=torch.bool).triu(1): True is masked out"
 _OTHER = f"the mask beside its sparse_mode is not {_ASKED}"
-_UNREAD = f"what the program makes of the mask beside its sparse_mode is not read, and may not be {_ASKED}"
+_UNREAD = f"the mask beside its sparse_mode is computed in a way that is not read, so it may not be {_ASKED}"
 
 
 def check_triangle(reader: Reader, mask: Node, at: int) -> tuple[str | None, bool]:

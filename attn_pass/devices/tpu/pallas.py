@@ -169,7 +169,7 @@ class PallasFlash(_Pallas):
 
     def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
         if mask.has_band and not mask.is_causal:
-            return "flash attention's causal flag is from the first key on, and any other band is splash attention's"
+            return "flash attention's causal flag counts from the first key; splash attention takes any other band"
         return None
 
 
@@ -180,13 +180,13 @@ class PallasSplash(_Pallas):
 
     def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
         if mask.matrix:
-            return "splash attention adds no matrix, and the mask is no band of distances"
+            return "splash attention takes no bias, and the mask is not a band of distances"
         rows, keys = whole(a.q_len), whole(a.kv_len)
         if mask.has_band:
             if not mask.leaves_no_row_empty(rows, keys):
-                return "some row is outside the band altogether, and splash attention divides by its sum of weights"
+                return "some row lies entirely outside the band, and splash attention divides by its sum of weights"
             if a.needs_grad and not mask.leaves_no_row_empty(*(-(-n // 128) * 128 for n in (rows, keys))):
-                return "the number of query rows is no multiple of 128, and rows added to make it one would see no key"
+                return "the number of query rows is not a multiple of 128, and padded rows would be fully masked"
         return None
 
 

@@ -177,7 +177,7 @@ RULES: tuple[Rule, ...] = (
         lambda a: f"the Pallas kernels take bfloat16 and float32, not {dtype_name(a.compute_dtype)}",
         lambda a: a.compute_dtype in (torch.bfloat16, torch.float32),
     ),
-    Rule("dropout", "the Pallas kernels draw no dropout", lambda a: not a.dropout),
+    Rule("dropout", "the Pallas kernels have no dropout", lambda a: not a.dropout),
     Rule("sink", "the Pallas kernels are given no sink here", lambda a: a.sink is None),
     Rule(
         "static sizes",
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scale",
-        lambda a: f"a scale of {a.scale:g} leaves no room for a mask above it",
+        lambda a: f"a scale of {a.scale:g} is too small for a mask that is divided by it",
         lambda a: a.mask.is_none or abs(a.scale) >= SMALLEST_SCALE,
     ),
 )

@@ -141,7 +141,7 @@ def drawing_of(gm: GraphModule) -> tuple[str, str]:
         return "", "torch.fx's drawer needs pydot: pip install 'attn-pass[inspect]'"
     number = len(gm.graph.nodes)
     if number > MOST_DRAWN:
-        return "", f"it has {number} nodes, and a drawing of more than {MOST_DRAWN} is of no use to anybody"
+        return "", f"it has {number} nodes, and a drawing of more than {MOST_DRAWN} is not legible"
     from torch.fx.passes.graph_drawer import FxGraphDrawer
 
     try:
@@ -177,7 +177,7 @@ def _tried(what: str, make: Callable[[], Any]) -> Any:
 def warn_once(what: str, error: Exception) -> None:
     """Warn of something that was to be shown and could not be made."""
     warnings.warn(
-        f"attn_pass: {what} failed ({type(error).__name__}: {first_line(error)}); what is compiled is not concerned",
+        f"attn_pass: {what} failed ({type(error).__name__}: {first_line(error)}); compilation is not affected",
         AttnPassWarning,
         stacklevel=3,
     )

@@ -92,7 +92,7 @@ class _Folder:
             code = _of_graph(graph, rest_code, alone)
             own_functions = _of_graph(graph, rest_functions, alone)
             sections.append(self._graph(number, graph, code, own_functions, draw=draw))
-        rest = Section("Compiled meanwhile, of no graph above")
+        rest = Section("Also compiled meanwhile, for none of the graphs above")
         self._outputs(rest, "other", rest_code, "Inductor's code")
         self._outputs(rest, "other", rest_functions, "a function as Dynamo runs it")
         remarks = [*([] if collection.graphs else [_NONE_DECIDED]), *outputs.remarks, *filter(None, [why_none])]

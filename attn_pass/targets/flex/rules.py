@@ -56,7 +56,7 @@ _ANY_SCORE = Rule(
 _UNKNOWN_DEVICE = Rule("device", lambda c: f"no measured rule for {c.setting.device.type} devices yet", lambda c: False)
 _VERSION = Rule(
     "torch",
-    lambda c: f"FlexAttention on {_on(c)} is known from torch {'.'.join(map(str, _minimum(c)))} on",
+    lambda c: f"FlexAttention on {_on(c)} needs torch {'.'.join(map(str, _minimum(c)))} or newer",
     lambda c: _minimum(c) <= TORCH_VERSION,
 )
 _DTYPE = Rule(
@@ -64,11 +64,11 @@ _DTYPE = Rule(
     lambda c: f"FlexAttention takes no {dtype_name(c.attention.compute_dtype)} on {_on(c)}",
     lambda c: c.attention.compute_dtype in _DTYPES,
 )
-_SINK = Rule(
-    "sink", lambda c: "a sink beside scores of such a form is computed by no target", lambda c: c.attention.sink is None
-)
+_SINK = Rule("sink", lambda c: "no target computes a sink beside such scores", lambda c: c.attention.sink is None)
 _DROPOUT = Rule(
-    "dropout", lambda c: f"dropout {c.attention.dropout:g}: FlexAttention draws none", lambda c: not c.attention.dropout
+    "dropout",
+    lambda c: f"dropout {c.attention.dropout:g}: FlexAttention has no dropout",
+    lambda c: not c.attention.dropout,
 )
 _STATIC_HEADS = Rule(
     "known heads",
@@ -91,7 +91,7 @@ _SIZES = Rule(
 )
 _IN_BOUNDS = Rule(
     "bounds",
-    lambda c: "the score function would read in front of a tensor",
+    lambda c: "the score function would read before the start of a tensor",
     lambda c: all(is_nonnegative(i) for e in c.function.loads() for i in e.index),
 )
 _STRICT = Rule(
@@ -288,11 +288,11 @@ def no_decoding(a: Attention) -> str | None:
     the rows of a KV head's whole group are one tile.
     """
     if not isinstance(a.q_len, int) or not 0 < a.q_len < _MOST_QUERIES:
-        return "the query rows are not few, or not known"
+        return "the query rows are too many for a split-KV kernel, or not known"
     if not isinstance(a.batch_size, int) or not isinstance(a.query_heads, int):
         return "the batch or the number of heads is not known"
     if not isinstance(a.groups, int) or a.groups & (a.groups - 1):
-        return "the heads of a group are no power of two"
+        return "the heads of a group are not a power of two"
     if power_of_two(a.q_len * a.groups) > _MOST_ROWS:
         return "the rows of a group of heads are more than a tile"
     return None

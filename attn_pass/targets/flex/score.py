@@ -187,7 +187,7 @@ def amplifies(score: Expr) -> str | None:
             continue
         if part.op == "div" and not contains_dot(part.args[1]):
             continue
-        return f"{part.op} of the scores would make a jump of a rounding"
+        return f"{part.op} of the scores would turn a rounding error into a jump"
     return None
 
 

@@ -102,7 +102,7 @@ def test_few_rows_over_many_keys_are_split(device: str, q_len: int) -> None:
 @pytest.mark.parametrize(
     ("why", "shape", "settings"),
     [
-        ("are not few", (1, 32, 65, 32768, 128), {}),
+        ("are too many", (1, 32, 65, 32768, 128), {}),
         ("takes half precision", (1, 32, 8, 32768, 128), {"dtype": torch.float32}),
         ("no backward", (1, 32, 8, 32768, 128), {"grad": True}),
         ("multiple of 16", (1, 32, 8, 32768, 72), {}),

@@ -191,8 +191,8 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "ALiBi": ("takes no ALiBi slopes", alibi, LONG),
     "causal from the first key": ("not aligned", top_left, LONG),
-    "padding": ("no window of keys", padding, LONG),
-    "dropout": ("draws no dropout", dropped, LONG),
+    "padding": ("not a window of keys", padding, LONG),
+    "dropout": ("has no dropout", dropped, LONG),
     "a sink": ("takes no sink", sinking, LONG),
     "a window with more rows than keys": ("more rows than keys", window(2, 0), qkv(2, 4, 12, 5, 16, dtype=HALF)),
     "a fully masked row of numbers": ("and 0 in flash_attn_3", lowest, qkv(2, 4, 12, 5, 16, dtype=HALF)),
@@ -208,7 +208,12 @@ def test_what_it_refuses(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("device", "why"),
-    [("A100", "and this is 8.0"), ("L4", "and this is 8.9"), ("B200", "and this is 10.0"), ("cpu", "is not for cpu")],
+    [
+        ("A100", "this device has 8.0"),
+        ("L4", "this device has 8.9"),
+        ("B200", "this device has 10.0"),
+        ("cpu", "does not run on cpu"),
+    ],
 )
 def test_only_hopper(device: str, why: str) -> None:
     assert why in site_of(device=device).refusals["flash_attn_3"]

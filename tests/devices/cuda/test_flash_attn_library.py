@@ -319,8 +319,8 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "wide heads": ("over 256", plain, qkv(2, 4, 5, 12, 264, dtype=HALF)),
     "causal from the first key": ("not aligned", top_left, LONG),
     "keys before the own": ("not aligned", below, SQUARE),
-    "chunks": ("no window of keys", chunked, SQUARE),
-    "padding": ("no window of keys", padded, (*LONG, torch.ones(2, 12, dtype=torch.bool))),
+    "chunks": ("not a window of keys", chunked, SQUARE),
+    "padding": ("not a window of keys", padded, (*LONG, torch.ones(2, 12, dtype=torch.bool))),
     "a bias": (
         "no multiple of the distance",
         lambda q, k, v, b: weighted(q, k, v, lambda s: s + b),
@@ -342,11 +342,11 @@ REFUSED: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
     ),
     "squared distances": ("no multiple of the distance", squared, LONG),
     "two biases": ("no multiple of the distance", two_slopes, LONG),
-    "sigmoid": ("no scale, bias or mask", capped(lambda s: 5.0 * torch.sigmoid(s)), LONG),
+    "sigmoid": ("not a scale, bias or mask", capped(lambda s: 5.0 * torch.sigmoid(s)), LONG),
     "a clamp": ("clamp", capped(lambda s: s.clamp(-1.0, 1.0)), LONG),
-    "tanh of a sum": ("no scale, bias or mask", capped(lambda s: 5.0 * torch.tanh(s + 1.0)), LONG),
+    "tanh of a sum": ("not a scale, bias or mask", capped(lambda s: 5.0 * torch.tanh(s + 1.0)), LONG),
     "tanh and the score": ("", capped(lambda s: s + torch.tanh(s)), LONG),
-    "tanh of tanh": ("no scale, bias or mask", capped(lambda s: torch.tanh(torch.tanh(s))), LONG),
+    "tanh of tanh": ("not a scale, bias or mask", capped(lambda s: torch.tanh(torch.tanh(s))), LONG),
 }
 REFUSED["a bias"] = (REFUSED["a bias"][0], REFUSED["a bias"][1], (*LONG, randn(2, 4, 5, 12, dtype=HALF)))
 
@@ -368,7 +368,7 @@ def test_only_where_it_is_installed_with_its_kernels(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("device", ["cpu", "Ascend 910B", "TPU v4"])
 def test_only_cuda_devices(device: str) -> None:
-    assert "is not for" in site_of(device=device).refusals["flash_attn"]
+    assert "does not run on" in site_of(device=device).refusals["flash_attn"]
 
 
 def test_an_empty_row_is_an_assumption() -> None:

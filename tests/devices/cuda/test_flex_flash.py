@@ -143,9 +143,9 @@ def site_of(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], **options: An
 REFUSED: dict[str, tuple[str, Callable[..., Tensor], dict[str, Any]]] = {
     "float32": ("half precision", softcap, {"dtype": torch.float32}),
     "wide heads": ("over 256", softcap, {"dim": 264}),
-    "odd heads": ("no multiples of 8", softcap, {"dim": 20}),
+    "odd heads": ("not multiples of 8", softcap, {"dim": 20}),
     "a mask with wide heads": ("head dims up to 128", window, {"dim": 192}),
-    "a mask with a rest": ("no multiples of 128", window, {"q_len": 200, "kv_len": 200}),
+    "a mask with a rest": ("not multiples of 128", window, {"q_len": 200, "kv_len": 200}),
     "a mask that is not known by blocks": ("not known block by block", dilated, {}),
 }
 
@@ -179,7 +179,7 @@ def test_sizes_that_are_not_known_are_refused() -> None:
         ("L4", softcap, "for compute capability 9.0 and 10.x"),
         ("B200", softcap, None),
         ("B200", window, "is for compute capability 9.0 and head dims"),
-        ("cpu", softcap, "is not for cpu devices"),
+        ("cpu", softcap, "does not run on cpu devices"),
     ],
 )
 def test_the_gpus_it_is_for(device: str, fn: Callable[..., Tensor], why: str | None) -> None:

@@ -53,7 +53,7 @@ def test_it_wins_by_its_own_share_where_it_has_one(seen: Any) -> None:
     [
         ("window", "the toy kernel takes no mask but a causal one"),
         ("bfloat16", "bfloat16 has no fused kernel"),
-        ("training", "the toy kernel draws no dropout and has no backward"),
+        ("training", "the toy kernel has neither dropout nor a backward"),
     ],
 )
 def test_it_says_why_not(seen: Any, case: str, reason: str) -> None:

@@ -15,8 +15,8 @@ RULES = KernelRules("TOY_ATTENTION", lambda dtype: 8, (
     dtype_rule(torch.float16), KNOWN, SIZES,
     Rule("mask", "the toy kernel takes no mask but a causal one", lambda c: c.mask in ("none", "causal"), "toy.cu"),
     Rule("lengths", "the toy kernel takes equal lengths where it is causal", equal_causal_lengths, "toy.cu"),
-    Rule("heads", "the toy kernel has no grouped heads", lambda c: c.attention.groups == 1, "toy.cu"),
-    Rule("training", "the toy kernel draws no dropout and has no backward",
+    Rule("heads", "the toy kernel does not take grouped heads", lambda c: c.attention.groups == 1, "toy.cu"),
+    Rule("training", "the toy kernel has neither dropout nor a backward",
          lambda c: not (c.trains or c.attention.dropout), "toy.cu", checked=NEVER),
 ))  # fmt: skip
 

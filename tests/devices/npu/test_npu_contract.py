@@ -237,7 +237,7 @@ TRIANGLES: dict[str, tuple[Made, str]] = {
                             "is not torch.ones"),
     "nothing": (lambda: torch.zeros(2048, 2048, dtype=torch.bool), "is not torch.ones"),
     "int8": (made(torch.int8, lambda x: x.triu(1)), "of int8"),
-    "rank 4 in training": (lambda: triangle()[None, None], "asks for one of 2048 x 2048, got (1, 1, 2048, 2048)"),
+    "rank 4 in training": (lambda: triangle()[None, None], "needs one of 2048 x 2048, got (1, 1, 2048, 2048)"),
     "written": (lambda: torch.zeros(2048, 2048, dtype=torch.bool).fill_(True), "torch.ones"),
 }  # fmt: skip
 

@@ -70,7 +70,7 @@ SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (TRAINING, {"dtype": FP32}, {"dtype": FP64}, "float64 has no fused operator"),
     (TRAINING, {"dtype": FP32, "autocast": FP32}, {"dtype": FP32, "autocast": BF16}, "autocast to bfloat16"),
     (INFERENCE, {"allowed_backends": ("FLASH_ATTENTION",)}, {"allowed_backends": ("MATH",)}, "allows only MATH"),
-    (INFERENCE, {"dropout": 0.0}, {"dropout": 0.1}, "draws no dropout"),
+    (INFERENCE, {"dropout": 0.0}, {"dropout": 0.1}, "has no dropout"),
     (TRAINING, {"dropout": 0.99}, {"dropout": 1.0}, "keep_prob cannot say"),
     (TRAINING, {"same_random_numbers": True}, {"same_random_numbers": True, "dropout": 0.1}, "fallback_random"),
     (TRAINING_V1, {"dropout": 0.0}, {"dropout": 0.1}, "the seed"),

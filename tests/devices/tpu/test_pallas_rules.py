@@ -38,7 +38,7 @@ REFUSED_HERE: dict[str, tuple[bool, Callable[[Any, Any], tuple[Any, Any]], set[s
         set(),
         "sdpa_kernel allows torch's own",
     ),
-    "a scale of 0 under a mask": (True, lambda a, s: (replace(a, scale=0.0), s), set(), "a scale of 0 leaves no room"),
+    "a scale of 0 under a mask": (True, lambda a, s: (replace(a, scale=0.0), s), set(), "a scale of 0 is too small"),
     "a scale of 0": (False, lambda a, s: (replace(a, scale=0.0), s), set(), ""),
     "scores that are no product": (False, lambda a, s: (replace(a, not_affine="a cap"), s), set(), "a cap"),
     "no jax": (False, lambda a, s: (a, replace(s, device=here(s.device))), {"jax"}, "need jax, not installed"),

@@ -52,7 +52,7 @@ def missing() -> str:
     Asking Inductor means to import it, which takes seconds where nothing is compiled.
     """
     if sys.platform == "win32":
-        return "the CPU kernel is written for GCC and Clang"
+        return "the CPU kernel needs GCC or Clang"
     if shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
         return ""
     try:

@@ -42,7 +42,7 @@ def checked(text: str) -> str:
     """
     names = set(re.findall(r"[a-z_]+(?=\()", text))
     if not re.fullmatch(r"(?:[a-z0-9_.,()+\- ]|INFINITY|NAN)+", text) or names - FUNCTIONS - {"number", "captured"}:
-        raise ValueError(f"{text!r} is no score function: it is made of x, number(...), captured(...) and {FUNCTIONS}")
+        raise ValueError(f"{text!r} is not a score function of x, number(...), captured(...) and {FUNCTIONS}")
     return text
 
 

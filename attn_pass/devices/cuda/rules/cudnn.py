@@ -112,7 +112,7 @@ _TORCH: tuple[Rule, ...] = (
     ),
     Rule(
         "mask",
-        "a band is no mask cuDNN takes",
+        "cuDNN takes no mask that is a band",
         lambda c: c.mask != "band",
         "no window in torch's own call",
         checked=NEVER,
@@ -125,33 +125,33 @@ _TORCH: tuple[Rule, ...] = (
     ),
     Rule(
         "one key",
-        "cuDNN takes no single key",
+        "cuDNN does not take a single key",
         lambda c: c.attention.kv_len != 1,
         "check_cudnn_tensor_shapes",
     ),
     Rule(
         "one query with dropout",
-        "cuDNN draws no dropout for a single query",
+        "cuDNN has no dropout for a single query",
         lambda c: c.attention.q_len != 1 or not c.attention.dropout,
         "check_cudnn_tensor_shapes",
     ),
     Rule(
         "dropout steps",
-        lambda c: f"dropout {c.attention.dropout:g} is no multiple of 1/16, which cuDNN asks for",
+        lambda c: f"dropout {c.attention.dropout:g} is not a multiple of 1/16, which cuDNN requires",
         lambda c: c.attention.dropout * 16 == int(c.attention.dropout * 16),
         "check_cudnn_dropout",
         checked=((2, 13), ALWAYS[1]),
     ),
     Rule(
         "dropout versions",
-        "cuDNN 9.11 to 9.13 draw no dropout",
+        "cuDNN 9.11 to 9.13 have no dropout",
         lambda c: not c.attention.dropout or not 91100 <= c.device.cudnn < 91400,
         "can_use_cudnn_attention; pytorch#163903",
     ),
     grid("check_cudnn_tensor_shapes; pytorch#180718", ((2, 13), ALWAYS[1])),
     Rule(
         "deterministic",
-        "deterministic algorithms are asked for",
+        "deterministic algorithms are requested",
         lambda c: not c.deterministic,
         "check_cudnn_deterministic",
     ),
@@ -175,9 +175,9 @@ _OURS: tuple[Rule, ...] = (
         known_wrong="pytorch#193893",
     ),
     Rule(
-        # Torch takes it off its list for lengths that are no multiple of 128, and no more than that.
+        # Torch takes it off its list for lengths that are not multiples of 128, and no more than that.
         "older versions",
-        "cuDNN up to 9.15.0 is wrong for lengths that are no multiple of 128 (pytorch #169849)",
+        "cuDNN up to 9.15.0 is wrong for lengths that are not multiples of 128 (pytorch #169849)",
         lambda c: c.device.cudnn > 91500 or c.reached == "cudnn",
         "check_prefer_cudnn_attention; pytorch#167101, #171627",
         checked=NEVER,
@@ -208,22 +208,22 @@ _OURS: tuple[Rule, ...] = (
         known_wrong="NVIDIA/cudnn-frontend#1072",
     ),
     Rule(
-        "empty rows",
+        "fully masked rows",
         "a row may be fully masked, and what cuDNN gives there is not known",
         lambda c: not c.has_mask_tensor or c.attention.mask.never_empty,
-        "no GPU has shown it",
+        "not confirmed on a GPU",
         checked=NEVER,
     ),
     Rule(
         # Bfloat16 holds a number that absorbs every score, which takes its place (`attn_pass.devices.cuda.cudnn`).
         "tile of masked keys",
-        "the mask holds -inf, and what cuDNN makes of a first tile of keys without another is not known",
+        "the mask holds -inf, and what cuDNN computes where the first tile of keys is masked is not known",
         lambda c: (
             not c.has_mask_tensor
             or (c.finite_mask and c.dtype != torch.float16)
             or (known_or(c.attention.kv_len, _TILE + 1) <= _TILE or c.reached == "cudnn")
         ),
-        "no GPU has shown it",
+        "not confirmed on a GPU",
         checked=NEVER,
     ),
     Rule(
@@ -231,7 +231,7 @@ _OURS: tuple[Rule, ...] = (
         "causal lengths",
         "causal with unequal lengths",
         equal_causal_lengths,
-        "no GPU has shown it",
+        "not confirmed on a GPU",
         checked=NEVER,
     ),
 )

@@ -35,14 +35,14 @@ EFFICIENT = KernelRules(
         Rule(
             # From 2.14 on torch's call takes them; its operator is still handed one head for each.
             "grouped heads",
-            "the efficient kernel has no grouped heads",
+            "the efficient kernel does not take grouped heads",
             lambda c: c.attention.groups == 1,
             "check_batch_size_and_num_heads_dense; pytorch#191085",
             checked=((0, 0), (2, 14)),
         ),
         Rule(
             "mask",
-            "a band is handed to the efficient kernel as a mask",
+            "the efficient kernel takes a band only as a mask tensor",
             lambda c: c.mask != "band",
             "no window in torch's own call",
             checked=NEVER,

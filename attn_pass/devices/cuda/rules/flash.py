@@ -61,7 +61,7 @@ FLASH = KernelRules(
         ),
         Rule(
             "dropout of newer versions",
-            lambda c: f"{c.device.flash} draws no dropout",
+            lambda c: f"{c.device.flash} has no dropout",
             lambda c: c.device.flash == "FA2" or not c.attention.dropout,
             "torch/nn/attention/_fa3.py, _fa4.py",
         ),
@@ -85,7 +85,7 @@ FLASH = KernelRules(
         ),
         Rule(
             "backward head dim",
-            "its backward has no room for such a head dim on this GPU",
+            "its backward does not fit such a head dim on this GPU",
             _fits_backward,
             "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
         ),
