@@ -33,6 +33,7 @@ RUNS = (
     Run("forms-cpu", "common forms, by hand and as calls"),
     Run("cases-cpu", "collected cases that must be fast"),
     Run("models-cpu", "whole models"),
+    Run("decode-cpu", "decoding over a static cache"),
     Run("peers-cpu", "whole models beside other systems"),
 )
 SCALING = "S5.2: speedup over the sequence length"
