@@ -114,7 +114,7 @@ SOFTMAXES = {
         lambda q, k, v, p: softmax(torch.where(p, q @ k.mT, masked(q @ k.mT, triangle(), LOWEST))) @ v,
         (*QKV, PADDED),
         told={"mask": "causal and padding"},
-        left="no constant",
+        left="not a constant",
     ),
     "two masks, one undone": Pair(
         lambda q, k, v, p: softmax(masked(q @ k.mT, triangle() & p)) @ v,

@@ -121,7 +121,7 @@ def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_pat
     known = calibration_store.applied(here)
     monkeypatch.setattr(registry, "named", lambda name: replace(known, is_here=False))
     site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
-    assert (site.outcome, site.target) == ("rewritten", "cudnn") and "asked for" not in site.reason
+    assert (site.outcome, site.target) == ("rewritten", "cudnn") and "required" not in site.reason
 
 
 def test_what_was_measured_decides_whatever_was_predicted() -> None:
@@ -139,4 +139,4 @@ def test_what_was_measured_decides_whatever_was_predicted() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attn_pass.rewriting.decision.choose", choose)
         site = decided(repeated, "H200", 4, 32, 8, 2048, 2048, 128)
-    assert site.target == "cudnn" and "us as written" in site.reason and "asked for" not in site.reason
+    assert site.target == "cudnn" and "us as written" in site.reason and "required" not in site.reason
