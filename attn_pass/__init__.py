@@ -1,7 +1,8 @@
 """Rewrites the attention of PyTorch models, however it is written, into the best kernel, before Inductor compiles.
 
 `torch.compile(model, backend=attn_pass.backend)` and `attn_pass.aot_compile(model, args)` rewrite and compile;
-`attn_pass.explain(model, *inputs)` says what would be done, and why; `attn_pass.inspect(folder)` shows what was done.
+`attn_pass.explain(model, *inputs)` reports the decisions and their reasons without compiling;
+`attn_pass.inspect(folder)` writes everything about a compilation to a folder.
 """
 
 from attn_pass.entries.annotate import leave

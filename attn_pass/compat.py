@@ -1,4 +1,4 @@
-"""Every difference between torch versions, and nowhere else."""
+"""All code that depends on torch's version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One root graph: its bodies, its sites, the choice for each, the edit, the record. Errors stay with their site."""
+"""Rewrites one root graph: bodies, sites, the choice for each, the edit, the record. Errors stay with their site."""
 
 from __future__ import annotations
 

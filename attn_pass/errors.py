@@ -1,4 +1,4 @@
-"""What attn_pass raises and warns: each message says what was given, what is accepted and what to do."""
+"""The exceptions and warnings of attn_pass: each message says what was given, what is accepted and what to do."""
 
 from __future__ import annotations
 

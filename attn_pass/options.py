@@ -1,4 +1,4 @@
-"""What a user can ask of attn_pass: the fields, their checks, and telling attn_pass's keys from Inductor's."""
+"""The options of attn_pass: their fields, their checks, and how they are separated from Inductor's."""
 
 from __future__ import annotations
 

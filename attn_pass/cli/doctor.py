@@ -1,4 +1,4 @@
-"""`attn-pass doctor`: what of its world is installed here, and what every target says to a plain attention."""
+"""`attn-pass doctor`: which packages are installed, and what every target answers for a plain attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from attn_pass.targets.registry import all_targets
 
 @dataclass(frozen=True)
 class Package:
-    """What a package of this world is for here, and how to get it."""
+    """A package: its purpose for attn_pass, and how to install it."""
 
     name: str
     purpose: str
@@ -60,12 +60,12 @@ def packages() -> Iterator[Finding]:
 
 
 def machine() -> Iterator[Finding]:
-    """What each family of devices finds here."""
+    """The devices that each family finds on this machine."""
     return (Finding(*finding) for family in families() for finding in family.machine())
 
 
 def calibrations() -> Iterator[Finding]:
-    """Of every device whether it was calibrated with the versions that are installed, when, and how well."""
+    """Whether, when and how precisely every device was calibrated with the installed versions."""
     for name in devices():
         at = torch.device(name)
         device = of_type(at.type).here(at)
@@ -84,7 +84,7 @@ def _source(device: Device) -> str:
 
 
 def targets(device: str) -> Iterator[Finding]:
-    """What every target says to causal attention of (2, 4, 256, 64) in half precision, written by hand, on a device."""
+    """The answers of all targets for hand-written causal attention of (2, 4, 256, 64) in bfloat16 on a device."""
     q, k, v = (torch.zeros(2, 4, 256, 64, dtype=torch.bfloat16, device=device) for _ in range(3))
     with torch.no_grad():
         (site,) = explain(_causal, q, k, v).sites
@@ -107,7 +107,7 @@ def devices() -> list[str]:
 
 
 def diagnosis() -> dict[str, list[dict[str, Any]]]:
-    """Everything, ready for JSON: "packages", "machine", and what the targets say on each device."""
+    """All findings, ready for JSON: "packages", "machine", and the answers of the targets on each device."""
     sections = {"packages": packages(), "machine": chain(machine(), calibrations())}
-    sections |= {f"what the targets say to causal attention on {device}": targets(device) for device in devices()}
+    sections |= {f"answers of the targets for causal attention on {device}": targets(device) for device in devices()}
     return {title: [asdict(finding) for finding in findings] for title, findings in sections.items()}

@@ -27,21 +27,21 @@ _FAILED, _BAD_INPUT = 1, 2
 
 
 class FailOn(str, enum.Enum):
-    """What makes `explain` fail."""
+    """The sites on which `explain` fails."""
 
     left = "left"
     near_miss = "near-miss"
 
 
 class FailOnChange(str, enum.Enum):
-    """What makes `compare` fail."""
+    """The changes on which `compare` fails."""
 
     changed = "changed"
     worse = "worse"
 
 
 app = typer.Typer(
-    help="Shows how attn_pass reads and would rewrite the attention of a PyTorch model.",
+    help="Show how attn_pass reads the attention of a PyTorch model, and how it would rewrite it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,36 +62,36 @@ def explain(
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="OUT", help="Write a page to this file as well: sites, masks, the code before and after."
+            "--html", metavar="OUT", help="Also write an HTML page to this file: sites, masks, code before and after."
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="What every target said against a site, also where it is rewritten.")
+        bool, typer.Option("--verbose", help="Show why each target refused a site, even if the site is rewritten.")
     ] = False,
     choose: Annotated[
         str | None,
-        typer.Option(help='"cheapest" (the default) or "fused"; as the environment variable ATTN_PASS_CHOOSE.'),
+        typer.Option(help='"cheapest" (the default) or "fused". ATTN_PASS_CHOOSE sets the default.'),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help='Decide for this device, here or not: "cpu", "cuda:0", "H200", "L4".')
+        str | None, typer.Option(help='Decide for this device, present or not: "cpu", "cuda:0", "H200".')
     ] = None,
     training: Annotated[
         bool | None,
         typer.Option(
             "--training/--inference",
-            help="In training mode with gradients, or in evaluation mode without; else as the function leaves it.",
+            help="Use training mode with gradients, or evaluation mode without. Default: as the function leaves it.",
         ),
     ] = None,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Every size of the inputs may vary.")] = False,
-    aot: Annotated[bool, typer.Option("--aot", help="As aot_compile would: exported, without gradients.")] = False,
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Let every size of the inputs vary.")] = False,
+    aot: Annotated[bool, typer.Option("--aot", help="Decide as aot_compile would.")] = False,
     fail_on: Annotated[
         FailOn | None,
-        typer.Option(help="Exit with 1 if an attention is left, or if there is a near miss or anything is left."),
+        typer.Option(help="Exit with status 1 if an attention site is left; near-miss: also if there is a near miss."),
     ] = None,
 ) -> None:
-    """Print, for each attention of a model, what it would become and why; of a package, what it became.
+    """Print what each attention of a model would become and why, or what each attention of a package became.
 
-    Compiles nothing.
+    Nothing is compiled.
     """
     from attn_pass.report.pages.collect import Collection, collect
 
@@ -102,7 +102,7 @@ def explain(
         of_capture = {"--training/--inference": training, "--dynamic": dynamic or None, "--aot": aot or None}
         if target.endswith(".pt2"):
             of_choice = {"--choose": choose, "--device": device}
-            _refuse({**of_choice, **of_capture}, f"{target} is compiled already, and nothing is decided for it again")
+            _refuse({**of_choice, **of_capture}, f"{target} is already compiled, so these options have no effect")
             report = importlib.import_module("attn_pass").package_report(target)
         else:
             from torch.export import ExportedProgram
@@ -113,7 +113,7 @@ def explain(
             make_options(**options)  # told before a model is built
             model, args, kwargs = _built(target)
             if isinstance(model, ExportedProgram):
-                _refuse(of_capture, f"{target} gives a program that is exported already")
+                _refuse(of_capture, f"{target} gives a program that is already exported")
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
             with _mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
@@ -129,17 +129,17 @@ def explain(
 @app.command()
 def compare(
     before: Annotated[str, typer.Argument(metavar="BEFORE", help="A report as JSON, or a package.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="The same of another version, device or options.")],
+    after: Annotated[str, typer.Argument(metavar="AFTER", help="A report or package to compare with it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON instead of a table.")] = False,
     fail_on: Annotated[
         FailOnChange | None,
         typer.Option(
-            help="Exit with 1 if a site appeared, went, or has another outcome or target; or only if an attention is "
-            "left now that was not before."
+            help="Exit with status 1; changed: if a site appeared, disappeared, or has another outcome or target; "
+            "worse: only if an attention site is left that was not left before."
         ),
     ] = None,
 ) -> None:
-    """Print which sites differ between two reports of a model (attn-pass explain --json, Report.to_json, a .pt2)."""
+    """Print the sites that differ between two reports of a model (attn-pass explain --json, Report.to_json, a .pt2)."""
     comparison = _stored(before).compare(_stored(after))
     typer.echo(comparison.to_json() if as_json else str(comparison))
     failing = {None: (), FailOnChange.changed: comparison.changed, FailOnChange.worse: comparison.worse}[fail_on]
@@ -151,7 +151,7 @@ def compare(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Print what is installed here, what for, how to get the rest, and which targets are on."""
+    """Print which packages are installed, how to install the others, and which targets are available."""
     sections = importlib.import_module("attn_pass.cli.doctor").diagnosis()
     if as_json:
         typer.echo(json.dumps(sections, indent=2))
@@ -171,17 +171,17 @@ def doctor(
 
 @app.command()
 def calibrate(
-    device: Annotated[str, typer.Option(help='"cpu" or "cuda:0"; by default the first GPU, the CPU without one.')] = "",
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long to measure.")] = 60.0,
-    forget: Annotated[bool, typer.Option("--forget", help="Drop what was measured, and measure nothing.")] = False,
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda:0". Default: the first GPU, else the CPU.')] = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Approximate time to measure.")] = 60.0,
+    forget: Annotated[bool, typer.Option("--forget", help="Discard the calibration, and measure nothing.")] = False,
     keep_if_busy: Annotated[
-        bool, typer.Option("--keep-if-busy", help="Keep the result however far the readings are apart.")
+        bool, typer.Option("--keep-if-busy", help="Keep the result even if the readings are far apart.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Measure what this device's kernels reach, without Inductor, and choose by that from now on.
+    """Measure the rates of this device's kernels, without Inductor, and use them for all predictions from now on.
 
-    Exits with 1 if the machine was too busy for the result to be kept.
+    Exits with status 1 if the machine was too busy to keep the result.
     """
     session = importlib.import_module("attn_pass.tuning.calibration_session")
     try:
@@ -217,7 +217,7 @@ def _print_calibration(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("constant", "taken for", "measured", box=None, padding=(0, 2, 0, 0))
+    table = Table("constant", "built in", "measured", box=None, padding=(0, 2, 0, 0))
     for name, before, measured in rows:
         table.add_row(name, "-" if before is None else f"{before:.4g}", f"{measured:.4g}")
     Console().print(table)

@@ -1,1 +1,1 @@
-"""Devices: what they can do in plain numbers, and one room for each family with everything that is asked of it."""
+"""Devices: their rates in plain numbers, and one package for each device family with all that is specific to it."""

@@ -1,7 +1,7 @@
-"""`Family`: a kind of device, and everything that is asked about it. Whoever adds one overrides what differs.
+"""`Family`: a kind of device, and the answers to all questions about it. A new family overrides what differs.
 
-A family is found by the type of a tensor's device (`attn_pass.devices.registry`). Others register theirs by the entry
-point ``attn_pass.devices``.
+A family is found by the type of a tensor's device (`attn_pass.devices.registry`). Packages register their own by the
+entry point ``attn_pass.devices``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was measured on this machine: a `Calibration` stands for the catalogue's rates there."""
+"""Measured rates: a `Calibration` in the cache replaces the built-in rates on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Devices in numbers: a processor as it was measured, and rows of data sheets for accelerators that need not be here.
+"""Devices in numbers: a measured processor, and data sheets of accelerators, which need not be present.
 
-Rates of these are what products and copies are known to reach where that is known (H200), and 80 to 90 % of the data
-sheet's elsewhere; none of them was measured by this project.
+The rates of an accelerator are those that products and copies are known to reach, where this is known (H200), and 80 to
+90 % of the data sheet's otherwise; this project has measured none of them.
 """
 
 from __future__ import annotations

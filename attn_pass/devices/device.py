@@ -1,4 +1,4 @@
-"""`Device`: the numbers the cost model and the targets' rules need, injectable so that no device has to be there."""
+"""`Device`: the numbers that the cost model and the targets' rules need; injectable, so no device must be present."""
 
 from __future__ import annotations
 

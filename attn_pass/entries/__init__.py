@@ -1,1 +1,1 @@
-"""What people call: torch.compile backends, export, packages, `enabled`, `explain`; the original graph is kept."""
+"""The public functions: torch.compile backends, export, packages, `enabled`, `explain`, and the fallback."""

@@ -1,4 +1,4 @@
-"""What a program itself says of its attention, in code."""
+"""Annotations with which a program controls the rewriting of its own attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a .pt2 package says of itself: the report of `aot_compile`, stored in the package's own metadata.
+"""Reads the report of `aot_compile` from a .pt2 package, where it is stored in the package's own metadata.
 
 AOTInductor writes ``aot_inductor.metadata`` into the package, and its loaders, in Python and C++, hand it out
 (``get_metadata``). The report is one entry of it, as JSON.

@@ -1,4 +1,4 @@
-"""Once more without the target that the compiler failed on: which one that is, and what the report says of it."""
+"""The second try without the target that the compiler failed on: which target that is, and what the report says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps Inductor's own attention patterns off the softmaxes that attn_pass left, and knows Inductor's pass slots.
+"""Keeps Inductor's own attention patterns away from the softmaxes that attn_pass left, and knows Inductor's pass slots.
 
 Inductor's patterns ignore literals, so code that only looks like attention is rewritten to something else
 (pytorch/pytorch#196468, #195320). A pattern match is dropped when its nodes lie in more

@@ -1,4 +1,4 @@
-"""A graph, and Dynamo's tracing context, as they were before something was tried that failed."""
+"""Saves a graph, and Dynamo's tracing context, so that they can be restored if a rewrite fails."""
 
 from __future__ import annotations
 

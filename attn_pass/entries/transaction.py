@@ -1,4 +1,4 @@
-"""Deciding on a graph with its original kept: once more without the target the compiler failed on, or as it was."""
+"""Decides on a graph and keeps the original: for a second try without the target that failed, or as the fallback."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is known of an FX graph, and how it is edited; knows no attention."""
+"""Analysis and editing of FX graphs, independent of attention."""

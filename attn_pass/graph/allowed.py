@@ -1,4 +1,4 @@
-"""Functions of the user's that Dynamo keeps as one node (``torch.compiler.allow_in_graph``: all of einx), in pieces.
+"""Expands functions of the user that Dynamo keeps as one node (`torch.compiler.allow_in_graph`: all of einx).
 
 AOTAutograd traces through such a function, so what it calls is part of the program. Each is put in pieces before a
 graph is read, and is one call again afterwards where nothing was made of the pieces.

@@ -1,4 +1,4 @@
-"""What a value is made of: the nodes it comes from and the inputs at the end of them, out of a body into its caller.
+"""What a value depends on: the nodes it comes from and the inputs they start from, out of a body into its caller.
 
 Two values that come from different inputs, or one of which comes from the other, are two values to any compiler that
 merges equal computations; of others nothing is claimed.

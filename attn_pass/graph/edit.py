@@ -1,4 +1,4 @@
-"""Edits: planned on the side with fake values, applied in one step that cannot fail half-way.
+"""Edits: planned with fake values, then applied in one step that cannot fail half-way.
 
 A `Plan` collects calls and runs each on fake tensors as it is added, under the context of the site, so that
 everything that can go wrong does so before the graph is touched. `Plan.apply` inserts the calls, gives their result

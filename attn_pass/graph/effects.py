@@ -1,4 +1,4 @@
-"""Who writes memory, and when: aliases and in-place writes of an FX graph that is not functional yet.
+"""Which nodes write which memory, and when: aliases and in-place writes of an FX graph that is not functional yet.
 
 Before AOTAutograd a graph still holds ``m[:, 5:] = -inf``, ``matmul(a, b, out=s)``, ``v.masked_fill_(...)`` on a
 view of ``s``, and writes inside the bodies of higher-order operators. The value of a node is then a

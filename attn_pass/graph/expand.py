@@ -1,4 +1,4 @@
-"""A call taken apart on trial: what it computes as nodes in front of it, then kept in its place or taken back.
+"""Expands a call on trial: its computation as nodes in front of it, which then replace it or are removed again.
 
 The call stays, and so do its users, until somebody decides. So whoever reads the graph sees both, and a graph in
 which nothing is kept is the graph it was.

@@ -1,4 +1,4 @@
-"""The memory of fake values: which storages, which elements, which nodes have any."""
+"""The memory of fake values: their storages, their elements, and the nodes that have any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was put into a graph for each site, and which of the targets an error of the compiler is about."""
+"""Records which nodes were inserted for each site, and finds the target that an error of the compiler is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ambient state each node runs under: autocast, grad mode, allowed SDPA backends, functorch levels and the like.
+"""The ambient state each node runs under: autocast, grad mode, allowed SDPA backends, functorch levels and the like.
 
 The same node means something else under another state: ``f32 @ f32`` is bfloat16 under autocast, and a product under
 ``no_grad`` has no gradient. Dynamo graphs switch state with nodes, exported graphs with higher-order

@@ -1,4 +1,4 @@
-"""Calls that take nothing but the shape of a tensor, given another tensor of that shape: the first one may go away."""
+"""Gives calls that use only the shape of a tensor another tensor of that shape, so that the first may be removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs inside ``torch.vmap``, without it: the operators that its batching rules call, on the tensors around it.
+"""Expands `torch.vmap` levels: the operators that its batching rules call, on the tensors outside the level.
 
 Dynamo writes a level as nodes, ``_vmap_increment_nesting`` to ``_vmap_decrement_nesting``, and between them tensors
 lack a dimension. AOTAutograd traces through it, and so is done here, before a graph is read: the same operators stand

@@ -1,4 +1,4 @@
-"""What operations write, by their name, schema and arguments; and which compute only."""
+"""What operations write, by their name, schema and arguments; and which operations have no side effects."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What an attention is, free of any graph: index arithmetic, expressions, the description, its meaning."""
+"""What an attention is, independent of any graph: index arithmetic, expressions, the description, its meaning."""

@@ -1,4 +1,4 @@
-"""`Attention`: the description everything after the reading works on. Immutable, free of torch.fx.
+"""`Attention`: the description that everything after the reading works on. It is immutable and independent of torch.fx.
 
 Elements are given over *axes*. ``batch``, ``heads`` and ``rows`` are tuples of axes, slowest first,
 whose products are the sizes B, H and L of the (B, H, L, D) operands a kernel takes. Moving an axis from one

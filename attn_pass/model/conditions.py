@@ -1,4 +1,4 @@
-"""Taking a keep-condition apart: by algebra on indices into the parts of a `Structure`, and a name for what is left."""
+"""Splits a keep-condition, by algebra on indices, into the parts of a `Structure`, and names what is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An `Attention` as formulas over b, h, i and j, for people: the score, what is kept, and the tensors they read."""
+"""An `Attention` as readable formulas over b, h, i and j: the score, the keep-condition, and the tensors they read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on keys that are values of the program: ``key <= position``, ``key < length[b]``, ``key <= row + offset``.
+"""Bounds on keys that are run-time values: `key <= position`, `key < length[b]`, `key <= row + offset`.
 
 A static cache holds more keys than are valid. Its mask says which, by comparing the key with what the program holds at
 run time, and so how far the cache has to be read.

@@ -1,4 +1,4 @@
-"""`Mask`: what stands between the scores and the softmax, as one value: what it is, and what is proved of it.
+"""`Mask`: everything between the scores and the softmax as one value: its expressions, and what is proven about them.
 
 What is proved (`structure`, `fills`, `never_empty`) and what says the same once more (`by_distance`, `computed`) holds
 for the bias and the condition beside it alone, over the same axes. So the parts come and go together: a form without a

@@ -1,4 +1,4 @@
-"""The pointwise operations of expressions, one row each: how programs spell them, what they compute, what is emitted.
+"""The pointwise operations of expressions, one row each: their spellings, their meaning, the emitted code.
 
 A program's spelling is a word of `attn_pass.reading.vocabulary`: ``torch.`` a function, ``op.`` one of `operator`,
 ``aten.`` an overload, ``.`` a method; one that this torch does not have is passed over.

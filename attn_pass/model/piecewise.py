@@ -1,4 +1,4 @@
-"""Expressions that take a few constant values, which one where: so sums and products of masks become conditions."""
+"""Expressions with a few constant values, each under a condition: sums and products of masks become conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The executable meaning of an `Attention`, in float64. Slow, simple, and what everything is tested against."""
+"""The executable meaning of an `Attention`, in float64. It is slow and simple, and all else is tested against it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Chunk:
-    """``(key + key_shift) // size == (row + row_shift) // size``: a query sees the keys of its own chunk."""
+    """``(key + key_shift) // size == (row + row_shift) // size``: a query attends to the keys of its own chunk."""
 
     size: Index
     key_shift: Index = 0
@@ -89,7 +89,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Either:
-    """At least one of several conjunctions: a prefix everybody sees beside a causal rest."""
+    """At least one of several conjunctions: a prefix that all queries attend to, and a causal rest."""
 
     options: tuple[tuple[Part, ...], ...]
 
@@ -107,7 +107,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Opaque:
-    """What depends on run-time values, or has no name: ``text`` is for people, and nothing may be concluded from it."""
+    """A part that depends on run-time values, or has no name: ``text`` is for reports, and must not be relied on."""
 
     text: str
 
@@ -150,7 +150,7 @@ class Structure:
         return out
 
     def and_opaque(self, text: str) -> Structure:
-        """The structure with one more part that nobody could name."""
+        """The structure with one more part that has no name."""
         part = Opaque(text)
         return self if part in self.parts else replace(self, parts=(*self.parts, part))
 

@@ -1,4 +1,4 @@
-"""Expressions as Python source, for people: the score function and the formulas a report shows."""
+"""Expressions as readable Python source: the score function and the formulas that a report shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From "which element" to "which view": the steps that turn a source tensor into an operand.
+"""From element indices to views: the steps that turn a source tensor into an operand.
 
 Given where each element of an operand lies in its source, `view_steps` finds the slices, reshapes, permutes and
 expands that produce it. Whatever chain of views the program went through, only what they amount to is left.

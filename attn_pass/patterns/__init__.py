@@ -1,1 +1,1 @@
-"""Where attention is: each finder yields sites, read or refused with a reason."""
+"""Finders of attention: each yields sites, read or refused with a reason."""

@@ -1,4 +1,4 @@
-"""What a site does after the product with the values: the division by the sum of exponentials, and a sink's share.
+"""The operations after the product with the values: the division by the sum of exponentials, and a sink's share.
 
 ``(exp(s) @ v) / sum(exp(s))`` is the softmax normalised late; ``(softmax(s) @ v) * sigmoid(logsumexp(s) - sink)`` is
 the softmax with one more logit, ``sink``, whose weight is thrown away.

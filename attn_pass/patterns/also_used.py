@@ -1,4 +1,4 @@
-"""What somebody else needs as well: the kernel gives the result, and weights or a log-sum-exp stay for who needs them.
+"""Weights or a log-sum-exp that are used elsewhere too: they stay as written, and the kernel gives only the result.
 
 What is computed as it was written is not touched, whatever is written in place there; only what nobody needs any more
 goes. That is the product with the values, and the softmax where all that is needed is the scores' log-sum-exp. The

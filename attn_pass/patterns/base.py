@@ -1,4 +1,4 @@
-"""`Site`: a place in a graph where attention is, or nearly is; and the checks every finder shares."""
+"""`Site`: a place in a graph that is, or resembles, attention; and the checks that all finders share."""
 
 from __future__ import annotations
 

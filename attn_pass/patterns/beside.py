@@ -1,4 +1,4 @@
-"""Nodes that are written into a graph beside its own, where nothing uses them: another way to compute what it does."""
+"""Writes unused nodes into a graph beside its own: another way to compute the same value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block lists whose values are known when the program is read: whether they say what ``mask_mod`` says, computed.
+"""Block lists whose values are known when the program is read: checks by computation whether they equal `mask_mod`.
 
 An exported program holds the lists of a `BlockMask` that was made outside of it as constants.
 """

@@ -1,4 +1,4 @@
-"""The block lists of a `BlockMask`: what they keep, and whether they say the same as its `mask_mod`.
+"""The block lists of a `BlockMask`: which keys they keep, and whether they equal its `mask_mod`.
 
 Compiled FlexAttention computes the blocks that are listed: scores in a partial block are masked by ``mask_mod``, in a
 full block by nothing, and all others are not seen. Whether that is ``mask_mod`` and nothing else can be known of one

@@ -1,4 +1,4 @@
-"""Biases and masks that pieces of joined scores have of their own, as one over the whole length."""
+"""Joins the biases and masks of the pieces of joined scores to one bias and one mask over the whole length."""
 
 from __future__ import annotations
 

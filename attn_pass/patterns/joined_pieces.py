@@ -1,4 +1,4 @@
-"""One piece of scores that are joined: a product, scaled by a number, with a bias and a mask of its own."""
+"""One piece of joined scores: a product, scaled by a number, with its own bias and mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Opaque`: a call that hides attention in one node, with its pieces in front of it for as long as it is on trial."""
+"""`Opaque`: a call that hides attention in one node, with its parts in front of it while it is expanded on trial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a product does beside summing: factors of an einsum, ``alpha``, ``beta``, and the matrix ``baddbmm`` adds."""
+"""The other factors and terms of a product: factors of an einsum, `alpha`, `beta`, and the matrix `baddbmm` adds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites that draw dropout: which of them may be one call to a compiler that merges equal calls.
+"""Sites with dropout: which of them a compiler that merges equal calls may merge.
 
 AOTAutograd merges calls of one operator with equal arguments unless it knows that they draw random numbers, and it
 knows that of torch's own alone (``rand_ops`` in torch/_functorch/compile_utils.py). Two sites that would draw

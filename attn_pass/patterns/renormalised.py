@@ -1,4 +1,4 @@
-"""Weights divided by their own sum once more: it is 1 whatever the scores are, and only what is added to it counts."""
+"""Weights divided by their own sum: the sum is 1 whatever the scores are, so only an addend of it matters."""
 
 from __future__ import annotations
 

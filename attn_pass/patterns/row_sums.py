@@ -1,4 +1,4 @@
-"""What a written-out softmax is made of: exponentials, their sum over a row, its logarithm, the maximum taken off."""
+"""The parts of a written-out softmax: exponentials, their sum over a row, its logarithm, the subtracted maximum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes no more than a shape from the scores: it goes with them, or gets another tensor of that shape."""
+"""Users of the scores' shape: they disappear with the scores, or get another tensor of that shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites that share what is inside them: one score matrix under two softmaxes, one softmax before two products.
+"""Sites that share inner nodes: one score matrix under two softmaxes, one softmax before two products.
 
 The matrix goes away if every site that needs it is rewritten, and only then: such sites are partners, decided together.
 """

@@ -1,4 +1,4 @@
-"""Attention sinks: a logit of every row beside the scores, in the softmax or in its sum; its weight is thrown away."""
+"""Attention sinks: one more logit per row, in the softmax or in its sum, whose weight is discarded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax in the spellings programs use, a row each: what its result is computed by, and what reads it.
+"""The spellings of softmax, one row each: the operation that computes the result, and the function that reads it.
 
 Where a maximum is taken off first, the sum of exponentials is at least 1. Without one, eager overflows from scores of
 about 88 (float32) on, or divides zero by zero; what is read is the softmax that it computes where it does neither.

@@ -1,4 +1,4 @@
-"""Weights that are split after the softmax, each piece multiplied with values of its own, the products added up.
+"""Weights that are split after the softmax, each piece multiplied with its own values, and the products summed.
 
 ``w[..., :n] @ v1 + w[..., n:] @ v2`` is ``w @ cat([v1, v2], -2)``. That product stands in the place of the sum while
 the graph is read and decided, and the sum is what it was again where nothing was made of it.

@@ -1,1 +1,1 @@
-"""Which offer is taken."""
+"""The choice among the offers."""

@@ -1,4 +1,4 @@
-"""The choice: every form is put to every target and the cheapest offer wins; leaving the site alone is one of them."""
+"""The choice: every form is offered to every target and the cheapest offer wins; leaving the site is also an offer."""
 
 from __future__ import annotations
 

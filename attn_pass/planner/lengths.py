@@ -1,8 +1,8 @@
-"""A query length that is known at run time only: the ends of its range, where a form has to be good as well.
+"""A query length that is known only at run time: forms are also compared at the ends of its range.
 
-One program serves a prompt of many tokens and the steps of one token after it, and the length it was traced with is
-either. So a form is judged by its worst loss: how many times the best form's time it takes, at the length where that is
-most. Other symbolic sizes stay as they were traced.
+One program serves a prompt of many tokens and the steps of one token after it, and it may have been traced with either
+length. A form is therefore judged by its worst loss: the largest ratio of its time to the best form's at any of these
+lengths. Other symbolic sizes keep their traced values.
 """
 
 from __future__ import annotations

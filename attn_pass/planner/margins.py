@@ -1,7 +1,7 @@
-"""By how much an offer must be predicted to win: more than a rounding where costs were measured, much where not.
+"""The margin by which an offer must be predicted to win: a rounding error for measured costs, more for guesses.
 
-A GPU's costs are those of data sheets and published figures until `attn_pass.devices.calibration` has some of this
-machine. A call that reaches a fused kernel works: on guesses it is replaced only for a clear win.
+A GPU's costs come from data sheets and published figures until `attn_pass.devices.calibration` has measured this
+machine's. A call that already reaches a fused kernel works: on guesses it is replaced only for a clear win.
 """
 
 from __future__ import annotations

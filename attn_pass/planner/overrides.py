@@ -1,4 +1,4 @@
-"""What a user's options name, checked, and the rule they hold for one site."""
+"""Checks the names in the user's options, and finds the rule that applies to a site."""
 
 from __future__ import annotations
 

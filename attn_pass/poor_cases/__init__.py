@@ -1,4 +1,4 @@
-"""Other forms of the same attention: one file a poor case, description in, variants out."""
+"""Equivalent forms of an attention: one file per poor case, description in, variants out."""
 
 from __future__ import annotations
 

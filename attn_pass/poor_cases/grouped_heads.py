@@ -1,16 +1,16 @@
-"""Grouped query heads: the heads of one KV head are more query rows.
+"""Grouped query heads: the heads of one KV head become query rows.
 
 Poor: several query heads share one KV head, and there are few query rows (decoding). Each head of the group is then a
 matrix-vector product that reads the keys and values of the group again.
 
-Costs: ``G`` times the bytes of keys and values, and the rate of a matrix-vector product.
+Costs: ``G`` times the bytes of keys and values, at the low rate of a matrix-vector product.
 
-Becomes: the group axis in front of the query rows, ``(B, Hkv * G, L, D)`` as ``(B, Hkv, G * L, D)``. The form without
-it is a call with ``enable_gqa=True``.
+Becomes: the group axis in front of the query rows, ``(B, Hkv * G, L, D)`` as ``(B, Hkv, G * L, D)``. The original form
+is a call with ``enable_gqa=True``.
 
 Exact because: ``head = kv_head * G + group``, and neither keys nor values depend on ``group``. The reading proves it,
-for the interleaved order only. A packed row is no position any more, so ``is_causal`` does not survive: a causal mask
-becomes a tensor, and a mask that varies from row to row is repeated for the group, which the target counts.
+for the interleaved order only. A packed row is no longer a position, so ``is_causal`` cannot be used: a causal mask
+becomes a tensor, and a mask that varies from row to row is repeated for the group, which the target's cost includes.
 """
 
 from __future__ import annotations

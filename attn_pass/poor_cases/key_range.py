@@ -1,15 +1,16 @@
-"""Keys that no query sees: the attention over the others.
+"""Keys that every query ignores: attention over the other keys only.
 
-Poor: every query keeps the same run of keys. One query under a causal mask aligned to the first key (for a call with
-``is_causal=True`` that is one key, whatever the cache holds), one query in a sliding window at the end of a cache, a
-prefix of a known length. The program reads all keys and values, computes every score, and throws most away.
+Poor: every query keeps the same contiguous range of keys. Examples are one query under a causal mask aligned to the
+first key (for a call with ``is_causal=True`` that is one key, whatever the cache holds), one query in a sliding window
+at the end of a cache, and a prefix of a known length. The program reads all keys and values, computes every score, and
+discards most of them.
 
-Costs: ``S / run`` times the bytes of keys and values and the FLOPs that are needed, and the mask.
+Costs: ``S / range`` times the bytes of keys and values and the FLOPs that are needed, and the mask.
 
-Becomes: the attention over that run of keys, a slice of the operands, without a mask.
+Becomes: the attention over that range of keys, a slice of the operands, without a mask.
 
-Exact because: a masked score weighs nothing, and the mask is proved to be ``lower <= key <= upper`` and nothing else,
-so that nothing is masked among the keys that are left.
+Exact because: a masked score has weight zero, and the mask is proven to be exactly ``lower <= key <= upper``, so no key
+in the range is masked.
 """
 
 from __future__ import annotations

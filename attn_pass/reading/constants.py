@@ -1,4 +1,4 @@
-"""Tensors whose values are known: as index arithmetic, where they are a constant, positions, distances, or a band."""
+"""Tensors whose values are known, as index arithmetic: a constant, positions, distances, or a band."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors made of nothing, and the index arithmetic on them: what `Reader.element` knows of arange, tril and co."""
+"""Tensors made by creation operations, and index arithmetic on them: `Reader.element` of arange, tril and the like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was lifted to an `Attention`, in three steps: axes, then scores and mask, then all of it put together."""
+"""Builds an `Attention` from what a finder read, in three steps: axes, scores and mask, assembly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where arithmetic of a dtype stops being arithmetic of numbers: it wraps around, rounds or overflows."""
+"""Where arithmetic of a dtype differs from exact arithmetic: it wraps around, rounds or overflows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes of a graph are: operations, shapes, sources; and which node an element comes from, at which time."""
+"""What the nodes of a graph are: operations, shapes, sources; and the node and time that an element comes from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What joins float16 scores and is multiplied after that: a number that absorbs a score there does so nowhere else.
+"""Additions to float16 scores that are multiplied later: a number that absorbs a score only in float16.
 
--65504 absorbs a score of float16, and times 0.3 it is -19651, which absorbs none where a kernel adds in float32. Where
-all that was added was multiplied by one number, targets find it again by dividing (`Attention.rescaled`).
+-65504 absorbs a score in float16; times 0.3 it is -19651, which absorbs none where a kernel adds in float32. If all
+that was added was multiplied by one number, targets recover it by dividing (`Attention.rescaled`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Naming a mask: what is proved about a keep-condition and a bias from their index arithmetic."""
+"""Names a mask: what is proven about a keep-condition and a bias from their index arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands of a product: every way to see one, from the tensor itself to the furthest it can be followed back."""
+"""The operands of a product: every way to load one, from the tensor itself to the earliest tensor it is a view of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes into the description of a site, and what comes out: `Parts` as a finder lifted them, and `Described`."""
+"""The input and the result of a description: `Parts` as a finder read them, and `Described`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise operations as expressions: which a reading may pass, and what each computes of its operands."""
+"""Pointwise operations as expressions: which of them a walk may pass, and what each computes."""
 
 from __future__ import annotations
 

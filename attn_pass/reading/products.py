@@ -1,4 +1,4 @@
-"""Sums of products: matmul, bmm, baddbmm, einsum, tensordot, inner, linear, as one thing: letters over operands."""
+"""Sums of products: matmul, bmm, baddbmm, einsum, tensordot, inner and linear in one form: letters over operands."""
 
 from __future__ import annotations
 

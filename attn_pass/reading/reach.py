@@ -1,4 +1,4 @@
-"""Which products and which softmaxes a node's elements come from: one pass over a graph."""
+"""The products and softmaxes that a node's elements depend on: one pass over a graph."""
 
 from __future__ import annotations
 

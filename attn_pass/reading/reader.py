@@ -1,7 +1,7 @@
-"""Lifting: what the element of a node at a position is, as an expression, at a point in the program's time.
+"""Reads the element of a node at a position as an expression, at a point in the program's time.
 
-`Reader` holds what is known of one graph. `Reader.element` lifts a tensor down to index arithmetic where it can, which
-is how masks are named; `attn_pass.reading.operands` walks back through the views of an operand.
+`Reader` holds what is known of one graph. `Reader.element` follows a tensor back to index arithmetic where it can,
+which is how masks are named; `attn_pass.reading.operands` walks back through the views of an operand.
 """
 
 from __future__ import annotations

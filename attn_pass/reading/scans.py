@@ -1,7 +1,7 @@
-"""Elements of operations along a dimension, of index arithmetic: diff, cumsum, cat, all, any.
+"""Elements of operations along a dimension, for index arithmetic: diff, cumsum, cat, all, any.
 
-They tell packed sequences apart in transformers, and say that there is one only when the positions are an ``arange`` of
-the program itself. What cannot be decided is left to be loaded.
+transformers uses them to distinguish packed sequences, and they show that there is only one sequence if the positions
+are an ``arange`` of the program itself. Elements that cannot be decided are loaded from the tensor.
 """
 
 from __future__ import annotations

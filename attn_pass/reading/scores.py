@@ -1,7 +1,7 @@
 """The scores' expression, normalised: ``scale * factors * dot + bias`` where kept, a fill elsewhere.
 
-Works on expressions alone. What is no such form is refused with the first operation that did not fit; the
-expression itself stays available for targets that take any score function.
+Works on expressions alone. An expression without this form is refused with the first operation that did not fit; it
+stays available for targets that take any score function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a site is left with that cannot be read: the reason in words, and the node it was found at."""
+"""The exception for a site that cannot be read: the reason in words, and the node at which it was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A spine: the walk from a node back to one leaf through views and pointwise operations."""
+"""The walk along use-def chains from a node back to one leaf, through views and pointwise operations."""
 
 from __future__ import annotations
 

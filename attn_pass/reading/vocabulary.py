@@ -1,7 +1,7 @@
 """The spellings: which call of which dialect is which operation, as one table. A new spelling is one row.
 
-Those of the operations that expressions are made of are in `attn_pass.model.operations`, with all else that is known of
-them.
+The spellings of the operations that expressions consist of are in `attn_pass.model.operations`, with all their other
+properties.
 """
 
 from __future__ import annotations

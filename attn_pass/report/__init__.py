@@ -1,1 +1,1 @@
-"""What was decided and why: the record of a site, the report as text, JSON and pages, and who sees it."""
+"""The decisions and their reasons: the record of a site, the report as text, JSON and HTML, and its observers."""

@@ -1,4 +1,4 @@
-"""What the report of a site says before anything is decided: where it is, and what it takes."""
+"""The report of a site before anything is decided: where it is, and its shapes and mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sees what was decided: recordings of a block of code, the history of this process, and torch's own channels."""
+"""Recordings of a block of code, the history of this process, and torch's own logging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what was read from JSON has the types that a dataclass declares: a stored report may come from anywhere."""
+"""Checks that values read from JSON have the types a dataclass declares: a stored report may come from anywhere."""
 
 from __future__ import annotations
 

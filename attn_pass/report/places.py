@@ -1,4 +1,4 @@
-"""Where a node was written: the user's source line, and the path of the module."""
+"""The origin of a node: the user's source line, and the path of the module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record for each attention site: what it became, why, what that costs and what was assumed."""
+"""The record of one attention site: its outcome, the reason, the predicted times and the assumptions."""
 
 from __future__ import annotations
 

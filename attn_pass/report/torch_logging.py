@@ -1,7 +1,8 @@
-"""The channels torch's own parts are watched through: logging, structured traces, provenance, the compiler's bisector.
+"""Torch's own observability: logging, structured traces, provenance, the compiler's bisector.
 
-``TORCH_LOGS="attn_pass"`` prints a line a site, ``"+attn_pass"`` the refusals and predictions as well: torch takes any
-module's name for the name of its logger. ``TORCH_TRACE=folder`` keeps the report and the graphs, which tlparse shows.
+``TORCH_LOGS="attn_pass"`` prints one line per site, ``"+attn_pass"`` the refusals and predictions as well: torch
+accepts any module's name as the name of its logger. ``TORCH_TRACE=folder`` stores the report and the graphs, which
+tlparse shows.
 """
 
 from __future__ import annotations

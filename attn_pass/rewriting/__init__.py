@@ -1,1 +1,1 @@
-"""One graph that is rewritten: what is known of it, what is decided for a site, its edit, and the check of that."""
+"""The rewriting of one graph: what is known of it, the decision for a site, its edit, the check of the edit."""

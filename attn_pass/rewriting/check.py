@@ -1,4 +1,4 @@
-"""Running a site as it was and as it is to be, where ``verify`` asks for that."""
+"""Runs a site before and after the rewrite, if `verify` requests it."""
 
 from __future__ import annotations
 

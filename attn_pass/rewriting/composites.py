@@ -1,4 +1,4 @@
-"""Calls that stay and get other arguments: whether they do here, and the change itself."""
+"""Calls that stay and get other arguments: whether this is allowed here, and the edit itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided for a site: the cheapest form it has here, or why it is left. Nothing is changed yet."""
+"""The decision for a site: the cheapest form, or why it is left. Nothing is changed yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the record of a site says of the choice, and of what took the site's place."""
+"""Fills the record of a site from the choice and from the code that replaced the site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for a root graph and for every body in it: options, report, who measures and compiles; and warnings."""
+"""The state that a root graph and all bodies in it share: options, report, measuring and compiling; and warnings."""
 
 from __future__ import annotations
 

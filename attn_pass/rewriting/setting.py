@@ -1,4 +1,4 @@
-"""Everything but the description that a target may ask about, for one site: its `Setting`, and what it is made of."""
+"""All that a target may consult besides the description, for one site: its `Setting`, and what it depends on."""
 
 from __future__ import annotations
 

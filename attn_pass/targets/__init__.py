@@ -1,1 +1,1 @@
-"""The forms an attention can be given: one file a kernel, each with its conditions, reasons and emission."""
+"""The forms that an attention can take: one file per kernel, each with its conditions, reasons and emission."""

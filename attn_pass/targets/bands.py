@@ -1,8 +1,8 @@
-"""Masks that are one band of keys around the row's own, aligned to the last key, as window sizes kernels take.
+"""Masks that are one band of keys around the row's own, aligned to the last key, as window sizes of kernels.
 
-FlashAttention takes a size of the number of keys or more for no bound, and no bound beside another for that number
-(mha_fwd and set_params_fprop in flash_api.cpp): with more queries than keys either is another mask, but for the plain
-causal one.
+FlashAttention treats a size of at least the number of keys as no bound, and a missing bound beside another as that
+number (mha_fwd and set_params_fprop in flash_api.cpp): with more queries than keys either gives another mask, except
+for the plain causal one.
 """
 
 from __future__ import annotations

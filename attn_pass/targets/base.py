@@ -1,4 +1,4 @@
-"""`Target`: something an attention can become; `Offer` and `Refusal`: what it says when asked."""
+"""`Target`: a form that an attention can take; `Offer` and `Refusal`: its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel asks of an attention, one row each: the first that fails is the reason the site's report gives."""
+"""The constraints of a kernel, one row each: the first that fails is the reason in the site's report."""
 
 from __future__ import annotations
 

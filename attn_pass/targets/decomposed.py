@@ -1,8 +1,8 @@
-"""Two products and a softmax: for work so small that a fused call costs more, and where only math is allowed.
+"""Two products and a softmax: for sites so small that a fused call costs more, and where only math is allowed.
 
-A softmax that gives 0 for a fully masked row, as the call does.
+The softmax gives 0 for a fully masked row, as the call does.
 
-Offers on the CPU, in inference, in float32 and float64, in place of a call only.
+Offers on the CPU, in inference, in float32 and float64, as a replacement for a call only.
 """
 
 from __future__ import annotations

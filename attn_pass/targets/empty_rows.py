@@ -1,12 +1,12 @@
-"""Rows whose every key is masked by a finite fill, in training: computed beside the kernel, which gets them wrong.
+"""Rows that are fully masked by a finite fill, in training: computed beside the kernel, which gets them wrong.
 
-The fused CPU backward recomputes ``exp(score + mask - logsumexp)``. In a row of, say, float32's lowest number the
-logarithm of the row's length is lost in the logsumexp, and every weight becomes 1 instead of ``1 / kv_len`` (seen in
-torch 2.13.0). What the program computes there is known, though: every score was absorbed by the fill, so the row is
-the mean of the values. Such rows are unmasked for the kernel and replaced in its result.
+The fused CPU backward recomputes ``exp(score + mask - logsumexp)``. In a row that holds only, say, float32's lowest
+number, the logarithm of the row's length is lost in the logsumexp, and every weight becomes 1 instead of ``1 / kv_len``
+(seen in torch 2.13.0). The program's own result is known, though: the fill absorbed every score, so the row is the mean
+of the values. Such rows are unmasked for the kernel and replaced in its result.
 
-Where the mask itself wants a gradient, the kernel has to give it, with weights of ``1 / kv_len``: such rows reach it
-with a query and a mask of 0 that pass their gradients on, and what is missing then is the gradient of the keys.
+If the mask itself needs a gradient, the kernel has to compute it, with weights of ``1 / kv_len``: such rows are given a
+query and a mask of 0 that pass their gradients on, and the missing gradient of the keys is added.
 """
 
 from __future__ import annotations

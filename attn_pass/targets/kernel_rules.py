@@ -1,4 +1,4 @@
-"""A rule of a kernel, one row: what it asks of a call, why, which torch checks it itself, and where that is written."""
+"""A rule of a kernel, one row: its condition, its reason, which versions of torch check it, and its source."""
 
 from __future__ import annotations
 

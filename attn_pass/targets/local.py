@@ -1,13 +1,13 @@
 """Sliding windows and chunks as the fused kernel over blocks: a few query rows, and the only keys they can attend to.
 
-A dense mask makes the kernel compute every score to throw most of them away. Row block ``t`` of ``rows`` queries sees
-the keys ``t * rows + first`` to ``t * rows + first + width - 1`` and no others, so the blocks of queries become heads
-of the kernel, and their keys overlapping views of one padded copy. Exact because a masked score has weight zero, and
-the mask within a block is the mask as it was read, at the same rows and keys.
+With a dense mask the kernel computes every score and discards most of them. Row block ``t`` of ``rows`` queries attends
+only to the keys ``t * rows + first`` to ``t * rows + first + width - 1``, so the blocks of queries become heads of the
+kernel, and their keys become overlapping views of one padded copy. This is exact because a masked score has weight
+zero, and the mask within a block is the original mask, at the same rows and keys.
 
-Offers on the CPU, in inference and training, where the whole mask is proved to be a sliding window (either side) or
-chunks of a size that is known, in which every row keeps a key. Not beside padding or a bias, with a sink, or over keys
-shared by the batch.
+Offers on the CPU, in inference and training, if the whole mask is proven to be a sliding window (on either side) or
+chunks of a known size, in which every row keeps a key. It is not offered with padding, a bias or a sink, or for keys
+that the batch shares.
 """
 
 from __future__ import annotations

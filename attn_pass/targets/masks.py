@@ -1,4 +1,4 @@
-"""A mask as a kernel gets it: its kind, the tensor, what is assumed of fully masked rows, and why it cannot be."""
+"""A mask in the form a kernel takes: its kind, the tensor, assumptions about fully masked rows, or why it has none."""
 
 from __future__ import annotations
 

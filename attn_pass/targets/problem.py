@@ -1,4 +1,4 @@
-"""From an attention to the plain numbers the cost model takes."""
+"""Turns an attention into the plain numbers that the cost model takes."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The fused forward with a backward that computes the weights again: training where a mask or bias wants a gradient.
+"""The fused forward with a backward that recomputes the weights: training where a mask or bias needs a gradient.
 
-The fused CPU kernel gives no gradient for its mask, and gets fully masked rows wrong (`empty_rows`). This form keeps
-its forward, which stores no score matrix, in an autograd function, and writes the backward out: scores, softmax and
-five products on the operands that were saved. One product more than the backward of the program as written, and the
-weights of no layer are kept from the forward to the backward.
+The fused CPU kernel gives no gradient for its mask, and computes fully masked rows wrongly (``empty_rows``). This
+target keeps its forward, which stores no score matrix, in an autograd function, and writes the backward out: scores,
+softmax and five products on the saved operands. That is one product more than the backward of the program as written,
+and no layer's weights are stored from the forward to the backward.
 
-Offers on the CPU, in training under `torch.compile`, where the mask wants a gradient (T5's and Swin's learned bias) or
-two masks may empty a row. For one layer, forward and backward, it took 1.16 to 1.35 times stock's time on two cores,
-and no less memory at the peak, which is in the backward ([results/training-cpu.md](results/training-cpu.md)); what a
-model of many layers keeps between the two was not measured. So ``choose="cheapest"`` leaves such sites, and
-``choose="fused"`` takes it.
+Offers on the CPU, in training under ``torch.compile``, if the mask needs a gradient (T5's and Swin's learned bias) or
+two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times stock's time on two
+cores, and no less memory at the peak, which is in the backward
+([results/training-cpu.md](results/training-cpu.md)); the memory that a model of many layers keeps between the two was
+not measured. Therefore ``choose="cheapest"`` leaves such sites, and ``choose="fused"`` takes this target.
 """
 
 from __future__ import annotations

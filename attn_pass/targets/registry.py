@@ -1,4 +1,4 @@
-"""Every target there is: of the families, of any device, and of installed packages."""
+"""All targets: those of the families, those for any device, and those of installed packages."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""One canonical `scaled_dot_product_attention` call: rank 4, explicit scale, a mask of a legal dtype.
+"""One canonical ``scaled_dot_product_attention`` call: rank 4, explicit scale, a mask of a legal dtype.
 
-`is_causal` or a mask, `enable_gqa` where heads are grouped. Unequal head dims are padded with zeros and the result is
-sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last dimension that is not dense
-is copied.
+The call has ``is_causal`` or a mask, and ``enable_gqa`` for grouped heads. Head dims that differ are padded with zeros
+and the result is sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last dimension
+that is not dense is copied.
 
-With a sink, in inference: ``aten._scaled_dot_product_flash_attention_for_cpu``, whose logarithm of the sum of
-exponentials gives the sink's share of each row; in training that logarithm has no gradient.
+With a sink, in inference, the target emits ``aten._scaled_dot_product_flash_attention_for_cpu``, whose logarithm of the
+sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient.
 
-With a mask that depends on key minus row alone (ALiBi, T5's buckets, decay, dilated windows), computed in the program
-and wanting no gradient: one vector of distances by the program's own operations, seen as a matrix whose steps are both
-1, for queries in reverse order. No matrix is made.
+A mask that depends only on the difference of key and row (ALiBi, T5's buckets, decay, dilated windows), is computed in
+the program and needs no gradient becomes one vector of distances, computed by the program's own operations. The kernel
+sees it as a matrix whose strides are both 1, with the queries in reverse order, so no matrix is materialised.
 
-Offers where torch takes a fused kernel; `kernels` has the rules each of them asks for, so that nothing is offered that
-would fall to the unfused path.
+Offers where torch would use a fused kernel; ``kernels`` has the constraints of each, so that nothing is offered that
+would fall back to the unfused path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The hyperbolic tangent of float32 in pointwise operators, for kernels that take one of every score.
+"""The hyperbolic tangent of float32 in pointwise operators, for kernels that compute one for every score.
 
-To 1.4e-7 of its value (the library's: 6e-8), in a third of the library's time: an exponential where that loses
+Its relative error is 1.4e-7 (the library's: 6e-8), in a third of the library's time: an exponential where that loses
 nothing, an odd polynomial below it. Coefficients and limit are those of `tanhf` in the Cephes library.
 """
 

@@ -1,4 +1,4 @@
-"""One calibration from sweep to cache: what was measured, beside what the cost model took the device for."""
+"""One calibration from sweep to cache: the measurements, compared with the cost model's numbers for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a bare kernel takes, and how far its own readings are apart: blocks of calls by a device's own clock."""
+"""Times a bare kernel, and how far its readings are apart: blocks of calls by the device's own clock."""
 
 from __future__ import annotations
 

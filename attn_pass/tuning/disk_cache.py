@@ -1,4 +1,4 @@
-"""The one disk cache: small JSON records by key, each a file of its own, written so that no reader sees half of one."""
+"""The disk cache: small JSON records by key, one file each, written so that no reader sees half of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring instead of predicting: the best offers for one attention, compiled and timed in a process of their own."""
+"""Measures instead of predicting: the best offers for one attention, compiled and timed in a separate process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A worker process that compiles one attention in several forms and times them: ``python -m attn_pass.tuning.worker``.
 
-Reads a job as JSON from its standard input and writes the result to its standard output. The forms are
-timed in turns, so that what disturbs the machine disturbs all of them.
+Reads a job as JSON from its standard input and writes the result to its standard output. The timings of the forms are
+interleaved, so that load on the machine disturbs all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Translation validation: a site as it was and as it is to be are run side by side on random data and compared.
+"""Translation validation: a site before and after the rewrite runs on random data, and the results are compared.
 
 Both are cut out of the graph (`attn_pass.graph.cut`), run forward and, where there are gradients, backward on inputs
-with the site's shapes, strides, offsets and dtypes, and compared with each other and, in float64, with what was read of
-the site. How far they may be apart is in `attn_pass.verify.compare`.
+with the site's shapes, strides, offsets and dtypes. They are compared with each other and, in float64, with the
+description that was read of the site. The tolerances are in `attn_pass.verify.compare`.
 """
 
 from __future__ import annotations

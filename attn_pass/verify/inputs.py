@@ -1,4 +1,4 @@
-"""Random inputs for a part of a program, as it would get them: laid out alike, and of the kind its score asks for."""
+"""Random inputs for a part of a program: with its memory layout, and of the kind that its score needs."""
 
 from __future__ import annotations
 

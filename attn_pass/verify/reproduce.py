@@ -1,4 +1,4 @@
-"""A file that shows a mismatch by itself: both programs as text, their inputs beside it, the differences printed."""
+"""A script that reproduces a mismatch: both programs as text, their inputs in a file beside it, and the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a part of a program on given inputs: as it is, in float64, and by the description that was read of it."""
+"""Runs a part of a program on given inputs: as it is, in float64, and as the description that was read of it."""
 
 from __future__ import annotations
 

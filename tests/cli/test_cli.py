@@ -267,7 +267,7 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
 def test_what_an_exported_program_cannot_be_asked_is_said(option: str, model_file: Path) -> None:
     assert run("explain", f"{model_file}:exported").exit_code == 0
     result = run("explain", f"{model_file}:exported", option)
-    assert result.exit_code == 2 and "leave out --" in result.stderr and "exported already" in result.stderr
+    assert result.exit_code == 2 and "leave out --" in result.stderr and "already exported" in result.stderr
 
 
 @pytest.mark.parametrize("option", [["--device", "H200"], ["--choose", "x"], ["--training"], ["--dynamic"], ["--aot"]])

@@ -1,1 +1,1 @@
-"""CPUs: their rates, the rules of torch's fused kernel there, and an attention kernel of our own."""
+"""CPUs: their rates, the rules of torch's fused kernel, and this package's own attention kernel."""

@@ -1,7 +1,8 @@
-"""What `attn_pass::attention` takes, predicted from what it does: packing, two products, weights, and masks.
+"""Predicts the time of `attn_pass::attention` from its work: packing, two products, weights, and masks.
 
-All of it counts as products do, in FLOPs of the rate the device's fused kernel has for the dtype, so that a device that
-was measured by itself (`attn-pass calibrate`) moves both alike. Keys that a strip of rows does not see cost nothing.
+All work is counted like products, in FLOPs at the rate of the device's fused kernel for the dtype, so that a
+calibration of the device (`attn-pass calibrate`) scales both alike. Keys that a strip of rows does not attend to cost
+nothing.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""This package's own kernel for CPUs, `attn_pass::attention`: masks are bounds of its loops, in any precision.
+"""This package's own kernel for CPUs, ``attn_pass::attention``: masks are bounds of its loops, in any precision.
 
-It reads the keys that a row keeps and no others: causal masks with any offset, sliding windows and ranges of keys are
-bounds of its loops, for lengths that are known and for those that are not. What else a mask says is a boolean tensor,
-of as many dimensions as it varies over, or one that is added. Grouped heads share the keys that are packed for them.
+The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows and ranges of keys are
+bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an additive tensor, with
+as many dimensions as the mask varies over. Grouped heads share the keys that are packed for them.
 
-A masked key counts for nothing, whatever it holds, and a fully masked row becomes what the program makes of it: the
-mean of the values where the fill is a number, zero or NaN where it is -inf. Soft caps and other functions of the scores
-are compiled into the kernel; what they read beside the product, tables or conditions, is a tensor each. A sink is one
-more score of the row. Where the scores' log-sum-exp is needed as well it is the kernel's second result.
+A masked key has no influence, whatever it holds, and a fully masked row gives what the program gives: the mean of the
+values if the fill is a number, zero or NaN if it is -inf. Soft caps and other functions of the scores are compiled into
+the kernel; their other inputs, such as tables or conditions, are passed as tensors. A sink is one more score of the
+row. If the scores' log-sum-exp is needed as well, it is the kernel's second result.
 
-Offers in inference, in float32, bfloat16 and float16. Where Inductor does not compile the graph it is asked only if
-``targets`` names it: there a call goes through Python.
+Offers in inference, in float32, bfloat16 and float16. Where Inductor does not compile the graph, a call goes through
+Python, and the target makes an offer only if ``targets`` names it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What of a mask are bounds of the CPU kernel's loops: keys outside of them are not read.
+"""The parts of a mask that become bounds of the CPU kernel's loops: keys outside of them are not read.
 
-Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges. Bounds that the program knows
-when it runs are a number for each row of the batch: how many keys of a cache are valid, where left padding ends, at
-which position the first query stands. One that differs from query to query bounds what all of them keep, and the rest
-of it stays a mask.
+Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges. Bounds that are known at run
+time are a number for each row of the batch: how many keys of a cache are valid, where left padding ends, at which
+position the first query is. If a bound differs from query to query, the loop runs over the keys that any query keeps,
+and the rest of the condition stays a mask.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The CPU's constants from bare kernels: each moves by as much as its probe reads another value than it was fitted at.
+"""Calibrates the CPU's constants with bare kernels: each constant is scaled by its probe's reading against the fit's.
 
-The constants in use fit attention of many shapes, on one machine (docs/results/cpu-constants.md): a copy that streams
-reads 27 GB/s there, keys and values inside a kernel come at 11. So a probe does not replace a constant, it scales it:
-on the machine of the fit a calibration changes nothing.
+The constants in use were fitted to attention of many shapes, on one machine (docs/results/cpu-constants.md): a copy
+that streams reads 27 GB/s there, keys and values inside a kernel come at 11. So a probe does not replace a constant, it
+scales it: on the machine of the fit a calibration changes nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The cost model of CUDA kernels, by what each makes of few rows, odd head dims and grouped heads.
+"""The cost model of CUDA kernels: how each handles few rows, odd head dims and grouped heads.
 
-A kernel's shape and its shares of the matrix rate are in its own file. None of it was measured by this project; the
-published figures it was set by are named where they are used.
+A kernel's shape and its shares of the matrix rate are in its own file. This project has measured none of them; the
+published figures they were set by are named where they are used.
 """
 
 from __future__ import annotations

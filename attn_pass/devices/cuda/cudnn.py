@@ -1,12 +1,12 @@
 """cuDNN's fused attention as torch calls it: the fastest kernel for prefill and training on Hopper.
 
-Offers in float16 and bfloat16, forward and backward, with grouped heads, masks that need no gradient and leave no row
-without a key, and dropout in steps of 1/16. A plan is built for each new shape, which takes tens of milliseconds, so
-that with lengths that are not known when compiled other kernels are cheaper for all but the largest shapes.
+Offers in float16 and bfloat16, forward and backward, with grouped heads, dropout in steps of 1/16, and masks that need
+no gradient and leave no row fully masked. cuDNN builds a plan for each new shape, which takes tens of milliseconds, so
+if lengths are not known at compile time, other kernels are cheaper for all but the largest shapes.
 
-What is known to be wrong in some versions is not offered (`attn_pass.devices.cuda.rules.cudnn` names the reports).
-Masks reach it with a finite number in the place of -inf, so that nothing rests on what it makes of a tile of keys that
-are all masked; float16 has no such number, and is offered with masks over one tile of keys alone.
+Versions that are known to give wrong results are refused (``attn_pass.devices.cuda.rules.cudnn`` names the reports).
+Masks are passed with a finite number instead of -inf, so that the result does not depend on how cuDNN handles a fully
+masked tile of keys. float16 has no such number, so there masks are offered only over a single tile of keys.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Few query rows over many keys: the split-KV kernel of `attn_pass.devices.cuda.decode_operator`, on CUDA devices.
+"""Few query rows over many keys: the split-KV kernel of ``attn_pass.devices.cuda.decode_operator``, on CUDA devices.
 
-Torch's kernels take a query of two to some sixty rows as they take a long one: a thread block for each head, all keys
-one after the other, so that most of the device waits. Here keys are cut in as many parts as keep it busy, and all heads
-of a KV head share one pass over its keys and values.
+Torch's kernels treat a query of two to about sixty rows like a long one: one thread block per head reads all keys in
+sequence, so that most of the device is idle. This kernel splits the keys into as many parts as keep the device busy,
+and all heads of a KV head share one pass over its keys and values.
 
 Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
-together: up to 1024), head dims of 16 to 256 that are multiples of 16, keys and values whose rows begin at multiples of
-16 elements, with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. An attention sink
-is joined afterwards, by the logarithm of the sum of exponentials that the kernel gives beside its result. The number
-of keys may be symbolic.
+together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
+multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. An
+attention sink is applied afterwards, by the logarithm of the sum of exponentials that the kernel returns with its
+result. The number of keys may be symbolic.
 
-On a GPU that is here the kernel computes five tiny cases first, once for each GPU, driver and version, and is refused
-where one of them is wrong. No GPU has run it yet: the tests run it under Triton's interpreter, and compile it as
-Inductor hands it to Triton. On other devices the operator is plain products.
+On a GPU that is present the kernel first computes five tiny cases, once for each GPU, driver and version, and is
+refused if one of them is wrong. It has not run on a GPU yet: the tests run it under Triton's interpreter, and compile
+it as Inductor passes it to Triton. On other devices the operator computes plain products.
 """
 
 from __future__ import annotations

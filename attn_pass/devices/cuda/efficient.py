@@ -1,7 +1,7 @@
 """The memory-efficient kernel (CUTLASS) as torch builds it in: any mask, float32, and gradients of a learned bias.
 
 Offers in float32, float16 and bfloat16, forward and backward, with any mask or bias, for any head dim, without grouped
-heads (they are packed into rows first, another form of the same attention). float32 stays float32.
+heads (the poor case ``grouped_heads`` packs them into rows first). float32 stays float32.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""NVIDIA's GPUs in numbers: those of data sheets, by name, and the one that is here.
+"""NVIDIA's GPUs in numbers: those of data sheets, by name, and the one that is present.
 
-None of it was measured by this project, but for what `attn-pass calibrate` measures on a machine.
+This project has measured none of them; `attn-pass calibrate` measures the GPU of a machine.
 """
 
 from __future__ import annotations

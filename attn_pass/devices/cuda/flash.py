@@ -1,13 +1,13 @@
 """FlashAttention-2 as torch builds it in, for CUDA devices: no mask, a causal one, or a window.
 
-``aten._scaled_dot_product_flash_attention`` where there is no mask, or a causal one over equal lengths;
-``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are aligned to
-the last key of more keys than queries, which torch's own call computes from a dense mask. Windows only where there are
-no more queries than keys: see `bands`.
+The target emits ``aten._scaled_dot_product_flash_attention`` if there is no mask, or a causal one over equal lengths.
+It emits ``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are
+aligned to the last key of more keys than queries; torch's own call computes these from a dense mask. Windows are
+offered only with no more queries than keys: see ``bands``.
 
 Offers in float16 and bfloat16, forward and backward, with grouped heads and dropout, for head dims up to 256. Both are
-C++ operators and go into AOTInductor packages. Where ``torch.nn.attention.activate_flash_attention_impl`` has put
-FlashAttention-3 or -4 in their place, those run.
+C++ operators and can be part of AOTInductor packages. If ``torch.nn.attention.activate_flash_attention_impl`` has
+replaced them by FlashAttention-3 or -4, those run.
 """
 
 from __future__ import annotations

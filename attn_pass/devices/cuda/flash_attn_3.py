@@ -1,18 +1,18 @@
 """FlashAttention-3 (Dao-AILab, the repository's ``hopper`` folder): the fastest published kernel on Hopper.
 
-Called as the operator its Python registers, ``flash_attn_3::_flash_attn_forward``, on (B, L, H, D) views without
-copies, in training as its function ``flash_attn_func``. Grouped heads, windows and causal masks aligned to the last
-key, and soft caps (with the device's own tanh); no ALiBi, no mask tensor, no dropout, no sinks. Head dims are padded
-with zeros to a multiple of 8, and to each other unless the kernel has that pair. Its Python is taken to cost 20 us a
-call.
+In inference it is called as the operator that its Python registers, ``flash_attn_3::_flash_attn_forward``, on
+(B, L, H, D) views without copies, in training as its function ``flash_attn_func``. It supports grouped heads, windows
+and causal masks aligned to the last key, and soft caps (with the device's own tanh), but no ALiBi, mask tensor, dropout
+or sinks. Head dims are padded with zeros to a multiple of 8, and to each other unless the kernel supports that pair.
+The model adds 20 us per call for its Python.
 
-The operators beneath, ``flash_attn_3::fwd`` and ``bwd``, are C++ with a stable ABI, but no graph can hold ``fwd``: its
+The operators below it, ``flash_attn_3::fwd`` and ``bwd``, are C++ with a stable ABI, but no graph can hold ``fwd``: its
 schema says that the result aliases an argument, which torch's functionalization refuses for operators that are not its
 own ("Found a custom (non-ATen) operator whose output has alias annotations", torch 2.13).
 
-Offers where the package is installed, on CUDA devices of compute capability 9.0, in float16 and bfloat16. In training
-with torch.compile alone; not for ``aot_compile``, whose packages run without Python. The tests run it over a stand-in
-with the schemas and checks of hopper/flash_api_stable.cpp; it has not run on hardware here.
+Offers if the package is installed, on CUDA devices of compute capability 9.0, in float16 and bfloat16. In training it
+needs torch.compile. It is not offered for ``aot_compile``, whose packages run without Python. The tests run it over a
+stand-in with the schemas and checks of hopper/flash_api_stable.cpp; it has not run on hardware.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""An attention as the arguments of flash-attn's forward: scale, soft cap, window, ALiBi slopes; or why it is none.
+"""An attention as arguments of flash-attn's forward: scale, soft cap, window, ALiBi slopes; or why it has no such form.
 
 The kernel computes ``softcap * tanh(scale * dot / softcap) - slope * |own - key|`` for keys from ``own - left`` to
-``own + right``, where ``own = row + kv_len - q_len`` (csrc/flash_attn/src/flash_fwd_kernel.h and mask.h, 2.8.3). What a
-softmax does not see, a number added to a whole row, is free: so every bias that falls with the distance to keys on one
-side is ALiBi where the other side is masked.
+``own + right``, where ``own = row + kv_len - q_len`` (csrc/flash_attn/src/flash_fwd_kernel.h and mask.h, 2.8.3). A
+number added to a whole row does not change a softmax, so every bias that falls with the distance to keys on one side is
+ALiBi if the other side is masked.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Calls of the library flash-attn (Dao-AILab, 2.7 and newer): what its functions leave of themselves in a graph.
+"""Calls of the library flash-attn (Dao-AILab, 2.7 and newer): the nodes that its functions leave in a graph.
 
-Without a gradient that is one call of the operator ``flash_attn::_flash_attn_forward``, whose first result is the
-attention, with operands (B, L, H, D), fewer heads of keys and values than of queries where they are grouped, positions
-counted from the last key (``key <= row + kv_len - q_len`` is causal), and fully masked rows 0. With a gradient it is
-an autograd function around the same operator, whose backward is of the library too and takes what the operator saves:
-those are left. Calls on sequences of several lengths stay as well, without copies of their operands that the kernel can
-do without.
+Without a gradient that is one call of the operator ``flash_attn::_flash_attn_forward``. Its first result is the
+attention; its operands are (B, L, H, D), with fewer heads of keys and values than of queries if they are grouped;
+positions are counted from the last key (``key <= row + kv_len - q_len`` is causal), and fully masked rows are 0. With a
+gradient it is an autograd function around the same operator, whose backward is the library's and needs what the
+operator saves: those calls are left. Calls on sequences of several lengths stay as well, without the copies of their
+operands that the kernel does not need.
 
 Nothing of the package is imported: its operators are known by their names.
 """

@@ -1,13 +1,14 @@
-"""FlexAttention with ``BACKEND="FLASH"``: the score function inside FlashAttention-4's kernel in place of Triton's.
+"""FlexAttention with ``BACKEND="FLASH"``: the score function inside FlashAttention-4's kernel instead of Triton's.
 
-What `flex` emits with one kernel option more, where the package flash-attn-4 (``flash_attn.cute``) is installed. Its
-kernel was published at 1.2 to 3.2 times Triton's rate on Hopper and Blackwell; the least of that is counted.
+The target emits what ``flex`` emits, with one more kernel option, if the package flash-attn-4 (``flash_attn.cute``) is
+installed. Published figures for its kernel are 1.2 to 3.2 times Triton's rate on Hopper and Blackwell; the cost model
+uses the lowest.
 
-Offers under torch.compile alone, from torch 2.13 on, in float16 and bfloat16, where every size is known: on compute
-capability 9.0, and on 10.x where nothing is masked. A mask must be known block by block (its structure is all of it),
-for lengths that are multiples of 128. No deterministic backward with a mask, no captured numbers. The rules are those
-of torch/_inductor/kernel/flex/flex_flash_attention.py, whose own check is asked as well, and of
-flash_attn/cute/interface.py; nothing has run on hardware here.
+Offers under torch.compile, from torch 2.13 on, in float16 and bfloat16, if every size is known: on compute capability
+9.0, and on 10.x without a mask. A mask must be known block by block (its structure describes all of it), for lengths
+that are multiples of 128. A deterministic backward with a mask and captured numbers are not supported. The constraints
+are those of torch/_inductor/kernel/flex/flex_flash_attention.py, whose own check is called as well, and of
+flash_attn/cute/interface.py. It has not run on hardware.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the family has to know of a kernel, beside what it takes and emits: said in the kernel's own file."""
+"""What the family needs to know about a kernel besides its target: declared in the kernel's own file."""
 
 from __future__ import annotations
 

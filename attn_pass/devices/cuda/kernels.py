@@ -1,7 +1,7 @@
-"""The kernels of the family: one file a kernel, one line a file. What else lists kernels is derived from here.
+"""The kernels of the family: one file per kernel, one line per file. All other lists of kernels are derived from here.
 
-From a kernel's file come its place among the targets, torch's rules and the order of torch's call, its share in every
-data sheet, its cost, the points it is calibrated at, and the tables of the documentation.
+A kernel's file determines its place among the targets, torch's rules and the order of torch's call, its share in every
+data sheet, its cost, its calibration points, and the tables of the documentation.
 """
 
 from __future__ import annotations

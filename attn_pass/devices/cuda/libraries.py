@@ -1,4 +1,4 @@
-"""Kernels of packages that a program calls itself, by the name reports have for them."""
+"""Kernels of packages that a program calls directly, and the names that reports use for them."""
 
 from __future__ import annotations
 

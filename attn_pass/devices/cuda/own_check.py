@@ -1,7 +1,7 @@
-"""What torch's own check of a kernel says of a call, where the GPU is here: it can refuse, and nothing more.
+"""Torch's own check of a kernel for a call, if the GPU is present: it can only refuse.
 
-The check looks at tensors. It is shown some without memory, with the sizes as they were traced, so that no size of the
-program is guarded; for other sizes the rules of the tables stand alone.
+The check takes tensors. It is given tensors without memory, with the traced sizes, so that no size of the program is
+guarded; for other sizes only the rules of the tables apply.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA's attention kernels called bare: one call as numbers, as tensors to run, and as the cost model predicts it."""
+"""CUDA's attention kernels called directly: a call as numbers, as tensors to run, and as the cost model predicts it."""
 
 from __future__ import annotations
 

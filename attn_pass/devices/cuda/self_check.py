@@ -1,8 +1,8 @@
-"""Whether the decode kernel computes right on the GPU that is here: tiny cases against the reference, once per machine.
+"""Checks the decode kernel on the GPU that is present: tiny cases against the reference, once per machine.
 
-Triton compiles the kernel for a GPU, driver and version that nobody may have tried. So the first offer on a device runs
-it, on five shapes that go through every branch, and a kernel that gives other numbers, or raises, is not used there.
-The answer is kept on disk by all that it depends on, the kernel's own text included.
+Triton compiles the kernel for a GPU, driver and version that may never have been tested. The first offer on a device
+therefore runs the kernel on five shapes that go through every branch, and a kernel that gives wrong numbers, or raises,
+is not used there. The result is cached on disk, keyed by everything it depends on, including the kernel's own source.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the targets for torch's CUDA kernels share: the offer, the reasons, and operands as the kernels ask for them.
+"""What the targets for torch's CUDA kernels share: the offer, the reasons, and operands in the kernels' layout.
 
 The kernels are called as the aten operators that torch's own call ends in, so that the choice is this project's: torch
 would make it when the graph is traced, by its own order, on the machine that compiles.

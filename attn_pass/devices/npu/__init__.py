@@ -1,1 +1,1 @@
-"""Ascend NPUs: torch_npu's operators, what they ask for, the calls a program makes of them itself."""
+"""Ascend NPUs: torch_npu's operators, their constraints, and a program's own calls of them."""

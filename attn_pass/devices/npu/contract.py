@@ -1,4 +1,4 @@
-"""What the documentation of torch_npu's attention operators allows of a call that a program makes: one row a rule.
+"""What the documentation of torch_npu's attention operators allows in a program's own call: one rule per row.
 
 Other calls raise on the device, or do there what no page says; nothing is concluded from them. The limits are those of
 the pages of ``npu_fusion_attention`` and ``npu_fused_infer_attention_score``. A size that is known at run time only is

@@ -1,4 +1,4 @@
-"""Ascend NPUs in numbers: those of data sheets, by name, and the one that is here. None of it was measured."""
+"""Ascend NPUs in numbers: those of data sheets, by name, and the one that is present. None of it was measured."""
 
 from __future__ import annotations
 

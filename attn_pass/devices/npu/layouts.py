@@ -1,4 +1,4 @@
-"""Layouts of Ascend's attention operators: operands as they lie in memory, and the result back from its layout."""
+"""Layouts of Ascend's attention operators: operands in their memory layout, and the result converted from it."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """Ascend's fused attention through torch_npu: ``npu_fused_infer_attention_score`` and ``npu_fusion_attention``.
 
-The first in inference in half precision, the second in training and in float32: its version for graphs
-(``npu_fusion_attention_v3``) on A2 and A3, the first version on 950. Operands are taken as they lie in memory, heads or
-positions first (BNSD, BSND, BSH, SBH), grouped heads without copies. Causal masks from either end and windows become a
-mode with one compressed mask for the whole graph; other masks become boolean tensors, True where masked out, and
-matrices that are added only where they are proved to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
-always given: their defaults are silent mistakes. Dropout is left in checkpoints and where two calls may be equal: v3
-draws random numbers and tells no compiler.
+The first is used in inference in half precision, the second in training and in float32: its version for graphs
+(``npu_fusion_attention_v3``) on A2 and A3, the first version on 950. Operands keep their memory layout, heads or
+positions first (BNSD, BSND, BSH, SBH), and grouped heads need no copies. Causal masks from either end and windows
+become a mode with one compressed mask for the whole graph. Other masks become boolean tensors, True where masked out;
+additive matrices do so only if they are proven to be 0 or masking. Scale, heads, bounds and ``inner_precise`` are
+always passed, because their defaults silently give wrong results. Sites with dropout are left in checkpoints and where
+two calls may be equal, because v3 draws random numbers without declaring it to the compiler.
 
-Offers on Ascend devices, where torch_npu has registered its operators; [npu.md](npu.md) says which forms, and why not
-others. The tests hold every call against the documented contract; nothing was run on an NPU, and nothing measured.
+Offers on Ascend devices, if torch_npu has registered its operators; [npu.md](npu.md) lists the supported forms and the
+reasons for the others. The tests check every call against the documented contract; nothing has run on an NPU, and
+nothing was measured.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Attention on TPUs: JAX's Pallas kernels, for torch_xla and torch_tpu. Nothing of either, or of JAX, is imported."""
+"""Attention on TPUs: JAX's Pallas kernels, for torch_xla and torch_tpu. No code here imports either of them, or JAX."""

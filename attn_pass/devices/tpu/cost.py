@@ -1,4 +1,4 @@
-"""The cost model of TPUs: a Pallas kernel, and what XLA makes of two products and a softmax.
+"""The cost model of TPUs: a Pallas kernel, and two products and a softmax as XLA compiles them.
 
 Nothing of it was measured by this project. It is set by one published figure, 2.5 ms for (1, 5, 16384, 128) in
 bfloat16 with large tiles (pytorch/xla#9250), taken to be of a v6e.

@@ -2,9 +2,9 @@
 
 Offers for TPUs (v5e, v5p, v6e, TPU7x), by name or where torch_xla runs on one; in bfloat16 and float32, forward and
 backward, without dropout, for sizes that are known when the graph is compiled. A causal mask is a flag, a window is
-splash attention's band, keys that are padding are segment ids, and any other mask is a float32 matrix, which flash
-attention adds. Fully masked rows are replaced beside the kernel. Compiled for these TPUs, and right when interpreted;
-not verified on hardware.
+splash attention's band, padding keys are segment ids, and any other mask is a float32 matrix, which flash attention
+adds. Fully masked rows are replaced beside the kernel. The kernels compile for these TPUs and give right results when
+interpreted; they are not verified on hardware.
 """
 
 from __future__ import annotations

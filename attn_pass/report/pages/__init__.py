@@ -1,1 +1,1 @@
-"""The report as a page that loads nothing, comparisons, and what `attn_pass.inspect` writes."""
+"""The report as a self-contained HTML page, comparisons, and the folder that `attn_pass.inspect` writes."""

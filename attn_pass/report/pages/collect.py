@@ -1,7 +1,7 @@
-"""Collecting: for each root graph decided inside, its code before and after, and what every site did to it.
+"""Collects, for each root graph that is decided inside a block, its code before and after, and the edits of every site.
 
-Nobody pays for it who does not collect: the switch is a context variable, and without one set every function here
-returns at once. What fails in here is one warning and concerns nothing else.
+It costs nothing if it is off: the switch is a context variable, and every function here returns at once if it is not
+set. A failure in here is one warning and affects nothing else.
 """
 
 from __future__ import annotations

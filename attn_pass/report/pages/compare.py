@@ -1,4 +1,4 @@
-"""Two reports of the same model beside each other: which sites changed, appeared or went."""
+"""Compares two reports of the same model: which sites changed, appeared or disappeared."""
 
 from __future__ import annotations
 

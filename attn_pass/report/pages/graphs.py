@@ -1,4 +1,4 @@
-"""What is collected of a graph: its code before and after, and what every site did to it."""
+"""The collected data of a graph: its code before and after, and the edits of every site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports as HTML: one page that loads nothing, and a fragment for notebooks. All text is escaped by jinja2."""
+"""Reports as HTML: one self-contained page, and a fragment for notebooks. jinja2 escapes all text."""
 
 from __future__ import annotations
 

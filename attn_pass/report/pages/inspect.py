@@ -1,4 +1,4 @@
-"""`inspect`: a folder with everything there is to see of what is compiled inside."""
+"""`inspect`: a folder with all available information about what is compiled inside a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch makes of a rewritten graph: Inductor's code, and the bytecode Dynamo puts in a function's place."""
+"""Torch's output for a rewritten graph: Inductor's code, and the bytecode that Dynamo runs."""
 
 from __future__ import annotations
 

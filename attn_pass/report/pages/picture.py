@@ -1,4 +1,4 @@
-"""`Picture`: which keys each query row sees, as a small grid of cells, and as SVG."""
+"""`Picture`: the keys that each query row attends to, as a small grid of cells, and as SVG."""
 
 from __future__ import annotations
 

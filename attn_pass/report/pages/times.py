@@ -1,4 +1,4 @@
-"""The times of a site's forms as its report has them: measured where they were, else predicted."""
+"""The times of a site's forms in its report: measured if available, else predicted."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""FlexAttention: its rules by device, its score and mask functions, its lists of blocks, and both as graphs."""
+"""FlexAttention: its rules by device, its score and mask functions, its block lists, and both as graphs."""

@@ -1,9 +1,9 @@
 """Which blocks of a block mask are visited, and which need no mask: interval arithmetic over the parts of a mask.
 
-A block of rows sees an interval of keys for a band, a chunk or a key range, and the intersection of theirs for several;
-for alternatives it sees one interval each. The same arithmetic, on rows, says which rows see a block of keys, which a
-backward asks for. It is written once and done on integers (how much is left to compute) or on planned tensors (the
-lists themselves), so that lengths may be symbolic.
+A block of rows attends to an interval of keys for a band, a chunk or a key range, and to the intersection of the
+intervals for several; for alternatives it attends to one interval each. The same arithmetic, on rows, gives the rows
+that attend to a block of keys, which a backward needs. It is written once and runs on integers (how much is left to
+compute) or on planned tensors (the lists themselves), so that lengths may be symbolic.
 """
 
 from __future__ import annotations

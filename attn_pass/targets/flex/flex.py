@@ -1,19 +1,19 @@
-"""FlexAttention, for scores that are no scaled product with a mask: soft caps, clamps, masks that multiply, weak fills.
+"""FlexAttention, for scores other than a scaled product and a mask: soft caps, clamps, masks that multiply, weak fills.
 
-Inductor compiles the kernel around the score function, which is the expression as it was read, and a block mask skips
-what the mask is known to hide. On CUDA devices also for masks that torch's kernels take as a matrix only: windows,
-chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix where they can be computed
-score by score; in training too, unless the score function reads a tensor that wants a gradient itself; and with keys
-in splits for few query rows.
+Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
+blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
+matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
+be computed score by score. There it supports training too, unless the score function reads a tensor that needs a
+gradient itself, and splits the keys if there are few query rows.
 
-On the CPU: scores of such a form alone, in inference, in float32 and half precision, from torch 2.13 on, with `backend`
-and `aot_compile`. Operands are copied into memory of their own, and captured tensors are computed first, since the CPU
-template gets views and unfinished tensors wrong in torch 2.13. Compiling takes about 4 s a layer, which counts as
-0.4 ms a call. Where Inductor does not run it (`wrap`, `rewrite`) the operator runs as products and a softmax: right,
-and no gain, so that it is then taken with ``choose="fused"`` alone; inside the hook the CPU's is left, and
-`torch.export.save` cannot write it. Not with dropout, or an unknown number of heads or head dim. What is emitted for
-CUDA was run as products and a softmax, and its Triton templates rendered and compiled, without a GPU; what they compute
-and how fast is not known.
+On the CPU it is offered only for such scores, in inference, in float32 and half precision, from
+torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are copied into memory of their own, and captured tensors
+are computed first, since the CPU template handles views and unfinished tensors wrongly in torch 2.13. Compiling takes
+about 4 s per layer, which the model counts as 0.4 ms per call. Where Inductor does not run it (``wrap``, ``rewrite``),
+the operator runs as products and a softmax: right, but not faster, so it is taken only with ``choose="fused"``. Inside
+the hook sites on the CPU are left, and ``torch.export.save`` cannot write the operator. It is not offered with dropout,
+or if the number of heads or a head dim is unknown. For CUDA the emitted calls were run as products and a softmax, and
+the Triton templates were rendered and compiled, without a GPU; their results and speed on a GPU are not known.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What FlexAttention asks for, device by device: one row a rule, with its reason; and when it decodes with splits.
+"""The constraints of FlexAttention, device by device: one rule per row, with its reason; and when it splits the keys.
 
 CPU: torch/_inductor/kernel/flex/flex_cpu.py and faults seen in torch 2.13.0. CUDA: flex_attention.py, flex_decoding.py
 beside it and torch/_higher_order_ops/flex_attention.py, torch 2.11 to 2.13, read and not run on a GPU.

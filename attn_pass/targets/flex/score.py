@@ -1,7 +1,8 @@
-"""What FlexAttention is told of an attention: a score function, a mask function, and which parts of the mask are known.
+"""The inputs of FlexAttention for an attention: a score function, a mask function, and the known parts of the mask.
 
-On the CPU all of a mask that is no plain band goes into the score function. On CUDA devices what hides a key goes into
-the mask function, which full blocks do without, and is computed from indices where the program's mask was.
+On the CPU every part of a mask that is not a plain band goes into the score function. On CUDA devices every condition
+that hides a key goes into the mask function, which full blocks skip, and is computed from indices if the program
+computed it so.
 """
 
 from __future__ import annotations

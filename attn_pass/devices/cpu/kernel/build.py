@@ -1,6 +1,6 @@
-"""The kernel as a shared library for eager calls: built by the machine's compiler once, and kept on disk.
+"""The kernel as a shared library for eager calls: built once by the machine's compiler, and cached on disk.
 
-`torch.compile` and packages do without it: there the source is part of the generated code.
+`torch.compile` and packages do not need it: there the source is part of the generated code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`attn_pass::attention`: attention over the keys that are kept, on CPUs; a masked key counts for nothing."""
+"""`attn_pass::attention`: attention over the kept keys, on CPUs; a masked key has no influence on the result."""
 
 from __future__ import annotations
 

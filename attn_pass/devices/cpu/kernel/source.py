@@ -1,7 +1,7 @@
-"""The kernel's source as one text: the parts that all share, and the kernel once for each instruction set.
+"""The kernel's source as one text: the common parts, and the kernel once for each instruction set.
 
-Each instruction set is a namespace, compiled for it whatever the compiler is told for the rest of the file, so that one
-library or package holds several and chooses when it runs (`dispatch.hpp`).
+Each instruction set is a namespace, compiled for that set whatever the compiler flags of the rest of the file, so that
+one library or package holds several and chooses at run time (`dispatch.hpp`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`attn_pass::attention` under Inductor: a C++ template that carries the kernel's source in the generated code.
 
-So the compiled graph, Inductor's caches and an AOTInductor package run without this package. Importing this file
+The compiled graph, Inductor's caches and an AOTInductor package therefore run without this package. Importing this file
 registers the lowering.
 """
 

@@ -1,1 +1,1 @@
-"""Which of torch's CUDA kernels takes a call: one row a rule, with its reason and where it is from."""
+"""Which of torch's CUDA kernels takes a call: one rule per row, with its reason and its source."""

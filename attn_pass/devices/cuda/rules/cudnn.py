@@ -1,6 +1,7 @@
-"""The rules of cuDNN's attention: ``can_use_cudnn_attention`` in aten's cuda/sdp_utils.cpp, and what is known wrong.
+"""The rules of cuDNN's attention: ``can_use_cudnn_attention`` in aten's cuda/sdp_utils.cpp, and known errors of cuDNN.
 
-cuDNN's versions are as torch has them, 92000 for 9.20.0. Rules marked as known wrong refuse what torch takes, or took.
+cuDNN's versions are numbered as in torch, 92000 for 9.20.0. Rules marked as known wrong refuse calls that torch takes,
+or took.
 """
 
 from __future__ import annotations
