@@ -119,6 +119,8 @@ MASKS = (
     Mask("padding[:, None, None, :]"),
     Mask("(j <= i) & padding[:, None, None, :]"),
     Mask("ids[:, None, :, None] == ids[:, None, None, :]"),
+    Mask("j <= position"),
+    Mask("((j <= position) & (j > position - 8)) | (j == 0)"),
     Mask("allowed"),
     Mask(bias="torch.full((L, L), float('-inf')).triu(1)"),
     Mask(bias="slopes[:, None, None] * (j - i)"),
@@ -131,6 +133,7 @@ def _described(case: Mask) -> attn_pass.SiteReport:
     known = {
         "padding": torch.arange(LENGTH) < torch.tensor([[LENGTH], [20]]),
         "ids": torch.arange(LENGTH).div(10, rounding_mode="floor").expand(2, -1).contiguous(),
+        "position": torch.tensor(20),
         "allowed": torch.eye(LENGTH, dtype=torch.bool),
         "matrix": torch.zeros(LENGTH, LENGTH),
         "slopes": torch.tensor([0.5, 0.25]),

@@ -17,6 +17,7 @@ from attn_pass.model.expression import DOT, Expr, Load
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.model.mask import Mask
 from attn_pass.model.structure import row_index
+from attn_pass.model.valid_range import ValidRange
 
 SourceKind = Literal["input", "parameter", "buffer", "computed"]
 
@@ -100,6 +101,7 @@ class Attention:
     result_factors: tuple[Factor, ...] = ()  # of the result's rows, over batch, heads and rows: a head mask
     sink: Expr | None = None  # one more logit of every row, over batch, heads and rows, whose value is zero
     mask: Mask = Mask.none()  # noqa: RUF009
+    valid: ValidRange | None = None  # the part of the keys that is read, for targets that take such a range
     dropout: float = 0.0
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
@@ -166,7 +168,8 @@ class Attention:
 
     def regrouped(self, **groups: tuple[Axis, ...]) -> Attention:
         """The same function with its axes in other groups (``batch``, ``heads``, ``rows``)."""
-        out = replace(self, **groups)  # type: ignore[arg-type]
+        # A range was found for the rows as they were.
+        out = replace(self, valid=None, **groups)  # type: ignore[arg-type]
         assert sorted(a.key for a in out.batch + out.heads + out.rows) == sorted(
             a.key for a in self.batch + self.heads + self.rows
         )

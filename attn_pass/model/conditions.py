@@ -19,6 +19,8 @@ from attn_pass.model.expression import (
 from attn_pass.model.index import Axis, Index, Poly, Quotient, axes, axis_index, is_at_most, is_less, terms_of
 from attn_pass.model.structure import ORDER, Band, Chunk, Either, Keys, Opaque, Part, Structure, row_index
 
+RANGE = "run-time range"
+
 
 @lru_cache(maxsize=1024)
 def structure_of(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> Structure:
@@ -191,6 +193,9 @@ def _tighter(a: Band | Keys, b: Band | Keys) -> Band | Keys | None:
 def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
     """A word for a condition that depends on run-time values."""
     used, of_rows = expression_axes(condition), axes(row)
+    ranges = _ranged(condition, key, row, keys)
+    if ranges is not None:
+        return ranges
     if loads(condition) and not used & of_rows:
         return "padding" if keys in used else "dense"
     if loads(condition) and keys not in used:
@@ -202,6 +207,29 @@ def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
         if condition.op in ("le", "lt", "ge", "gt") and loads(condition) and _is_shifted_causal(condition, key, row):
             return "causal with a run-time offset"
     return "dense"
+
+
+def _ranged(condition: Expr, key: Index, row: Index, keys: Axis) -> str | None:
+    """A word for a condition that keeps a range of keys with an end that is a run-time value, or several of these."""
+    if not isinstance(condition, Apply) or not loads(condition):
+        return None
+    if condition.op == "or":
+        options = [[p for c in conjuncts(arg) for p in _parted(c, key, row, keys)] for arg in condition.args]
+        words = [" and ".join(str(p) for p in _together(parts)) for parts in options]
+        return " or ".join(dict.fromkeys(words)) if any(RANGE in w for w in words) else None
+    if condition.op not in ("le", "lt", "ge", "gt") or len(condition.args) != 2:
+        return None
+    left, right = (_without_loads(a, {keys}) for a in condition.args)
+    if left is None or right is None or keys not in expression_axes(condition):
+        return None
+    margin = _margin(condition.op, left, right)
+    if margin is None or all(keys in axes(rest) for rest in (margin + key, margin - key)):
+        return None
+    bound = margin + key if keys not in axes(margin + key) else margin - key
+    if axes(row) & axes(bound):
+        return None  # it moves with the row
+    of_rows = expression_axes(condition) & axes(row)
+    return f"{RANGE} of each row" if of_rows else RANGE
 
 
 def _grouped(of_key: Expr, of_row: Expr, keys: Axis, row: Index) -> str | None:

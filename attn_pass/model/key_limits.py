@@ -26,7 +26,9 @@ from attn_pass.model.expression import (
 from attn_pass.model.index import Axis, Index, axes, axis_index
 from attn_pass.model.structure import row_index
 
-_OF_INTEGERS = frozenset({"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "floordiv", "remainder", "cast"})
+_OF_INTEGERS = frozenset(
+    {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "floordiv", "remainder", "cast", "where"}
+)
 _WIDE = (torch.int32, torch.int64)  # positions do not wrap around in them
 Term = tuple[int, Expr]  # 1 or -1, and what it is multiplied by
 
@@ -116,4 +118,4 @@ def _is_integer(value: Expr, dtype_of: Callable[[Load], torch.dtype]) -> bool:
         return False
     if value.op == "cast" and value.dtype not in _WIDE:
         return False
-    return all(_is_integer(arg, dtype_of) for arg in value.args)
+    return all(_is_integer(arg, dtype_of) for arg in (value.args[1:] if value.op == "where" else value.args))

@@ -13,6 +13,7 @@ from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
+from attn_pass.poor_cases import valid_range
 from attn_pass.report.text import duration
 from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
@@ -305,14 +306,14 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     offers: list[tuple[Offer, Target]] = []
     other_devices: dict[str, str] = {}  # refusals that say nothing of the site come last
     packages: list[str] = []
+    of_ranges: list[str] = []  # targets that take no run-time range, whose refusals are about that form alone
     for names, form in forms:
         for target in targets:
-            answer: Offer | Refusal
-            if form.not_affine and not getattr(target, "takes_any_score", False):
-                answer = Refusal(target.name, form.not_affine)
-            else:
-                answer = target.consider(form, " + ".join(names), setting)
+            answer = _answer(target, form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
+                if answer.reason == valid_range.REFUSAL:
+                    of_ranges.append(target.name)
+                    continue
                 (other_devices if answer.other_device else choice.refusals).setdefault(target.name, answer.reason)
                 packages += [answer.reason] if answer.package else []
                 continue
@@ -326,7 +327,18 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     }
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
+    of_form = {label(name, valid_range.NAME): valid_range.REFUSAL for name in of_ranges if name not in choice.refusals}
+    choice.refusals = choice.refusals | of_form
     return offers
+
+
+def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> Offer | Refusal:
+    """What a target says to a form, but for what it has to say first that it takes."""
+    if form.not_affine and not getattr(target, "takes_any_score", False):
+        return Refusal(target.name, form.not_affine)
+    if form.valid is not None and not getattr(target, "takes_valid_range", False):
+        return Refusal(target.name, valid_range.REFUSAL)
+    return target.consider(form, variant, setting)
 
 
 def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -> _Offers:

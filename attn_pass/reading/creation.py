@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.expression import Const, Expr, Load, apply, as_index, index_value, loads
-from attn_pass.model.index import Index, is_nonnegative
+from attn_pass.model.index import Axis, Index, axis_index, is_nonnegative
+from attn_pass.reading import known_rows
 from attn_pass.reading.dtype_range import WRAPPING
 from attn_pass.reading.graph_reader import GraphReader
 from attn_pass.reading.scans import along
@@ -35,7 +36,7 @@ def created(reader: GraphReader, node: Node, call: Call, position: Position, dep
         return _arange(reader, (call["start"], None), call["step"], position, value)
     if call.op in ("tril", "triu"):
         return _triangle(reader, node, call, position, depth)
-    if call.op in ("getitem", "index"):
+    if call.op in ("getitem", "index", "index_select"):
         return _gathered(reader, node, call, position, depth)
     if call.op == "embedding":
         return (
@@ -116,19 +117,32 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
     gathered, rest = position[lead : lead + width], iter((*position[:lead], *position[lead + width :]))
     time = reader.order[node]
     found: list[Index] = []
+    taken: tuple[Axis, Expr] | None = None  # the row of the source that is taken, and its number
     for entry in entries:
         if entry is None:
             next(rest)
         elif entry == slice(None):
             found.append(next(rest))
         else:
-            index = as_index(reader.value_at(entry, gathered, time, depth + 1))
-            if index is None and entries == [entry]:
-                return _looked_up(reader, node, entry, position, call, depth)
+            number = reader.value_at(entry, gathered, time, depth + 1)
+            index = as_index(number)
+            if index is None and entries == [entry] and (row := _looked_up(reader, node, entry, position, call, depth)):
+                return row
+            if index is None and len(indices) == 1:
+                axis = known_rows.row_axis(entry.name, reader.sizes.shape(base)[len(found)])
+                taken, index = (axis, number), axis_index(axis)
             if index is None or not is_nonnegative(index):
                 return None
             found.append(index)
-    return reader.element(source, (*found, *rest), time, depth + 1)
+    element = reader.element(source, (*found, *rest), time, depth + 1)
+    return element if taken is None else _of_row(element, *taken, from_the_end=call.op != "index_select")
+
+
+def _of_row(element: Expr, row: Axis, number: Expr, *, from_the_end: bool) -> Expr | None:
+    """What is taken of a tensor whose values are known; None where they are not."""
+    if loads(element):
+        return None
+    return known_rows.with_value(element, row, known_rows.from_the_front(number, row.size) if from_the_end else number)
 
 
 def _looked_up(
@@ -150,6 +164,9 @@ def _looked_up(
 def _entries(call: Call, rank: int) -> list[Any] | None:
     """What each dimension is indexed by: a node, all of it, or None for a new dimension; None for anything else."""
     given = call["index"]
+    if call.op == "index_select":
+        dim = call["dim"]
+        return [*[slice(None)] * (dim % rank), given] if isinstance(dim, int) and rank else None
     entries = list(given) if isinstance(given, (tuple, list)) else [given]
     if call.op == "index":
         entries = [slice(None) if e is None else e for e in entries]

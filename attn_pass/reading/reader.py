@@ -186,14 +186,14 @@ class Reader(GraphReader):
             return self._leaf(node, position)
         time = self.order[defined]
         found_value = created(self, defined, call, position, depth)
-        if found_value is not None:
+        if found_value is not None and (self._until is None or self._all_stay(found_value, self._until)):
             return found_value
         if call.op in POINTWISE or call.op == "cast":
             try:
                 lifted = pointwise(defined, call, position, lambda v, p: self.value_at(v, p, time, depth + 1))
             except Unreadable:
                 return self._leaf(node, position)
-            if self._until is None or all(self.stays(load, self._until) for load in loads(lifted)):
+            if self._until is None or self._all_stay(lifted, self._until):
                 return lifted
         return self._leaf(node, position)
 
@@ -209,6 +209,9 @@ class Reader(GraphReader):
             yield
         finally:
             self._until = None
+
+    def _all_stay(self, element: Expr, until: int) -> bool:
+        return all(self.stays(load, until) for load in loads(element))
 
     def stays(self, load: Load, until: int) -> bool:
         """Whether what is loaded is, until then, what it was when its tensor was made."""

@@ -178,6 +178,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("pad", "input, pad, mode=constant, value=None", "torch.nn.functional.pad torch._C._nn.pad aten.pad.default"),
     ("pad", "input, pad, value=0", "torch.constant_pad_nd aten.constant_pad_nd.default"),
     ("index", "input, index", "aten.index.Tensor"),
+    ("index_select", "input, dim, index", "torch.index_select .index_select aten.index_select.default"),
     ("copy_to", "like, input, non_blocking=False", "aten.copy.default"),
     ("slice_scatter", "input, src, dim=0, start=None, end=None, step=1",
      "torch.slice_scatter .slice_scatter aten.slice_scatter.default"),

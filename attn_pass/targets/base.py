@@ -107,7 +107,8 @@ class Refusal:
 class Target(Protocol):
     """A kernel or a form: says whether it takes an attention, and emits it.
 
-    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set. One
+    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set, one
+    that has a true ``takes_valid_range`` about one whose ``valid`` is: it reads the keys of that range alone. One
     that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, with other plans
     and told apart by their variants, where forms are measured. One that has a method ``must_be_named(setting)`` is,
     where that is true, asked only if `options.targets` names it.

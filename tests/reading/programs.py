@@ -15,7 +15,7 @@ from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Const, Dot, Expr, apply, expression_axes, index_value
 from attn_pass.model.index import Poly, Symbol, axes
-from attn_pass.model.reference import reference
+from attn_pass.model.reference import Evaluation, reference
 from attn_pass.model.structure import row_index
 from attn_pass.patterns import calls, softmax
 from attn_pass.patterns.base import Site
@@ -203,6 +203,19 @@ class Meaning:
             close(self.of(variant), self.computed, f"variant {names}")
             close(self.of(from_parts(variant)), self.computed, f"the parts of variant {names}")
             close(self.of(from_parts(said_again(variant))), self.computed, f"the mask said again in variant {names}")
+            assert self.keeps_within_range(variant), f"a key that is kept lies outside of the range of variant {names}"
+
+    def keeps_within_range(self, a: Attention) -> bool:
+        """Whether every key that a row keeps lies in the range of valid keys, where there is one."""
+        if a.valid is None:
+            return True
+        condition = a.mask.deep_condition
+        assert condition is not None
+        of = Evaluation([*a.batch, *a.heads, *a.rows, a.keys], self.sources, self.sizes)
+        kept, key = of.expression(condition), of.grid[a.keys]
+        outside = [key < of.expression(e) for e in a.valid.first] + [key > of.expression(e) for e in a.valid.last]
+        assert outside, "a range without a bound"
+        return not any((kept & beyond).any() for beyond in outside)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:

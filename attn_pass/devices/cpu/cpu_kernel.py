@@ -56,6 +56,7 @@ class CpuKernel:
 
     name = "cpu_kernel"
     takes_any_score = True
+    takes_valid_range = True
 
     def must_be_named(self, setting: Setting) -> bool:
         """Where Inductor does not compile the graph: called through Python the operator takes 50 us more."""

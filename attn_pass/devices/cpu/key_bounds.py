@@ -1,28 +1,25 @@
 """The parts of a mask that become bounds of the CPU kernel's loops: keys outside of them are not read.
 
 Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges. Bounds that are known at run
-time are a number for each row of the batch: how many keys of a cache are valid, where left padding ends, at which
-position the first query is. If a bound differs from query to query, the loop runs over the keys that any query keeps,
-and the rest of the condition stays a mask.
+time (`poor_cases/valid_range.py`) are a number for each row of the batch: how many keys of a cache are valid, where
+left padding ends, at which position the first query is. If a bound differs from query to query, the loop runs over the
+keys that any query keeps, and the rest of the condition stays a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
-from attn_pass.graph.edit import Value, aten, fake_of
+from attn_pass.graph.edit import aten
+from attn_pass.model.added_masks import kept_in_place_of_added
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import conjuncts, structure_of
-from attn_pass.model.expression import FALSE, TRUE, Expr, apply, expression_axes
+from attn_pass.model.expression import TRUE, Expr, apply, expression_axes
 from attn_pass.model.index import Index, is_at_most
-from attn_pass.model.key_limits import Limit, limit_of
-from attn_pass.model.mask import ABSORBING, Computed, Keep
-from attn_pass.model.piecewise import pieces
+from attn_pass.model.key_limits import Limit
 from attn_pass.model.structure import Band, Keys
 from attn_pass.targets.base import Setting
+from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
 
 
@@ -58,57 +55,17 @@ class Bounds:
         }
         given: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
         if self.shift is not None:
-            given["shift"] = _for_batch(lower, self.shift, aten.amax.default)
-        starts = [_for_batch(lower, e, aten.amin.default) for e in self.starts]
-        ends = [_for_batch(lower, e, aten.amax.default) for e in self.ends]
-        if starts:
-            given["starts"] = _reduced(lower, starts, aten.maximum.default)
-        if ends:
-            last = _reduced(lower, ends, aten.minimum.default)
-            given["ends"] = lower.plan.call(aten.add.Tensor, last, 1)
-        return given
-
-
-def _for_batch(lower: Lowering, value: Expr, extreme: Callable[..., object]) -> Value:
-    """A value as int64 numbers, (B,) or (1,): what it is at most, or at least, over heads and queries."""
-    a, call = lower.attention, lower.plan.call
-    if expression_axes(value) <= set(a.batch):
-        made = lower.expression(value, (a.batch,))
-    else:
-        made = call(extreme, lower.expression(value, (a.batch, a.heads, a.rows)), [1, 2])
-    return made if fake_of(made).dtype == torch.int64 else call(aten.to.dtype, made, torch.int64)
-
-
-def _reduced(lower: Lowering, values: list[Value], both: Callable[..., object]) -> Value:
-    result = values[0]
-    for value in values[1:]:
-        result = lower.plan.call(both, result, value)
-    return result
+            given["shift"] = for_batch(lower, self.shift, aten.amax.default)
+        first, end = first_key(lower, self.starts), end_of_keys(lower, self.ends)
+        return given | {name: value for name, value in (("starts", first), ("ends", end)) if value is not None}
 
 
 def with_keep(a: Attention) -> Attention:
-    """The same with a keep-condition in the place of a matrix that adds 0 where a key is kept, and masks elsewhere.
-
-    Where a row may be fully masked the number that is added must be one that leaves nothing of its scores, so that they
-    could as well have been replaced by it.
-    """
-    mask = a.mask
-    if mask.keep is not None or mask.bias is None or mask.computed is None or mask.computed.bias is None:
+    """The same with a keep-condition in the place of an added matrix, where that gives bounds."""
+    with_condition = kept_in_place_of_added(a)
+    if with_condition is None:
         return a
-    values = pieces(mask.computed.bias)
-    fills = {float(v.value) for _, v in values or () if v.value != 0}
-    if values is None or mask.fills is None or len(fills) != 1:
-        return a
-    fill = fills.pop()
-    absorbs = fill <= ABSORBING and a.score_dtype in (torch.float32, torch.bfloat16)
-    if not (absorbs or mask.never_empty or fill == float("-inf")):
-        return a
-    condition: Expr = FALSE
-    for when, value in values:
-        condition = apply("or", condition, when) if value.value == 0 else condition
-    kept = replace(mask, bias=None, keep=Keep(condition, fill), fills=None, computed=Computed(None, condition))
-    with_condition = replace(a, mask=replace(kept, by_distance=None))
-    return with_condition if _bounded(with_condition) != Bounds(rest=condition) else a
+    return with_condition if _bounded(with_condition) != Bounds(rest=with_condition.mask.condition or TRUE) else a
 
 
 def bounds_of(a: Attention, setting: Setting) -> Bounds:
@@ -130,11 +87,12 @@ def _bounded(a: Attention) -> Bounds:
     if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
         return Bounds()
     bounds = Bounds()
+    whole: Expr = TRUE
     for condition in conjuncts(a.mask.deep_condition or TRUE):
+        whole = apply("and", whole, condition)
         bounds = _by_sizes(a, bounds, condition) or _by_values(a, bounds, condition)
-    exact = replace(bounds, rest=TRUE, starts=_of_batch(a, bounds.starts), ends=_of_batch(a, bounds.ends)) != Bounds()
     # Where no bound says all of a condition the program's own tensor serves.
-    return bounds if exact else replace(bounds, rest=a.mask.keep.condition)
+    return replace(bounds, rest=a.mask.keep.condition) if bounds.rest == whole else bounds
 
 
 def _by_sizes(a: Attention, bounds: Bounds, condition: Expr) -> Bounds | None:
@@ -147,19 +105,21 @@ def _by_sizes(a: Attention, bounds: Bounds, condition: Expr) -> Bounds | None:
 
 def _by_values(a: Attention, bounds: Bounds, condition: Expr) -> Bounds:
     """The bounds with any other condition in them: by a run-time value, or as the rest of the mask."""
-    limit = limit_of(condition, a.keys, a.rows, lambda load: a.sources[load.source].dtype)
+    found = None if a.valid is None else a.valid.of(condition)
     rest = replace(bounds, rest=apply("and", bounds.rest, condition))
-    if limit is None:
+    if found is None:
         return rest
-    used = {axis for _, term in limit.terms for axis in expression_axes(term)}
-    if limit.with_row:
-        return (used <= set(a.batch) and _shifted(bounds, limit)) or rest
-    value = limit.value
-    if not expression_axes(value) <= set(a.batch):
-        bounds = rest
-    if limit.is_upper:
-        return replace(bounds, ends=(*bounds.ends, value))
-    return replace(bounds, starts=(*bounds.starts, value))
+    for limit in found.limits:
+        used = {axis for _, term in limit.terms for axis in expression_axes(term)}
+        if limit.with_row:
+            return (used <= set(a.batch) and _shifted(bounds, limit)) or rest
+        says_all = found.exact and expression_axes(limit.value) <= set(a.batch)
+        bounds = replace(bounds, rest=bounds.rest if says_all else rest.rest)
+        if limit.is_upper:
+            bounds = replace(bounds, ends=(*bounds.ends, limit.value))
+        else:
+            bounds = replace(bounds, starts=(*bounds.starts, limit.value))
+    return bounds
 
 
 def _shifted(bounds: Bounds, limit: Limit) -> Bounds | None:

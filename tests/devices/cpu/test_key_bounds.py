@@ -75,15 +75,43 @@ IN_PART: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
         {"shift", "after", "keep"},
     ),
 }
-# What looks like a bound, and keeps keys outside of it.
-NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+# Several ranges: their hull is what is read, and the mask stays.
+HULLS: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
     "a sink beside a window": (
         lambda q, k, p: ((keys(k) <= p) & (keys(k) > p - 4)) | (keys(k) == 0),
         POSITION,
         1,
-        {"keep"},
+        {"ends", "keep"},
     ),
-    "a key behind it": (lambda q, k, p: (keys(k) <= p) | (keys(k) == 40), POSITION, 1, {"keep"}),
+    "a sink beside windows of rows": (
+        lambda q, k, n: (
+            (keys(k) < 2)
+            | ((keys(k) <= rows(q) + n[:, None, None, None]) & (keys(k) > rows(q) + n[:, None, None, None] - 4))
+        ),
+        LENGTHS,
+        5,
+        {"ends", "keep"},
+    ),
+    "a key behind it": (lambda q, k, p: (keys(k) <= p) | (keys(k) == 40), POSITION, 1, {"ends", "keep"}),
+    "two windows": (
+        lambda q, k, p: ((keys(k) <= p) & (keys(k) > p - 4)) | ((keys(k) <= p + 20) & (keys(k) > p + 16)),
+        POSITION,
+        1,
+        {"starts", "ends", "keep"},
+    ),
+    "a prefix beside causal": (
+        lambda q, k, p: (keys(k) <= rows(q) + p) | (keys(k) < 19),
+        POSITION,
+        5,
+        {"ends", "keep"},
+    ),
+    "a ring buffer that fills up": (lambda q, k, p: (keys(k) <= p) | (p >= 49), POSITION, 1, {"ends", "keep"}),
+}
+# What looks like a bound, and keeps keys outside of it.
+NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "every seventh behind it": (lambda q, k, p: (keys(k) <= p) | (keys(k) % 7 == 3), POSITION, 1, {"keep"}),
+    "the last beside it": (lambda q, k, p: (keys(k) <= p) | (keys(k) == k.shape[-2] - 1), POSITION, 1, {"keep"}),
+    "all but one beside it": (lambda q, k, p: (keys(k) <= p) | (keys(k) >= 2), POSITION, 1, {"keep"}),
     "not below": (lambda q, k, p: ~(keys(k) * keys(k) <= p), POSITION, 1, {"keep"}),
     "twice the key": (lambda q, k, p: keys(k) * 2 <= p, POSITION, 1, {"keep"}),
     "a number for each key": (lambda q, k, p: keys(k) <= p.repeat(10)[: k.shape[-2]], QUERIES, 1, {"keep"}),
@@ -91,7 +119,7 @@ NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
     "a float": (lambda q, k, p: keys(k) <= p * 0.9, POSITION, 1, {"keep"}),
     "a byte that wraps around": (lambda q, k, p: keys(k) <= p.to(torch.uint8) + 250, POSITION, 1, {"keep"}),
 }
-ALL = EXACT | IN_PART | NONE
+ALL = EXACT | IN_PART | HULLS | NONE
 
 
 def attend(keep: Keep, fill: float = NEG_INF, added: bool = False) -> Callable[..., Tensor]:
