@@ -6,7 +6,7 @@ import re
 
 
 class AttnPassError(Exception):
-    """Base of every error attn_pass raises on purpose; anything else that escapes is a defect of attn_pass."""
+    """Base class of all errors that attn_pass raises on purpose; any other exception is a defect of attn_pass."""
 
 
 class OptionError(AttnPassError, ValueError):
@@ -18,11 +18,11 @@ class CaptureError(AttnPassError, RuntimeError):
 
 
 class PackageError(AttnPassError, OSError):
-    """A package (.pt2) cannot be written to, or read from, the path that was given."""
+    """A package (.pt2) cannot be written to, or read from, the given path."""
 
 
 class VersionError(AttnPassError, RuntimeError):
-    """The torch that is installed lacks something this entry point needs."""
+    """The installed version of torch is too old for this function."""
 
 
 class RewriteError(AttnPassError, RuntimeError):
@@ -30,23 +30,23 @@ class RewriteError(AttnPassError, RuntimeError):
 
 
 class AttnPassWarning(UserWarning):
-    """A site or a graph was left as it was because something in attn_pass failed (``on_error="warn"``)."""
+    """A site or a graph was left unchanged because something in attn_pass failed (``on_error="warn"``)."""
 
 
 def first_line(error: Exception) -> str:
-    """What a table has room for of a message."""
+    """The first line of a message, cut to the width of a table."""
     return (str(error).splitlines() or [""])[0][:200]
 
 
 def cause_of(error: BaseException) -> str:
-    """Type and first line of what went wrong, from under the wrappers the compiler puts around an exception."""
+    """Type and first line of the original exception, without the wrappers that the compiler puts around it."""
     inner = getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
 
 
 def in_one_line(error: BaseException) -> str:
-    """What a capture error says, on one line: without torch's hints on how to log more, and nothing said twice."""
+    """The message of a capture error on one line, without torch's hints on logging and without repetitions."""
     text = _LOGGING_HINTS.sub("", re.split(_AFTERTHOUGHTS, str(error))[0])
     lines = dict.fromkeys(line.strip() for line in text.splitlines())
     words = " ".join(line for line in lines if line)

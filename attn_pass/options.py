@@ -16,16 +16,16 @@ Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 LEAVE = "leave"
-"""In a rule, beside the names of targets: the site stays as it is."""
+"""In a rule, beside the names of targets: the site is left unchanged."""
 ANNOTATION = "attn_pass"
-"""The key of `torch.fx.traceback.annotate` under which a program says what its attention is to become, as in a rule."""
+"""The key of `torch.fx.traceback.annotate` under which a program names targets for its attention, as in a rule."""
 Runner = Literal["inductor", "hook", "other"]
-"""Who runs a rewritten graph: Inductor, with our configuration and the original to fall back on; Inductor, of whose
-own passes we are one; anything else (another backend, torch.export.save, the graph as it is)."""
+"""Who runs a rewritten graph: Inductor, with attn_pass's configuration and the original as a fallback; Inductor, with
+attn_pass as one of its passes; anything else (another backend, torch.export.save, the graph itself)."""
 
 
 def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[], Any]:
-    """A default that the environment variable overrides; read whenever an Options is made, empty means unset."""
+    """A default that the environment variable overrides; read whenever an Options is created, empty means unset."""
 
     def read() -> str:
         value = os.environ.get(variable, "").strip()
@@ -41,39 +41,39 @@ def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[]
 
 @dataclass(frozen=True)
 class Options:
-    """Everything a user can set, checked when it is made; hashable, and its ``repr`` is stable between processes.
+    """All options of a user, checked on creation; hashable, and with a ``repr`` that is stable between processes.
 
     Attributes:
-        choose: "cheapest" takes the offer with the lowest predicted time, leaving a site as it is included; "fused"
-            takes the best fused target that accepts, whatever the cost (coverage checks, debugging); "first" takes the
-            first of `targets` that accepts, in the order given, whatever the cost.
-            Default from the environment variable ATTN_PASS_CHOOSE.
+        choose: "cheapest" takes the offer with the lowest predicted time; leaving the site unchanged counts as an
+            offer. "fused" takes the best fused target that accepts, whatever its predicted time (coverage checks,
+            debugging). "first" takes the first of `targets` that accepts, in the given order.
+            The environment variable ATTN_PASS_CHOOSE sets the default.
         numerics: "default" equals eager to the dtype's rounding wherever eager's row is defined; "strict" also keeps
-            what eager gives on rows whose every key is masked, or leaves the site.
-        targets: names of the targets allowed; None allows every target of the device.
-        rules: what certain sites are to become: pairs of a pattern and names of targets, the first that accepts is
-            taken whatever the cost, "leave" among them leaves the site. A pattern ("*cross_attn", "modeling.py:203")
-            is matched as file names are, with the site's module path and with its source line; the first that matches
-            counts, and `choose`, `targets` and `tune` do not. A dict is accepted.
-        poor_cases: names of the poor cases allowed to make variants; None allows all, an empty tuple none.
+            eager's result for fully masked rows, or leaves the site.
+        targets: names of the allowed targets; None allows every target of the device.
+        rules: the targets for particular sites: pairs of a pattern and names of targets, of which the first that
+            accepts is taken, whatever its predicted time; "leave" leaves the site unchanged. A pattern ("*cross_attn",
+            "modeling.py:203") is matched like a file name against the site's module path and its source line. The
+            first pattern that matches applies, and overrides `choose`, `targets` and `tune`. A dict is accepted.
+        poor_cases: names of the poor cases that may be applied; None allows all, an empty tuple none.
         tune: compile the best offers in a worker process and time them on inputs of the site's sizes, strides and
-            dtypes, in place of trusting predictions; what was found is remembered on disk. Also with
-            mode="max-autotune" and "max-autotune-no-cudagraphs", unless given.
-        verify: "graph" runs each rewritten site as it was and as it is to be, on random inputs of its shapes, strides
-            and dtypes, forward and backward, and compares them with each other and with float64; where they differ the
-            site is left, with a warning that names a file to reproduce it with. "kernel" does the same with the code
-            that Inductor makes of the rewritten site. Default from ATTN_PASS_VERIFY.
+            dtypes, instead of using predictions; the results are cached on disk. mode="max-autotune" and
+            "max-autotune-no-cudagraphs" turn it on unless it is given.
+        verify: "graph" runs each site before and after the rewrite on random inputs of its shapes, strides and dtypes,
+            forward and backward, and compares the results with each other and with float64. If they differ, the site
+            is left, with a warning that names a script to reproduce the difference. "kernel" does the same with the
+            code that Inductor generates for the rewritten site. ATTN_PASS_VERIFY sets the default.
         on_error: what a failure inside attn_pass does: "warn" leaves the site and warns once, "raise" raises.
-            Default from ATTN_PASS_ON_ERROR.
-        assume_constant_buffers: buffers keep the values they have now, and every module that shares a compiled graph
-            has the same, so masks may be named by their values. Constants and non-persistent buffers of exported
-            programs are taken so without it.
+            ATTN_PASS_ON_ERROR sets the default.
+        assume_constant_buffers: buffers keep their current values, and all modules that share a compiled graph have
+            equal buffers, so masks may be named by their values. Constants and non-persistent buffers of exported
+            programs need no such promise.
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
-        shield: keep Inductor's own attention patterns off the softmaxes of the graph (on the CPU).
+        shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
 
     Raises:
-        OptionError: a value is not accepted; the message says what was given and what is accepted.
+        OptionError: a value is not accepted; the message states the given value and the accepted ones.
     """
 
     choose: Choose = field(default_factory=_from_environment("ATTN_PASS_CHOOSE", Choose, "cheapest"))
@@ -114,9 +114,9 @@ def make_options(**values: Any) -> Options:
 def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any], str | None]:
     """The ``options`` of torch.compile, split in (attn_pass's, Inductor's, the value of "mode" or None).
 
-    Ours are the fields of Options; Inductor's are the keys of torch._inductor.config ("max_autotune",
-    "triton.cudagraphs"), returned as torch spells them. Dashes are accepted for underscores, as torch does. A name that
-    both have ("numerics", since torch 2.15) is given to whoever knows the value.
+    attn_pass's are the fields of Options; Inductor's are the keys of torch._inductor.config ("max_autotune",
+    "triton.cudagraphs"), returned in torch's spelling. Dashes are accepted for underscores, as in torch. The value of a
+    name that both have ("numerics", since torch 2.15) goes to each that accepts it.
 
     Raises:
         OptionError: a key is none of these (the nearest is named), is given twice, or has a value of the wrong type.

@@ -8,11 +8,11 @@ from attn_pass.options import ANNOTATION, LEAVE
 
 
 def leave() -> AbstractContextManager[None]:
-    """Inside, in a model's own code, attention stays as it is written: ``with attn_pass.leave(): ...``.
+    """Attention inside ``with attn_pass.leave(): ...``, in a model's own code, is left unchanged.
 
-    An annotation of torch's (`torch.fx.traceback.annotate`), which graphs of Dynamo and of export carry; it does
-    nothing where nothing is traced. ``annotate({"attn_pass": ("flex", "sdpa")})`` says the other thing a rule of
-    `attn_pass.Options` can say: the first of these targets that accepts. An annotation counts before any rule.
+    This sets an annotation of torch's (`torch.fx.traceback.annotate`), which graphs of Dynamo and of torch.export
+    carry; it has no effect in eager mode. ``annotate({"attn_pass": ("flex", "sdpa")})`` selects the first of these
+    targets that accepts, like a rule of `attn_pass.Options`. An annotation takes precedence over every rule.
     """
     from torch.fx.traceback import annotate
 

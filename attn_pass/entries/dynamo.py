@@ -29,20 +29,20 @@ def backend(
 ) -> Callable[..., Any]:
     """A torch.compile backend: rewrite the attention of the graph, then compile it with Inductor.
 
-    torch.compile takes `mode` or `options`, not both; so options may hold "mode". If Inductor cannot lower the
-    rewritten graph, the pass decides once more without the target it failed on (`attn_pass.entries.retry`); if that
-    fails too the original is compiled and every site is reported left. One warning names the first site.
-    With mode="lite" Inductor runs no pattern passes at all; the rewriting is done all the same.
+    torch.compile takes `mode` or `options`, not both, so options may hold "mode". If Inductor cannot lower the
+    rewritten graph, the pass decides once more without the target that failed (`attn_pass.entries.retry`). If that
+    fails too, the original is compiled and every site is reported as left. One warning names the first site.
+    With mode="lite" Inductor runs no pattern passes, but attn_pass still rewrites the graph.
 
     Args:
-        gm: Dynamo's graph; Inductor takes it over.
+        gm: Dynamo's graph, which Inductor may change.
         example_inputs: Dynamo's example inputs.
         mode: one of torch._inductor.list_mode_options().
         options: fields of `attn_pass.Options`, keys of torch._inductor.config, and "mode".
 
     Raises:
         OptionError: an option is unknown or has a value that is not accepted.
-        VersionError: torch is too old for this entry.
+        VersionError: torch is too old for this function.
     """
     require_inductor("backend")
     own_options, inductor, own_mode = split_options(options)
@@ -56,7 +56,7 @@ def backend(
 
 
 def _reset() -> None:
-    """What torch._dynamo.reset() asks of a backend: forget CUDA graphs, as torch's own Inductor backend does."""
+    """Called by torch._dynamo.reset(): drops CUDA graphs, as torch's own Inductor backend does."""
     if (trees := sys.modules.get("torch._inductor.cudagraph_trees")) is not None:
         trees.reset_cudagraph_trees()
 
@@ -66,9 +66,9 @@ backend.__name__ = "attn_pass"  # in Dynamo's errors and in its repro scripts, w
 
 
 class Wrapped:
-    """What `wrap` returns: a Dynamo backend that rewrites, then calls another one.
+    """The result of `wrap`: a Dynamo backend that rewrites the graph, then calls another backend.
 
-    Two of them are equal when they wrap the same backend with the same options, so that Dynamo need not compile again.
+    Two of them are equal if they wrap the same backend with the same options, so that Dynamo need not compile again.
     """
 
     def __init__(self, inner: str | Backend, options: Options, given: Iterable[str] = OPTION_NAMES) -> None:
@@ -116,12 +116,12 @@ class Wrapped:
 def wrap(backend: str | Backend, **options: Any) -> Wrapped:
     """A Dynamo backend that rewrites attention and then calls `backend`: a name ("aot_eager", "openxla") or callable.
 
-    Needs nothing of Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
-    wrapped backend fails on the rewritten graph it gets one without the target it failed on, and if it fails again the
-    original one, with every site reported left.
+    It does not use Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
+    wrapped backend fails on the rewritten graph, it gets a graph without the target that failed; if it fails again, it
+    gets the original graph, and every site is reported as left.
 
     Args:
-        backend: what torch.compile takes as backend. What torch.compile adds (mode, options) goes to it.
+        backend: any backend that torch.compile accepts. The `mode` and `options` of torch.compile go to it.
         options: fields of `attn_pass.Options`.
 
     Raises:

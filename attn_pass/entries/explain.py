@@ -1,4 +1,4 @@
-"""`explain`: capture a model, decide what each attention would become, compile nothing."""
+"""`explain`: captures a model and decides what each attention would become, without compiling."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def explain(
     attn_pass_aot: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """What attn_pass would do with each attention of a model, and why: captures it, decides, compiles nothing.
+    """Reports what attn_pass would do with each attention of a model, and why, without compiling.
 
-    The model runs once, eagerly, in the training and gradient mode it is called in. What torch.compile knows of the
-    model stays as it is.
+    The model is captured and runs once, in eager mode, in the current training and gradient mode. The state that
+    torch.compile keeps for the model does not change.
 
     Args:
-        model: a module or function, compiled already or not; or an exported program, whose args are ignored.
+        model: a module or function, compiled or not; or an exported program, for which args are ignored.
         args: the model's inputs.
         attn_pass_options: fields of `attn_pass.Options`.
-        attn_pass_dynamic: every size of the inputs may be another at the next call.
-        attn_pass_aot: as `attn_pass.aot_compile` would: the module is exported, without gradients.
-        kwargs: the model's keyword inputs: all other keywords.
+        attn_pass_dynamic: let every size of the inputs vary.
+        attn_pass_aot: decide as `attn_pass.aot_compile` would: the module is exported, without gradients.
+        kwargs: all other keywords are the model's keyword inputs.
 
     Raises:
         CaptureError: the model fails on these inputs, or torch.compile cannot capture any graph of it.
@@ -60,7 +60,7 @@ def explain(
 
 
 def _any_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapesCollection:
-    """Every size of the inputs is dynamic but those of 1, which torch.export cannot let vary by itself."""
+    """Every size of the inputs is dynamic except those of 1, which torch.export cannot make dynamic by itself."""
     shapes: Any = ShapesCollection()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
@@ -129,7 +129,7 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
 
 
 def _uncompiled(model: Any) -> Any:
-    """The module or function under torch.compile, if the model is compiled already."""
+    """The module or function inside torch.compile, if the model is already compiled."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
 
     if isinstance(model, OptimizedModule):
@@ -141,7 +141,7 @@ def _uncompiled(model: Any) -> Any:
 
 @contextmanager
 def _own_compile_off(model: Any) -> Iterator[None]:
-    """For a while, forget what `Module.compile()` made of the modules: behind a graph break it would take over."""
+    """Temporarily removes the results of `Module.compile()`, which would be called after a graph break."""
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     own = [(module, vars(module).pop(_OWN)) for module in modules if _OWN in vars(module)]
     try:

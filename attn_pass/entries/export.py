@@ -44,34 +44,34 @@ def aot_compile(
 ) -> str:
     """Export a model, rewrite its attention, compile it with AOTInductor, and return the path of the .pt2 package.
 
-    What the user asks is checked before the compile, which takes long. The package holds the report
+    The arguments are checked before the compile, which takes long. The package stores the report
     (`attn_pass.package_report`, ``attn-pass explain model.pt2``). If AOTInductor cannot lower the rewritten program, it
-    is decided once more without the target that failed; if that fails too the original is compiled and every site is
-    reported left. One warning names the first site.
+    is decided once more without the target that failed. If that fails too, the original is compiled and every site is
+    reported as left. One warning names the first site.
 
-    Weights stay weights: the loaded package lists the constants that a stock one lists (``get_constant_fqns()``) and
-    takes new values for them (``load_constants``), with one exception. A mask may be named by the values of the buffer
-    or constant that holds it (`Options.assume_constant_buffers`; those no state dict holds are read without it). Then
-    the code rests on its values: ``Report.fixed_constants`` lists it, and the site's assumptions name it. Where nothing
-    reads it any more the package does not hold it, and ``load_constants`` refuses its name as it does any
-    unknown one. Where something does, that use takes new values, which may be the attention's own, as a mask in memory.
-    Compile again to change it.
+    The loaded package lists the same constants as a stock package (``get_constant_fqns()``) and accepts new values for
+    them (``load_constants``), with one exception. A mask may be named by the values of the buffer or constant that
+    holds it (`Options.assume_constant_buffers`; buffers that are not in a state dict are read without it). The compiled
+    code then depends on these values: ``Report.fixed_constants`` lists the buffer, and the site's assumptions name it.
+    If nothing reads the buffer any more, the package does not contain it, and ``load_constants`` refuses its name like
+    an unknown one. If something still reads it, that use takes new values; it may be the attention itself, with the
+    mask in memory. Compile again to change such a buffer.
 
     Args:
-        model: a module, exported as it is (call .eval() first) without gradients; or an exported program, which is
-            not changed, and for which args, kwargs and dynamic_shapes are not given.
-        args: example inputs; with kwargs, what torch.export.export takes.
+        model: a module, exported in its current mode (call .eval() first) without gradients; or an exported program,
+            which is not changed; in that case omit args, kwargs and dynamic_shapes.
+        args: example inputs, as for torch.export.export.
         kwargs: example keyword inputs.
-        dynamic_shapes: what torch.export.export takes.
-        package_path: where to write, ending in .pt2; None lets Inductor choose a place in its cache.
+        dynamic_shapes: as for torch.export.export.
+        package_path: the file to write, ending in .pt2; None lets Inductor choose a file in its cache.
         inductor_configs: keys of torch._inductor.config.
-        options: fields of `attn_pass.Options`; keys of torch._inductor.config and "mode" are accepted, too.
+        options: fields of `attn_pass.Options`; keys of torch._inductor.config and "mode" are accepted too.
 
     Raises:
         CaptureError: the model cannot be exported with these inputs and shapes.
         PackageError: package_path cannot be written to, or does not end in .pt2.
         OptionError: an option is unknown or has a value that is not accepted.
-        VersionError: torch is too old for this entry.
+        VersionError: torch is too old for this function.
     """
     require_inductor("aot_compile")
     own_options, inductor, mode = split_options(options)
@@ -112,7 +112,7 @@ def rewrite(
 ) -> Report:
     """Rewrite the attention of a GraphModule or an exported program in place; compiles nothing.
 
-    An exported program stays one: its signature fits its graph, `module()` runs, torch.export.save works.
+    An exported program stays valid: its signature fits its graph, `module()` runs, torch.export.save works.
 
     Args:
         program: a graph whose nodes have fake values in their metadata (Dynamo's, torch.export's), or any GraphModule
@@ -171,8 +171,8 @@ def exported(
     if isinstance(model, ExportedProgram):
         if dynamic_shapes is not None:
             raise CaptureError(
-                f"dynamic_shapes={dynamic_shapes!r} was given with a program that is exported already, whose shapes "
-                "are settled; give the model instead, or pass dynamic_shapes to torch.export.export"
+                f"dynamic_shapes={dynamic_shapes!r} was given with a program that is already exported, whose shapes "
+                "are fixed; give the model instead, or pass dynamic_shapes to torch.export.export"
             )
         if model.example_inputs is None:
             raise CaptureError(

@@ -1,10 +1,9 @@
 """`enabled` and `install`: the pass inside Inductor's own hook, for plain torch.compile and AOTInductor.
 
-What the hook cannot do, and `attn_pass.backend` and `attn_pass.aot_compile` can: try again without a target, or
-compile the original graph, when Inductor fails on the rewritten one. It runs inside that compile. Three more things
-to know: since torch 2.13 Inductor's configuration is per thread, so it holds for compilations in this thread;
-mode="lite" makes Inductor skip all such passes; and options={"pre_grad_custom_pass": ...} of a single compile
-replaces the pass for that compile.
+The hook runs inside Inductor's compile. If Inductor fails on the rewritten graph, it can therefore neither try again
+without a target nor compile the original graph, as `attn_pass.backend` and `attn_pass.aot_compile` do. Since torch 2.13
+Inductor's configuration is per thread, so the hook applies to compilations in this thread. mode="lite" makes Inductor
+skip all such passes, and options={"pre_grad_custom_pass": ...} of a single compile replaces the pass for that compile.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ PRE_GRAD_SLOT, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
 def enabled(**options: Any) -> Iterator[None]:
     """Run the pass in every torch.compile and aoti_compile_and_package that compiles inside, in this thread.
 
-    May be nested, the innermost options count. Passes that others registered stay, and run before.
+    It can be nested; the innermost options apply. Passes that other packages registered are kept, and run before.
 
     Args:
         options: fields of `attn_pass.Options`.
 
     Raises:
         OptionError: an option is unknown or has a value that is not accepted.
-        VersionError: torch is too old for this entry.
+        VersionError: torch is too old for this function.
     """
     require_inductor("enabled")
     from torch._inductor import config
@@ -49,14 +48,14 @@ def enabled(**options: Any) -> Iterator[None]:
 
 
 def install(**options: Any) -> None:
-    """What `enabled` does, until `uninstall`; a second call only changes the options.
+    """Enables the pass as `enabled` does, until `uninstall`; a second call only changes the options.
 
     Args:
         options: fields of `attn_pass.Options`.
 
     Raises:
         OptionError: an option is unknown or has a value that is not accepted.
-        VersionError: torch is too old for this entry.
+        VersionError: torch is too old for this function.
     """
     require_inductor("install")
     from torch._inductor import config
@@ -68,7 +67,7 @@ def install(**options: Any) -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`: the slots of Inductor's configuration hold what others put there, and no more."""
+    """Undo `install`: the slots of Inductor's configuration keep only what others put there."""
     from torch._inductor import config
 
     installed = _installed()
@@ -79,11 +78,11 @@ def uninstall() -> None:
 
 
 class RewritePass:
-    """The pass in Inductor's pre-grad slot. Inductor copies and pickles it, so it keeps nothing it learns.
+    """The pass in Inductor's pre-grad slot. Inductor copies and pickles it, so it has no state.
 
     Attributes:
-        options: what the user asked for.
-        before: values of the slots it shares, as they were before it was put there; no part of its identity.
+        options: the user's options.
+        before: values of the slots before the pass was put there; not part of its identity.
     """
 
     def __init__(self, options: Options, before: dict[str, Any] | None = None) -> None:
@@ -91,14 +90,14 @@ class RewritePass:
         self.before = before or {}
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite a root graph, bodies of higher-order operations included; Inductor calls for each body, too."""
+        """Rewrite a root graph, including bodies of higher-order operations; Inductor also calls it for each body."""
         gm = graph.owning_module
         if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
             return
         publish(decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti", "hook").report)
 
     def uuid(self) -> str:
-        """Identity for Inductor's caches: our sources, the options, the devices and torch's version."""
+        """Identity for Inductor's caches: attn_pass's sources, the options, the devices and torch's version."""
         return f"attn_pass:{_identity(self.options)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewritePass:
@@ -118,7 +117,7 @@ def is_root(gm: GraphModule) -> bool:
 
 
 def _patches(options: Options) -> dict[str, Any]:
-    """Values of the slots with the pass and the shield in them; ours that are there already are replaced."""
+    """Values of the slots with the pass and the shield in them; earlier ones of attn_pass are replaced."""
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -139,7 +138,7 @@ def _patches(options: Options) -> dict[str, Any]:
 
 
 def _cleared(installed: RewritePass) -> dict[str, Any]:
-    """Values of the slots without ours: what was there before, if nobody else changed it since."""
+    """Values of the slots without attn_pass: the earlier values, if no one else has changed them since."""
     from torch._inductor import config
 
     from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, Shield, Unshield, passes_of, slot_of, without

@@ -29,10 +29,10 @@ def with_report(patches: Mapping[str, Any], report: Report) -> dict[str, Any]:
 
 
 def package_report(path: str | os.PathLike[str]) -> Report:
-    """What `aot_compile` did to the attention of a package, as it was stored in it. Loads no model code.
+    """The report of `aot_compile` that is stored in a package. Loads no model code.
 
     Args:
-        path: of the .pt2 file.
+        path: the .pt2 file.
 
     Raises:
         PackageError: there is no package at this path, or attn_pass did not write it.

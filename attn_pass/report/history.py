@@ -18,7 +18,7 @@ _HISTORY: deque[Report] = deque(maxlen=_HISTORY_SIZE)
 
 @contextmanager
 def record() -> Iterator[Report]:
-    """A Report that fills with every site decided inside, in this thread, by whatever entry; may be nested."""
+    """A Report that collects every site decided inside, in this thread, by any function; can be nested."""
     report = Report()
     token = _ACTIVE.set((*_ACTIVE.get(), report))
     try:
@@ -28,10 +28,10 @@ def record() -> Iterator[Report]:
 
 
 def publish(report: Report, *, compiled: bool = True) -> None:
-    """Hand a decided graph's report to every active recording, to torch's channels, and to `reports` if it is compiled.
+    """Add a graph's report to every active recording, to torch's logging, and to `reports` if it is compiled.
 
-    Recordings get the same SiteReport objects, so a later `mark_left` is seen by everyone. Call it once a graph,
-    when the report has all its sites.
+    Recordings get the same SiteReport objects, so a later `mark_left` changes them too. Call it once per graph, when
+    the report has all its sites.
     """
     for recording in _ACTIVE.get():
         recording.extend(report)
@@ -49,6 +49,6 @@ def reports() -> list[Report]:
 
 
 def clear_reports() -> None:
-    """Forget the reports of what was compiled so far."""
+    """Clear the history of `reports`."""
     with LOCK:
         _HISTORY.clear()

@@ -24,9 +24,9 @@ class Report:
     """The sites of one or more graphs, in graph order. ``str(report)`` is a table.
 
     Attributes:
-        sites: one SiteReport a site; other threads may be adding, so add by `append` and `extend`.
-        seconds: time attn_pass itself took, in seconds.
-        graphs: root graphs looked at.
+        sites: one SiteReport per site; other threads may be adding, so add by `append` and `extend`.
+        seconds: the time of attn_pass itself, in seconds.
+        graphs: the number of root graphs.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Report:
 
     @property
     def left(self) -> list[SiteReport]:
-        """The sites that stay as they were, near misses included."""
+        """The sites that are left unchanged, including near misses."""
         return [site for site in tuple(self.sites) if site.outcome == "left"]
 
     @property
     def fixed_constants(self) -> tuple[str, ...]:
-        """Buffers and constants, by name, whose values were relied on: other values need another compile."""
+        """Names of the buffers and constants whose values were relied on: other values need another compile."""
         return tuple(sorted({name for site in tuple(self.sites) for name in site.fixed}))
 
     def append(self, site: SiteReport) -> None:
@@ -82,7 +82,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Report:
-        """The report that `to_dict` was taken of; else TypeError, ValueError, KeyError or AttributeError."""
+        """The inverse of `to_dict`; raises TypeError, ValueError, KeyError or AttributeError for anything else."""
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
         counts = {name: stored[name] for name in ("seconds", "graphs")}
         check_fields(cls, counts)
@@ -93,7 +93,7 @@ class Report:
         return json.dumps(_finite(self.to_dict()), indent=indent, allow_nan=False, ensure_ascii=False)
 
     def summary(self) -> str:
-        """One line: how many sites, what became of them, how long it took."""
+        """One line: the number of sites, their outcomes, the time it took."""
         took = f"{counted(self.graphs, 'graph')}, {self.seconds:.3f} s in attn_pass"
         sites = tuple(self.sites)
         if not sites:
@@ -108,18 +108,18 @@ class Report:
         return f"attn_pass: {what}: {shown} ({took})"
 
     def groups(self) -> list[list[SiteReport]]:
-        """The sites, with those that differ in nothing but the layer they are in put together."""
+        """The sites, grouped so that sites that differ only in their layer are together."""
         groups: dict[str, list[SiteReport]] = {}
         for site in tuple(self.sites):
             groups.setdefault(row_key(site), []).append(site)
         return list(groups.values())
 
     def table(self, width: int | None = None, *, verbose: bool = False) -> str:
-        """The table as plain text; equal rows are one row with how many they are.
+        """The table as plain text; equal rows are one row with their number.
 
         Args:
-            width: in characters; None takes the terminal's, or 160 when the output is no terminal.
-            verbose: what every target said against a site also where the site is rewritten.
+            width: in characters; None takes the terminal's, or 160 if the output is not a terminal.
+            verbose: show why each target refused a site, even if the site is rewritten.
         """
         groups = self.groups()
         if not groups:
@@ -133,21 +133,21 @@ class Report:
         return self.table()
 
     def to_html(self) -> str:
-        """The report as one page that loads nothing: summary, sites to filter and expand, formulas, a roofline."""
+        """The report as one self-contained page: summary, sites to filter and expand, formulas, a roofline."""
         return page(self)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of `to_html` to a file. `attn_pass.inspect` writes one that has the graphs as well."""
+        """Write the page of `to_html` to a file. `attn_pass.inspect` writes a page that also has the graphs."""
         text = self.to_html()
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the summary and a small table."""
+        """The report in a notebook: the summary and a small table."""
         return fragment(self)
 
     def compare(self, after: Report) -> Comparison:
-        """What is different in another report of the same model: of a later version, other options, another device."""
+        """The differences to another report of the same model: of a later version, other options, another device."""
         return compared(self, after)
 
 

@@ -14,38 +14,38 @@ Kind = Literal["attention", "near miss"]
 
 @dataclass(eq=False, kw_only=True)
 class SiteReport:
-    """What was decided for one site. Two identical layers are two records, so records compare by identity.
+    """The decision for one site. Two identical layers are two records, so records compare by identity.
 
     Attributes:
-        outcome: "rewritten" to one fused call, "decomposed" into plain operations, or "left" as it was.
-        kind: "attention", or "near miss" for a softmax that looks like attention and could not be proven to be.
-        target: the target that was taken; None when the site is left.
-        reason: why, in words a user understands.
-        form: how it was written: "sdpa", "eager", ...
+        outcome: "rewritten" to one fused call, "decomposed" into plain operations, or "left" unchanged.
+        kind: "attention", or "near miss" for a softmax that looks like attention but could not be proven to be.
+        target: the target that was taken; None if the site is left.
+        reason: the reason for the outcome, in plain words.
+        form: how the attention was written: "sdpa", "eager", ...
         where: source line, "file.py:123 in forward".
         count: calls of the shared body the site is in (1 outside shared bodies).
-        shapes: "query", "key", "value" to their sizes; a symbolic size is its name.
-        dtype, device: of the result, "bfloat16", "cuda".
-        mask: what the mask is, in words ("none", "causal", "sliding window (3, 0)", "causal and padding", "dense").
+        shapes: sizes of "query", "key" and "value"; a symbolic size is shown by its name.
+        dtype, device: those of the result, "bfloat16", "cuda".
+        mask: the name of the mask ("none", "causal", "sliding window (3, 0)", "causal and padding", "dense").
         poor_cases: names of the poor cases whose variant was taken.
-        refusals: target to the reason it did not take the site.
-        assumptions: what was assumed, or differs in a way the numerics contract allows.
-        fixed: buffers and constants, by name, of which the values were relied on: they are part of what was compiled.
-        score_mod: the score function that was emitted, as Python source; ``t0`` and so on are tensors of the program.
-            Empty where none was.
-        predicted_us: predicted time in microseconds of each offer, "leave" included.
-        measured_us: measured time of each form that was, "leave" included; empty where none was (`Options.tune`).
-        verified_error: greatest absolute difference from the original when verified; None when not verified.
-        not_verified: why a site could not be verified where that was asked for; "" otherwise.
-        formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent where
-            every key is kept, or the bias masks), "else" (the score of a key that is not), "result", and the tensors
+        refusals: by target, the reason why it refused the site.
+        assumptions: assumptions, and differences from eager that the numerics contract allows.
+        fixed: names of the buffers and constants whose values were relied on: they are part of the compiled code.
+        score_mod: the emitted score function as Python source; ``t0`` and so on are tensors of the program. Empty if
+            there is none.
+        predicted_us: predicted time in microseconds of each offer, including "leave".
+        measured_us: measured time of each measured form, including "leave"; empty without `Options.tune`.
+        verified_error: largest absolute difference from the original; None if the site was not verified.
+        not_verified: why verification was requested but not possible; "" otherwise.
+        formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent if
+            every key is kept, or if the bias masks), "else" (the score of a masked key), "result", and the tensors
             they read by name.
-        rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" a second
-            of its memory. Empty where nothing was decided.
-        roofline: "leave" and the target that was taken to "flops", "bytes" moved and "us" as predicted; the first two
-            are absent for forms that are several kernels, symbolic sizes are at their hint.
+        rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" per
+            second of its memory. Empty if nothing was decided.
+        roofline: "flops", "bytes" moved and predicted "us" of "leave" and of the target that was taken; the first two
+            are absent for forms that are several kernels. Symbolic sizes have their traced values.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
-        node: name of the graph node the site ends in.
+        node: name of the graph node in which the site ends.
     """
 
     outcome: Outcome
@@ -75,7 +75,7 @@ class SiteReport:
     node: str = ""
 
     def mark_left(self, reason: str) -> None:
-        """Record that the site stays as it was after all; what had been chosen becomes a refusal with this reason."""
+        """Record that the site is left after all; the target that was chosen becomes a refusal with this reason."""
         if self.target is not None:
             self.refusals = {**self.refusals, self.target: reason}
         self.outcome, self.target, self.reason = "left", None, reason
@@ -85,13 +85,13 @@ class SiteReport:
 
     @property
     def became(self) -> str:
-        """What became of it, in words: "rewritten to sdpa", "near miss, left"."""
+        """The outcome in words: "rewritten to sdpa", "near miss, left"."""
         outcome = f"{self.outcome} to {self.target}" if self.target else self.outcome
         return f"near miss, {outcome}" if self.kind == "near miss" else outcome
 
     @property
     def bytes_saved(self) -> float:
-        """Bytes of memory traffic that what was taken saves in one call, as predicted; 0 where that is not known."""
+        """Predicted bytes of memory traffic that the rewrite saves in one call; 0 if they are not known."""
         taken = self.roofline.get(self.target or "", {})
         before = self.roofline.get("leave", {})
         return before["bytes"] - taken["bytes"] if "bytes" in before and "bytes" in taken else 0.0
@@ -102,7 +102,7 @@ class SiteReport:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> SiteReport:
-        """The record that `to_dict` was taken of, without fields of another version and what JSON had no number for."""
+        """The inverse of `to_dict`, without fields of other versions and numbers that JSON cannot represent."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
         for name in ("poor_cases", "assumptions", "fixed"):
@@ -117,7 +117,7 @@ class SiteReport:
 
 
 class ReportView(Protocol):
-    """What pages and comparisons read of a report (`attn_pass.report.record.Report`, which shows itself as one)."""
+    """The part of a report that pages and comparisons read (`attn_pass.report.record.Report` implements it)."""
 
     sites: list[SiteReport]
     seconds: float
@@ -129,13 +129,13 @@ class ReportView(Protocol):
 
     @property
     def fixed_constants(self) -> tuple[str, ...]:
-        """Buffers and constants, by name, whose values were relied on."""
+        """Names of the buffers and constants whose values were relied on."""
 
     def summary(self) -> str:
-        """One line: how many sites, what became of them, how long it took."""
+        """One line: the number of sites, their outcomes, the time it took."""
 
     def groups(self) -> Sequence[Sequence[SiteReport]]:
-        """The sites, with those that differ in nothing but the layer they are in put together."""
+        """The sites, grouped so that sites that differ only in their layer are together."""
 
 
 def _plain(value: Any) -> Any:

@@ -37,7 +37,7 @@ def _is_zero(size: Index) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a target must know besides the attention itself."""
+    """All that a target may consult besides the attention itself."""
 
     device: Device
     program: str  # "compile", "export" or "aoti"
@@ -45,37 +45,37 @@ class Setting:
     assume_nonempty_rows: bool = False
     autocast: torch.dtype | None = None  # the dtype autocast gives to products on this device, where it is on
     allowed_backends: tuple[str, ...] | None = None  # an sdpa_kernel(...) context
-    eager_form: bool = True  # written out by hand; False for a call that already is attention
+    eager_form: bool = True  # hand-written; False for a call that already is attention
     runner: Runner = "other"
-    kernel_as_written: str | None = None  # the fused kernel that call reaches, whose rounding and gradients it has
+    kernel_as_written: str | None = None  # the fused kernel that the program's call reaches, with its rounding
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
-    same_random_numbers: bool = False  # Inductor's fallback_random: eager's draws are wanted
-    may_need_grad: bool = False  # an exported program, which does not tell, and something in it needs a gradient
+    same_random_numbers: bool = False  # Inductor's fallback_random: eager's random numbers are requested
+    may_need_grad: bool = False  # an exported program that may be trained, and something in it needs a gradient
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
-    wants_logarithm: bool = False  # the scores' log-sum-exp is needed as well, and nothing else of them
-    may_be_merged_by_cse: bool = False  # another call that draws dropout may have the same operands
+    wants_logarithm: bool = False  # the scores' log-sum-exp is needed too, but not the scores themselves
+    may_be_merged_by_cse: bool = False  # another call with dropout may have the same operands
     hint: Callable[[Index], int] = _static
     can_be_zero: Callable[[Index], bool] = _is_zero
 
     @property
     def fused_as_written(self) -> bool:
-        """Whether the program's own call reaches a kernel already that masks and rounds as the targets' do.
+        """Whether the program's own call already reaches a kernel that masks and rounds as the targets' do.
 
-        FlexAttention's is compiled around mask and scores: what it makes of a fully masked row is its own.
+        FlexAttention's kernel is compiled around mask and scores, and handles fully masked rows in its own way.
         """
         return self.kernel_as_written not in (None, FLEX)
 
 
 Decided = TypeVar("Decided", default=Any)
-"""What a target decided on for an offer: a frozen dataclass of its own, None where there is nothing to decide."""
+"""The decisions behind an offer: a frozen dataclass of the target's own, or None if there are none."""
 
 
 @dataclass(frozen=True)
 class Offer(Generic[Decided]):
-    """A target takes the attention at a predicted cost in microseconds, under these assumptions.
+    """A target accepts the attention at a predicted cost in microseconds, under these assumptions.
 
-    ``plan`` is what the target decided on when it was asked, and what the cost is of: its `emit` reads it, and decides
-    nothing again. ``moved``: bytes its kernel reads and writes, a mask only where it is given one; None where it is
+    ``plan`` holds the decisions of `consider`, and the cost is that of this plan: `emit` reads it, and makes no
+    decisions of its own. ``moved``: bytes that the kernel reads and writes, with a mask only if it reads one; None for
     several kernels.
     """
 
@@ -88,14 +88,14 @@ class Offer(Generic[Decided]):
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""  # the score function that would be emitted, as Python
     moved: int | None = None
-    gives_logarithm: bool = False  # with its result also the scores' log-sum-exp, where `Setting.wants_logarithm`
+    gives_logarithm: bool = False  # also gives the scores' log-sum-exp, if `Setting.wants_logarithm`
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A target does not take the attention, and why, in words.
+    """A target refuses the attention, with the reason in words.
 
-    ``other_device``: because of the device alone. ``package``: it would, were that installed.
+    ``other_device``: the reason is the device alone. ``package``: the target needs this package to be installed.
     """
 
     target: str
@@ -105,25 +105,22 @@ class Refusal:
 
 
 class Target(Protocol):
-    """A kernel or a form: says whether it takes an attention, and emits it.
+    """A kernel or a form: decides whether it accepts an attention, and emits it.
 
-    One that has a true attribute ``takes_any_score`` is also asked about an attention whose ``not_affine`` is set, one
-    that has a true ``takes_valid_range`` about one whose ``valid`` is: it reads the keys of that range alone. One
-    that has a method ``alternatives(offer, setting)`` is asked for more offers beside one of its own, with other plans
-    and told apart by their variants, where forms are measured. One that has a method ``must_be_named(setting)`` is,
-    where that is true, asked only if `options.targets` names it.
+    A target with a true attribute ``takes_any_score`` is also offered attention whose ``not_affine`` is set; one with a
+    true ``takes_valid_range`` is also offered attention whose ``valid`` is set, and reads only the keys of that range.
+    If it has a method ``alternatives(offer, setting)``, the tuner asks it for more offers with other plans,
+    distinguished by their variants. If it has a method ``must_be_named(setting)`` that returns True, it is considered
+    only if `options.targets` names it.
     """
 
     name: str
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer | Refusal:
-        """An offer with its cost and what was decided for it, or a refusal with its reason.
-
-        Looks at the description alone.
-        """
+        """An offer with its cost and plan, or a refusal with its reason; sees only the description and the setting."""
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer, setting: Setting) -> Value:
-        """Plans the calls that `Offer.plan` says and returns the value that replaces the site's result.
+        """Plans the calls for `Offer.plan` and returns the value that replaces the site's result.
 
         ``nodes`` are the sources.
         """

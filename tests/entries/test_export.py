@@ -180,7 +180,7 @@ def test_what_contradicts_is_told_before_the_compile(
     [
         (torch.relu, (above_six(),), {}, "takes a torch.nn.Module or an ExportedProgram"),
         (Model(), None, {}, "no example inputs"),
-        ("program", None, {"dynamic_shapes": ({0: Dim("n")},)}, "is exported already"),
+        ("program", None, {"dynamic_shapes": ({0: Dim("n")},)}, "is already exported"),
     ],
 )
 def test_what_is_no_model_with_inputs_is_refused(

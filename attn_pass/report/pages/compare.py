@@ -24,8 +24,8 @@ class Change:
     """One site of either report, or of both.
 
     Attributes:
-        before, after: the records; None where a report has no such site.
-        aspects: what is different, of a site that both have: "outcome", "target", "reason" (numbers apart), "time".
+        before, after: the records; None if a report has no such site.
+        aspects: the differences of a site that both have: "outcome", "target", "reason" (apart from numbers), "time".
     """
 
     before: SiteReport | None
@@ -34,24 +34,24 @@ class Change:
 
     @property
     def site(self) -> SiteReport:
-        """The record there is, the later one where there are two."""
+        """The later record, or the earlier one if there is no later."""
         site = self.after or self.before
         assert site is not None
         return site
 
     @property
     def what(self) -> str:
-        """In words: "appeared", "gone", or what is different."""
+        """In words: "appeared", "gone", or the differences."""
         return "appeared" if self.before is None else "gone" if self.after is None else ", ".join(self.aspects)
 
     @property
     def is_of_kernels(self) -> bool:
-        """Whether other kernels run now: more than a reason or a time is different."""
+        """Whether other kernels run now: more than a reason or a time differs."""
         return self.before is None or self.after is None or bool({"outcome", "target"} & set(self.aspects))
 
     @property
     def is_worse(self) -> bool:
-        """Whether an attention is left now that was rewritten before, or that was not there."""
+        """Whether an attention site is left now that was rewritten before, or that was not there."""
         if self.after is None or self.after.outcome != "left":
             return False
         return self.after.kind == "attention" if self.before is None else self.before.outcome != "left"
@@ -59,12 +59,12 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What is different between two reports. ``str(comparison)`` is a table.
+    """The differences between two reports. ``str(comparison)`` is a table.
 
     Attributes:
         before, after: the reports.
-        changes: of the sites that differ, in the order of the later report; those that went come last.
-        same: how many sites do not differ.
+        changes: the sites that differ, in the order of the later report; sites that disappeared come last.
+        same: the number of sites that do not differ.
     """
 
     before: ReportView
@@ -79,11 +79,11 @@ class Comparison:
 
     @property
     def worse(self) -> tuple[Change, ...]:
-        """The changes by which an attention is left that was not before."""
+        """The changes by which an attention site is left that was not left before."""
         return tuple(c for c in self.changes if c.is_worse)
 
     def summary(self) -> str:
-        """One line: how many sites differ, and in what."""
+        """One line: how many sites differ, and how."""
         if not self.changes:
             return f"attn_pass: nothing differs ({_sites(self.same)})"
         counts: dict[str, int] = defaultdict(int)

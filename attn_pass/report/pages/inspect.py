@@ -29,23 +29,23 @@ _NONE_DECIDED = (
 def inspect(
     directory: str | os.PathLike[str], *, draw: bool = True, output_code: bool = True, bytecode: bool = True
 ) -> Iterator[Collection]:
-    """Write to a folder what attn_pass and torch make of whatever is compiled, rewritten or explained inside.
+    """Writes to a folder what attn_pass and torch do with everything that is compiled, rewritten or explained inside.
 
-    Inside, torch.compile compiles with attn_pass where the code asks for it (`attn_pass.backend`, `wrap`, `enabled`,
-    `install`); this only watches: graphs in this thread, Inductor's code and bytecode in all of them. What is written:
-    ``index.html``, which links the rest and says what there is not and why; ``report.html``, ``.txt`` and ``.json``;
-    and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's
-    ``output_code.py``, and Dynamo's bytecode.
-    A failure to write is a warning. What is compiled does not depend on it.
+    Inside, torch.compile uses attn_pass where your code requests it (`attn_pass.backend`, `wrap`, `enabled`,
+    `install`). `inspect` only observes: graphs in this thread, Inductor's code and bytecode in all threads. It writes
+    ``index.html``, which links to the other files and says what is missing and why; ``report.html``, ``.txt`` and
+    ``.json``; and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``,
+    Inductor's ``output_code.py``, and Dynamo's bytecode.
+    A failure to write is a warning, and does not affect compilation.
 
     Args:
-        directory: made if it is not there; files of the same names are written over.
-        draw: draw the graphs, with torch.fx's drawer, where pydot and graphviz are installed.
+        directory: created if it does not exist; files of the same names are overwritten.
+        draw: draw the graphs with torch.fx's drawer, if pydot and graphviz are installed.
         output_code: keep Inductor's generated code.
-        bytecode: keep what Dynamo put in the place of each function, decompiled where depyf is installed.
+        bytecode: keep the bytecode that Dynamo runs for each function, decompiled if depyf is installed.
 
     Yields:
-        What is collected: ``graphs``, and ``report`` over all of them.
+        The collection: ``graphs``, and ``report`` over all of them.
     """
     root = Path(os.fsdecode(directory)).absolute()  # now: what runs inside may change the working directory
     with watching(code=output_code, bytecode=bytecode) as outputs, collect(draw=draw) as collection:
@@ -60,7 +60,7 @@ def inspect(
 
 @dataclass
 class Section:
-    """A part of the index: files with what each is, and what there is not."""
+    """A part of the index: files with their descriptions, and missing files with the reasons."""
 
     title: str
     files: list[tuple[str, str]] = field(default_factory=list)
@@ -98,16 +98,16 @@ class _Folder:
         remarks = [*([] if collection.graphs else [_NONE_DECIDED]), *outputs.remarks, *filter(None, [why_none])]
         if rest.files:
             sections.append(rest)
-        title = "What attn_pass and torch made of it"
+        title = "What attn_pass and torch compiled"
         self._file(Section(""), "index.html", lambda: index_page(title, report.summary(), sections, remarks), "")
 
     def _graph(
         self, number: int, graph: GraphRecord, code: list[Output], functions: list[Output], *, draw: bool
     ) -> Section:
         section, name = Section(f"Graph {number}, {graph.title}"), f"graph_{number}"
-        self._file(section, f"{name}/before.py", lambda: graph.before, "the graph as it came")
-        self._file(section, f"{name}/after.py", lambda: graph.after, "and as it was handed on")
-        self._file(section, f"{name}/changes.diff", lambda: _diff(graph), "between the two")
+        self._file(section, f"{name}/before.py", lambda: graph.before, "the graph before the pass")
+        self._file(section, f"{name}/after.py", lambda: graph.after, "the graph after it")
+        self._file(section, f"{name}/changes.diff", lambda: _diff(graph), "the difference")
         if graph.was_undone:
             section.missing.append("The compiler did not take after.py: what runs is before.py.")
         if functions_of_scores := _score_functions(graph):
