@@ -87,7 +87,7 @@ def own_metrics() -> Iterator[None]:
 
 @contextmanager
 def no_new_guards(shape_env: Any) -> Iterator[list[str]]:
-    """Inside, whatever would add a guard on symbolic sizes fails and adds none; yields the guards that were asked for.
+    """Inside, code that would add a guard on symbolic sizes fails and adds none; yields the requested guards.
 
     ``ShapeEnv.error_on_new_guards`` of later versions, by the check that every guard goes through in each of them, and
     with an error that neither ``evaluate_expr`` nor a fake tensor logs.

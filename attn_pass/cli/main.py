@@ -110,7 +110,7 @@ def explain(
             from attn_pass.options import make_options
 
             options = {name: value for name, value in (("choose", choose), ("device", device)) if value is not None}
-            make_options(**options)  # told before a model is built
+            make_options(**options)  # checked before a model is built
             model, args, kwargs = _built(target)
             if isinstance(model, ExportedProgram):
                 _refuse(of_capture, f"{target} gives a program that is already exported")
@@ -352,7 +352,7 @@ def _mode(model: Any, training: bool | None) -> Iterator[None]:
 
 
 def _fails(site: SiteReport, what: FailOn) -> bool:
-    """Whether the site is what a caller does not want to see."""
+    """Whether the command fails because of this site."""
     return site.outcome == "left" and (what is FailOn.near_miss or site.kind == "attention")
 
 

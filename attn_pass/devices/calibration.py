@@ -38,7 +38,7 @@ class Calibration:
     spread: float = 0.0  # how far readings of one kernel were apart, as a share: the median of all
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which names the field, for what is no rate: it came from a disk, or from a clock."""
+        """Raises ValueError, naming the field, for a value that is not a rate: it came from a disk, or from a clock."""
         check_fields(Calibration, vars(self))
         for name in _BY_DTYPE:
             for dtype, rate in getattr(self, name).items():

@@ -82,7 +82,7 @@ class Device:
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 
     def knows(self, kernel: str) -> bool:
-        """Whether what the cost model says of a kernel rests on measurements."""
+        """Whether the predictions for a kernel are based on measurements."""
         return self.is_measured or kernel in self.measured_kernels
 
     def matmul(self, dtype: torch.dtype) -> float:

@@ -14,7 +14,7 @@ from attn_pass.devices.device import Device
 GROUP = "attn_pass.devices"
 """The entry-point group third parties register families in."""
 
-# Loaded when they are asked for, so that nothing that asks about a device depends on any of them.
+# Loaded on demand, so that code that queries a device depends on none of them.
 _BUILT_IN = tuple(f"attn_pass.devices.{name}.family" for name in ("cuda", "npu", "tpu", "cpu"))
 _NONE = Family()
 
@@ -65,10 +65,10 @@ def named(name: str) -> Device | None:
 
 
 def device_for(tensors: torch.device, asked: str | None = None) -> Device:
-    """The device to decide for: the one asked for, or the one the tensors are on, with what was measured of it here.
+    """The device to decide for: the requested one, or the one of the tensors, with its calibration.
 
-    ``asked`` is a device as torch names it or one that `is_known`. A device that is not here has no kernels, unless it
-    is asked for.
+    ``asked`` is a device as torch names it or one that `is_known`. A device that is not present has no kernels, unless
+    it is requested by name.
     """
     if asked is None:
         return of_type(tensors.type).here(tensors)

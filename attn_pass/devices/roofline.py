@@ -144,7 +144,7 @@ def transcendental(device: Device, problem: Problem, calls: int) -> float:
 
 
 def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -> float:
-    """Products and softmax as separate kernels, the score matrix in memory between them (what Inductor makes of it)."""
+    """Products and softmax as separate kernels, the score matrix in memory between them (Inductor's code)."""
     size = problem.dtype.itemsize
     exponentials = problem.scores / device.exp_gops / 1e3
     if problem.q_len == 1:

@@ -228,7 +228,7 @@ def _rewritten(
 
 
 def known_values(program: ExportedProgram, options: Options) -> dict[str, Any]:
-    """What the engine is told of an exported program's literals, constants and buffers."""
+    """The values of an exported program's literals, constants and buffers that the engine may rely on."""
     ranges = program.range_constraints.items()  # which are the user's; in its graph every size is at least 2
     return {
         CONSTANTS: _written_constants(program),
@@ -372,7 +372,7 @@ def _shape(value: Any) -> str:
 
 
 def _without_value(gm: GraphModule) -> Node | None:
-    """The first node whose value somebody uses and whose metadata holds no (fake) value."""
+    """The first node whose value is used and whose metadata holds no (fake) value."""
     for node in gm.graph.nodes:
         if node.op in ("get_attr", "output") or not ({"val", "example_value"}.isdisjoint(node.meta)):
             continue

@@ -12,10 +12,10 @@ from torch.fx import Graph, GraphModule
 
 
 def tracing_state() -> Callable[[], None]:
-    """A function that puts Dynamo's tracing context back to what it is now, after a compile that failed.
+    """A function that restores Dynamo's tracing context to its current state, after a compile that failed.
 
-    AOTAutograd stores what it found out of a graph there, bodies of invoke_subgraph by name included, which would be
-    taken for the original's.
+    AOTAutograd stores its results for a graph there, including bodies of invoke_subgraph by name, which would be
+    used for the original.
     """
     context = torch._guards.TracingContext.try_get()
     before = dict(vars(context)) if context is not None else {}

@@ -58,20 +58,20 @@ def decide(
     measure: Callable[..., Any] | None = None,
     without: Mapping[str, str] | None = None,
 ) -> Decision:
-    """Rewrite a root graph in place. A defect of attn_pass leaves it as it was, with one warning.
+    """Rewrite a root graph in place. If attn_pass has a defect, the graph stays unchanged, with one warning.
 
     Args:
         gm: the root graph.
-        options: what the user asked for.
+        options: the user's options.
         program: "compile", "export" or "aoti", where the graph comes from.
-        runner: what becomes of it, see `attn_pass.options.Runner`.
+        runner: who runs it, see `attn_pass.options.Runner`.
         known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
         measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
         without: targets that are not to be taken, and why.
 
     Raises:
         OptionError: an option names something that does not exist.
-        Exception: what went wrong, if options.on_error is "raise". The graph is as it was then, too.
+        Exception: the failure, if options.on_error is "raise". The graph is unchanged then, too.
     """
     torch_logging.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
@@ -124,7 +124,7 @@ def compile_rewritten(
     Args:
         gm: Dynamo's graph.
         example_inputs: Dynamo's example inputs.
-        options: what the user asked for.
+        options: the user's options.
         compile_graph: compiles (graph, inputs, the report if the graph was rewritten and None if it is the user's).
         runner: what compiles it, see `attn_pass.options.Runner`.
 
@@ -161,7 +161,7 @@ def compile_rewritten(
 
 
 def failed(error: Exception, decision: Decision, options: Options) -> Failure:
-    """What is to be known of a failure to compile. Raises `RewriteError` where the user asked for that."""
+    """The facts about a failure to compile. Raises `RewriteError` if the user requested that."""
     cause = cause_of(error)
     if options.on_error == "raise":
         raise RewriteError(
@@ -189,7 +189,7 @@ def next_decision(decision: Decision, failures: Sequence[Failure], again: Callab
 
 
 def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
-    """With ``assume_constant_buffers``: what the engine is told of the buffers among a Dynamo graph's inputs."""
+    """With ``assume_constant_buffers``: the values of the buffers among a Dynamo graph's inputs."""
     buffers: dict[str, tuple[str, torch.Tensor]] = {}
     inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
     for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):

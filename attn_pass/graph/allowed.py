@@ -73,9 +73,9 @@ class InPieces:
 
 
 def put_in_pieces(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[InPieces]:
-    """Puts every such call of a graph that runs under ``outer`` in pieces, where that is what the call does.
+    """Expands every such call of a graph that runs under ``outer``, if its parts compute the same.
 
-    One that cannot be is left, and no more is said of it: it may have nothing to do with attention.
+    A call that cannot be expanded is left without a report: it may have nothing to do with attention.
     """
     calls = [node for node in gm.graph.nodes if _is_allowed(node)]
     if not calls:
@@ -103,7 +103,7 @@ class Settles(Protocol):
         """The nodes that it stands in the place of."""
 
     def settle(self) -> bool:
-        """Stays where something was made of it, and is gone where not; returns whether it stays."""
+        """Keeps the expansion if a site in it was rewritten, removes it otherwise; returns whether it was kept."""
 
 
 def settle(pieces: list[Settles]) -> bool:

@@ -22,7 +22,7 @@ from attn_pass.graph.subgraphs import attribute, called_bodies
 from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.graph.writes import may_draw
 
-_MOST = 250  # nodes: a part that reads more is no part of its own
+_MOST = 250  # nodes: a part that reads more is not separate
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CARRIED = ("stack_trace", "nn_module_stack")
 Number = Callable[[Any], int | float | bool]
@@ -30,12 +30,12 @@ Number = Callable[[Any], int | float | bool]
 
 
 class CannotExtract(Exception):
-    """Why a part of a graph is no program of its own, in words."""
+    """Why a part of a graph cannot be a separate program, in words."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """An input of the part, sizes as numbers. ``value`` is given where the program was told it."""
+    """An input of the part, sizes as numbers. ``value`` is given if the program knows it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -129,22 +129,22 @@ def cut(
     plain: bool = False,
     repeatable: bool = False,
 ) -> Cut:
-    """The part of the graph that computes ``result``, and ``new`` as planned in its place.
+    """The part of the graph that computes ``result``, and ``new``, its planned replacement.
 
     Args:
-        result: the node whose value is wanted.
+        result: the node whose value the part computes.
         sources: where the part begins: nodes, and the time from which each holds the value it enters with.
         around: the graph and those around it.
         number: numbers for symbolic values.
         known: the values of inputs that are known.
         needs_grad: whether an input needs a gradient.
-        new: what was planned in the place of the result.
-        also: other nodes whose values are wanted.
+        new: the planned replacement of the result.
+        also: other nodes whose values the part gives.
         plain: nothing in the part may write memory, call a graph or read a tensor of the program's own.
         repeatable: nothing in it may draw random numbers, so that it gives the same whenever it is run.
 
     Raises:
-        CannotExtract: the part reads too much of the program, or what has no value of its own here.
+        CannotExtract: the part reads too much of the program, or something without a value of its own.
     """
     walk = _Walk(sources, around)
     order = walk.order([result])
@@ -359,7 +359,7 @@ def _leaves_of(value: Value | None) -> list[Node]:
 # ---------------------------------------------------------------- inputs
 
 
-ALIGNED = 64  # elements: further offsets change no alignment that a kernel asks for
+ALIGNED = 64  # elements: further offsets change no alignment that a kernel needs
 
 
 def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad: bool) -> Input:

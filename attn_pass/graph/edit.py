@@ -125,9 +125,10 @@ class Plan:
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Calls added inside this context are made once for all sites, also where tensors enter that nobody writes.
+        """Calls added inside this context are emitted once for all sites, even if they read tensors that are never
+        written.
 
-        For what comes out the same in every region of a graph and has no gradient: masks.
+        For values that are the same in every region of a graph and have no gradient: masks.
         """
         self._sharing = True
         try:
@@ -136,7 +137,7 @@ class Plan:
             self._sharing = False
 
     def adding_no_guard(self) -> AbstractContextManager[list[str]]:
-        """Around calls that fail rather than add a fact about symbolic sizes; yields the facts that were asked for."""
+        """Inside, calls fail instead of adding a fact about symbolic sizes; yields the requested facts."""
         shape_env = self._mode.shape_env
         return nullcontext([]) if shape_env is None else no_new_guards(shape_env)
 
@@ -178,7 +179,7 @@ class Plan:
         return planned
 
     def _key(self, value: Any) -> Any:
-        """What tells values apart that are made of numbers and sizes alone; None where a tensor enters."""
+        """The identity of a value computed from numbers and sizes only; None if it depends on a tensor."""
         if isinstance(value, (Node, Planned)):
             held = fake_of(value)
             if isinstance(held, torch.SymInt):
@@ -210,7 +211,7 @@ class Plan:
         return self.gm.graph.get_attr(name)
 
     def size(self, index: Index) -> int | Value:
-        """A size as an argument: an integer, or a node that holds it. Raises `ValueError` for one nobody holds."""
+        """A size as an argument: an integer, or a node that holds it. Raises `ValueError` if no node does."""
         if isinstance(index, int):
             return index
         known = self._known.get(index)
@@ -276,7 +277,7 @@ class Plan:
         return [planned.node for planned in self.calls if planned.node is not None]
 
     def insert(self, new: Value) -> list[Node]:
-        """Inserts the calls that a value needs, and that are no nodes yet, before the node they replace."""
+        """Inserts the calls that a value needs and that are not nodes yet, before the node they replace."""
         inserted = []
         for planned in _needed(self.calls, new):
             if planned.node is not None:
@@ -337,7 +338,7 @@ class Plan:
         return self._strides(before) == self._strides(after)
 
     def keeps_layout(self, new: Value) -> bool:
-        """Whether nobody can tell the new value's strides from the old one's."""
+        """Whether no user can distinguish the new value's strides from the old one's."""
         before, after = tensor_value(self.result), fake_of(new)
         if before is None or self._strides(before) == self._strides(after):
             return True
@@ -345,7 +346,7 @@ class Plan:
         return not any(self._layout_matters(node, after, 0) for node in seen)
 
     def _layout_matters(self, node: Node, new: torch.Tensor, depth: int) -> bool:
-        """Whether some user would fail, or its result have other strides that somebody sees, with the new strides.
+        """Whether a user would fail with the new strides, or have a result with other strides that can be observed.
 
         Users are run on fake values until their strides are what they were: a reshape or a linear layer ends it.
         """
@@ -523,7 +524,7 @@ _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 
 def _moved(user: Node, node: Node, new: torch.Tensor) -> torch.Tensor | None:
-    """The fake value of a user when it gets ``new`` instead of ``node``; None when that fails or is no tensor."""
+    """The fake value of a user when it gets ``new`` instead of ``node``; None if that fails or is not a tensor."""
     args = _map(tuple(new if a is node else a for a in user.args))
     kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
     call = getattr(args[0], user.target) if isinstance(user.target, str) else user.target

@@ -123,7 +123,7 @@ class Effects:
         return any(self._rebound.get(root, -1) >= position for root in self._roots_of(node))
 
     def is_internal(self, node: Node, allowed: Set[Node]) -> bool:
-        """Whether nobody but ``allowed`` holds ``node``'s memory, so that in-place operations in it may be erased.
+        """Whether only ``allowed`` holds ``node``'s memory, so that in-place operations in it may be erased.
 
         Every alias is in ``allowed``, none of it is the caller's, and the graph does not return it (unless the output
         node is in ``allowed`` too).
@@ -204,7 +204,7 @@ class Effects:
                 elif traits.write is not None or "out" in node.kwargs:
                     for write in call_writes(node):
                         if write.target.target is _LITERAL:
-                            continue  # torch.export detaches its copy of a literal: nobody else has it
+                            continue  # torch.export detaches its copy of a literal: there is no other alias
                         writes.append(Mutation(node, write.target, index, write.whole))
                         if write.rebinds:
                             rebinding.append(writes[-1])
@@ -340,7 +340,7 @@ class Effects:
         return tensor_inputs(node)
 
     def _summary(self, module: GraphModule) -> tuple[int, ...] | None:
-        """Which placeholders a body writes; None when it writes memory it holds itself, or that of nobody known."""
+        """Which placeholders a body writes; None if it writes memory that it holds itself, or unknown memory."""
         if id(module) not in self._summaries:
             body = Effects.__new__(Effects)
             body._parameters, body._summaries = frozenset(), self._summaries
@@ -412,7 +412,7 @@ METADATA_ASSERTIONS: frozenset[Target] = frozenset(
 
 
 def is_metadata_assertion(node: Node) -> bool:
-    """Whether a node only asserts metadata of a tensor, so that it is no use of the tensor's elements."""
+    """Whether a node only asserts metadata of a tensor, and does not use the tensor's elements."""
     return node.op == "call_function" and node.target in METADATA_ASSERTIONS
 
 

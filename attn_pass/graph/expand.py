@@ -1,7 +1,7 @@
 """Expands a call on trial: its computation as nodes in front of it, which then replace it or are removed again.
 
-The call stays, and so do its users, until somebody decides. So whoever reads the graph sees both, and a graph in
-which nothing is kept is the graph it was.
+The call and its users stay until a decision is made. A reader of the graph therefore sees both, and a graph in
+which nothing is kept is unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attn_pass.model.index import Index
 
 
 def without_values(nodes: Iterable[Node]) -> list[dict[str, Any]]:
-    """Takes the fake values off nodes, whose memory is nobody's then; returns them, to be put back."""
+    """Removes the fake values of nodes, which then have no memory; returns them, to be restored."""
     return [{key: node.meta.pop(key) for key in ("example_value", "val") if key in node.meta} for node in nodes]
 
 
@@ -72,13 +72,13 @@ class Expansion:
 
 
 def expand(plan: Plan, function: Callable[..., Any], recorder: Callable[[Plan], Recorder] | None = None) -> Expansion:
-    """What the call that ``plan`` is for computes, recorded while ``function`` runs on its arguments' fake values.
+    """The computation of the call that ``plan`` is for, recorded while ``function`` runs on its arguments' fake values.
 
     ``function`` is called with the arguments of the call, and returns what the call does. It may use any function and
-    method of torch; the shapes it asks for are those of the fake values. Another ``recorder`` may allow less.
+    method of torch; the shapes it reads are those of the fake values. Another ``recorder`` may allow less.
 
     Raises:
-        CannotExpand: it does something that is no node, its result is another one than the call's, or it needs a fact
+        CannotExpand: it does something that cannot be a node, its result differs from the call's, or it needs a fact
             about symbolic sizes that the program does not rest on so far.
     """
     call = plan.result
@@ -129,7 +129,7 @@ def _strides(tensor: torch.Tensor, sizes: Sizes) -> tuple[Index, ...]:
 
 
 def _without_unneeded(nodes: list[Node], results: set[Node]) -> list[Node]:
-    """Erases what no result needs, a computation of weights nobody takes for one; returns the rest."""
+    """Erases nodes that no result needs, for example unused weights; returns the others."""
     for node in reversed(nodes):
         if not node.users and node not in results:
             node.graph.erase_node(node)

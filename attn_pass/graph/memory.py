@@ -16,7 +16,7 @@ WITHOUT_MEMORY = frozenset({int, float, bool, torch.SymInt, torch.SymFloat, torc
 
 
 def storages(value: Any) -> tuple[int, ...] | None:
-    """The storages of a value, empty for a value without memory; None when a tensor does not tell."""
+    """The storages of a value, empty for a value without memory; None for a tensor whose storage is not known."""
     if type(value) is FakeTensor:
         try:
             return (value.untyped_storage()._cdata,)

@@ -30,11 +30,12 @@ def operator_name(target: Callable[..., Any] | str) -> str:
 
 
 def culprits(error: BaseException, emissions: Sequence[Emission]) -> frozenset[str]:
-    """The targets that the error is about; none where it does not tell.
+    """The targets that the error is about; none if it does not show them.
 
     The graph node that was being worked on is found in the frames of the traceback, and the operator in Inductor's
     message (``target: ...``). An operator that one target alone emitted names that target; otherwise the source line
-    names the sites there. What is generated later (Triton, C++) belongs to no node, so such an error may not tell.
+    names the sites there. Code that is generated later (Triton, C++) belongs to no node, so such an error may show
+    none.
     """
     chain = list(_chain(error))
     nodes = list(_nodes(chain))

@@ -50,7 +50,7 @@ class Region:
     """How many default hooks, or prohibitions of hooks, are in force."""
     deterministic: bool | None = None
     other: tuple[tuple[str, str], ...] = ()
-    """Any other state a node changed, by name; told apart, not understood."""
+    """Any other state that a node changed, by name; distinguished, but not interpreted."""
 
     @classmethod
     def ambient(cls) -> Region:
@@ -369,7 +369,7 @@ _NAMED_LIKE_SWITCHES: tuple[tuple[str, Callable[[str], _Change]], ...] = (
 
 
 def _restored_grad_mode(graph: Graph) -> bool | None:
-    """The grad mode around a graph whose switches are all halves of blocks; None when they do not tell."""
+    """The grad mode around a graph whose switches are all halves of blocks; None if they do not determine it."""
     switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     last = switches[-1].args[0] if switches and switches[-1].args else None
     return last if isinstance(last, bool) and len(switches) % 2 == 0 else None

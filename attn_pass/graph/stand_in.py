@@ -77,7 +77,7 @@ def _prepared(graph: Graph, use: ShapeUse, gone: Set[Node], sizes: Sizes) -> _Re
 def _held(
     graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, wanted: set[Index]
 ) -> dict[Index, tuple[Node, int | None]]:
-    """Where each wanted size can be read from."""
+    """The nodes from which each needed size can be read."""
     holders: dict[Index, tuple[Node, int | None]] = {}
     for node in graph.nodes:
         if node is before or len(holders) == len(wanted):
@@ -113,7 +113,7 @@ def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:
             held if isinstance(held, int) else held[0] if held[1] is None else call(aten.sym_size.int, *held)
             for held in item.sizes
         ]
-        # Where nobody sees how it lies in memory it takes none.
+        # If its memory layout cannot be observed, it takes no memory.
         dense = call(
             aten.empty.memory_format, sizes if use.strides else [1] * len(sizes), dtype=value.dtype, device=value.device
         )

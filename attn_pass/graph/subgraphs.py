@@ -36,8 +36,9 @@ Kind = Literal[
 class Call(NamedTuple):
     """One call of a body: the higher-order node, and for each placeholder of the body what the caller passes.
 
-    None stands for a value that is no argument of the caller: a loop variable, a slice of a scanned tensor, an index
-    of a score function, an incoming gradient. What is known of an operand holds for the placeholder at *this* call.
+    None stands for a value that is not an argument of the caller: a loop variable, a slice of a scanned tensor, an
+    index of a score function, an incoming gradient. What is known of an operand holds for the placeholder at *this*
+    call.
     """
 
     node: Node

@@ -64,7 +64,7 @@ class Sizes:
         self.hints: dict[str, int] = {}
 
     def index(self, size: Any) -> Index:
-        """A size as an index; an expression that is no polynomial becomes one opaque symbol."""
+        """A size as an index; an expression that is not a polynomial becomes one opaque symbol."""
         if isinstance(size, int) and not isinstance(size, torch.SymInt):
             return int(size)
         node = size.node

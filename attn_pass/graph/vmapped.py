@@ -177,7 +177,7 @@ def _closing_levels() -> Iterator[None]:
 
 
 def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], made: list[Node]) -> list[Node]:
-    """The traced operators as nodes; they are run on fake values again, which tells what has a gradient."""
+    """The traced operators as nodes; they run on fake values again, which shows what has a gradient."""
     nodes: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs))
     for node in traced.graph.nodes:
         if node.op == "placeholder":

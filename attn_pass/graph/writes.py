@@ -28,11 +28,11 @@ Writer = Callable[[Node], list[Write]]
 
 
 class Traits(NamedTuple):
-    """What the target of a node says of all its calls."""
+    """The properties of all calls of a node's target."""
 
     write: Writer | None = None
     view: bool = False
-    """The result is, or may be, a view of the first argument; asked only where metadata does not tell."""
+    """The result is, or may be, a view of the first argument; used only if metadata does not show it."""
     returns_input: bool = False
     """A dropout, which returns its first argument itself when it drops nothing."""
     pure: bool = True
@@ -57,7 +57,7 @@ _REBINDING = frozenset(
     {
         *("set_", "resize_", "resize_as_", "as_strided_", "sparse_resize_", "sparse_resize_and_clear_"),
         *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_storage_bytes_"),
-        "shallow_copy_data_",  # what Dynamo makes of ``x.data = y`` since torch 2.15
+        "shallow_copy_data_",  # Dynamo's form of ``x.data = y`` since torch 2.15
     }
 )
 """Operations that change the geometry or the storage of their target."""

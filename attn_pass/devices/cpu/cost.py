@@ -35,7 +35,7 @@ _GAINS: Mapping[str, Mapping[torch.dtype, float]] = {
 
 With AMX torch's kernel multiplies bfloat16 in tiles, which this one does not: a guess.
 """
-_PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken for what masks save alone
+_PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken only for what masks save
 
 _CALL_US = 5.0  # a generated function, which fills its arguments in and may wake threads
 _COMPILE_US = 40.0  # its compile takes 4 s, which a hundred thousand calls must earn

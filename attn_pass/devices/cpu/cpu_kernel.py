@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """What the operator is told: a row's keys, the score function and what it reads, what fully masked rows become."""
+    """The operator's arguments: a row's keys, the score function and its inputs, the result of fully masked rows."""
 
     bounds: Bounds
     score: str

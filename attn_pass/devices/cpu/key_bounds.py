@@ -135,7 +135,7 @@ def _shifted(bounds: Bounds, limit: Limit) -> Bounds | None:
 
 
 def _tightened(bounds: Bounds, part: object) -> Bounds | None:
-    """The bounds with one part of a mask in them; None where it is none, or nobody knows which bound is tighter."""
+    """The bounds combined with one part of a mask; None if the part is no bound, or the tighter bound is not known."""
     if isinstance(part, Band):
         low, high = _larger(bounds.lower, part.lower), _smaller(bounds.upper, part.upper)
         counted_otherwise = bounds.shift is not None

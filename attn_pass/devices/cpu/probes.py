@@ -57,7 +57,7 @@ def _attention(dtype: torch.dtype) -> Run:
 
 
 def _one_row(dtype: torch.dtype) -> Run:
-    """Multiply and sum, in the cache: what Inductor makes of a product with one row, in two kernels instead of one."""
+    """Multiply and sum, in the cache: Inductor's code for a product with one row, in two kernels instead of one."""
     q, k = torch.randn(8, 1, 64).to(dtype), torch.randn(8, 512, 64).to(dtype)
     return lambda: (q * k).sum(-1)
 

@@ -52,9 +52,7 @@ def fused(device: Device, shares: Shares, shape: Shape, problem: Problem, *, gro
         min(problem.q_len, FEW_ROWS) if balance < spread else problem.q_len
     )  # what splits the keys has few rows for it
     memory = traffic(device, problem.operand_bytes) / shares.memory(few)
-    read = (
-        problem.expanded_kv_bytes * heads / max(1, problem.heads)
-    )  # keys and values by each head, or group, that wants them
+    read = problem.expanded_kv_bytes * heads / max(1, problem.heads)  # keys and values, read by each head or group
     memory = max(memory, read / device.cache_gbytes / 1e3)
     memory /= min(1.0, spread * _CORE_BANDWIDTH)
     mask = 0.0

@@ -44,12 +44,12 @@ from attn_pass.targets.sdpa import dense_last, joined_with_sink
 
 _MOST_QUERIES = 64
 _MOST_ROWS = 1024
-_VECTOR = 16  # elements: of a stride that is no multiple of them Triton knows nothing, and loads 2 bytes at a time
+_VECTOR = 16  # elements: for a stride that is not a multiple of them Triton loads 2 bytes at a time
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """What the kernel is told of the mask: a causal band, of so many keys where ``window`` is not -1, or a tensor."""
+    """The kernel's mask: a causal band, of ``window`` keys unless that is -1, or a tensor."""
 
     causal: bool = False
     window: int = -1
@@ -160,7 +160,8 @@ def _refusal_of_sizes(a: Attention) -> str | None:
 
 
 def _begins_in_vectors(a: Attention, load: Load, dims: Sequence[Axis]) -> bool:
-    """Whether each row of keys or values begins at a multiple of as many elements as Triton is told strides divide by.
+    """Whether each row of keys or values begins at a multiple of the number of elements that Triton's stride hint
+    needs.
 
     A tensor that is cast, or whose last dimension is not dense, is copied first, and lies densely then.
     """
@@ -188,13 +189,13 @@ def _failed_check(a: Attention, setting: Setting) -> str | None:
 
 
 def _plan(a: Attention, setting: Setting) -> DecodePlan:
-    """A band that ends ``kv_len - q_len`` keys after the row's own is told; any other mask is a tensor."""
+    """A band that ends ``kv_len - q_len`` keys after the row's own is an argument; any other mask is a tensor."""
     band = band_of(a)
     if band is not None and band.upper == a.kv_len - a.q_len:
         if band.lower is None:
             return DecodePlan(causal=True)
         if isinstance(band.lower, int) and isinstance(band.upper, int) and band.lower <= band.upper:
-            return DecodePlan(causal=True, window=band.upper - band.lower)  # with other bounds nobody sees anything
+            return DecodePlan(causal=True, window=band.upper - band.lower)  # with other bounds all keys are masked
     kind = mask_kind(a, setting)
     return DecodePlan(mask="additive" if kind == "causal" else kind)
 

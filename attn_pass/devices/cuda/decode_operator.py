@@ -183,10 +183,10 @@ def decode_with_lse(
     window: int = -1,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `decode` computes, and each row's logarithm of the sum of exponentials of its scores.
+    """The result of `decode`, and each row's logarithm of the sum of exponentials of its scores.
 
-    An operator of its own, since Inductor writes results that nobody reads. With it sinks are joined, or parts of the
-    keys that were computed apart.
+    A separate operator, since Inductor writes results even if they are not read. It serves to add sinks, or to join
+    parts of the keys that were computed apart.
 
     Returns:
         The result (B, H, L, Dv), and (B, H, L) in float32 to base e; -inf for a fully masked row.
@@ -288,7 +288,7 @@ def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
 
 
 def power(size: int) -> int:
-    """The power of two a block needs, which tensor cores want to be 16 or more."""
+    """The power of two that a block needs, at least 16 for tensor cores."""
     return max(16, 1 << (int(size) - 1).bit_length())
 
 

@@ -116,7 +116,7 @@ def _like(capability: tuple[int, int]) -> Sheet:
 def _sized(row: Sheet, properties: torch.cuda._CudaDeviceProperties) -> Sheet:
     """The row with the multiprocessors, the memory's rate and the cache of the GPU that is here.
 
-    A part of a GPU (MIG) tells the memory of the whole: no more of it than its share of the multiprocessors counts.
+    A part of a GPU (MIG) reports the memory of the whole GPU: only its share of the multiprocessors' counts.
     """
     cores = properties.multi_processor_count
     share = cores / row.cores

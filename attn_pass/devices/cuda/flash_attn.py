@@ -208,7 +208,7 @@ def is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except ImportError:  # there is no such package, or it fails
         return False
-    except ValueError:  # imported, by something that is no importer
+    except ValueError:  # imported, by something that is not an importer
         return True
 
 

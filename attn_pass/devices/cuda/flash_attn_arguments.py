@@ -31,7 +31,7 @@ from attn_pass.model.index import Axis, Index, axes, axis_index, is_at_most
 from attn_pass.model.piecewise import pieces
 from attn_pass.model.structure import Band, Keys, Opaque, Structure, keeps_a_key, row_index
 
-_ADDED = Opaque("additive")  # what a structure says of a bias that is no mask
+_ADDED = Opaque("additive")  # a structure's name for a bias that is not a mask
 _EXACT = (torch.float32, torch.float64)  # positions are exact in these
 NO_FORM = "the bias is neither a mask nor a multiple of the distance"
 
@@ -68,7 +68,7 @@ def arguments_of(a: Attention) -> Arguments:
         added = _added(a)
         term, finite = added.term, finite or added.finite_fill
         if added.condition != TRUE and visible.is_exact:
-            # What the reading did not take for a mask because of how it is added.
+            # A mask that the reading kept as a bias because of how it is added.
             visible = structure_of(apply("and", visible.condition(), added.condition), a.keys, a.rows)
     own = a.kv_len - a.q_len
     left, right = _sides(_band(a, visible), own)

@@ -40,7 +40,7 @@ _PARAMETERS = (
     *("softcap", "alibi_slopes", "return_softmax"),
 )
 _TRAINING = "flash_attn's own backward needs what the call saves: in training the call stays"
-_RESULTS = {  # what else the operator returns, and why the call stays where somebody takes it
+_RESULTS = {  # the operator's other results, and why the call stays if they are used
     1: "the logarithm of the sum of exponentials is used as well",
     2: "the attention weights of return_attn_probs are used as well",
     3: _TRAINING,  # the state of the random numbers, for the backward alone
@@ -249,7 +249,7 @@ def _score(
 
 
 def _window(node: Node, given: dict[str, Any], lengths: tuple[Index, Index]) -> tuple[Index | None, Index | None]:
-    """How many keys before and after its own place a row sees; None where there is no limit.
+    """How many keys before and after its own position a row attends to; None for no limit.
 
     The steps of ``mha_fwd`` and ``set_params_fprop``, which matter where there are more rows than keys: a side without
     a limit then has one, of ``kv_len``, if the other side has one.

@@ -42,7 +42,7 @@ _PLACEHOLDERS = 5  # of a score function without captured tensors: score, b, h, 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What torch's file or the kernel asks for: why a case that fails is refused, and where they say so."""
+    """A constraint of torch's file or of the kernel: the reason for a refusal, the condition, and the source."""
 
     reason: str
     holds: Callable[[Case], bool]

@@ -23,15 +23,15 @@ class CudaKernel(Target):
     """A kernel on NVIDIA's GPUs. A line in `attn_pass.devices.cuda.kernels` registers its file.
 
     Attributes:
-        shares: what it reaches of a GPU's rates, by generation; where it is missing there is no such kernel.
-        shape: what it is compiled for, as the cost model wants to know; None for one with a cost of its own.
-        rules: of one of torch's kernels, what torch's call and its operator ask for.
-        torch_check: the function of `torch.backends.cuda` that says whether torch's own call may take the kernel.
+        shares: the shares of a GPU's rates that it reaches, by generation; other generations do not have the kernel.
+        shape: its tile sizes, for the cost model; None for a kernel with its own cost function.
+        rules: for one of torch's kernels, the constraints of torch's call and of its operator.
+        torch_check: the function of `torch.backends.cuda` that checks whether torch's own call may use the kernel.
         padded_by_torch: torch's own call pads head dims for it.
         is_listed: `Device.kernels` names it; one of a library, or of Inductor, looks for that itself.
         sweeps: the points of ``attn-pass calibrate`` that it is measured at.
-        takes_groups: several query heads share a KV head as they are.
-        package: (name, purpose, how to install) of what brings it, for ``attn-pass doctor``.
+        takes_groups: several query heads may share a KV head without copies.
+        package: (name, purpose, how to install) of the package that provides it, for ``attn-pass doctor``.
     """
 
     name = ""
@@ -60,5 +60,5 @@ class CudaKernel(Target):
         return cost.fused(device, device.shares[self.name], self.shape, problem, growing=growing)
 
     def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """The kernel called by itself on (B, H, L, D), with the usual scale, as `sweeps` wants it."""
+        """The kernel called directly on (B, H, L, D), with the usual scale, for `sweeps`."""
         raise NotImplementedError(f"{self.name} is in no sweep")

@@ -90,7 +90,7 @@ def _record(device: torch.device) -> tuple[dict[str, str | None], bool]:
     def work() -> None:
         try:
             outcome.append((first_difference(operator, device), True))
-        except torch.OutOfMemoryError as error:  # another time there may be room
+        except torch.OutOfMemoryError as error:  # there may be enough memory another time
             outcome.append((first_line(error), False))
         except Exception as error:
             outcome.append((f"{type(error).__name__}: {first_line(error)}", True))

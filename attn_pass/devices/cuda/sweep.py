@@ -26,7 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _SIDE = 8192  # of a large product in half precision; a fourth of the work in float32
 _STREAM_BYTES = 1 << 30
 _NEW_LENGTHS = (1000, 1048, 1096, 1144, 1192, 1240)  # of which cuDNN has no plan yet
-_SENSIBLE = (0.005, 1.5)  # a share outside says that something else than this kernel's rate took the time
+_SENSIBLE = (0.005, 1.5)  # for a share outside, something other than this kernel's rate took the time
 _LEAST_US = 0.2  # of a launch: less is the clock's own error
 
 
@@ -47,7 +47,8 @@ class Readings:
 
 
 def sweep(device: Device, at: torch.device, seconds: float, done: Callable[[str, Reading], None]) -> Readings:
-    """Runs the kernels; what fails is noted, and what the time does not reach is left out. ``done`` hears each reading.
+    """Runs the kernels; failures are recorded, and kernels beyond the time limit are omitted. ``done`` gets each
+    reading.
 
     Needs about 4 GB of the GPU's memory.
     """
@@ -85,7 +86,7 @@ def _take(
 
 
 def attention_points(device: Device) -> Iterator[Point]:
-    """Those that shares are fitted to, the most telling first."""
+    """The points that shares are fitted to, the most informative first."""
     kernels = [k for k in points.PREFILL_KERNELS if k in device.kernels]
     few = [k for k in points.DECODE_KERNELS if k in device.kernels]
     yield from points.prefill(kernels, (4096,), (128, 64, 256))
@@ -155,7 +156,7 @@ def _plans(at: torch.device, readings: Readings) -> list[float]:
 
 
 def fitted(device: Device, readings: Readings) -> Calibration:
-    """The calibration that the readings make of a device as the catalogue has it."""
+    """The calibration that the readings give for a device of the catalogue."""
     plain = Calibration(facts(device), **_rates(device, readings))
     many = replace(plain, shares=_shares(with_calibration(device, plain), readings.attention, _MANY_ROWS))
     few = _shares(with_calibration(device, many), readings.attention, _FEW_ROWS)
@@ -190,7 +191,7 @@ def _rates(device: Device, readings: Readings) -> dict[str, Any]:
 
 
 def _shares(device: Device, attention: Mapping[Point, Reading], wanted: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Of every kernel those of the wanted fields of `Shares` that some point tells, each the median over its points."""
+    """For every kernel the requested fields of `Shares` that some point determines, each the median over its points."""
     fitted: dict[tuple[str, str], list[float]] = {}
     for point, reading in attention.items():
         name = _share_of(point)
@@ -215,7 +216,7 @@ def _decides(device: Device, point: Point, name: str, share: float) -> bool:
 
 
 def _share_of(point: Point) -> str:
-    """The field of `Shares` that a point tells; empty for one that tells none."""
+    """The field of `Shares` that a point determines; empty if it determines none."""
     if point.backward or point.dtype == torch.float32:
         return ""
     if point.q_len == 1:

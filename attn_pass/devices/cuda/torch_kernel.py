@@ -64,12 +64,12 @@ class KernelPlan:
 
 
 class Kernel(CudaKernel):
-    """One of torch's kernels as a target: its name, and how it is handed a mask."""
+    """One of torch's kernels as a target: its name, and the form of its mask."""
 
     rules: KernelRules
     takes_window = False
     pads_together = False  # query, key and value need one head dim
-    finite_mask = False  # its mask is handed over with a number in the place of -inf
+    finite_mask = False  # its mask has a finite number instead of -inf
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[KernelPlan] | Refusal:
         """An offer at the kernel's cost, or the first reason why not."""
@@ -159,7 +159,7 @@ class Kernel(CudaKernel):
         query, key, value = _operands(lower, decided.dims)
         mask, empty = self._masked(lower, decided.mask, setting) if decided.mask.is_tensor else (None, None)
         asked = query if empty is None else empty.queried(query)
-        saves = a.needs_grad or setting.program == "export"  # whose gradients nobody knows
+        saves = a.needs_grad or setting.program == "export"  # which may be trained
         out = self.called(lower, (asked, key, value), mask, decided, saves=saves)
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))

@@ -23,7 +23,7 @@ _HEADS = 256
 _RATIO = 64  # query heads a KV head, in inference
 _HIDDEN = 65535  # heads times head dim with positions before heads, in inference
 _KEYS_OF_ONE_ROW = 262144
-_ODD_BATCHES = 128  # in inference, of several rows whose head dim is no multiple of 32 bytes
+_ODD_BATCHES = 128  # in inference, for several rows, if the head dim is not a multiple of 32 bytes
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _MASK_OF_ONE_ROW = ("bk",)
 
 @dataclass(frozen=True)
 class CallFacts:
-    """A call: sizes by letters (batch, heads, positions, head dim), and what else the pages speak of."""
+    """A call: sizes by letters (batch, heads, positions, head dim), and the other arguments that have limits."""
 
     inference: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]

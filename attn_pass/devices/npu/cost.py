@@ -1,7 +1,7 @@
 """The cost model of Ascend's attention operators: a roofline with the rates of data sheets. Nothing was measured.
 
-One row block of one head is a core's task. The inference operator shares the keys of a single query row out over the
-cores, as its page says of its decoding branch; the training operators are taken to read them core by core.
+One row block of one head is a core's task. The inference operator divides the keys of a single query row among the
+cores, as documented for its decoding branch; the training operators are assumed to read them core by core.
 """
 
 from __future__ import annotations

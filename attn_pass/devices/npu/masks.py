@@ -1,7 +1,7 @@
 """A mask as Ascend's attention operators take it: none, a mode with the compressed mask, or a boolean tensor.
 
-Everything about masks is silent on these operators: True is masked out, a mode without its mask is full attention, and
-a float mask is no mask. So a mask is handed over only where the description proves what it keeps.
+These operators report no error for a wrong mask: True is masked out, a mode without its mask is full attention, and
+a float mask is ignored. So a mask is passed only if the description proves what it keeps.
 
 Modes (torch_npu's documentation): 0 takes a full-size mask; 2 keeps ``key <= row``; 3 keeps ``key <= row + S - L``; 4
 keeps keys from ``row + S - L - pre`` to ``row + S - L + next``. Modes 2 to 4 ask for one triangle of 2048 x 2048,
@@ -37,7 +37,7 @@ class NoForm(Exception):
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What an operator is told of the mask.
+    """The mask arguments of an operator.
 
     ``kind`` is "none", "compressed" or "boolean". Where ``repaired``, fully masked rows are unmasked for the operator
     and replaced in its result.

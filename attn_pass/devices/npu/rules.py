@@ -71,9 +71,9 @@ def merged_fits(a: Attention, operator: str) -> bool:
 
 
 def has_many_rows(a: Attention, setting: Setting) -> bool:
-    """Whether there are surely two query rows or more.
+    """Whether there are certainly two query rows or more.
 
-    torch.export takes a length that is not known for 2 at least, and its programs run with 1 all the same.
+    torch.export assumes that an unknown length is at least 2, but its programs also run with 1.
     """
     if isinstance(a.q_len, int):
         return a.q_len > 1

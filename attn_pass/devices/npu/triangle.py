@@ -1,7 +1,7 @@
 """Whether the mask beside ``sparse_mode`` 2 to 4 is the triangle that torch_npu requires.
 
-Its elements are computed where the program makes it; a tensor that comes from outside, and is used as it is, is looked
-at where its values are there, and else taken for the triangle.
+Its elements are computed if the program creates it. An input tensor that is used unchanged is checked by its values
+if they are known, and otherwise assumed to be the triangle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNREAD = f"the mask beside its sparse_mode is computed in a way that is not rea
 
 
 def check_triangle(reader: Reader, mask: Node, at: int) -> tuple[str | None, bool]:
-    """Why a mask of 2048 x 2048 is not taken for the triangle, or None; whether it is taken for it without a look."""
+    """Why a mask of 2048 x 2048 is not accepted as the triangle, or None; whether it is accepted without a check."""
     value = tensor_value(mask)
     position = (*(0,) * (0 if value is None else value.dim() - 2), axis_index(_ROW), axis_index(_KEY))
     element = reader.element(mask, position, at)

@@ -33,7 +33,7 @@ def here(generation: str | None) -> Device | None:
 
 @lru_cache(maxsize=1)
 def tpu_generation() -> str | None:
-    """The generation of the TPU that torch_xla runs on, "v5e" or "v5litepod" and the like; None where it is no TPU."""
+    """The generation of the TPU that torch_xla runs on, "v5e" or "v5litepod" and the like; None if it is not a TPU."""
     try:
         from torch_xla import runtime
         from torch_xla._internal import tpu

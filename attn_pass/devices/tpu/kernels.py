@@ -1,12 +1,12 @@
 """JAX's Pallas attention for TPUs as functions of JAX arrays: `flash`, and `splash` for windows and grouped heads.
 
-What the library's kernels ask for is met here, once: the scale is always passed, a bias is told so that it counts as if
-it were added to the scaled scores, although the kernel adds before it multiplies, and what is padded is masked.
-Functions are made once for a `Call` and kept, so that what caches by a function's identity, as
+This module meets the requirements of the library's kernels: the scale is always passed, a bias is passed so that it
+counts as if it were added to the scaled scores, although the kernel adds before it multiplies, and what is padded is
+masked. Functions are created once per `Call` and kept, so that caches by a function's identity, such as
 ``torch_xla.core.xla_builder.call_jax`` does, finds them again.
 
 The library is ``jax.experimental.pallas.ops.tpu.flash_attention`` and ``.splash_attention`` (read: jax 0.7.1 and
-0.10.2). Nothing of JAX is imported before a function is asked for.
+0.10.2). JAX is imported only when a function is requested.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Call:
 
 @functools.cache
 def forward(call: Call) -> Callable[..., Any]:
-    """``(query, key, value, bias, kept) -> result``, the same function whenever it is asked for.
+    """``(query, key, value, bias, kept) -> result``, the same function at every request.
 
     Shapes: query (B, H, L, D), key (B, Hkv, S, D), value (B, Hkv, S, D), bias broadcastable to (B, H, L, S) or None,
     kept (B, S) boolean, the keys to keep, or None; the result is (B, H, L, D). A fully masked row is an average of
-    values, and which is not said.
+    values with unspecified weights.
     """
 
     def attention(query: Any, key: Any, value: Any, bias: Any = None, kept: Any = None) -> Any:
@@ -84,7 +84,7 @@ def backward(call: Call) -> Callable[..., Any]:
     """``(grad, query, key, value, bias, kept) -> (of query, key, value[, bias])``; the forward is computed again.
 
     None among the arguments, and what is boolean, has no gradient: the result has three or four parts. A bias of any
-    number has the gradient of its score, also where the number told to the kernel is another one.
+    number has the gradient of its score, even if the kernel gets another number.
     """
 
     def gradients(grad: Any, query: Any, key: Any, value: Any, bias: Any = None, kept: Any = None) -> Any:
@@ -136,7 +136,7 @@ def _added(call: Call, query: Any, bias: Any) -> Any:
 
     A kernel that is compiled may compute ``scale * x - maximum`` without rounding the product. For the largest of a row
     the rest is not 0 then but a part of the maximum, exp of which is infinite in a row of very low numbers alone. So
-    such numbers are told as powers of two, whose products are exact; what they hide they hide all the same.
+    such numbers are passed as powers of two, whose products are exact; they mask the same scores.
     """
     import jax
     from jax import numpy as jnp
@@ -275,8 +275,8 @@ def _interpreted(wanted: bool) -> Iterator[None]:
     """Inside it the flash kernel is traced to plain XLA operations.
 
     The library's function has no argument for it, and ``force_tpu_interpret_mode`` needs tokens, which
-    ``call_jax`` does not pass on. So the library's module sees another ``pallas_call``, which interprets for whoever is
-    inside, in this thread alone: other threads may trace for a TPU meanwhile.
+    ``call_jax`` does not pass on. So the library's module gets another ``pallas_call``, which interprets for callers
+    inside, in this thread only: other threads may trace for a TPU in the meantime.
     """
     if not wanted:
         yield

@@ -52,7 +52,7 @@ MATRIX = KernelMask(matrix=True)
 
 
 def mask_of(a: Attention) -> KernelMask:
-    """The whole mask of an attention, exactly. What is no band and is not the same for all rows is a matrix."""
+    """The whole mask of an attention, exactly. A part that is neither a band nor the same for all rows is a matrix."""
     if a.mask.is_none:
         return KernelMask()
     if a.mask.bias is not None or a.mask.condition is None:

@@ -27,7 +27,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Generation:
-    """What the compiler gives a kernel of on-chip memory by default, and the largest tiles of (rows, keys) asked for.
+    """The on-chip memory that the compiler gives a kernel by default, and the largest tiles of (rows, keys) that are
+    tried.
 
     Larger tiles mean fewer steps; which are fastest is not known here.
     """

@@ -1,8 +1,8 @@
 """The adapter for torch_xla (2.9, its last release): the kernels through ``torch_xla.core.xla_builder.call_jax``.
 
-Needs the packages torch_xla, jax and flax; flax because torch_xla's own bridge to JAX imports it and does not say so.
-torch_xla's ``flash_attention`` is not used: it pads keys without masking them, has a scale of 1 unless told, and on a
-tensor that is not on an XLA device returns memory that nobody wrote.
+Needs the packages torch_xla, jax and flax; flax because torch_xla's own bridge to JAX imports it without declaring it.
+torch_xla's ``flash_attention`` is not used: it pads keys without masking them, has a scale of 1 unless one is passed,
+and on a tensor that is not on an XLA device returns uninitialised memory.
 """
 
 from __future__ import annotations

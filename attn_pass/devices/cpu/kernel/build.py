@@ -47,9 +47,9 @@ def compiler() -> str:
 
 
 def missing() -> str:
-    """Why the kernel cannot be built here; "" where it can, as far as a look tells.
+    """Why the kernel cannot be built here; "" if it can, as far as this check shows.
 
-    Asking Inductor means to import it, which takes seconds where nothing is compiled.
+    The check does not import Inductor, which would take seconds even if nothing is compiled.
     """
     if sys.platform == "win32":
         return "the CPU kernel needs GCC or Clang"

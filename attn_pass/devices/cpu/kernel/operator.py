@@ -16,7 +16,7 @@ from attn_pass.devices.cpu.kernel.source import ELEMENTS
 FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
 _UNBOUNDED = 1 << 60
 NUMBERS = {"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED}
-"""The bounds that are numbers, and what they are where nobody gives one."""
+"""The bounds that are numbers, and their defaults."""
 BOUNDS = ("shift", "starts", "ends")
 """Those that are tensors of a number for each row of the batch."""
 _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
@@ -71,7 +71,7 @@ def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
 
 
 def result_like(query: Tensor, value: Tensor) -> Tensor:
-    """The result's memory: heads after positions, as the layer behind an attention wants them."""
+    """The result's memory: heads after positions, the layout that the layer after an attention reads."""
     batch, heads, q_len, _ = query.shape
     if isinstance(q_len, int) and q_len == 1:  # the same memory, with the strides of a dense tensor
         return query.new_empty((batch, heads, 1, value.size(-1)))

@@ -22,7 +22,7 @@ _KERNEL = ("tiles.hpp", "many.hpp", "few.hpp")
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One of `dispatch.hpp`'s: its name there, the file of its vectors, and what the compiler is told."""
+    """An instruction set of `dispatch.hpp`: its name there, the file of its vectors, and the compiler flags."""
 
     name: str
     file: str

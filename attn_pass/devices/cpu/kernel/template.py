@@ -91,7 +91,7 @@ class Attention(CppTemplate):
         return [*map(sympy.sympify, self.numbers.values()), *(e for x in laid for e in (x.offset, *x.size, *x.stride))]
 
     def _kernel(self) -> str:
-        """Which of the two is wanted, where the sizes say so: the other is not compiled then."""
+        """Which of the two is needed, if the sizes determine it: the other is not compiled then."""
         q, k = (self.operands[name].get_size() for name in ("q", "k"))
         rows = q[1] * q[2] / k[1] if not any(x.free_symbols for x in (q[1], q[2], k[1])) else None
         return "attend_type" if rows is None else "attend_few" if rows <= 16 else "attend_many"
@@ -139,7 +139,7 @@ class _Filled:
 
 
 def _is_wanted(out: Any) -> bool:
-    """Whether anything reads the result: Inductor allocates it only then, and the log-sum-exp may be wanted alone."""
+    """Whether the result is read: Inductor allocates it only then, and the log-sum-exp may be the only result used."""
     return out.get_name() not in V.graph.removed_buffers
 
 
@@ -198,7 +198,7 @@ def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **given: Any) -> tuple[
 
 
 def _keep_apart(out: Any) -> Any:
-    """Nothing is fused into the template: it has no room for an epilogue."""
+    """Nothing is fused into the template, since it has no epilogue."""
     V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
     return out
 

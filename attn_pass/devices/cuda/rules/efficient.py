@@ -33,7 +33,7 @@ EFFICIENT = KernelRules(
         KNOWN,
         SIZES,
         Rule(
-            # From 2.14 on torch's call takes them; its operator is still handed one head for each.
+            # From 2.14 on torch's call takes them; its operator still gets one KV head per query head.
             "grouped heads",
             "the efficient kernel does not take grouped heads",
             lambda c: c.attention.groups == 1,
