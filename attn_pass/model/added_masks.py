@@ -13,10 +13,10 @@ from attn_pass.model.piecewise import pieces
 
 
 def kept_in_place_of_added(a: Attention) -> Attention | None:
-    """The same with a keep-condition in the place of a matrix that adds 0 where a key is kept, and masks elsewhere.
+    """The same with a keep-condition instead of a matrix that adds 0 to kept keys and masks the others.
 
-    Where a row may be fully masked the number that is added must be one that leaves nothing of its scores, so that they
-    could as well have been replaced by it. None where the mask is no such matrix.
+    If a row may be fully masked, the added number must absorb its scores completely, so that they
+    could as well have been replaced by it. None if the mask is not such a matrix.
     """
     mask = a.mask
     if mask.keep is not None or mask.bias is None or mask.computed is None or mask.computed.bias is None:

@@ -72,10 +72,10 @@ class AsWritten:
 class Attention:
     """``result_factors * softmax(scale * factors * dot(query, key) + bias where keep, else fill) @ value``.
 
-    ``score`` is the same thing as it was written, and is what `reference` interprets; the fields below it are
-    what the reading made of it. ``query`` and ``key`` are elements over ``dim``, ``value`` over ``value_dim``.
-    Where ``not_affine`` says why the scores are no such form, ``modified``, a function of the product, stands in the
-    place of ``scale * factors * dot``, and scale and factors say nothing.
+    ``score`` is the score as it was written, which `reference` evaluates; the fields below it are the result of the
+    reading. ``query`` and ``key`` are elements over ``dim``, ``value`` over ``value_dim``. If ``not_affine`` gives a
+    reason why the scores do not have this form, ``modified``, a function of the product, takes the place of ``scale *
+    factors * dot``, and scale and factors have no meaning.
     """
 
     batch: tuple[Axis, ...]
@@ -106,7 +106,7 @@ class Attention:
     empty_row_is_nan: bool = False  # what the program computes for a row whose every score is -inf; zero otherwise
     nan_guard: bool = False  # the program sets rows of NaN weights to zero, whatever made them NaN
     needs_grad: bool = False
-    not_affine: str = ""  # why the scores are no scaled product with a bias and a mask; empty where they are
+    not_affine: str = ""  # why the scores are not a scaled product with a bias and a mask; empty if they are
     modified: Expr = DOT  # what bias and mask apply to where they are not
 
     @property

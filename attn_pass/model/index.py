@@ -7,7 +7,7 @@ An index is an ``int`` or a `Poly`. The atoms of a polynomial are
 * `Quotient` and `Remainder`: what is left of ``x // m`` and ``x % m`` when neither could be resolved.
 
 Everything is exact. A question that cannot be answered from ranges is answered "not proven", and no
-guard is added to anybody's shape environment.
+guard is added to any shape environment.
 """
 
 from __future__ import annotations

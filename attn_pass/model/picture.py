@@ -25,14 +25,14 @@ Known = tuple[torch.Tensor, torch.Tensor]
 
 
 def picture_of(a: Attention, values: Sequence[torch.Tensor | None], hint: Callable[[Index], int]) -> Picture | None:
-    """What the mask keeps; None where it keeps everything, or is a bias that is no mask.
+    """The keys that the mask keeps; None if it keeps everything, or is a bias and not a mask.
 
     Batch and head are the first ones, symbolic sizes are at their hint.
 
     Args:
         a: the attention.
         values: of its sources, where they are known when it is compiled.
-        hint: the number a size is taken to be.
+        hint: the number that is used for a size.
     """
     condition = _condition(a)
     rows, keys = hint(a.q_len), hint(a.kv_len)

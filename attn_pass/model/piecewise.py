@@ -23,7 +23,7 @@ _BINARY = ("add", "sub", "mul", "maximum", "minimum", *COMPARISONS)
 
 
 def pieces(expression: Expr) -> Pieces | None:
-    """The values of an expression and where it takes them; None when there are too many or one is no constant."""
+    """The values of an expression and where it takes them; None if there are too many, or if one is not a constant."""
     if isinstance(expression, Const):
         return [(TRUE, expression)]
     if not isinstance(expression, Apply):

@@ -112,7 +112,7 @@ def reference(
     *,
     masked_from: float | None = None,
 ) -> torch.Tensor:
-    """What the attention computes, in float64, in the shape of the site's own result.
+    """The result of the attention in float64, in the shape of the site's own result.
 
     ``tensors`` are the values of ``attention.sources``; ``sizes`` gives symbols that are no source's size.
     A row whose every score is -inf is NaN or zero, as ``empty_row_is_nan`` says. With ``masked_from`` a row that holds

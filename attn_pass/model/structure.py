@@ -176,7 +176,7 @@ def row_index(rows: tuple[Axis, ...]) -> Index:
 def keeps_a_key(structure: Structure, keys: Axis) -> bool:
     """Proves that every row keeps at least one key: a key is named for each row, and shown to exist and to be kept.
 
-    A softmax over no keys at all has no row to lose; one key or more is taken for granted.
+    A softmax over no keys has no row to lose, so at least one key is assumed.
     """
     if not structure.is_exact:
         return False

@@ -28,7 +28,7 @@ from attn_pass.model.index import (
 
 
 class NoView(Exception):
-    """The elements are no view of the source that slices, reshapes, permutes and expands can express."""
+    """The elements are not a view of the source that slices, reshapes, permutes and expands can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ def digit_axes(index: Index) -> tuple[Index, tuple[Axis, ...], Index]:
 
 
 def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[Group]) -> tuple[Step, ...]:
-    """The steps from a tensor of ``shape`` to one with a dimension a group.
+    """The steps from a tensor of ``shape`` to one with one dimension per group.
 
-    ``index`` tells for each dimension of the source which element is wanted. An axis of ``groups`` that the source
+    ``index`` gives for each dimension of the source the element to load. An axis of ``groups`` that the source
     does not depend on is broadcast: a group of such axes alone becomes size 1, within a larger group they are
     expanded. Raises `NoView`.
     """
@@ -154,9 +154,9 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
 def _inside(
     shape: Sequence[Index], index: Sequence[Index], groups: Sequence[Group]
 ) -> tuple[Sequence[Index], Sequence[Group], list[Step]]:
-    """Where places outside the source are read (``x[i - 1]`` from ``i = 0`` on): those inside, and the padding.
+    """If elements outside the source are read (``x[i - 1]`` from ``i = 0`` on): the elements inside, and the padding.
 
-    Raises `NoView` where that is no padding of a whole dimension.
+    Raises `NoView` if that is not padding of a whole dimension.
     """
     padding: list[Step] = []
     for axis, (before, after) in _outside(shape, index).items():

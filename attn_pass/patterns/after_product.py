@@ -1,7 +1,7 @@
 """The operations after the product with the values: the division by the sum of exponentials, and a sink's share.
 
 ``(exp(s) @ v) / sum(exp(s))`` is the softmax normalised late; ``(softmax(s) @ v) * sigmoid(logsumexp(s) - sink)`` is
-the softmax with one more logit, ``sink``, whose weight is thrown away.
+the softmax with one more logit, ``sink``, whose weight is discarded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def at_product(reader: Reader, node: Node) -> Ending:
 
 
 def endings(reader: Reader, product: Node) -> Iterator[Ending]:
-    """Every product or quotient of the result's rows that follows, through views and casts that nobody else uses."""
+    """Every product or quotient of the result's rows that follows, through views and casts that have no other user."""
     node = product
     reach = reach_from(reader, product, _FAR)
     for _ in range(_FAR):

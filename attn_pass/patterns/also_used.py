@@ -1,10 +1,10 @@
 """Weights or a log-sum-exp that are used elsewhere too: they stay as written, and the kernel gives only the result.
 
-What is computed as it was written is not touched, whatever is written in place there; only what nobody needs any more
-goes. That is the product with the values, and the softmax where all that is needed is the scores' log-sum-exp. The
+The nodes that are computed as written are not changed, even if they write in place; only nodes without users are
+removed. These are the product with the values, and the softmax if only the scores' log-sum-exp is needed. The
 compiler may compute both in one pass over the scores, so a kernel has to be cheaper than the product with the values.
 
-A kernel that gives the log-sum-exp with the result takes the scores along, too (`Logarithms`).
+A kernel that gives the log-sum-exp with the result replaces the scores too (`Logarithms`).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def refused(node: Node, form: str, region: Region, error: Unreadable, kind: str 
 
 
 def failed(node: Node, form: str, region: Region, error: Exception) -> Site:
-    """The site left because reading it failed: a defect, told as one, that concerns no other site."""
+    """The site left because reading it failed: a defect, reported as one, that affects no other site."""
     reason = f"internal error: {type(error).__name__}: {first_line(error)}"
     return Site(node, form, region, refusal=reason, error=error)
 
@@ -128,7 +128,7 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
     """Raises `UsedElsewhere` where an inner node is needed by anything but the site, and for more than its shape."""
     inside = set(internal) | {result}
     of_a_shape = {use.user for use in shape_uses}
-    for node in sorted(inside, key=lambda n: reader.order.get(n, 0)):  # of several uses the first is told
+    for node in sorted(inside, key=lambda n: reader.order.get(n, 0)):  # the first of several uses is reported
         for user in node.users if node is not result else ():
             if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue
@@ -164,6 +164,6 @@ def check_window(reader: Reader, described: Described, result: Node) -> None:
 
 
 def still_held(reader: Reader, forms: list[OperandForm], result: Node) -> list[OperandForm]:
-    """The forms of an operand that nobody writes until the site is computed; what it was copied from may be written."""
+    """The forms of an operand that are not written until the site is computed; the source of a copy may be written."""
     held = [f for f in forms if reader.effects.mutation_between(f.node, f.at - 1, reader.order[result]) is None]
     return held or forms[:1]

@@ -1,7 +1,7 @@
 """A softmax computed slice by slice and written back (``s[4:] = s[4:].softmax(-1); s[:4] = s[:4].softmax(-1)``).
 
-Stable Diffusion does so to need less memory. Where the slices make up the whole, that is one softmax out of place. It
-is put into the graph before it is read, in the place of the slices, and these come back where nothing was made of it.
+Stable Diffusion does this to need less memory. If the slices make up the whole, that is one softmax out of place. It
+replaces the slices in the graph before it is read, and the slices are restored if the site is not rewritten.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _make_up(pieces: list[_Piece], sizes: Sizes) -> bool:
 
 
 def _is_alone(whole: Node, nodes: tuple[Node, ...], pieces: list[_Piece], effects: Effects) -> bool:
-    """Whether nobody sees or writes the memory while the slices are computed, and no other view of it does later."""
+    """Whether the memory is not used elsewhere while the slices are computed, nor by another view later."""
     inside, position = set(nodes), effects.position
     first, last = position[nodes[0]], position[nodes[-1]]
     writes = {p.nodes[-1] for p in pieces}

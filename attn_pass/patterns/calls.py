@@ -35,7 +35,7 @@ CALLS: dict[Any, tuple[str, ...]] = {
 }
 
 
-# What decompositions make of the call: torch's kernel itself, which gives the logarithm of the sums as well. It takes
+# The decomposed call: torch's kernel itself, which gives the logarithm of the sums as well. It takes
 # fewer heads of keys and values than of queries as they are, and counts positions from the first key, as the call does.
 KERNELS: dict[Any, tuple[str, ...]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (

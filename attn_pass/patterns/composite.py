@@ -30,7 +30,7 @@ _FORWARD: Any = torch.nn.functional.multi_head_attention_forward
 
 
 def _undispatched(function: Any) -> Callable[..., Any]:
-    """A function of torch that does not hand itself over to whoever watches the functions it calls."""
+    """A torch function without its own `__torch_function__` dispatch, so that the functions it calls are seen."""
     names = {**function.__globals__, "has_torch_function": lambda _: False}
     return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
@@ -98,7 +98,7 @@ def _check(call: Node, form: _Form, region: Region) -> None:
 
 
 def with_opaque(sites: Iterable[Site], calls: Iterable[Opaque]) -> list[Site]:
-    """The sites, each told which call it is inside of, and one for each call in which none was found."""
+    """The sites, each with the call that contains it, and one site for each call in which none was found."""
     every = list(sites)
     for opaque in calls:
         inside = set(opaque.nodes)

@@ -38,7 +38,7 @@ class _Captured:
 
 
 class Runs(Protocol):
-    """Who computes: a `Recorder`, or nobody but torch."""
+    """The executor: a `Recorder`, or torch itself."""
 
     def again(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call in a function's graph gives for these values."""
@@ -142,7 +142,7 @@ def _name(node: Node) -> str:
 
 @lru_cache(maxsize=256)
 def _is_pointwise(name: str) -> bool:
-    """What torch says of the operator of that name; ``max`` and ``min`` are reductions as well."""
+    """Torch's properties of the operator of that name; ``max`` and ``min`` are reductions as well."""
     packet = getattr(aten, name.strip("_"), None) if not name.endswith("_") or name.startswith("__") else None
     if packet is None or name in ("max", "min"):
         return False

@@ -37,8 +37,8 @@ _PARAMETERS = (
     *("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options"),
     *("score_mod_other_buffers", "mask_mod_other_buffers"),
 )
-# `_apply_kernel_options` in torch/nn/attention/flex_attention.py: what a call has that asks for nothing. The outputs
-# say what the kernel has to write, not what is used.
+# `_apply_kernel_options` in torch/nn/attention/flex_attention.py: the options of a call that requests nothing. The
+# outputs say what the kernel has to write, not what is used.
 _DEFAULTS: Mapping[str, Any] = {
     "BACKEND": "AUTO",
     "PRESCALE_QK": False,
@@ -145,7 +145,7 @@ def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:
 
 
 def _read(node: Node, region: Region, sizes: Sizes, effects: Effects, known: Known) -> _Call:
-    """The call, where what it asks for is what its parts would compute. Raises `CannotExpand`."""
+    """The call, if its parts would compute the same. Raises `CannotExpand`."""
     given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args)), **node.kwargs}
     query, key, value = (tensor_value(given[name]) for name in _PARAMETERS[:3])
     if query is None or key is None or value is None or not query.dtype == key.dtype == value.dtype:

@@ -62,7 +62,7 @@ def _is_within(length: Index, size: Any) -> bool:
 
 
 def _holds(node: Any, op: str, effects: Effects) -> bool:
-    """Whether a node makes a tensor of one element, a one or a zero, and nobody writes to it."""
+    """Whether a node creates a tensor of one element, a one or a zero, that is never written to."""
     call, value = (understand(node), tensor_value(node)) if isinstance(node, Node) else (None, None)
     if call is None or value is None or value.numel() != 1 or effects.mutations(node):
         return False
@@ -226,7 +226,7 @@ def listed_once(lists: Lists) -> bool:
 def _table(number: Tensor, at: Tensor, kind: int) -> Tensor:
     """(B, H, rows of blocks, columns of blocks), ``kind`` where the block is listed and 0 elsewhere.
 
-    A list has room for a row of all blocks, as Inductor's template for CPUs asks for.
+    A list has space for a row of all blocks, as Inductor's template for CPUs requires.
     """
     columns = at.shape[-1]
     places = aten.arange.default(columns, dtype=at.dtype, device=at.device)

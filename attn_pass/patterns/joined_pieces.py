@@ -28,7 +28,7 @@ class Piece:
 
 
 def piece_of(reader: Reader, value: object, user: Node) -> Piece | None:
-    """The piece that nothing but ``user`` uses and nobody writes; None for anything else."""
+    """The piece if only ``user`` uses it and it is never written; None otherwise."""
     if not isinstance(value, Node) or set(value.users) != {user} or reader.effects.mutations(value):
         return None
     product, call = reader.product(value), reader.call(value)

@@ -172,7 +172,7 @@ def _may_be_joined(reader: Reader, side: _Side, is_stack: bool) -> bool:
 
 
 def _is_same(reader: Reader, one: object, other: object) -> bool:
-    """Whether two nodes are one, or the same view of one that nobody writes in between: a view may be a copy."""
+    """Whether two nodes are equal, or the same view of a node that is not written in between: a view may be a copy."""
     if one is other or not isinstance(one, Node) or not isinstance(other, Node):
         return one is other
     call = reader.call(one)

@@ -63,7 +63,7 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
     own, held = tensor_value(c.softmax), tensor_value(c.read.input)
     made, result = tensor_value(c.scores_product), tensor_value(c.product.node)
     assert own is not None and held is not None and made is not None and result is not None
-    rounds_to = own.dtype if held.dtype == torch.float64 else held.dtype  # one that is told its type rounds first
+    rounds_to = own.dtype if held.dtype == torch.float64 else held.dtype  # a softmax with a dtype argument rounds first
     score_dtype = _score_dtype(scores.walk, scores.score, rounds_to, c.scores_product)
     query, key, dim = _operands(c, above, scores)
     value = operand(reader, above.values, above.at_values, reader.order[c.product.node], c.region, factors=False)

@@ -40,7 +40,7 @@ class Opaque:
 
     @property
     def result(self) -> Node:
-        """The node that takes the attention's result; the call itself where nobody does, or where it has one only."""
+        """The node that takes the attention's result; the call itself if no node does, or if it has only one."""
         results = () if self.expansion is None else self.expansion.results
         return next((old for old, _ in results if old is self.call or old.args[1] == 0), self.call)
 
@@ -51,6 +51,6 @@ class Opaque:
 
     @property
     def is_used_otherwise(self) -> bool:
-        """Whether anybody takes its second result: the attention weights, or their log-sum-exp."""
+        """Whether its second result is used: the attention weights, or their log-sum-exp."""
         results = () if self.expansion is None else self.expansion.results
         return any(old is not self.call and old.args[1] == 1 for old, _ in results)

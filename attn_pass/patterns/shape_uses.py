@@ -35,7 +35,7 @@ def with_shape_uses(
 
 
 def remaining_shape_uses(reader: Reader, internal: Iterable[Node], result: Node) -> tuple[ShapeUse, ...]:
-    """The other calls that take no more than a shape from the inner nodes: index arithmetic is no use of the scores.
+    """The other calls that use only the shape of the inner nodes: index arithmetic does not use the scores.
 
     The mask that is made of it stays where something needs it: ``torch.ones_like(scores).tril()``.
     """
@@ -75,9 +75,9 @@ def _takes_a_shape(reader: Reader, user: Node, node: Node) -> ShapeUse | None:
 
 
 def _is_view_for_a_shape(reader: Reader, node: Node, steps: int = 4) -> bool:
-    """Whether a node is a view that is taken for its shape alone: ``zeros_like(scores[..., :1])``.
+    """Whether a node is a view of which only the shape is used: ``zeros_like(scores[..., :1])``.
 
-    A slice lies in memory with gaps, so it is the whole that gets another tensor; the view is then one of that.
+    A slice has gaps in memory, so the whole tensor is replaced; the view is then a view of the replacement.
     """
     call = reader.call(node)
     if call is None or steps == 0 or call.op not in VIEWS or not reader.is_alias(node, call):

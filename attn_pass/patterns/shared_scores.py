@@ -73,7 +73,7 @@ def _drops(site: Site) -> bool:
 
 
 def _outside_uses(reader: Reader, site: Site) -> frozenset[tuple[Node, Node]] | None:
-    """The uses of inner nodes outside the site; None if one is the graph's output or somebody writes what is inside."""
+    """The uses of inner nodes outside the site; None if one is the graph's output, or if an inner node is written."""
     if site.described is None:
         return None
     try:

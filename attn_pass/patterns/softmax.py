@@ -77,7 +77,7 @@ def _reads_product(reader: Reader, softmax: Node) -> bool:
 
 
 def _hidden_product(reader: Reader, softmax: Node, steps: int = 16) -> Unreadable | None:
-    """What stands between a softmax and a product it comes from, when that is no operation a reading can pass."""
+    """The operation between a softmax and the product it depends on, if the reading cannot pass it."""
     read = read_softmax(reader, softmax)
     waiting: list[tuple[Node, Node | None]] = [] if read is None else [(read.input, None)]
     seen: set[Node] = set()

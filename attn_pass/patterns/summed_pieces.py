@@ -1,7 +1,7 @@
 """Weights that are split after the softmax, each piece multiplied with its own values, and the products summed.
 
-``w[..., :n] @ v1 + w[..., n:] @ v2`` is ``w @ cat([v1, v2], -2)``. That product stands in the place of the sum while
-the graph is read and decided, and the sum is what it was again where nothing was made of it.
+``w[..., :n] @ v1 + w[..., n:] @ v2`` is ``w @ cat([v1, v2], -2)``. That product replaces the sum while
+the graph is read and decided, and the sum is restored if the site is not rewritten.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _joined(graph: Graph, reader: Reader, node: Node, terms: list[tuple[Node, ..
 
 
 def _piece(reader: Reader, node: Node, end: Node) -> _Piece | None:
-    """The product as one of a piece of weights that nobody else uses or writes."""
+    """The product as that of a piece of weights with no other user or writer."""
     product, region = reader.product(node), reader.regions.of(end)
     if product is None or product.alpha != 1 or product.addend is not None or product.factors:
         return None

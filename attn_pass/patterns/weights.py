@@ -47,9 +47,9 @@ class Weights:
 def read_weights(
     reader: Reader, spine: UseDefWalk, expression: Expr, softmax: tuple[Node, int], keys: Axis
 ) -> tuple[Weights, tuple[Node, ...]]:
-    """What was done to the weights and the nodes that did it beside the spine; ``softmax`` is its input and dimension.
+    """The operations on the weights and their nodes beside the walk; ``softmax`` is its input and dimension.
 
-    Raises `Unreadable` for weights that are no softmax any more.
+    Raises `Unreadable` for weights that are no longer a softmax.
     """
     weights = Weights()
     nodes: list[Node] = []
@@ -283,7 +283,7 @@ def _is_joined(score: Expr, load: Load) -> bool:
 
 
 def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted: bool) -> tuple[Node, ...] | None:
-    """The nodes of a test that every score of a row is -inf (``wanted``) or that some is not; None for another test."""
+    """The nodes of a test that every score of a row is -inf (``wanted``), or that one is not; None for another test."""
     scores, dim = softmax
     nodes: list[Node] = []
     current: object = node

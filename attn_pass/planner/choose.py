@@ -59,13 +59,13 @@ class Choice:
     takes: tuple[Selection, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
-    why_none: str = ""  # the refusal to tell where there is no offer
+    why_none: str = ""  # the refusal to report if there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
 
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
-    """What stock Inductor makes of the site, in microseconds, less what any form of it needs beforehand."""
+    """The cost of stock Inductor's code in microseconds, less the work that every form needs beforehand."""
     if written.needed_as_well:
         saved = value_product_cost(attention, setting)
         if setting.kernel_as_written == FLEX:
@@ -342,7 +342,7 @@ def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> 
 
 
 def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -> _Offers:
-    """The offers there is a choice between; none where the user asked for the site to be left."""
+    """The offers to choose from; none if the user requested that the site be left."""
     if prefer == "fused":
         return [o for o in offers if o[0].fused] or offers
     if prefer == "first":

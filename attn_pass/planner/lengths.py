@@ -26,7 +26,7 @@ _FARTHEST = 1 << 20  # of the symbol
 
 @dataclass(frozen=True)
 class Length:
-    """One length to judge by: what the targets are told, and what would run there if nothing were done."""
+    """One length for the comparison: the setting of the targets, and the code that runs there without a rewrite."""
 
     queries: int
     setting: Setting

@@ -30,18 +30,18 @@ class Margin:
 
     @property
     def held(self) -> str:
-        """What the report says of an offer that is taken."""
+        """The addition to the reason of an offer that is taken."""
         return f"; more than the {self.times:.3g}x that is required, {self.because}" if self.because else ""
 
     def missed(self, reason: str, gain: float) -> str:
-        """What the report says of one that wins, and not by enough; nothing where it does not win."""
+        """The reason for an offer that wins, but not by enough; empty if it does not win."""
         if not self.because or gain <= _ROUNDING:
             return ""
         return f"{gain:.3g}x, less than the {self.times:.3g}x that is required, {self.because}: {reason}"
 
 
 def margin(offer: Offer, setting: Setting) -> Margin:
-    """What is asked of a predicted offer.
+    """The margin that a predicted offer must exceed.
 
     On guesses a kernel that torch's own call tries may also take the place of products and a softmax where these are
     predicted to be as fast: torch's order has them last, and their predictions are at or below what was published.

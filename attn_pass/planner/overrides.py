@@ -17,7 +17,7 @@ from attn_pass.targets.registry import all_targets
 
 
 def check_names(options: Options) -> None:
-    """Raises `OptionError` for a target, a poor case or a device that nobody knows."""
+    """Raises `OptionError` for an unknown target, poor case or device."""
     _check_known("target", options.targets or (), [t.name for t in all_targets()])
     _check_targets("target in a rule", [name for _, names in options.rules for name in names])
     _check_known("poor case", options.poor_cases or (), list(CASES))

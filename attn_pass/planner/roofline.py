@@ -42,7 +42,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
 
 
 def as_taken(offer: Offer, setting: Setting) -> dict[str, float]:
-    """The same of an offer; without "flops" and "bytes" where it is no one kernel, as the cost model has none then."""
+    """The same for an offer; without "flops" and "bytes" if it is several kernels."""
     if offer.moved is None:
         return {"us": round(offer.microseconds, 1)}
     return _point(problem_of(offer.attention, setting.hint), offer.moved, offer.microseconds)

@@ -159,7 +159,7 @@ def arranged(parts: Parts, chosen: Mapping[str, int]) -> Arrangement:
 
 
 def _given_up(arrangement: Arrangement, axis: Axis) -> Arrangement:
-    """An axis that cannot be split: whichever operand or mask asked for it is taken less far back."""
+    """An axis that cannot be split: the operand or mask that needs the split is traced back less far."""
     for name, position in arrangement.positions.items():
         if unsplit_axis(position) is not None and arrangement.chosen[name] > 0:
             raise Shallower(name, f"axis {axis.key} is divided")

@@ -25,7 +25,7 @@ _NEVER = 1 << 60
 
 
 def operands_of(arrangement: Arrangement, roles: Roles) -> dict[str, Load]:
-    """Query, key and value as loads of their sources. Raises `Shallower` for one that is no view of it."""
+    """Query, key and value as loads of their sources. Raises `Shallower` for one that is not a view of it."""
     parts, reader = arrangement.parts, arrangement.parts.reader
     operands = {n: Load(reader.source(f.node), arrangement.positions[n]) for n, f in arrangement.forms.items()}
     groups = {
@@ -42,7 +42,7 @@ def operands_of(arrangement: Arrangement, roles: Roles) -> dict[str, Load]:
 
 
 def unviewable(arrangement: Arrangement, roles: Roles, read: MaskedScores) -> Load | None:
-    """The first load of masks and factors that is no view of its source; None where all are."""
+    """The first load of masks and factors that is not a view of its source; None if all are."""
     groups = (roles.batch, roles.heads, roles.rows, (arrangement.parts.keys,))
     views = (load for e in _viewed(arrangement, read) for load in loads(e))
     return next((load for load in views if not is_view(arrangement.parts.reader, load, groups)), None)

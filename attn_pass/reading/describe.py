@@ -31,7 +31,7 @@ def describe(parts: Parts, used: Used) -> Described:
 
 
 def _described(parts: Parts, chosen: Mapping[str, int], used: Used) -> Described:
-    """The description with one choice of operands; what is no view of a mask is read as it was written instead."""
+    """The description with one choice of operands; a mask that is not a view is loaded as it was written."""
     arrangement: Arrangement = arranged(parts, chosen)
     roles = roles_of(arrangement)
     while True:

@@ -22,9 +22,9 @@ _EARLIER = "a number that masks is added to float16 scores, which are multiplied
 
 
 def refusal(scores: Scores, deep: Callable[[Expr], Expr], *, nan_guard: bool) -> str | None:
-    """Why what joined float16 scores could not be told from a mask once it is multiplied; None where it can.
+    """Why an addition to float16 scores could not be distinguished from a mask once it is multiplied; None if it can.
 
-    ``deep`` lifts what was added as far as it is known.
+    ``deep`` is the added expression followed back as far as possible.
     """
     if scores.bias is not None and (reason := _refusal(deep(scores.bias), scores.rescaled, nan_guard)) is not None:
         return reason

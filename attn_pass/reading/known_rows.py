@@ -29,7 +29,7 @@ def from_the_front(value: Expr, size: Index) -> Expr:
 
 
 def row_axis(name: str, size: Index) -> Axis:
-    """An axis for the row that is taken, whose number nobody knows yet."""
+    """An axis for the row that is taken, whose number is not known yet."""
     return Axis(f"row of {name}", size)
 
 

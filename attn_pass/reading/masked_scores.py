@@ -33,7 +33,7 @@ class MaskedScores:
     """The scores of a site around its mask."""
 
     scores: Scores
-    modified: Modified | None  # where they are no scaled product
+    modified: Modified | None  # if they are not a scaled product
     has_factors: bool  # whether tensors were multiplied with them
     mask: Mask
     function: Expr  # of the product, before bias and mask; the product itself where it is scaled at most
@@ -70,7 +70,7 @@ def _normalised(arrangement: Arrangement) -> tuple[Scores, Modified | None, bool
 
 
 def _modified(arrangement: Arrangement, reason: str) -> tuple[Scores, Modified, bool]:
-    """The bias and the mask around scores that are no scaled product; what was folded is part of the function."""
+    """The bias and the mask around scores that are not a scaled product; folded terms are part of the function."""
     parts = arrangement.parts
     try:
         function = modified(arrangement.score, parts.keys, parts.score_dtype, reason)
@@ -169,7 +169,7 @@ def _lasting(arrangement: Arrangement, named: Mask) -> Computed | None:
 
 
 def _stays(arrangement: Arrangement, load: Load) -> bool:
-    """Whether what is loaded is what it was until the result is computed, and no gradient is wanted of it."""
+    """Whether the loaded tensors keep their values until the result is computed, and need no gradient."""
     parts, reader = arrangement.parts, arrangement.parts.reader
     gradient = reader.sources[load.source].needs_grad and parts.needs_grad
     return reader.stays(load, reader.order[parts.result]) and not gradient

@@ -116,7 +116,7 @@ def _as_keep(term: Expr, dtype: torch.dtype) -> tuple[Expr, float] | None:
 
 
 def _kind_of_bias(term: Expr, keys: Axis, rows: tuple[Axis, ...]) -> str:
-    """A word for what is added and is no keep-condition: ``(1 - mask) * lowest`` of a run-time mask is padding."""
+    """A name for a bias that is not a keep-condition: ``(1 - mask) * lowest`` of a run-time mask is padding."""
     of_rows = {a for a in rows if a.size != 1}
     masks = any(isinstance(e, Const) and e.value <= WEAKEST_FILL for e in walk(term))
     if masks and loads(term) and keys in expression_axes(term) and not expression_axes(term) & of_rows:

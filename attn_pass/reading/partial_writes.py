@@ -173,7 +173,7 @@ def _is_one_number(value: Any) -> bool:
 
 
 def _sliced(reader: Reader, entry: slice, size: Index) -> tuple[Index, Index] | None:
-    """Start and length of a slice that steps by one; None where they cannot be told."""
+    """Start and length of a slice that steps by one; None if they cannot be determined."""
     if entry.step not in (None, 1):
         return None
     start = 0 if entry.start is None else _whole(reader, entry.start, size)

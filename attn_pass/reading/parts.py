@@ -50,7 +50,7 @@ class Parts:
 
     @property
     def needs_grad(self) -> bool:
-        """Whether a gradient may be wanted of the result."""
+        """Whether a gradient of the result may be needed."""
         value = tensor_value(self.result)
         return value is None or value.requires_grad
 

@@ -187,7 +187,7 @@ def _einsum(node: Node, call: Call, sizes: Sizes) -> Product | None:
     out = out.replace("...", names)
     factors: tuple[tuple[Node, str], ...] = ()
     if len(operands) == 3:
-        # One of them is no more than a factor of the others' product: the one of the fewest dimensions.
+        # One of them is only a factor of the others' product: the one with the fewest dimensions.
         number = min(range(3), key=lambda n: len(letters[n]))
         if not set(letters[number]) <= set(out) or len(set(letters[number])) != len(letters[number]):
             return None

@@ -53,12 +53,12 @@ class Reader(GraphReader):
     """What is known of one graph: operations, effects, regions, which products and softmaxes reach a node.
 
     Args:
-        is_softmax: whether a node is what the finders take for a softmax.
+        is_softmax: whether the finders treat a node as a softmax.
         knows_gradients: False for an exported graph, whose fake values do not tell what needs a gradient.
         constants: tensors of one element that are part of the program's text.
-        known: tensors that keep the values they have, with their names.
-        needed: nodes without users that will have some: results of calls taken apart.
-        caller: for a body that is called once, where from.
+        known: tensors that keep their values, with their names.
+        needed: nodes without users that will have some: results of expanded calls.
+        caller: the caller of a body that is called once.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Reader(GraphReader):
         return Reach.of(self, lambda node: self._is_softmax(self, node))
 
     def put_in_place(self, product: Node, idle: tuple[Node, ...]) -> None:
-        """Notes that a product stands in the place of nodes, which nobody uses now: its users have other inputs."""
+        """Records that a product replaces nodes, which have no users now: its users have other inputs."""
         self.forget(product.users)
         self._reach.products[product] = frozenset((product,))
         self._instead[product] = idle
@@ -159,7 +159,7 @@ class Reader(GraphReader):
         if known is None:
             before = len(self._used.known)
             known = self._element(node, position, at, depth)
-            if len(self._used.known) == before:  # what an assumption was made for has to be told again
+            if len(self._used.known) == before:  # the assumption has to be reported again
                 self._elements[key] = known
         return known
 

@@ -142,7 +142,7 @@ _WORDS = {"tanh": "tanh (a soft cap)", "exp": "exp", "sigmoid": "sigmoid", "maxi
 
 @dataclass(frozen=True)
 class Modified:
-    """Scores that are no scaled product: a function of the product, with the bias and the mask around it."""
+    """Scores that are not a scaled product: a function of the product, with the bias and the mask around it."""
 
     function: Expr
     around: Scores
@@ -165,7 +165,7 @@ def modified(expression: Expr, keys: Axis, dtype: torch.dtype, reason: str) -> M
 
 
 def is_bounded(function: Expr) -> bool:
-    """Whether a function of the product masks nothing: its elements are no fills for any product."""
+    """Whether a function of the product masks nothing: its elements are not fills for any product."""
     return not any(
         (isinstance(e, Const) and abs(e.value) >= _FILL) or (isinstance(e, Load) and e.index != ())
         for e in walk(function)
@@ -234,7 +234,7 @@ def _add(expression: Apply, keys: Axis, dtype: torch.dtype) -> Scores:
 
 
 def _refuse_a_fill_that_leaks(keep: Keep | None, dtype: torch.dtype) -> None:
-    """A kernel adds the fill to the score it replaces; beside what is added after it, that score may show.
+    """A kernel adds the fill to the score it replaces; beside a later addition that score may not be absorbed.
 
     -1e9 leaves multiples of 64 of a score in float32, and a fully masked row is no longer uniform, whose result
     would be known without its scores.

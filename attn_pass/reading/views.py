@@ -36,7 +36,7 @@ VIEWS = frozenset(
 
 
 def view_of(node: Node, call: Call, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
-    """The node whose element ``node[position]`` is, and where; None when the call is no view that can be followed."""
+    """The node whose element ``node[position]`` is, and where; None if the call is not a view that can be followed."""
     source = call.args.get("input")
     if not isinstance(source, Node):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_MOST = 1e300  # beyond it an integer is no float
+_MOST = 1e300  # a larger integer is not a float
 
 
 def check_fields(kind: type, values: Mapping[str, Any]) -> None:

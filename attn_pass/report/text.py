@@ -30,9 +30,9 @@ def plain_table(
     """A table as lines of plain text.
 
     Args:
-        columns: titles, and what share of the width each gets; None for what it needs.
+        columns: titles, and the share of the width that each gets; None for its natural width.
         rows: of cells, which may have several lines.
-        width: in characters; None takes the terminal's, or 160 when the output is no terminal.
+        width: in characters; None takes the terminal's, or 160 if the output is not a terminal.
     """
     # Here, so that compiling needs no rich: only showing does.
     from rich.box import Box
@@ -78,7 +78,7 @@ def row_key(site: SiteReport) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters but line ends: a stored report may come from anywhere, and a terminal obeys them."""
+    """Without control characters except line ends: a terminal would execute those of a stored report."""
     return "".join(c for c in text if c == "\n" or c.isprintable())
 
 

@@ -21,13 +21,13 @@ from attn_pass.report.site import SiteReport
 from attn_pass.report.text import printable
 
 NAME = "attn_pass"
-"""Of the logger and of the pass in provenance; artifacts are attn_pass_report, attn_pass_before and attn_pass_after."""
+"""Name of the logger and of the pass in provenance; artifacts are attn_pass_report, _before and _after."""
 
 _LOG = logging.getLogger(NAME)
 
 
 def log_report(report: Report) -> None:
-    """A graph's report, to the log and to the structured trace, where somebody listens."""
+    """Writes a graph's report to the log and to the structured trace, if they are enabled."""
     _trace("report", "json", report.to_json)
     if not _LOG.isEnabledFor(logging.INFO) or not report.sites:
         return
@@ -45,9 +45,9 @@ def trace_graph(when: Literal["before", "after"], gm: GraphModule) -> None:
 
 @contextmanager
 def observed(gm: GraphModule) -> Iterator[None]:
-    """Inside, what happens to a graph is known to Inductor's provenance tracking as the work of this pass.
+    """Inside, Inductor's provenance tracking attributes all changes of a graph to this pass.
 
-    Tracking is turned on in Inductor's configuration, so nobody asks for it where Inductor was not imported.
+    Tracking is turned on in Inductor's configuration, so it is off if Inductor was not imported.
     """
     if "torch._inductor.config" not in sys.modules:
         yield
@@ -59,9 +59,10 @@ def observed(gm: GraphModule) -> Iterator[None]:
 
 
 def is_bisected_away(what: Callable[[], str]) -> bool:
-    """Whether torch's compiler bisector wants a rewrite left out; told ``what`` it is when it has found the culprit.
+    """Whether torch's compiler bisector disables a rewrite; it calls ``what`` for a description once it has found the
+    culprit.
 
-    It takes custom backends away, so it sees the rewrites of `attn_pass.install` and `enabled` alone.
+    It replaces custom backends, so it sees only the rewrites of `attn_pass.install` and `enabled`.
     """
     module = sys.modules.get("torch._inductor.compiler_bisector")
     if module is None:
@@ -70,7 +71,7 @@ def is_bisected_away(what: Callable[[], str]) -> bool:
 
 
 def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Adds an artifact to the structured trace; a failure to make it is told and is no failure of the compile."""
+    """Adds an artifact to the structured trace; a failure to make it is logged and does not fail the compile."""
 
     def made() -> str:
         try:

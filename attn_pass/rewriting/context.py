@@ -61,14 +61,14 @@ class _OnTrial:
             run.complain(None, "calls of torch's modules could not be taken apart", error)
 
     def take_back(self) -> None:
-        """Puts the calls back whose pieces nobody has taken."""
+        """Restores the calls whose pieces were not used."""
         for opaque in self.opaque:
             opaque.take_back()
         allowed.settle(self.pieces)
 
 
 class GraphContext:
-    """One graph: its calls taken apart on trial, effects, regions, the reader, and what took the place of what."""
+    """One graph: its calls expanded on trial, effects, regions, the reader, and which node replaced which."""
 
     def __init__(self, run: Run, gm: GraphModule, around: Surroundings) -> None:
         self.run, self.gm, self.around, self.sizes = run, gm, around, run.sizes
@@ -112,7 +112,7 @@ class GraphContext:
         return self._on_trial.pieces
 
     def take_back(self) -> None:
-        """Puts the calls back whose pieces nobody has taken."""
+        """Restores the calls whose pieces were not used."""
         self._on_trial.take_back()
 
     def observed(self) -> AbstractContextManager[None]:
@@ -169,7 +169,7 @@ class GraphContext:
         return self.replaced.get(node, node)
 
     def put_in_place(self, new: Node, old: Node, region: Region) -> None:
-        """Notes that a node took the place of another."""
+        """Records that a node replaced another."""
         self.replaced[old] = new
         self.effects.put_in_place_of(new, old)
         self.regions.add(new, region)
@@ -194,6 +194,6 @@ def _observed(run: Run, gm: GraphModule, around: Surroundings) -> AbstractContex
 
 
 def _by_name(gm: GraphModule, key: str) -> dict[Node, Any]:
-    """What the graph's own notes say of its nodes by name."""
+    """The graph's own metadata about its nodes, by name."""
     held = gm.meta.get(key, {})
     return {n: held[n.name] for n in gm.graph.nodes if n.name in held}

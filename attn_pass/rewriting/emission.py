@@ -74,12 +74,12 @@ def _planned(
         except GuardOnDataDependentSymNode as error:
             raise HoldsForSome(f"{name} needs a size that is known at run time only ({error.cond})") from None
     if context.run.program != "compile" and (broken := plan.broken_guard(before)) is not None:
-        raise HoldsForSome(f"{name} would hold for some sizes only: {broken}")  # nobody checks them
+        raise HoldsForSome(f"{name} would hold for some sizes only: {broken}")  # which are not checked
     return value, logarithms
 
 
 def _is_seen(context: GraphContext, buffer: Node, writer: Node) -> bool:
-    """Whether anybody sees the tensor a result is written to but by the operation that writes it."""
+    """Whether the tensor that a result is written to has any other reader than the operation that writes it."""
     is_own = buffer.op not in ("placeholder", "get_attr") and context.effects.aliases(buffer)[0] is buffer
     return not is_own or set(buffer.users) != {writer}
 

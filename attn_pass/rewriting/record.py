@@ -45,7 +45,7 @@ def record_taken(
     verified: Verified | None,
     record: SiteReport,
 ) -> None:
-    """What took the site's place, why, and what that rests on."""
+    """The replacement of the site, its reason, and its assumptions."""
     offer = take.offer
     record.reason = take.reason + decision.by_rule
     if site.needed_as_well:

@@ -70,7 +70,7 @@ def setting_of(context: GraphContext, site: Site, attention: Attention, parts: A
 
 
 def _may_need_grad(context: GraphContext, site: Site, parts: Ancestry | None) -> bool:
-    """Whether gradients may be wanted of a program whose values do not tell: where something it is made of does."""
+    """Whether a program whose values do not show it may need gradients: if something it depends on does."""
     if parts is None or context.run.program != "export" or site.region.grad_enabled is False:
         return False
     inputs = context.run.dropout_sites.root.find_nodes(op="placeholder")

@@ -16,7 +16,7 @@ from attn_pass.model.structure import Band, row_index
 
 @dataclass(frozen=True)
 class Window:
-    """Row ``i`` keeps the keys from ``i + S - L - left`` to ``i + S - L + right``; None is no bound."""
+    """Row ``i`` keeps the keys from ``i + S - L - left`` to ``i + S - L + right``; None means no bound."""
 
     left: Index | None
     right: Index | None

@@ -18,7 +18,7 @@ from attn_pass.options import Runner
 
 
 def _static(index: Index) -> int:
-    """The hint of a size where nobody gave one: itself, or 1."""
+    """The default hint of a size: itself, or 1."""
     return index if isinstance(index, int) else 1
 
 

@@ -55,9 +55,9 @@ def replaces_scores(bias: Expr) -> bool:
 
 @dataclass
 class EmptyRows:
-    """The degenerate rows of one call; ``mask`` is the (B, H, L, S) matrix that is added, broadcast where it can be.
+    """The fully masked rows of one call; ``mask`` is the additive (B, H, L, S) matrix, broadcast where it can be.
 
-    ``learned`` is whether that matrix wants a gradient.
+    ``learned`` is whether that matrix needs a gradient.
     """
 
     plan: Plan
@@ -86,7 +86,7 @@ class EmptyRows:
         return self._zero(query) if self.learned else query
 
     def _zero(self, value: Value) -> Value:
-        """0 in those rows, whose gradient is passed on all the same."""
+        """0 in those rows, whose gradient is passed on nevertheless."""
         return self.plan.call(aten.where.self, self.rows, zero_with_gradient(self.plan, value), value)
 
     def replaced(self, out: Value, query: Value, key: Value, value: Value, scale: float) -> Value:
@@ -106,9 +106,10 @@ class EmptyRows:
         return self._put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:
-        """``sum_j (s_j - mean(s)) v_j / n``: what the scores add to the mean of the values near equal weights.
+        """``sum_j (s_j - mean(s)) v_j / n``: the contribution of the scores to the mean of the values near equal
+        weights.
 
-        An added fill hides a score's value and passes its gradient on, so only the gradient of this is wanted.
+        An additive fill hides a score's value and passes its gradient on, so only the gradient of this is needed.
         It needs no score matrix, since the sum over keys can be done first.
         """
         call, a = self.plan.call, self.attention

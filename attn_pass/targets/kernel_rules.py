@@ -33,7 +33,7 @@ class Call:
     mask_needs_grad: bool = False
     deterministic: bool = False  # torch.use_deterministic_algorithms
     together: bool = False  # the narrower of both head dims is padded to the other
-    may_train: bool = False  # nobody knows whether gradients are wanted: an exported program
+    may_train: bool = False  # gradients may be needed: an exported program
     reached: str | None = None  # the fused kernel the program's own call reaches
     finite_mask: bool = False  # -inf in a mask is written as a number that absorbs every score
     hint: Callable[[Index], int] | None = None

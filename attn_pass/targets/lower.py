@@ -186,7 +186,7 @@ class Lowering:
     # ------------------------------------------------------------ the result
 
     def result(self, value: Value) -> Value:
-        """The kernel's (B, H, L, Dv) in the shape and dtype of the site, laid out so that nobody can tell."""
+        """The kernel's (B, H, L, Dv) in the shape and dtype of the site, with an equivalent memory layout."""
         a = self.attention
         groups = (a.batch, a.heads, a.rows, a.value_dim)
         shape = tuple(product(x.size for x in g) for g in groups)

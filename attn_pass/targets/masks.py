@@ -28,7 +28,7 @@ MaskKind = Literal["none", "causal", "boolean", "additive"]
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How a kernel is handed the mask, and whether fully masked rows are computed beside it (`EmptyRows`)."""
+    """The form in which a kernel gets the mask, and whether fully masked rows are computed beside it (`EmptyRows`)."""
 
     kind: MaskKind
     repairs: bool = False
@@ -45,7 +45,7 @@ def mask_form(a: Attention, setting: Setting) -> MaskForm:
 
 
 def mask_kind(a: Attention, setting: Setting) -> MaskKind:
-    """How the mask is handed to the kernel."""
+    """The form in which the kernel gets the mask."""
     if a.mask.is_none:
         return "none"
     if a.is_causal:

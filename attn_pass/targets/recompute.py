@@ -41,7 +41,7 @@ class Recompute:
     name = "recompute"
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
-        """Takes training on CPU with a mask whose gradient is wanted, or that the plain call cannot take."""
+        """Accepts training on a CPU with a mask that needs a gradient, or that a plain call cannot take."""
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=not serves(self.name, setting))

@@ -157,7 +157,7 @@ class Sdpa:
         return picked
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[SdpaPlan], setting: Setting) -> Value:
-        """Plans the call. Operands get a dense last dimension, which the kernel asks for."""
+        """Plans the call. Operands get a dense last dimension, which the kernel requires."""
         a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
         query, key, value = operands(lower)

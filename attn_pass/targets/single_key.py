@@ -52,7 +52,7 @@ class SingleKey:
         return None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[None], setting: Setting) -> Value:
-        """Plans a copy, so that nobody who writes the result writes the values."""
+        """Plans a copy, so that writing to the result does not write to the values."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
         groups = (a.batch, a.heads, a.rows, a.value_dim)

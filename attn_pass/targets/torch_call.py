@@ -20,9 +20,9 @@ def is_padded(kernel: str, call: Call) -> bool:
 
 
 def refusal(kernel: str, call: Call, *, by_torch: bool = False) -> str | None:
-    """The first reason why a kernel does not take a call; None if it does. ``by_torch``: torch's own rules alone.
+    """The first reason why a kernel refuses a call; None if it accepts. ``by_torch``: only torch's own rules.
 
-    Where the device is here torch's own check is asked as well.
+    If the device is present, torch's own check is called as well.
     """
     of = rules_of(kernel, call.device)
     asked = (rule for rule in of.rules if not by_torch or rule.checked_by(call.torch_version))

@@ -96,7 +96,7 @@ def named(at: torch.device) -> Device:
 
 
 def changes(outcome: Outcome) -> Iterator[tuple[str, float | None, float]]:
-    """Every number that was measured: its name, what it was taken for, and what it is; None for one there was not."""
+    """Every measured number: its name, its built-in value (None if there is none), and the measurement."""
     before, after = outcome.device, with_calibration(outcome.device, outcome.measured)
     for name in (f.name for f in fields(Calibration)):
         value = getattr(outcome.measured, name)

@@ -29,12 +29,12 @@ def load(key: str) -> Any | None:
     """The record, or None if there is none that can be read."""
     try:
         return json.loads((folder() / f"{key}.json").read_text())
-    except (OSError, ValueError, RuntimeError):  # the last where nobody says what the home folder is
+    except (OSError, ValueError, RuntimeError):  # the last if the home folder is not known
         return None
 
 
 def save(key: str, record: Any) -> None:
-    """Keeps a record. A cache that cannot be written is no error: it is measured again then."""
+    """Stores a record. A cache that cannot be written is not an error: the value is measured again then."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder(), suffix=".tmp")

@@ -28,7 +28,7 @@ from attn_pass.planner.choose import Measured
 from attn_pass.targets.base import Setting
 from attn_pass.tuning import disk_cache
 
-_SECONDS = 2.0  # of timing, where the forms are hard to tell apart
+_SECONDS = 2.0  # of timing, if the forms are hard to distinguish
 _LIMIT_SECONDS = 300.0  # for a site: starting the process and compiling every form included
 
 

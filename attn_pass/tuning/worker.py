@@ -61,7 +61,7 @@ def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = (
 
 
 def interleaved(runs: Mapping[str, Run], seconds: float) -> dict[str, list[float]]:
-    """Microseconds a call of each, block by block in turns, until the fastest two are told apart or time is up."""
+    """Microseconds per call of each form, in interleaved blocks, until the fastest two are distinct or time is up."""
     from torch.utils.benchmark import Timer
 
     threads = torch.get_num_threads()
@@ -163,7 +163,7 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step(compiled: Callable[..., Any], inputs: Sequence[torch.Tensor], grad: bool) -> Any:
-    """One call, and its backward where gradients are wanted."""
+    """One call, and its backward if gradients are needed."""
     (result,) = compiled(*inputs)
     if grad and result.requires_grad:
         leaves = [x for x in inputs if x.requires_grad]

@@ -233,9 +233,10 @@ class _Trial:
             raise CannotExtract(f"{type(error).__name__}: {first_line(error)}") from error
 
     def _meant(self, original: Outcome) -> Outcome:
-        """What the description says, after it was seen to be what the program computes.
+        """The result of the description, after checking that it equals the program's.
 
-        In rows of masked scores alone that is what the program's own type makes of a fill, and float64 does not.
+        In fully masked rows it rounds the scores to the program's own dtype, in which a fill absorbs them; float64
+        would not.
         """
         wide = [m.double() if m.is_floating_point() else m for m in self.memory]
         meant = run(partial(self._description, rounds=True), self.part.inputs, wide, None, self._cotangent())
@@ -272,7 +273,7 @@ class _Trial:
             return None
 
     def _compiled(self, module: GraphModule) -> Callable[..., Any]:
-        """The rewritten part, or what the backend makes of it when it is called."""
+        """The rewritten part, or the code that the backend compiles for it when it is called."""
         compile_site = self.subject.compile_site
         if compile_site is None:
             return module

@@ -50,7 +50,7 @@ def run(
     flats = [m.detach().requires_grad_(i.requires_grad and cotangent is not None) for i, m in zip(given, memory)]
     with torch.enable_grad(), region.restore() if region is not None else nullcontext():
         inputs = [i.in_memory(flat.clone()) for flat, i in zip(flats, given)]  # a program may write there
-        # A GraphModule that is called tells of its failures on stderr, and one here is no failure of the program.
+        # A GraphModule prints its failures to stderr when it is called, and one here is not a failure of the program.
         out = (program.forward if isinstance(program, GraphModule) else program)(*inputs)
     result: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out
     return Outcome(result.detach(), _gradients(result, flats, cotangent))

@@ -24,10 +24,11 @@ _STEP = 16
 def shrunk(part: Cut, lengths: tuple[int, int], factor: float, region: Region, key: str) -> GraphModule:
     """The original of a part with its query and key length smaller, so that about 1 / ``factor`` of the scores is left.
 
-    ``key`` is where its nodes' fake values go. That the new sizes fit together is seen by running it on fake tensors.
+    ``key`` is the metadata key for its nodes' fake values. Running it on fake tensors shows that the new sizes fit
+    together.
 
     Raises:
-        CannotExtract: its lengths are short already, or what is made of them is no program.
+        CannotExtract: its lengths are already short, or the result is not a valid program.
     """
     length = _unit(*lengths)
     squared = all(n % length == 0 for n in lengths)
@@ -91,7 +92,7 @@ def _propagate(module: GraphModule, inputs: list[Input], region: Region, key: st
 
 
 def _check(part: Cut, module: GraphModule, smaller: Callable[[int], int], key: str) -> None:
-    """The result must be what the smaller sizes say of the result there was."""
+    """The shape of the result must be that of the original result at the smaller sizes."""
     (result,) = module.graph.find_nodes(op="output")[0].args[0]
     if tuple(result.meta[key].shape) != tuple(map(smaller, part.shape)):
         raise CannotExtract("with a shorter length its result has another shape")

@@ -159,7 +159,7 @@ def test_equal_layers_are_one_entry() -> None:
 def test_the_totals_count_every_call() -> None:
     left = site(outcome="left", target=None, predicted_us={"leave": 100.0}, roofline={}, where="b.py:1 in f")
     text = " ".join(Page(Report([site(count=2), left]).to_html()).text.split())
-    assert "120 µs180 µs as written, 1.5 times" in text  # 2 * 10 + 100 of 2 * 40 + 100
+    assert "120 µs180 µs as written, 1.5x" in text  # 2 * 10 + 100 of 2 * 40 + 100
     assert "800 kBa run" in text
 
 

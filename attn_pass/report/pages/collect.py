@@ -75,13 +75,13 @@ def forget(report: Report) -> None:
 
 
 def is_collecting() -> bool:
-    """Whether anybody collects."""
+    """Whether a collection is active."""
     return bool(_ACTIVE.get())
 
 
 @contextmanager
 def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphRecord]:
-    """Around the rewriting of a root graph; what it gives is empty where nobody collects."""
+    """Around the rewriting of a root graph; its value is empty if no collection is active."""
     active = _ACTIVE.get()
     graph = GraphRecord(program, report)
     if not active:

@@ -204,7 +204,7 @@ def _aspects(before: SiteReport, after: SiteReport) -> tuple[Aspect, ...]:
 
 def _differ(before: float | None, after: float | None) -> bool:
     if before is None or after is None:
-        return False  # of another outcome, which is told as such
+        return False  # of another outcome, which is reported as such
     return abs(before - after) > _NOISE * max(abs(before), abs(after))
 
 

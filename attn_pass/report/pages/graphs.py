@@ -33,13 +33,13 @@ class GraphRecord:
 
     Attributes:
         program: "compile", "export" or "aoti".
-        compile_id: Dynamo's, "0/0"; "" where it is no graph of Dynamo's.
+        compile_id: Dynamo's, "0/0"; "" if it is not a graph of Dynamo's.
         report: its sites.
         before, after: readable code, source lines as comments; "" where it could not be printed.
         sites: a change for every site, in the order they were decided.
-        drawing: the graph afterwards as torch.fx's drawer describes it to graphviz; "" where nobody asked.
+        drawing: the graph afterwards as torch.fx's drawer describes it to graphviz; "" if it was not requested.
         not_drawn: why there is none; "" otherwise.
-        seconds: what collecting took, which is no part of what the pass takes.
+        seconds: the time of collecting, which is not part of the time of the pass.
     """
 
     program: str

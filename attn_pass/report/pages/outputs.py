@@ -59,7 +59,7 @@ class _Watch(logging.Handler):
                 self.outputs.code.append(Output(name, payload, compile_id))
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Never print into somebody's compile."""
+        """Never print during a user's compile."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from attn_pass.report.site import SiteReport
 
 
 def times_of(site: SiteReport) -> dict[str, float]:
-    """Label to microseconds, fastest first, "leave" included; what is no number is left out."""
+    """Label to microseconds, fastest first, including "leave"; values that are not numbers are omitted."""
     times = site.measured_us or site.predicted_us
     finite = {k: float(v) for k, v in times.items() if isinstance(v, int | float) and math.isfinite(v)}
     return dict(sorted(finite.items(), key=lambda item: item[1]))

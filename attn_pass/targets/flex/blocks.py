@@ -214,7 +214,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class Sides:
-    """Lengths in positions and in blocks. ``room`` is the blocks there are room for, never 1 by accident."""
+    """Lengths in positions and in blocks. ``room`` is the number of blocks that fit, never 1 by accident."""
 
     lengths: tuple[Index, Index]
     sizes: tuple[int, int]

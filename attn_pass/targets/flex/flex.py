@@ -62,7 +62,7 @@ _LEAST_SHARED = 99 << 10
 
 @dataclass(frozen=True)
 class FlexPlan:
-    """The functions, rows and keys of a block of the mask, and what the template is told beside torch's defaults.
+    """The functions, rows and keys of a block of the mask, and the template's options besides torch's defaults.
 
     ``band`` is the mask function where that is a band of known distances, or keeps everything.
     """
@@ -82,7 +82,7 @@ class Flex:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
-        if template_name(setting) != "triton" and not attention.not_affine:  # the commonest case, told at once
+        if template_name(setting) != "triton" and not attention.not_affine:  # the most common case, checked first
             return Refusal(self.name, "the scores are a scale, a bias and a mask, which need no score function")
         if setting.kernel_as_written == FLEX:
             return Refusal(self.name, "the program calls FlexAttention itself")
@@ -135,7 +135,7 @@ class Flex:
         return FlexPlan(function, _BLOCKS[template_name(setting)], band, self._options(a) if in_triton else ())
 
     def _options(self, a: Attention) -> tuple[tuple[str, object], ...]:
-        """What the CUDA templates are told."""
+        """The options of the CUDA templates."""
         if self.backend:
             return (("BACKEND", self.backend),)
         # By itself torch decodes wherever the rows are few, and may find no choice.

@@ -160,8 +160,8 @@ class Mod:
     def _flat_load(self, load: Load, node: Node, shape: tuple[Index, ...]) -> Node:
         """An element of a tensor of unknown size, by its place in memory.
 
-        Indexing asks for the tensor's sizes, strides and bounds, and the CPU template declares no symbols for them
-        ("ks2 was not declared", torch 2.13.0; of those it is told, it mistakes ks26 for ks2). One dimension has none of
+        Indexing needs the tensor's sizes, strides and bounds, and the CPU template declares no symbols for them
+        ("ks2 was not declared", torch 2.13.0; among those it gets, it mistakes ks26 for ks2). One dimension has none of
         them, where nothing is checked: an index is within bounds as it was read.
         """
         source = self._capture(load.source, lambda: flat(self.plan, node))
@@ -281,9 +281,9 @@ def flat(plan: Plan, value: Value) -> Value:
 def own_memory(plan: Plan, value: Value) -> Value:
     """An operand as a 4-D tensor in memory of its own.
 
-    The template takes the base of a view for the view: with a storage offset the numbers are wrong, with a base of
+    The template confuses a view with its base: with a storage offset the numbers are wrong, with a base of
     another rank it fails (seen in torch 2.13.0). A copy would be left out where the view is dense; a product is not.
-    A dense input of the program is no view of anything.
+    A dense input of the program is not a view.
     """
     if isinstance(value, Node) and value.op == "placeholder" and is_dense(plan, fake_of(value), (0, 1, 2, 3)):
         return value
@@ -318,9 +318,9 @@ def _value(node: Node) -> Any:
 def kernel_options(
     operands: Sequence[Value], given: Mapping[str, Any] | None = None, *, backward: bool = False
 ) -> dict[str, Any]:
-    """The options the operator wants to be complete (`KeyError` otherwise), as torch's own function makes them.
+    """The options of the operator, which must be complete (`KeyError` otherwise), as torch's own function makes them.
 
-    On a GPU it asks for the grad mode whether the kernel is to keep what its backward reads. The mode of the moment
+    On a GPU the grad mode decides whether the kernel keeps the inputs of its backward. The current mode
     need not be the one that the site runs in: ``backward`` says that there is one.
     """
     from torch.nn.attention.flex_attention import _apply_kernel_options

@@ -282,9 +282,9 @@ _MOST_ROWS = 128  # of a tile: with more than a block of the mask has, the templ
 
 
 def no_decoding(a: Attention) -> str | None:
-    """Why the template for few query rows, which splits the keys, does not take it; None if it does.
+    """Why the template for few query rows, which splits the keys, refuses it; None if it does not.
 
-    Its conditions are ``_use_flex_decoding``'s; the last one is what it then fails for, unless told another template:
+    Its conditions are ``_use_flex_decoding``'s; it fails on the last one, unless another template is requested:
     the rows of a KV head's whole group are one tile.
     """
     if not isinstance(a.q_len, int) or not 0 < a.q_len < _MOST_QUERIES:
@@ -304,10 +304,10 @@ def power_of_two(number: int) -> int:
 
 
 def rows_are_safe(a: Attention) -> bool:
-    """Whether no tile of scores has a fully masked row, which ``ROWS_GUARANTEED_SAFE`` asks for.
+    """Whether no tile of scores has a fully masked row, which ``ROWS_GUARANTEED_SAFE`` requires.
 
     More than no fully masked row: one whose keys are all in a later tile gives ``exp(-inf + inf)`` in the first.
-    Proved where nothing is masked, and for a causal mask, where the first tile of a row block begins with a key that
+    Proven if nothing is masked, and for a causal mask, if the first tile of a row block begins with a key that
     all of its rows see. With splits the last ones may have no key at all.
     """
     everything = a.mask.is_none or a.is_causal
