@@ -28,37 +28,37 @@ Finder = Callable[[Any], Iterable[Any]]
 """From an `attn_pass.reading.reader.Reader` to the `attn_pass.patterns.base.Site`s of a graph."""
 
 OnReading = Callable[[str, Reading], None]
-"""Hears every reading of a calibration, by name."""
+"""Receives every reading of a calibration, by name."""
 
 _TRANSCENDENTAL = ("tanh", "exp", "sigmoid", "log")
 
 
 class Family:
-    """What is true where nobody says otherwise: a device with no fused kernel, on which attention is left as it is.
+    """The defaults: a device without fused kernels, on which every attention is left unchanged.
 
     Attributes:
-        name: of the family, "cuda".
-        types: of `torch.device`, whose tensors are this family's.
-        names: of its devices that need not be here to be decided for (`Options.device`).
-        kernel_rules: torch's own fused kernels there, by name, in the order torch's call tries them.
-        forms: of the targets that are no kernel's but forms of torch's call and of products, those that serve here too:
-            "local", "recompute", "decomposed". What they take is measured there.
+        name: the family's name, "cuda".
+        types: the types of `torch.device` whose tensors belong to this family.
+        names: devices of the family that need not be present (`Options.device`).
+        kernel_rules: torch's own fused kernels there, by name, in the order in which torch's call tries them.
+        forms: the common targets (forms of torch's call and of products) that are offered there too:
+            "local", "recompute", "decomposed". Their costs were measured there.
         flex_template: Inductor's template for FlexAttention there, as `attn_pass.targets.flex` names it; "" for none.
-        most_general: the targets that take most there; where none offers, the first one's refusal says most.
+        most_general: the targets that accept most; if none makes an offer, the first one's refusal is the reason.
         masks_in_compute_dtype: kernels read an additive mask in the dtype of their operands, not in float32.
         takes_any_mask_strides: torch's kernels read a mask whose rows overlap in memory.
-        logarithm_of_torch_call: the operator that torch's call ends in gives the log-sum-exp as well, with any mask.
-        same_call: a kernel that programs call by themselves, to the target that writes the same call.
+        logarithm_of_torch_call: the operator that torch's call dispatches to also gives the log-sum-exp, with any mask.
+        same_call: from a kernel that programs call directly to the target that emits the same call.
         widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
-        merges_equal_calls: a compiler there may take two calls that draw dropout for one.
-        keeps_inductors_patterns_off: a softmax that is left there is shielded from Inductor's own attention patterns.
-            Where this project has no rules, what Inductor does is left to it.
+        merges_equal_calls: a compiler may merge two calls with dropout.
+        keeps_inductors_patterns_off: a softmax that is left is shielded from Inductor's own attention patterns.
+            On devices without rules in this project Inductor keeps its patterns.
         encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
             where it takes no mask; elsewhere it writes the attention out.
-        takes_composites: calls of torch's modules and libraries that are no attention of ours are taken apart there.
-        clock: how long a call there takes.
-        calibrated: what of it ``attn-pass calibrate`` measures, in words: "CUDA devices"; "" for nothing.
-        packages: (name, purpose, how to install) of what serves the family, for ``attn-pass doctor``.
+        takes_composites: calls of torch's modules and of libraries that hide attention are expanded.
+        clock: times a call.
+        calibrated: the devices that ``attn-pass calibrate`` measures, in words: "CUDA devices"; "" for none.
+        packages: (name, purpose, how to install) of packages that the family uses, for ``attn-pass doctor``.
     """
 
     name = ""
@@ -84,44 +84,44 @@ class Family:
     # ------------------------------------------------------------ devices
 
     def here(self, at: torch.device) -> Device:
-        """The device of this process, with what was measured of it; with no kernels where there is none."""
+        """The device of this process, with its calibration; without kernels if there is none."""
         return unknown(at.type)
 
     def by_name(self, name: str) -> Device | None:
-        """A device that need not be here; None where the name is none of this family's."""
+        """A device that need not be present; None if the name is not of this family."""
         return None
 
     def facts(self, device: Device) -> str:
-        """The hardware and the libraries that a measurement on it holds for."""
+        """The hardware and the libraries that a measurement on the device is valid for."""
         return device.name
 
     def identity(self) -> Iterator[str]:
-        """What a choice may depend on besides options and versions: hardware, and what was measured of it."""
+        """All that a choice may depend on besides options and versions: hardware and its calibration."""
         return iter(())
 
     def sources(self) -> str:
-        """A hash of sources that are written into generated code, which a graph says nothing of; "" without such."""
+        """A hash of sources that become part of generated code but not of the graph; "" without such."""
         return ""
 
     def before_inductor(self) -> None:
-        """What Inductor has to know of this family's operators before it compiles a graph with them."""
+        """Registers this family's operators with Inductor before it compiles a graph with them."""
 
     def inductor_patches(self, target: str) -> Mapping[str, Any]:
-        """Inductor config patches that a graph with what this target emits needs there."""
+        """Inductor config patches that a graph with this target's code needs."""
         return {}
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
-        """(What, found, what there is to say) of this machine, for ``attn-pass doctor``."""
+        """Rows (what, found, note) about this machine, for ``attn-pass doctor``."""
         return iter(())
 
     # ------------------------------------------------------------ measuring
 
     def present(self) -> Sequence[str]:
-        """Its devices of this process, as torch names them: those that can be measured and that doctor looks at."""
+        """The devices of this process, as torch names them: those that can be measured and that doctor lists."""
         return ()
 
     def uncalibrated(self, at: torch.device) -> Device:
-        """The device of this process as the catalogue has it, where it is `calibrated`.
+        """The device of this process with the catalogue's rates, if the family is `calibrated`.
 
         Raises:
             OptionError: there is none here.
@@ -131,11 +131,11 @@ class Family:
     def measure(
         self, device: Device, at: torch.device, seconds: float, on_reading: OnReading
     ) -> tuple[Calibration, dict[str, str]]:
-        """What bare kernels reach on an `uncalibrated` device, with the readings' spread; what failed, and why."""
+        """The rates of bare kernels on an `uncalibrated` device, with the readings' spread; and the failures."""
         raise NotImplementedError(f"{self.name} devices are not calibrated")
 
     def limit_memory(self, megabytes: int) -> None:
-        """Caps what this process may take, so that a form which does not fit fails and not the machine."""
+        """Limits the memory of this process, so that a form that does not fit fails instead of the machine."""
         with contextlib.suppress(ImportError, ValueError, OSError):
             import resource
 
@@ -151,7 +151,7 @@ class Family:
         return ()
 
     def finders(self) -> Sequence[Finder]:
-        """What finds calls of this family's own operators and libraries in a graph."""
+        """The finders of calls of this family's own operators and libraries in a graph."""
         return ()
 
     def order(self, device: Device) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Family:
         return tuple(k for k in self.kernel_rules if k in device.kernels)
 
     def takes_head_dims(self, kernel: str, call: Call) -> bool:
-        """Whether torch's own call hands the kernel these head dims, by padding them if need be."""
+        """Whether torch's own call passes these head dims to the kernel, padded if necessary."""
         return True
 
     def refused_by_torch(self, kernel: str, call: Call, multiple: int) -> bool:

@@ -145,7 +145,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
         *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
         *("no row is fully masked", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
-        *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB a call", "250 ms", "1.2 MB"),
+        *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB per call", "250 ms", "1.2 MB"),
     ):
         assert part in text, part
 
@@ -160,7 +160,7 @@ def test_the_totals_count_every_call() -> None:
     left = site(outcome="left", target=None, predicted_us={"leave": 100.0}, roofline={}, where="b.py:1 in f")
     text = " ".join(Page(Report([site(count=2), left]).to_html()).text.split())
     assert "120 µs180 µs as written, 1.5x" in text  # 2 * 10 + 100 of 2 * 40 + 100
-    assert "800 kBa run" in text
+    assert "800 kBper run" in text
 
 
 def test_measured_times_come_before_predictions() -> None:

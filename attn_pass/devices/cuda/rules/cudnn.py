@@ -228,7 +228,7 @@ _OURS: tuple[Rule, ...] = (
         checked=NEVER,
     ),
     Rule(
-        # It takes them, from the first key on by all that was read; no GPU has shown it here.
+        # By its sources it takes them, from the first key on; not confirmed on a GPU.
         "causal lengths",
         "causal with unequal lengths",
         equal_causal_lengths,
