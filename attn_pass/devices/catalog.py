@@ -68,40 +68,83 @@ def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
     )
 
 
-# A core's rates, measured on an AVX-512 x86 machine with two cores (docs/results/cpu-constants.md); a machine with
-# more cores is taken to scale with them in arithmetic and up to eight cores' worth in memory.
-_CORE_MATMUL = {torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0}
-_CORE_FUSED = {torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0}
-_CORE_VECTOR = {torch.float32: 36.0, torch.bfloat16: 25.0, torch.float16: 25.0}
-_CORE_TIMES = CoreTimes(
-    task_us=(0.7, 2.0),  # half precision is packed
-    score_ns=(1.2, 0.3),
-    half_mask_ns=2.5,
-    few_rows_rate={torch.float16: 0.35},
-    few_rows_traffic=1.4,
+@dataclass(frozen=True)
+class Core:
+    """What a CPU's core reaches: rates in units of 1e9 a second, times of a call in microseconds."""
+
+    matmul_gflops: Mapping[torch.dtype, float]
+    fused_gflops: Mapping[torch.dtype, float]
+    vector_gflops: Mapping[torch.dtype, float]
+    exp_gops: float
+    memory_gbytes: float
+    cache_gbytes: float
+    op_us: float
+    kernel_us: float
+    fused_op_us: float
+    template_us: float
+    times: CoreTimes
+
+
+# Both measured with two cores (docs/results/cpu-constants.md); a machine with more cores is taken to scale with them in
+# arithmetic and up to eight cores' worth in memory.
+_AVX512 = Core(
+    matmul_gflops={torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0},
+    fused_gflops={torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0},
+    vector_gflops={torch.float32: 36.0, torch.bfloat16: 25.0, torch.float16: 25.0},
+    exp_gops=1.7,
+    memory_gbytes=11.0,
+    cache_gbytes=25.0,
+    op_us=6.0,
+    kernel_us=3.0,
+    fused_op_us=15.0,
+    template_us=40.0,
+    times=CoreTimes(
+        task_us=(0.7, 2.0),  # half precision is packed
+        score_ns=(1.2, 0.3),
+        half_mask_ns=2.5,
+        few_rows_rate={torch.float16: 0.35},
+        few_rows_traffic=1.4,
+    ),
 )
+# Products of float16 have instructions of their own; those of bfloat16 have none without tiles.
+_AVX512_FP16 = Core(
+    matmul_gflops={torch.float32: 125.0, torch.float64: 62.0, torch.bfloat16: 66.0, torch.float16: 100.0},
+    fused_gflops={torch.float32: 100.0, torch.float64: 50.0, torch.bfloat16: 66.0, torch.float16: 90.0},
+    vector_gflops={torch.float32: 10.0, torch.bfloat16: 8.0, torch.float16: 9.0},
+    exp_gops=1.4,
+    memory_gbytes=11.0,
+    cache_gbytes=18.0,
+    op_us=6.7,
+    kernel_us=4.0,
+    fused_op_us=20.0,
+    template_us=8.0,
+    times=replace(_AVX512.times, few_rows_products=0.5),
+)
+_CORES = {"avx512_fp16": _AVX512_FP16}
 
 
 @lru_cache(maxsize=8)
-def processor(cores: int) -> Device:
+def processor(cores: int, instruction_set: str = "avx512") -> Device:
     """A CPU with that many cores."""
+    core = _CORES.get(instruction_set, _AVX512)
     return Device(
         type="cpu",
         name=f"cpu, {cores} cores",
         cores=cores,
-        matmul_gflops={k: v * cores for k, v in _CORE_MATMUL.items()},
-        fused_gflops={k: v * cores for k, v in _CORE_FUSED.items()},
-        vector_gflops={k: v * cores for k, v in _CORE_VECTOR.items()},
-        exp_gops=1.7 * cores,
-        memory_gbytes=11.0 * min(cores, 8),
-        cache_gbytes=25.0 * cores,
+        matmul_gflops={k: v * cores for k, v in core.matmul_gflops.items()},
+        fused_gflops={k: v * cores for k, v in core.fused_gflops.items()},
+        vector_gflops={k: v * cores for k, v in core.vector_gflops.items()},
+        exp_gops=core.exp_gops * cores,
+        memory_gbytes=core.memory_gbytes * min(cores, 8),
+        cache_gbytes=core.cache_gbytes * cores,
         cache_bytes=12 << 20,
-        op_us=6.0,
-        kernel_us=3.0,
-        fused_op_us=15.0,
+        op_us=core.op_us,
+        kernel_us=core.kernel_us,
+        fused_op_us=core.fused_op_us,
+        template_us=core.template_us,
         kernels=("cpu flash",),
-        core_times=_CORE_TIMES,
-        instruction_set="avx512",
+        core_times=core.times,
+        instruction_set=instruction_set,
         is_measured=True,
     )
 

@@ -43,6 +43,7 @@ class CoreTimes:
     half_mask_ns: float = 0.0  # more a score with a mask in half precision, which is widened element by element
     few_rows_rate: Mapping[torch.dtype, float] = field(default_factory=dict)  # what is left of the rate with few rows
     few_rows_traffic: float = 1.0  # times the traffic with few rows
+    few_rows_products: float = 1.0  # what is left of the rate of products outside of the fused kernel with few rows
 
 
 FEW_ROWS = 64
@@ -66,6 +67,7 @@ class Device:
     op_us: float  # calling one operator that is not fused with its neighbours
     kernel_us: float  # one generated kernel
     fused_op_us: float  # calling the fused attention operator
+    template_us: float = 40.0  # what a kernel must gain, a call, to be worth its compile of 3 s
     kernels: tuple[str, ...] = ()  # the fused kernels there are, as its family names them
     shares: Mapping[str, Shares] = field(default_factory=dict)  # of the rates above, what each kernel reaches
     join_us: float = 2.0  # the second kernel of one that splits the keys, which waits for the first and joins 33 parts

@@ -154,6 +154,7 @@ def unfused(device: Device, problem: Problem, *, materialised_kv: bool = True) -
         scores = traffic(device, 3 * size * problem.scores)
         return products + exponentials + scores + 3 * device.kernel_us
     rate = device.matmul(problem.dtype) * _row_efficiency(problem.q_len)
+    rate *= device.core_times.few_rows_products if problem.q_len < 32 else 1.0
     products = problem.flops / rate / 1e3
     scores = traffic(device, 4 * size * problem.scores)
     mask = traffic(device, problem.mask_elements * problem.mask_bytes)

@@ -27,6 +27,7 @@ _SAMPLES = 64  # strips at which what they see is counted
 
 _GAINS: Mapping[str, Mapping[torch.dtype, float]] = {
     "avx512": {torch.float32: 1.08, torch.bfloat16: 1.8, torch.float16: 1.25},
+    "avx512_fp16": {torch.float32: 1.08, torch.bfloat16: 1.8, torch.float16: 1.25},
     "avx512_bf16": {torch.float32: 1.2, torch.bfloat16: 2.1, torch.float16: 1.8},
     "avx2": {torch.float32: 0.92, torch.bfloat16: 1.1, torch.float16: 1.1},
     "amx": {torch.float32: 1.08, torch.bfloat16: 0.4, torch.float16: 0.8},
@@ -38,7 +39,6 @@ With AMX torch's kernel multiplies bfloat16 in tiles, which this one does not: a
 _PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken only for what masks save
 
 _CALL_US = 5.0  # a generated function, which fills its arguments in and may wake threads
-_COMPILE_US = 40.0  # its compile takes 4 s, which a hundred thousand calls must earn
 
 # FLOPs that take as long, fitted to 320 bare calls beside torch's kernel on one and two threads, with AVX-512.
 _TASK = 50_000.0
@@ -69,7 +69,7 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     slower = _FEW_TRAFFIC if few else 1.0
     memory = slower * roofline.traffic(device, share * problem.operand_bytes)
     mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)
-    return _CALL_US + _COMPILE_US + max(arithmetic, memory) + mask
+    return _CALL_US + device.template_us + max(arithmetic, memory) + mask
 
 
 def _gain(device: Device, dtype: torch.dtype) -> float:

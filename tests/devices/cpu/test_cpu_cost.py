@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from against_eager import NEG_INF, qkv
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices.catalog import processor
 from attn_pass.devices.cpu import facts
 from attn_pass.devices.cpu.family import FAMILY
+from attn_pass.devices.cpu.kernel import source
 
 HALF = torch.bfloat16
 LENGTH = 1024
@@ -42,7 +44,7 @@ def of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets this machine's instruction set."""
 
     def changed(name: str) -> None:
-        here = replace(facts.cpu(), instruction_set=name)
+        here = processor(facts.cpu().cores, name)
         monkeypatch.setattr(FAMILY, "here", lambda at: here)
 
     return changed
@@ -75,6 +77,8 @@ def test_what_a_mask_leaves_out_costs_nothing(name: str, dynamic: bool, of: Call
     [
         ("avx512", torch.float32, True),
         ("avx512", HALF, True),
+        ("avx512_fp16", torch.float32, True),
+        ("avx512_fp16", HALF, True),
         ("avx512_bf16", HALF, True),
         ("amx", torch.float32, True),
         ("amx", HALF, False),
@@ -124,3 +128,36 @@ def test_the_machine_is_asked_for_its_tiles(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
         assert (facts.cpu().instruction_set == "amx") == tiles
     facts.detected.cache_clear()
+
+
+@pytest.mark.parametrize(("listed", "name"), [("avx512bw avx512_fp16", "avx512_fp16"), ("avx512bw", "avx512")])
+def test_products_of_float16_are_a_feature_of_the_processor(
+    listed: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(facts, "instruction_set", facts.detected)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(source, "of_this_machine", lambda: tuple(s for s in source.ALL if s.name == "avx512"))
+    (tmp_path / "cpuinfo").write_text(f"flags : fpu {listed}\n")
+    monkeypatch.setattr(source, "_PROCESSOR", tmp_path / "cpuinfo")
+    facts.detected.cache_clear()
+    assert facts.cpu().instruction_set == name
+    facts.detected.cache_clear()
+
+
+def test_where_products_of_float16_are_fast_they_may_stay(of: Callable[[str], None]) -> None:
+    operands = qkv(1, 8, 256, 256, dim=64, dtype=torch.float16)
+    of("avx512")
+    slow = predicted(masked(None), *operands)
+    of("avx512_fp16")
+    fast = predicted(masked(None), *operands)
+    assert slow["leave"] > 5 * slow["sdpa"] and fast["leave"] < 3 * fast["sdpa"]
+
+
+def test_small_shapes_are_the_kernels_where_it_was_measured_on_them(of: Callable[[str], None]) -> None:
+    operands = qkv(1, 4, 64, 64, dim=32)
+    of("avx512")
+    times = predicted(masked(None), *operands)
+    assert times["cpu_kernel"] > times["sdpa"]
+    of("avx512_fp16")
+    times = predicted(masked(None), *operands)
+    assert times["cpu_kernel"] < min(times["sdpa"], times["leave"])

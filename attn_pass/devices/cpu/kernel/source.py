@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 _HERE = Path(__file__).parent
+_PROCESSOR = Path("/proc/cpuinfo")
 ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OUTER = "attn_pass_cpu"
 _KERNEL = ("tiles.hpp", "many.hpp", "few.hpp")
@@ -45,15 +46,16 @@ def of_this_machine() -> tuple[InstructionSet, ...]:
     from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
 
     if _is_avx512_supported():
-        name = "avx512_bf16" if _is_avx512_bf16_supported() and _is_amd() else "avx512"
+        name = "avx512_bf16" if _is_avx512_bf16_supported() and processor_says("AuthenticAMD") else "avx512"
     else:
         name = "avx2" if _is_avx2_supported() else "plain"
     return tuple(s for s in ALL if s.name == name)
 
 
-def _is_amd() -> bool:
+def processor_says(word: str) -> bool:
+    """Whether Linux lists this of the processor, its maker or a feature; False on other systems."""
     try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+        return word in _PROCESSOR.read_text().split()
     except OSError:
         return False
 
