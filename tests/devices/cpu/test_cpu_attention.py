@@ -308,3 +308,28 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(build, "compiler", lambda: "/bin/false")
     with pytest.raises(build.NoCompilerError, match="/bin/false could not build the CPU kernel"):
         build.entry.__wrapped__(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_a_head_that_is_one_task_and_rows_that_are_give_the_same(dtype: torch.dtype, kv_heads: int) -> None:
+    """With one thread a task is a KV head, which packs for itself; with many it is a block of rows."""
+    q = torch.randn(1, 8, 250, 40).to(dtype)
+    k, v = (torch.randn(1, kv_heads, 135, 40).to(dtype) for _ in range(2))
+    v[0, 1, 70] = float("nan")  # masked for most rows
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 16):
+            torch.set_num_threads(count)
+            results.append(OPERATOR(q, k, v, 0.2, after=0))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*(x.nan_to_num(7.0) for x in results))
+    repeated = [x.double().repeat_interleave(8 // kv_heads, 1) for x in (k, v.nan_to_num(0.0))]
+    kept = torch.arange(135) <= torch.arange(250)[:, None]
+    exact = (q.double() @ repeated[0].mT * 0.2).masked_fill(~kept, float("-inf")).softmax(-1) @ repeated[1]
+    finite = results[0].isfinite().all(-1)
+    assert finite[0, : 8 // kv_heads].all()
+    assert not finite[0, 8 // kv_heads : 16 // kv_heads, 70:].any()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    assert ((results[0].double() - exact).abs()[finite] < tolerance).all()

@@ -1,6 +1,7 @@
 // Many query rows: tasks of ROWS of them against panels of keys and values that are packed once for a KV head. The heads
 // of a group are rows of the same task, so that grouped heads share what is packed.
 constexpr i64 ROWS = 96, PANELS = 4, STRIP = 6, AHEAD_OF_STORES = 2;
+constexpr i64 KEPT = 1 << 20;  // bytes of a head's panels that a core keeps in its second cache
 
 struct Many {
   Args a;
@@ -10,8 +11,12 @@ struct Many {
   u8* finite;
   u64* words;          // of `keep`, read once in the order of memory: (batch, head, row, panel), where they are not broadcast
   i64 word_stride[3];
-  size_t at_keys, at_values, at_q, at_s, at_o, at_room;
+  size_t at_keys, at_values, at_finite, at_q, at_s, at_o, at_room;
   Parts parts_of_task;
+};
+struct Packed {  // the panels of a KV head; null where a task packs what it needs
+  const i32 *keys, *values;
+  const u8* finite;
 };
 
 template <class T> ATTN_INLINE const typename T::st* rows_at(const Operand& x, i64 b, i64 h, i64 row) {
@@ -48,14 +53,11 @@ struct Strip {
   u32 active;                             // panels with kept keys
 };
 
-template <class T> void rows_task(const void* job, i64 task) {
-  const Many& j = *static_cast<const Many*>(job);
+template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, Packed packed, char* memory) {
   const Args& a = j.a;
   using st = typename T::st;
-  // The last rows of a causal mask have the most keys: they go first.
-  const i64 bh = task / j.blocks, b = bh / a.HK, hk = bh % a.HK, block = j.blocks - 1 - task % j.blocks;
+  const i64 b = bh / a.HK, hk = bh % a.HK;
   const i64 first = block * ROWS, n = std::min<i64>(ROWS, j.rows - first), padded = round_up(n, STRIP);
-  char* memory = task_arena().take(j.parts_of_task);
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
   float* s = reinterpret_cast<float*>(memory + j.at_s);
   float* o = reinterpret_cast<float*>(memory + j.at_o);
@@ -102,9 +104,9 @@ template <class T> void rows_task(const void* job, i64 task) {
     const i32 *keys[PANELS], *values[PANELS];
     u8 finite[PANELS];
     for (i64 p = 0; p < panels; ++p) {
-      const i64 at = bh * j.panels + w0 + p;
-      if (j.keys) {
-        keys[p] = j.keys + at * j.key_panel, values[p] = j.values + at * j.value_panel, finite[p] = j.finite[at];
+      const i64 at = w0 + p;
+      if (packed.keys) {
+        keys[p] = packed.keys + at * j.key_panel, values[p] = packed.values + at * j.value_panel, finite[p] = packed.finite[at];
         continue;
       }
       i32* to_keys = reinterpret_cast<i32*>(memory + j.at_keys) + p * j.key_panel;
@@ -185,6 +187,25 @@ template <class T> void rows_task(const void* job, i64 task) {
     write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, o + r * j.ldv);
 }
 
+// A block of rows. The last rows of a causal mask have the most keys: they go first.
+template <class T> void rows_task(const void* job, i64 task) {
+  const Many& j = *static_cast<const Many*>(job);
+  const i64 bh = task / j.blocks, at = bh * j.panels;
+  Packed packed = {};
+  if (j.keys) packed = {j.keys + at * j.key_panel, j.values + at * j.value_panel, j.finite + at};
+  attend_rows<T>(j, bh, j.blocks - 1 - task % j.blocks, packed, task_arena().take(j.parts_of_task));
+}
+// A KV head: what is packed stays in the core's cache.
+template <class T> void head_task(const void* job, i64 bh) {
+  const Many& j = *static_cast<const Many*>(job);
+  char* memory = task_arena().take(j.parts_of_task);
+  i32 *keys = reinterpret_cast<i32*>(memory + j.at_keys), *values = reinterpret_cast<i32*>(memory + j.at_values);
+  u8* finite = reinterpret_cast<u8*>(memory + j.at_finite);
+  for (i64 p = 0; p < j.panels; ++p)
+    pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, p, keys + p * j.key_panel, values + p * j.value_panel, finite + p, memory + j.at_room);
+  for (i64 block = 0; block < j.blocks; ++block) attend_rows<T>(j, bh, block, {keys, values, finite}, memory);
+}
+
 template <class T> void attend_many(const Args& a) {
   Many j;
   j.a = a;
@@ -198,10 +219,14 @@ template <class T> void attend_many(const Args& a) {
   j.ldv = round_up(a.DV, W);
   j.key_panel = j.packed_columns * PANEL;
   j.value_panel = PANEL / T::PER_COLUMN * j.ldv;
+  const int threads = threads_for(a);
   const bool own = j.blocks == 1;  // each panel is used by one task alone
+  const bool whole = !own && a.B * a.HK >= 4 * threads && j.panels * (j.key_panel + j.value_panel) * 4 <= KEPT;
+  const i64 panels = own ? PANELS : whole ? j.panels : 0;
   Parts task;
-  j.at_keys = task.add(own ? size_t(PANELS * j.key_panel) * 4 : 0);
-  j.at_values = task.add(own ? size_t(PANELS * j.value_panel) * 4 : 0);
+  j.at_keys = task.add(size_t(panels * j.key_panel) * 4);
+  j.at_values = task.add(size_t(panels * j.value_panel) * 4);
+  j.at_finite = task.add(size_t(panels));
   j.at_q = task.add(size_t(ROWS * j.packed_columns) * 4);
   j.at_s = task.add(size_t(ROWS * PANELS * PANEL) * 4);
   j.at_o = task.add(size_t(ROWS * j.ldv) * 4);
@@ -211,12 +236,11 @@ template <class T> void attend_many(const Args& a) {
   j.words = nullptr;
   const i64* ks = a.keep.stride;
   const i64 mask_rows = a.keep.data ? (ks[0] ? a.B : 1) * (ks[1] ? a.H : 1) * (ks[2] ? a.L : 1) : 0;
-  const i64 all = own ? 0 : a.B * a.HK * j.panels;
+  const i64 all = panels ? 0 : a.B * a.HK * j.panels;
   Parts call;
   const size_t keys = call.add(size_t(all * j.key_panel) * 4), values = call.add(size_t(all * j.value_panel) * 4);
   const size_t finite = call.add(size_t(all)), words = call.add(size_t(mask_rows * j.panels) * 8);
   char* memory = call.bytes ? call_arena().take(call) : nullptr;
-  const int threads = threads_for(a);
   if (mask_rows) {
     j.words = reinterpret_cast<u64*>(memory + words);
     j.word_stride[2] = ks[2] ? j.panels : 0;
@@ -224,11 +248,12 @@ template <class T> void attend_many(const Args& a) {
     j.word_stride[0] = ks[0] ? j.panels * (ks[2] ? a.L : 1) * (ks[1] ? a.H : 1) : 0;
     run_tasks(mask_rows, words_task, &j, mask_rows * a.S < 200000 ? 1 : threads);
   }
-  if (!own) {
+  if (all) {
     j.keys = reinterpret_cast<i32*>(memory + keys), j.values = reinterpret_cast<i32*>(memory + values);
     j.finite = reinterpret_cast<u8*>(memory + finite);
     run_tasks(all, pack_task<T>, &j, threads);
   }
-  run_tasks(a.B * a.HK * j.blocks, rows_task<T>, &j, threads);
+  if (whole) run_tasks(a.B * a.HK, head_task<T>, &j, threads);
+  else run_tasks(a.B * a.HK * j.blocks, rows_task<T>, &j, threads);
   call_arena().give_back();
 }
