@@ -41,7 +41,7 @@ def test_what_is_found() -> None:
         TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
 
 
-def test_there_is_no_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     known = modules()
     TopologicalSorter({m: imported(p.read_text(), set(known)) - {m} for m, p in known.items()}).prepare()
 

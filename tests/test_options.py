@@ -72,7 +72,7 @@ def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
         ("on_error", "Raise", "did you mean 'raise'"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_accepted(name: str, value: object, said: str) -> None:
+def test_the_error_for_a_wrong_value_names_the_accepted_ones(name: str, value: object, said: str) -> None:
     with pytest.raises(OptionError, match=said) as caught:
         make_options(**{name: value})
     assert f"option {name!r}" in str(caught.value)
@@ -106,7 +106,7 @@ def test_split_sends_each_key_to_its_owner() -> None:
     assert mode == "default"
 
 
-def test_no_option_of_ours_hides_one_of_inductor() -> None:
+def test_no_option_of_attn_pass_hides_one_of_inductor() -> None:
     from torch._inductor import list_options
 
     assert {*OPTION_NAMES, "mode"} & set(list_options()) <= {"numerics"}
@@ -192,6 +192,6 @@ def test_first_needs_targets() -> None:
         ("targets", "values", "single_key"),
     ],
 )
-def test_a_name_of_before_is_told_the_one_of_now(option: str, before: str, now: str) -> None:
+def test_the_error_for_an_old_name_gives_the_new_one(option: str, before: str, now: str) -> None:
     with pytest.raises(OptionError, match=f"{before}.*it is called '{now}' now"):
         attn_pass.explain(torch.cos, torch.zeros(1), attn_pass_options={option: (before,)})

@@ -206,7 +206,9 @@ def test_a_file_that_does_not_parse(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "cannot be imported: SyntaxError" in result.stderr
 
 
-def test_a_bad_choice_is_told_before_the_model_is_built(model_file: Path, called: list[dict[str, Any]]) -> None:
+def test_an_invalid_choice_is_an_error_before_the_model_is_built(
+    model_file: Path, called: list[dict[str, Any]]
+) -> None:
     result = run("explain", f"{model_file}:broken", "--choose", "fussed")
     assert result.exit_code == 2 and "did you mean 'fused'" in result.stderr
 
@@ -351,7 +353,7 @@ def test_compare_takes_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("[" * 100_000, "is not a report"),
     ],
 )
-def test_compare_says_what_is_no_report(content: str | None, sentence: str, tmp_path: Path) -> None:
+def test_compare_rejects_files_that_are_not_reports(content: str | None, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     if content is not None:
         path.write_text(content)

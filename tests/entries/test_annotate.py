@@ -87,7 +87,7 @@ def test_in_a_checkpoint() -> None:
     assert became(same(outer, *qkv(grad=True), grad=True)) == ["left", "sdpa"]
 
 
-def test_annotations_of_others_are_no_rules() -> None:
+def test_annotations_of_others_are_not_rules() -> None:
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with annotate({"stage": 1, "leave": "attn_pass"}):
             return plain(q, k, v)
@@ -95,7 +95,7 @@ def test_annotations_of_others_are_no_rules() -> None:
     assert became(same(theirs, *qkv())) == ["sdpa"]
 
 
-def test_a_name_that_is_no_target_is_an_error_of_the_user() -> None:
+def test_an_unknown_target_is_an_error_of_the_user() -> None:
     def misspelt(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with annotate({"attn_pass": "sdp"}):
             return plain(q, k, v)
@@ -130,7 +130,7 @@ ODD: tuple[Any, ...] = (3, True, 2.5, {}, {"sdpa": 1}, b"sdpa", ("sdpa", 3), "",
 
 
 @pytest.mark.parametrize("value", ODD, ids=repr)
-def test_an_annotation_that_names_no_target_is_told_in_words(value: Any) -> None:
+def test_the_error_for_an_annotation_without_a_target_is_a_sentence(value: Any) -> None:
     def odd(q: Tensor) -> Tensor:
         with annotate({"attn_pass": value}):
             return plain(q, q, q)
@@ -140,7 +140,7 @@ def test_an_annotation_that_names_no_target_is_told_in_words(value: Any) -> None
 
 
 @pytest.mark.parametrize("custom", [None, "x", [("attn_pass", "leave")]])
-def test_metadata_that_is_no_annotation_is_ignored(custom: Any) -> None:
+def test_metadata_that_is_not_an_annotation_is_ignored(custom: Any) -> None:
     gm = torch.fx.symbolic_trace(lambda q: (q @ q.mT).softmax(-1) @ q)
     for node in gm.graph.nodes:
         node.meta["custom"] = custom

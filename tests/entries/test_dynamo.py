@@ -89,7 +89,7 @@ def test_the_original_of_a_body_comes_back_too(monkeypatch: pytest.MonkeyPatch) 
     assert "and 1 more" in message
 
 
-def test_a_defect_of_ours_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_attn_pass_leaves_the_graph_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an engine has done before it fails is undone: in the root, in bodies, in attributes."""
     rewrite = toy.capped()
 
@@ -320,7 +320,7 @@ def test_a_wrapped_backend_that_fails_gets_the_original(monkeypatch: pytest.Monk
     assert len(report.left) == 1
 
 
-def test_a_request_to_skip_the_frame_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_skip_the_frame_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(monkeypatch, toy.capped())
 
     def skipping(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -119,7 +119,7 @@ def test_a_module_compiled_in_place_is_captured(monkeypatch: pytest.MonkeyPatch)
     assert len(attn_pass.explain(outer, ones()).sites) == 2
 
 
-def test_a_compiled_model_with_a_graph_break_is_captured_by_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_model_with_a_graph_break_is_captured_only_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the break the model runs as Python, where its own compiled code would take over."""
     toy.use(monkeypatch, toy.left())
     backend = CompileCounter()
@@ -191,7 +191,7 @@ def test_an_exported_program_is_explained_and_not_changed(monkeypatch: pytest.Mo
     assert program.graph_module.code == before and engine.programs == ["aoti"]
 
 
-def test_a_failing_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(monkeypatch, toy.left())
     with pytest.raises(attn_pass.CaptureError, match=r"(?s)Model could not be captured.*Check that it runs eagerly"):
         attn_pass.explain(Model(), torch.ones(2, 5))

@@ -142,7 +142,7 @@ def test_shield_configs_and_mode_reach_inductor(no_compile: list[dict[str, Any]]
         (3, "give a path that ends in .pt2"),
     ],
 )
-def test_a_path_that_cannot_be_written_is_told_before_the_compile(
+def test_a_path_that_cannot_be_written_is_an_error_before_the_compile(
     no_compile: list[dict[str, Any]], tmp_path: Path, path: Any, message: str
 ) -> None:
     (tmp_path / "folder.pt2").mkdir()
@@ -167,7 +167,7 @@ def test_a_path_that_cannot_be_written_is_told_before_the_compile(
         ),
     ],
 )
-def test_what_contradicts_is_told_before_the_compile(
+def test_contradictions_are_an_error_before_the_compile(
     no_compile: list[dict[str, Any]], kwargs: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -183,7 +183,7 @@ def test_what_contradicts_is_told_before_the_compile(
         ("program", None, {"dynamic_shapes": ({0: Dim("n")},)}, "is already exported"),
     ],
 )
-def test_what_is_no_model_with_inputs_is_refused(
+def test_anything_but_a_model_with_inputs_is_refused(
     no_compile: list[dict[str, Any]], model: Any, args: Any, kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(attn_pass.CaptureError, match=message):
@@ -322,7 +322,7 @@ def test_exported_modules_take_args_as_a_tree(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(module(above_six())["last"], capped(above_six()))
 
 
-def test_what_is_no_graph_is_refused() -> None:
+def test_anything_but_a_graph_is_refused() -> None:
     with pytest.raises(attn_pass.RewriteError, match=r"got Model; for a model use torch\.compile"):
         attn_pass.rewrite(Model())  # type: ignore[arg-type]
     with pytest.raises(attn_pass.OptionError, match="did you mean 'choose'"):

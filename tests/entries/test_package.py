@@ -44,7 +44,7 @@ def test_a_report_survives_json() -> None:
     assert type(again.sites[0].assumptions) is tuple and type(again.sites[0].shapes["query"]) is tuple
 
 
-def test_fields_of_another_version_are_no_obstacle() -> None:
+def test_fields_of_another_version_are_ignored() -> None:
     stored = report().to_dict()
     stored["sites"][0]["of a later version"] = 1
     del stored["sites"][0]["measured_us"]

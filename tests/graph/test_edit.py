@@ -98,7 +98,7 @@ def test_calls_of_numbers_alone_are_made_once_for_all_sites() -> None:
     assert replaced(sin, 0.0) == replaced(cos, -0.0) == both, "0.0 and -0.0 are equal, and not the same"
 
 
-def test_what_a_tensor_enters_is_shared_only_where_it_is_asked_for_and_nobody_writes_it() -> None:
+def test_a_value_of_a_tensor_is_shared_only_on_request_and_if_it_is_never_written() -> None:
     def program(x: Tensor) -> Tensor:
         y = x.exp()
         a = x.sin()
@@ -187,7 +187,7 @@ def test_one_symbolic_size_of_a_shape_needs_no_node() -> None:
         assert plan.shape([length, 0])[0] != -1, "beside a size of 0, -1 says nothing"
 
 
-def test_a_size_that_nobody_holds_is_an_error() -> None:
+def test_a_size_that_no_node_holds_is_an_error() -> None:
     gm, sin, _ = dynamic()
     plan = plan_for(gm, sin)
     with plan.running(), pytest.raises(ValueError, match="no node holds the size nobody"):
@@ -205,7 +205,7 @@ def test_steps_give_the_view() -> None:
     torch.testing.assert_close(gm(x)[0], x[:, 2:5].t().reshape(3, 1, 4).expand(3, 2, 4))
 
 
-def test_a_guard_that_fails_for_some_size_is_told() -> None:
+def test_a_guard_that_fails_for_some_size_is_reported() -> None:
     gm, sin, _ = dynamic()
     plan = plan_for(gm, sin)
     value = tensor_value(sin)
@@ -291,7 +291,7 @@ SEES = {
 
 
 @pytest.mark.parametrize("name", SEES)
-def test_whether_anybody_sees_the_strides(name: str) -> None:
+def test_whether_the_strides_can_be_observed(name: str) -> None:
     after, seen = SEES[name]
     gm = captured(lambda x: after(x.sin()), randn(3, 5))
     (sin,) = nodes_of(gm, "sin")

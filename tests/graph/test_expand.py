@@ -69,7 +69,7 @@ def test_kept_it_has_the_calls_name_users_and_value() -> None:
     torch.testing.assert_close(gm(x)[0], program(x))
 
 
-def test_of_several_results_only_what_somebody_takes() -> None:
+def test_of_several_results_only_the_used_ones() -> None:
     x = torch.randn(3, 5, 8)
 
     def chunks(x: Tensor, number: int, dim: int) -> list[Tensor]:

@@ -141,7 +141,7 @@ def test_leaving_a_block_restores_the_region_before_it() -> None:
         assert d.sdpa_backends == ("MATH",) and a.sdpa_backends is None
 
 
-def test_switches_that_are_no_blocks_prove_nothing_of_the_mode_before() -> None:
+def test_unpaired_switches_prove_nothing_about_the_earlier_mode() -> None:
     def f(x: torch.Tensor) -> Any:
         y = x + 1
         torch._C._set_grad_enabled(False)

@@ -233,7 +233,7 @@ def strided_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("function", [scores_twice, over_rows, other_maximum])
-def test_neighbours_are_left(function: Function, table: str) -> None:
+def test_look_alikes_are_left(function: Function, table: str) -> None:
     program = decomposed(function, TWO, None, table)
     assert not attn_pass.rewrite(program, choose="fused", on_error="raise").rewritten
     torch.testing.assert_close(program.module()(*TWO), function(*TWO))
@@ -247,14 +247,14 @@ def test_a_kernel_of_which_more_is_used_is_left() -> None:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_positions_with_a_step_are_not_taken_for_causal(table: str) -> None:
+def test_positions_with_a_step_are_not_read_as_causal(table: str) -> None:
     program = decomposed(strided_positions, TWO, None, table)
     (site,) = attn_pass.rewrite(program, choose="fused", on_error="raise").sites
     assert site.outcome == "rewritten" and "causal" not in site.mask
     same(program, strided_positions, TWO)
 
 
-def test_a_cuda_kernel_of_a_decomposed_program_is_told_of() -> None:
+def test_a_cuda_kernel_of_a_decomposed_program_is_reported() -> None:
     """It was chosen when the program was decomposed; on another device the graph can only be looked at."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -192,7 +192,7 @@ def test_a_worker_that_fails(worker: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[1, 2", b"null"])
-def test_a_torn_file_is_no_record(content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_a_record(content: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
     (tmp_path / "key.json").write_bytes(content)
     assert disk_cache.load("key") is None
@@ -233,14 +233,14 @@ def test_many_writers_leave_a_whole_record(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not wrong and [p.name for p in tmp_path.iterdir()] == ["key.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path / "file" / "below"))
     disk_cache.save("key", {})
     assert disk_cache.load("key") is None
 
 
-def test_no_home_folder_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_home_folder_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -75,7 +75,7 @@ FIELDS: tuple[tuple[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("name", "value"), FIELDS, ids=str)
-def test_a_report_of_other_types_is_told_before_it_is_shown(name: str, value: Any, tmp_path: Path) -> None:
+def test_a_report_of_other_types_is_an_error_before_it_is_shown(name: str, value: Any, tmp_path: Path) -> None:
     site = {"outcome": "left", "reason": "", name: value}
     path = package(tmp_path, {KEY: json.dumps({"seconds": 0.0, "graphs": 1, "sites": [site]})})
     with pytest.raises(PackageError, match="was not written by attn_pass"):
@@ -85,17 +85,17 @@ def test_a_report_of_other_types_is_told_before_it_is_shown(name: str, value: An
 @pytest.mark.parametrize(
     "told", [{"seconds": "x", "graphs": 1, "sites": []}, {"seconds": 0, "graphs": [], "sites": []}]
 )
-def test_totals_of_other_types_are_told(told: dict[str, Any], tmp_path: Path) -> None:
+def test_totals_of_other_types_are_an_error(told: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="was not written by attn_pass"):
         attn_pass.package_report(package(tmp_path, {KEY: json.dumps(told)}))
 
 
-def test_a_report_that_is_nested_without_end_is_told(tmp_path: Path) -> None:
+def test_a_report_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PackageError):
         attn_pass.package_report(package(tmp_path, {KEY: "[" * 100_000}))
 
 
-def test_a_damaged_archive_is_told(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_an_error(tmp_path: Path) -> None:
     path, name = tmp_path / "model.pt2", "model_metadata.json"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(name, json.dumps({KEY: "x" * 1000}))

@@ -72,7 +72,7 @@ def test_tensors_are_named_with_what_they_are() -> None:
     assert site.formula["keep"].startswith(f"{pad}[b, j]") and site.formula["else"] == "-1e+30"
 
 
-def test_a_soft_cap_and_dropout_are_told() -> None:
+def test_a_soft_cap_and_dropout_are_in_the_formula() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.dropout((30.0 * torch.tanh(q @ k.mT / 30.0)).softmax(-1), 0.25, True) @ v
 

@@ -199,7 +199,7 @@ def test_sizes_that_are_divisions_themselves() -> None:
     assert is_nonnegative(windows) and not is_nonnegative(windows - 1)
 
 
-def test_an_axis_of_one_element_is_no_index() -> None:
+def test_an_axis_of_one_element_is_not_an_index() -> None:
     assert axis_index(Axis("i", 1)) == 0
 
 

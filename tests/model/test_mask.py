@@ -69,7 +69,7 @@ def test_its_axes_are_those_of_bias_and_condition() -> None:
     assert FULL.axes() == {I, J} and Mask(bias=Load(0, (ROW,))).axes() == {I}
 
 
-def test_by_distance_is_told_where_the_structure_is_not_all() -> None:
+def test_by_distance_is_named_if_the_structure_is_not_all() -> None:
     assert str(FULL) == "causal and padding, by distance"
     assert str(Mask(structure=Structure(KEY, ROW, (Band(None, 0),)), by_distance=FULL.by_distance)) == "causal"
 

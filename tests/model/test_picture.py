@@ -153,7 +153,7 @@ def test_a_mask_that_differs_between_heads_says_which_is_shown() -> None:
     assert picture.remark == "of the first batch entry and head"
 
 
-def test_nobody_draws_who_does_not_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_pass.rewriting import record
 
     monkeypatch.setattr(record, "picture_of", lambda *_: pytest.fail("a picture that nobody asked for"))

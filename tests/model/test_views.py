@@ -130,7 +130,7 @@ def test_heads_last() -> None:
     assert steps == (Reshape((2, 5, 3, 4)), Permute((0, 2, 1, 3)))
 
 
-def test_nothing_to_do_is_no_step() -> None:
+def test_nothing_to_do_gives_no_step() -> None:
     (b, bi), (h, hi), (i, ii), (d, di) = axis("b", 2), axis("h", 3), axis("i", 5), axis("d", 4)
     assert agree((2, 3, 5, 4), (bi, hi, ii, di), ((b,), (h,), (i,), (d,))) == ()
 

@@ -127,7 +127,7 @@ def test_factors_of_rows_are_applied_in_their_order() -> None:
     same(_small_then_large, *qkv(1, 2, 4, 6, dtype=torch.float16), rewritten=1, choose="fused", reference=False)
 
 
-def test_rows_set_to_zero_that_were_divided_by_zero_are_no_factor() -> None:
+def test_rows_set_to_zero_after_division_by_zero_are_not_a_factor() -> None:
     same(_zero_where_zero, *qkv(1, 2, 4, 6), rewritten=0, choose="fused", reference=False)
 
 
@@ -143,7 +143,7 @@ def test_a_guard_may_ask_either_way(zeroes: bool) -> None:
     assert any("guard against NaN" in a for a in report.sites[0].assumptions)
 
 
-def test_dropout_of_weights_that_nobody_takes_draws_its_numbers() -> None:
+def test_dropout_of_unused_weights_still_draws_random_numbers() -> None:
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             w = torch.softmax(q @ k.mT, -1)

@@ -118,7 +118,7 @@ def test_a_mask_that_depends_on_the_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_half_precision_and_lengths_that_are_no_multiple_of_a_block(dtype: torch.dtype) -> None:
+def test_half_precision_and_lengths_that_are_not_multiples_of_a_block(dtype: torch.dtype) -> None:
     inputs = qkv(2, 4, 37, 53, kv_heads=1, value_dim=24, dtype=dtype)
     site_of(flex(blocks(causal, 37, 53)), *inputs, targets=("cpu_kernel",))
     site_of(made_inside(causal), *inputs, targets=("cpu_kernel",))
@@ -203,7 +203,7 @@ def test_stock_inductor_takes_such_lists_the_same_way() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_lists_made_from_another_mask_are_no_proof() -> None:
+def test_lists_made_from_another_mask_prove_nothing() -> None:
     """A mask of one head for all of them, and one that is another function."""
 
     def by_head(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -605,7 +605,7 @@ def test_a_scale_that_is_a_symbol_of_one_value_is_a_number() -> None:
     assert ", 0.25)" in call
 
 
-def test_the_call_is_no_kernel_whose_mask_a_target_may_keep() -> None:
+def test_the_calls_kernel_is_not_one_whose_mask_a_target_may_keep() -> None:
     h100 = registry.by_name("H100")
     assert Setting(h100, "compile", kernel_as_written="flash").fused_as_written
     assert not Setting(h100, "compile", kernel_as_written=FLEX).fused_as_written

@@ -443,7 +443,7 @@ def test_heads_in_any_order(order: tuple[int, ...]) -> None:
     same(program, *qkv(heads=3), rewritten=1)
 
 
-def test_views_of_one_tensor_are_no_copy() -> None:
+def test_views_of_one_tensor_are_not_copied() -> None:
     class Module(torch.nn.Module):
         def forward(self, *given: Tensor) -> Tensor:
             return heads_stacked(*given)

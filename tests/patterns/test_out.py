@@ -158,7 +158,7 @@ def test_a_result_may_be_an_input() -> None:
     same(run, *inputs(), torch.zeros(8, 5, 16), rewritten=1)
 
 
-def test_a_result_may_be_an_input_that_nobody_reads() -> None:
+def test_a_result_may_be_an_unused_input() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
         return torch.bmm((q @ k.mT).softmax(-1), v, out=cache) * 2
 
@@ -255,11 +255,11 @@ def test_scores_that_others_see_are_left(attend: Attend) -> None:
 
 
 @pytest.mark.parametrize("attend", [overwritten_before_the_softmax, read_before_it_is_written])
-def test_other_numbers_in_the_buffer_are_no_scores(attend: Attend) -> None:
+def test_other_numbers_in_the_buffer_are_not_scores(attend: Attend) -> None:
     same(attend, *inputs(), rewritten=0, reference=False)
 
 
-def test_scores_seen_transposed_are_not_taken_for_the_scores() -> None:
+def test_transposed_scores_are_not_read_as_the_scores() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = of_scores(q, k)
         transposed = scores.mT

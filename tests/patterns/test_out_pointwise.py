@@ -183,7 +183,7 @@ def weights_for_the_caller(q: Tensor, k: Tensor, v: Tensor, room: Tensor) -> Ten
         a_tensor_seen_whole,
     ],
 )
-def test_neighbours_are_left(attend: Attend) -> None:
+def test_look_alikes_are_left(attend: Attend) -> None:
     same(attend, *qkv(q_len=7, kv_len=7), rewritten=0)
 
 

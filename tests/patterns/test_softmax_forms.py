@@ -211,7 +211,7 @@ def test_left(row: tuple[Weights, tuple[Any, ...]]) -> None:
     same(attend(weights), *inputs(), *rest, rewritten=0)
 
 
-def test_a_number_that_the_product_adds_is_no_shift_of_softmax_one() -> None:
+def test_a_number_that_the_product_adds_is_not_a_shift_of_softmax_one() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = torch.baddbmm(torch.full((8, 8), 2.0, dtype=q.dtype), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.25)
         return softmax_one(s) @ v.flatten(0, 1)

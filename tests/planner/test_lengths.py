@@ -129,7 +129,7 @@ def test_the_ends_are_those_of_the_rows_whatever_they_are_of_the_length(rows: An
     assert told in site.reason
 
 
-def test_a_form_that_holds_for_some_sizes_only_is_no_internal_error() -> None:
+def test_a_form_that_holds_for_some_sizes_only_is_not_an_internal_error() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q[:, :, ::2].contiguous(), k, v)
 

@@ -105,7 +105,7 @@ def test_the_report_says_which_margin_held() -> None:
     assert "more than the 1.25x that is required" in site.reason and "was not measured" in site.reason
 
 
-def test_a_gain_that_is_not_enough_is_told_with_its_margin() -> None:
+def test_an_insufficient_gain_is_reported_with_its_margin() -> None:
     """In a long prefill the copies of keys and values are little beside the kernel."""
     site = decided(repeated, "H200", 4, 32, 8, 8192, 8192, 128)
     best = min(us for name, us in site.predicted_us.items() if name != "leave")

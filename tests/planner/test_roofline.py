@@ -77,7 +77,7 @@ def test_a_mask_that_the_kernel_is_not_given_is_not_moved() -> None:
     assert site.roofline["leave"]["bytes"] == operands + scores + 4 * S * S
 
 
-def test_a_window_that_a_gpu_kernel_is_told_is_not_moved_either() -> None:
+def test_a_window_argument_of_a_gpu_kernel_moves_no_mask_either() -> None:
     half = [torch.randn(B, H, S, D).half()] * 3
     options = {"choose": "fused", "targets": ("flash",), "device": "H200"}
     (site,) = attn_pass.explain(causal, *half, attn_pass_options=options).sites

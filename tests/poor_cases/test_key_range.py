@@ -85,7 +85,7 @@ def test_one_key_is_its_value(shape: dict[str, int]) -> None:
     assert report.sites[0].target == "single_key"
 
 
-def test_one_key_with_a_mask_a_gradient_or_strictness_is_no_value() -> None:
+def test_one_key_with_a_mask_a_gradient_or_strictness_is_not_the_value() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return torch.softmax((q @ k.transpose(-1, -2)).masked_fill(m, NEG_INF), -1) @ v
 

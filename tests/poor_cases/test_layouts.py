@@ -113,7 +113,9 @@ COPIED: dict[str, Callable[[Way], Program]] = {
 @training
 @ways
 @table(COPIED)
-def test_operands_are_not_copied_and_nobody_can_tell(row: Callable[[Way], Program], way: Way, grad: bool) -> None:
+def test_operands_are_not_copied_and_the_layout_is_equivalent(
+    row: Callable[[Way], Program], way: Way, grad: bool
+) -> None:
     program = row(way)
     inputs = [randn(B, n, H, D, grad=grad, seed=s) for s, n in enumerate((L, S, S), 1)]
     told(same(program, *inputs, grad=grad))
@@ -252,11 +254,13 @@ MASKS_A_ROW: dict[str, Any] = {
 @training
 @ways
 @table(SEEN_BY_NO_KEY)
-def test_a_constant_that_no_softmax_sees_is_no_mask(row: Callable[[], Tensor], way: Program, grad: bool) -> None:
+def test_a_constant_that_cancels_in_a_softmax_is_not_a_mask(
+    row: Callable[[], Tensor], way: Program, grad: bool
+) -> None:
     told(same(lambda q, k, v: way(q, k, v, row()), *operands(grad=grad), grad=grad), "none")
 
 
-def test_a_floating_number_for_each_query_is_no_mask() -> None:
+def test_a_floating_number_for_each_query_is_not_a_mask() -> None:
     told(same(lambda q, k, v: hand(q, k, v, torch.arange(float(L))[:, None]), *operands()), "none")
 
 

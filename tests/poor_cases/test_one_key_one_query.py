@@ -79,7 +79,7 @@ def test_a_mask_may_hide_the_one_key(row: Tensor, way: Program, grad: bool) -> N
 
 
 @ways
-def test_a_hidden_key_is_no_value(way: Program) -> None:
+def test_a_masked_key_is_not_the_value(way: Program) -> None:
     torch._dynamo.reset()
     run = torch.compile(way, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"))
     out = run(*operands(L, 1), HIDING["a condition of each batch row"])

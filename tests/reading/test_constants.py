@@ -76,7 +76,7 @@ def test_exported_programs(persistent: bool) -> None:
     torch.testing.assert_close(program.module()(*inputs), model(*inputs))
 
 
-def test_a_buffer_the_program_writes_is_no_fact() -> None:
+def test_the_values_of_a_written_buffer_are_not_relied_on() -> None:
     class Writing(Masked):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.mask[0] = True
@@ -105,7 +105,7 @@ def test_every_site_tells_its_own_assumption() -> None:
     assert told == [[f"buffer {n}.mask keeps the values it has now"] for n in ("first", "second")] + [[]]
 
 
-def test_a_shared_buffer_is_told_at_each_site() -> None:
+def test_a_shared_buffer_is_reported_at_each_site() -> None:
     class Twice(Masked):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return super().forward(super().forward(q, k, v), k, v)

@@ -66,7 +66,7 @@ def test_what_each_axis_is_for() -> None:
     assert (a.keys.size, a.dim.size) == (5, 6) and a.scale == 1.0 and a.modified == Dot()
 
 
-def test_heads_folded_into_the_batch_are_told_apart_where_a_view_does() -> None:
+def test_heads_folded_into_the_batch_are_separated_by_a_view() -> None:
     def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.reshape(6, *x.shape[2:]) for x in (q, k, v))
         return (torch.bmm(q, k.mT).softmax(-1) @ v).view(2, 3, 4, 6)
@@ -112,7 +112,7 @@ def test_operands_are_followed_back_to_what_the_program_was_given() -> None:
     assert [n.name for n in copy.all_input_nodes] == ["contiguous"]
 
 
-def test_an_operand_that_is_no_view_of_what_it_was_made_of_is_taken_less_far_back() -> None:
+def test_an_operand_that_is_not_a_view_of_its_source_is_traced_back_less_far() -> None:
     found, _ = described(lambda q, k, v: plain(q, k * k.sum(-1, keepdim=True), v), *qkv())
     assert source_names(found)["key"] == "mul", "a factor that differs from key to key"
     found, _ = described(lambda q, k, v: plain(q * q.sum(-1, keepdim=True), k, v), *qkv())
@@ -172,7 +172,7 @@ def test_a_mask_is_read_where_it_lies() -> None:
     assert load.index == tuple(axis_index(x) for x in (a.keys, a.rows[0])), "keys first, as it lies in memory"
 
 
-def test_a_mask_that_is_no_view_of_what_it_was_made_of_is_read_as_it_was_written() -> None:
+def test_a_mask_that_is_not_a_view_of_its_source_is_loaded_as_written() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         folded = m.reshape(-1)[2:22].reshape(4, 5)
         return ((q @ k.mT) + folded).softmax(-1) @ v
@@ -188,7 +188,7 @@ def test_a_mask_that_is_no_view_of_what_it_was_made_of_is_read_as_it_was_written
     assert whole.nodes[load.source].name == "l_m_"
 
 
-def test_scores_that_are_no_scaled_product_are_a_function_of_it() -> None:
+def test_scores_that_are_not_a_scaled_product_are_a_function_of_it() -> None:
     a = description(lambda q, k, v: (20 * torch.tanh(q @ k.mT / 20)).softmax(-1) @ v, *qkv())
     assert "soft cap" in a.not_affine and a.scale == 1.0
     assert a.modified == apply("mul", Const(20), apply("tanh", apply("div", Dot(), Const(20))))

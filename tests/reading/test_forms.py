@@ -368,7 +368,7 @@ def test_causal_calls_are_aligned_top_left(q_len: int, kv_len: int) -> None:
 
 
 @pytest.mark.parametrize("bias", ["constant", "row"])
-def test_what_is_the_same_for_every_key_is_no_mask(bias: str) -> None:
+def test_a_term_that_is_the_same_for_every_key_is_not_a_mask(bias: str) -> None:
     """A softmax does not see what is added to a whole row."""
     rows = torch.arange(6)[:, None] * 2 if bias == "row" else 1.5
     (meaning,) = check(lambda q, k, v: attend(q @ k.mT + rows, v), square(), "export")

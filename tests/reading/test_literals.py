@@ -53,7 +53,7 @@ def test_exported(function: Callable[..., Tensor], decompose: bool) -> None:
     torch.testing.assert_close(program.module()(*inputs), function(*inputs), atol=1e-5, rtol=1e-5)
 
 
-def test_a_literal_of_several_elements_is_written_by_nobody() -> None:
+def test_a_literal_of_several_elements_is_never_written() -> None:
     """Torch.export copies and detaches it in place; the inputs are other memory."""
     program = Program(lambda q, k, v: torch.softmax(q @ k.mT * torch.tensor([0.1, 0.2])[:, None, None], -1) @ v)
     inputs = qkv(2, 2, 8, 8)

@@ -255,7 +255,7 @@ def test_a_guard_against_nan_of_a_mask_that_is_turned_in_one_of_two_forms() -> N
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_numbers_below_half_of_float16_that_are_no_mask(grad: bool) -> None:
+def test_numbers_below_half_of_float16_that_do_not_mask(grad: bool) -> None:
     """In a row of nothing else the highest counts alone in float16."""
     added = torch.linspace(-60000, -40000, 64, dtype=torch.float16).view(8, 8)
     inputs = qkv(dtype=torch.float16, grad=grad)

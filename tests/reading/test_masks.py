@@ -390,7 +390,7 @@ def test_what_depends_on_values_is_never_assumed(case: str) -> None:
         assert str(a.mask) == name and not a.mask.structure.is_exact and not a.mask.never_empty and not a.is_causal
 
 
-def test_a_buffer_is_no_fact() -> None:
+def test_a_buffers_values_are_not_relied_on() -> None:
     """A registered triangle may be filled with anything before the next call."""
 
     class Model(torch.nn.Module):

@@ -206,7 +206,7 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("program", NEIGHBOURS)
-def test_neighbours_mean_something_else(program: Program) -> None:
+def test_look_alikes_mean_something_else(program: Program) -> None:
     same(program, *inputs(NEIGHBOURS[program]), rewritten=0, reference=False)
 
 
@@ -215,7 +215,7 @@ def test_a_product_that_is_used_again_stays_beside_the_kernel() -> None:
     assert site.reason.endswith("the attention weights are also used by amax, and stay")
 
 
-def test_a_layer_before_a_softmax_is_no_product_of_queries_and_keys() -> None:
+def test_a_layer_before_a_softmax_is_not_a_product_of_queries_and_keys() -> None:
     def router(x: Tensor, weight: Tensor, experts: Tensor) -> Tensor:
         return F.linear(x, weight).softmax(-1) @ experts
 

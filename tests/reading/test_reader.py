@@ -140,7 +140,7 @@ def test_what_is_not_is_loaded_from_as_far_back_as_it_is_known(name: str) -> Non
     assert {reader.source_nodes[x.source].name for x in loads(found)} == expected
 
 
-def test_trunc_is_no_floor() -> None:
+def test_trunc_is_not_floor() -> None:
     found, reader = element(lambda x: torch.div(x, 0.5, rounding_mode="trunc"), randn(4, 4))
     assert isinstance(found, Load) and reader.source_nodes[found.source].name != "l_x_"
 

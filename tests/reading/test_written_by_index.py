@@ -301,12 +301,12 @@ LEFT = [
 
 
 @pytest.mark.parametrize("change", [*LEFT, by_their_own_values])
-def test_neighbours_are_no_masked_scores(change: Change) -> None:
+def test_look_alikes_are_not_masked_scores(change: Change) -> None:
     same(attention(change), *inputs(), rewritten=0, targets=("sdpa",), reference=False)
 
 
 @pytest.mark.parametrize("change", [*TWO_PLACES, another_place, another_row, one_row, some_rows, accumulated])
-def test_neighbours_are_left_where_they_are_decomposed(change: Change) -> None:
+def test_look_alikes_are_left_in_decomposed_programs(change: Change) -> None:
     assert not rewritten_export(change, True).rewritten
 
 

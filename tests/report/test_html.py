@@ -116,7 +116,7 @@ def test_a_page_is_well_formed_and_loads_nothing(collected: tuple[Report, Collec
         assert "url(" not in text.replace("url(#hatch)", "") and "@import" not in text
 
 
-def test_the_browser_is_told_to_run_the_pages_own_script_alone(collected: tuple[Report, Collection]) -> None:
+def test_the_page_allows_only_its_own_script(collected: tuple[Report, Collection]) -> None:
     found = Page(page(collected[0], collected[1].graphs))
     policy = next(a["content"] for t, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
     digest = base64.b64encode(hashlib.sha256(found.inside["script"].encode()).digest()).decode()

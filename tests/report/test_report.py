@@ -131,7 +131,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
     }
 
 
-def test_what_is_no_number_is_told_as_text() -> None:
+def test_values_that_are_not_numbers_become_text() -> None:
     told = site(shapes={"query": (torch.Size([2]),)}, dtype=torch.float32, device=torch.device("cpu")).to_dict()
     assert told["shapes"] == {"query": [[2]]} and (told["dtype"], told["device"]) == ("torch.float32", "cpu")
 
@@ -155,7 +155,7 @@ def test_equal_layers_are_one_row_and_stay_separate_sites() -> None:
 @pytest.mark.parametrize(
     "changes", [{"where": "other.py:1 in f"}, {"reason": "another"}, {"count": 3}, {"module": "head.attn"}]
 )
-def test_rows_that_differ_in_more_than_the_layer_are_told_apart(changes: dict[str, Any]) -> None:
+def test_rows_that_differ_in_more_than_the_layer_are_separate(changes: dict[str, Any]) -> None:
     assert "x2" not in str(Report([site(), site(1, **changes)]))
 
 

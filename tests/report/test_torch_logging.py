@@ -76,7 +76,7 @@ def test_torch_logs_takes_our_name(tmp_path: Path) -> None:
     assert "program.py:5 in forward: cudnn: there is no such kernel" in more and "predicted us: " in more
 
 
-def test_nothing_is_told_unasked(tmp_path: Path) -> None:
+def test_nothing_is_logged_by_default(tmp_path: Path) -> None:
     assert "attn_pass" not in ran(tmp_path)
 
 

@@ -156,7 +156,7 @@ def test_numbers_that_absorb_a_score_of_float64(numbers: Tensor | float) -> None
 
 @pytest.mark.parametrize("told", [torch.float32, None])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_a_softmax_that_is_told_its_type_of_float64_scores(dtype: torch.dtype, told: torch.dtype | None) -> None:
+def test_a_softmax_of_float64_scores_with_a_dtype_argument(dtype: torch.dtype, told: torch.dtype | None) -> None:
     """-1e9 absorbs a score once it is rounded to float32, and none in float64."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_functions_of_float64_scores_with_a_mask_inside(name: str) -> None:
 
 
 @pytest.mark.parametrize("fill", [LOWEST, -1e9])
-def test_a_softmax_that_is_told_float32(fill: float) -> None:
+def test_a_softmax_with_dtype_float32(fill: float) -> None:
     """The mask is float16's own there, and -1e9 is -inf in it."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ HIDING: dict[str, tuple[Callable[..., Tensor], bool, bool]] = {
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", [n for n in HIDING if FLEX_ON_CPU or n != "a score function"])
-def test_a_masked_key_that_is_no_number(name: str, value: float) -> None:
+def test_a_masked_key_that_is_nan(name: str, value: float) -> None:
     """It is eager's result, or an assumption that "strict" does not make; an added mask hides it in neither."""
     scores, eager_hides, pass_hides = HIDING[name]
     q, k, v = (randn(1, 2, 80, 16, seed=seed) for seed in (1, 2, 3))

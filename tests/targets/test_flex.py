@@ -210,7 +210,7 @@ def test_an_exported_mask_of_unknown_size() -> None:
         torch.testing.assert_close(program.module()(*inputs), model(*inputs), atol=1e-5, rtol=1e-5)
 
 
-def test_it_is_not_chosen_by_cost_where_nobody_compiles_it() -> None:
+def test_it_is_not_chosen_by_cost_where_it_is_not_compiled() -> None:
     assert same(causal, *qkv(q_len=512, kv_len=512), rewritten=0, choose="cheapest").sites[0].predicted_us["flex"]
 
 

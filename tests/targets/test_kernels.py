@@ -73,7 +73,7 @@ def test_limits(row: tuple[bool, dict[str, Any], str]) -> None:
     assert reason in found.reason
 
 
-def test_a_device_nobody_asked_for_by_name_has_no_rules() -> None:
+def test_a_device_that_was_not_requested_by_name_has_no_rules() -> None:
     from attn_pass.devices.registry import device_for
 
     assert device_for(torch.device("cuda")).kernels == ()

@@ -47,7 +47,7 @@ def told() -> dict[str, Any]:
     return dict(finding)
 
 
-def test_what_was_measured_is_what_the_device_is_taken_for_until_it_is_forgotten(
+def test_a_calibration_replaces_the_built_in_rates_until_it_is_discarded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _reading(monkeypatch, spread=0.05)
@@ -80,7 +80,7 @@ def test_the_doctor_says_when_and_for_which_versions(monkeypatch: pytest.MonkeyP
     assert f"torch {torch.__version__}" in told()["note"] and "5% apart" in told()["note"]
 
 
-def test_json_has_every_constant_with_what_it_was_taken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_has_every_constant_with_its_built_in_value(monkeypatch: pytest.MonkeyPatch) -> None:
     _reading(monkeypatch, spread=0.6)
     result = run("--json")
     found = json.loads(result.stdout)

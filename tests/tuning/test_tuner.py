@@ -120,7 +120,7 @@ def test_a_dynamic_site_is_measured_at_its_hints(monkeypatch: pytest.MonkeyPatch
         ({}, False),
     ],
 )
-def test_max_autotune_tunes_unless_told_not_to(
+def test_max_autotune_tunes_unless_tune_is_false(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], tuned: bool
 ) -> None:
     seen: list[attn_pass.Options] = []
@@ -153,7 +153,7 @@ class Masked(torch.nn.Module):
         return (q @ k.mT).masked_fill(~self.mask, float("-inf")).softmax(-1) @ v
 
 
-def test_the_worker_is_told_the_buffers_that_are_known() -> None:
+def test_the_worker_gets_the_known_buffers() -> None:
     with torch.no_grad():
         site = site_of(Masked(200), *qkv(2, 4, 200, 200, 32), assume_constant_buffers=True)
     assert site.mask == "causal" and {"leave", "sdpa"} <= site.measured_us.keys(), site.reason

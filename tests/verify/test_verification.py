@@ -247,7 +247,7 @@ def test_a_long_dynamic_site_is_verified_at_shorter_lengths() -> None:
     assert site.outcome == "rewritten" and site.verified_error is not None
 
 
-def test_many_scores_in_short_rows_are_told() -> None:
+def test_many_scores_in_short_rows_are_reported_as_not_verified() -> None:
     site = site_of(plain, *qkv(4096, 4, 30, 30, 4))
     assert site.outcome == "rewritten" and site.verified_error is None
     assert site.not_verified == "its scores are many and its lengths short"

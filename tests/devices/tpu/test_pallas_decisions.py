@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
-def test_what_is_refused_is_told_why(name: str) -> None:
+def test_every_refusal_has_its_reason(name: str) -> None:
     program, shape, options, flash, splash = REFUSED[name]
     site = decided(program, "v6e", shape, **options)
     for name, reason in (("pallas_flash", flash), ("pallas_splash", splash)):
