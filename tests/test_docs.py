@@ -138,7 +138,7 @@ def _without_code_generation(
     return compiled
 
 
-def test_what_is_not_run_is_said() -> None:
+def test_blocks_that_are_not_run_have_a_reason() -> None:
     unrun = [block for page in pages() for block in blocks(page) if block.not_run]
     print(*(f"{block.where}: {block.not_run}" for block in unrun), sep="\n")
     ran = [b for page in pages() for b in blocks(page) if b.language in ("python", "bash") and not b.not_run]

@@ -112,7 +112,7 @@ class Unlowerable(Sdpa):
         return plan.call(UNLOWERABLE, super().emit(plan, nodes, offer, setting))
 
 
-def test_what_inductor_cannot_lower_compiles_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_compiles_if_inductor_cannot_lower_the_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     targets = (Unlowerable(),)
     monkeypatch.setattr(choose_module, "all_targets", lambda: targets)
     monkeypatch.setattr(overrides, "all_targets", lambda: targets)
@@ -276,7 +276,7 @@ def test_a_product_made_without_gradients_keeps_none() -> None:
     assert v.grad is not None and not (q.grad is not None and q.grad.abs().max() > 0)
 
 
-def test_weights_nobody_takes_are_not_asked_for() -> None:
+def test_unused_weights_are_not_requested() -> None:
     layer = nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.1).eval()
     x = torch.randn(2, 5, 16)
     layer.requires_grad_(False)

@@ -115,7 +115,7 @@ def task(name: str) -> Task:
 
 
 @pytest.mark.slow
-def test_what_a_process_said_before_it_died_is_kept(tmp_path: Path) -> None:
+def test_the_output_of_a_process_that_died_is_kept(tmp_path: Path) -> None:
     told = [[(row["stage"], row["status"]) for row in in_child(task(name), 120)] for name in ("dies", "fails")]
     assert told == [
         [("export", "ok"), ("after export", "died")],

@@ -210,7 +210,7 @@ def test_views_move_nothing_and_operators_what_they_read_and_write() -> None:
     assert counted.read == counted.written == 128
 
 
-def test_traffic_is_nearly_all_gone_when_fused() -> None:
+def test_traffic_nearly_disappears_when_fused() -> None:
     shape = (1, 2, 256, 64)
     unfused, fused = sum(traffic.unfused_model(*shape)), sum(traffic.fused_model(*shape))
     assert fused == 4 * 2 * 256 * 64 * 2
@@ -223,7 +223,7 @@ def test_traffic_is_nearly_all_gone_when_fused() -> None:
 
 
 @pytest.mark.parametrize("name", ["overlap", "tiles"])
-def test_what_cannot_be_measured_here_is_shown_of_the_committed_run(name: str) -> None:
+def test_parts_that_cannot_be_measured_here_show_the_committed_run(name: str) -> None:
     table = s1.of_jax(name)
     assert table.title.startswith("S1, XLA: ") and table.cells()[1]
     if find_spec("libtpu") is None and find_spec("torch_xla") is None:

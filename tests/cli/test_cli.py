@@ -122,7 +122,7 @@ def test_explain_json(model_file: Path, called: list[dict[str, Any]]) -> None:
     assert told["sites"][0]["reason"] == "a reason"
 
 
-def test_what_is_asked_reaches_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
+def test_the_options_reach_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
     asked = ("--choose", "fused", "--device", "H200", "--dynamic", "--aot")
     assert run("explain", f"{model_file}:build", *asked).exit_code == 0
     options = {"choose": "fused", "device": "H200"}
@@ -266,20 +266,20 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("option", ["--training", "--dynamic", "--aot"])
-def test_what_an_exported_program_cannot_be_asked_is_said(option: str, model_file: Path) -> None:
+def test_options_that_an_exported_program_cannot_take_are_an_error(option: str, model_file: Path) -> None:
     assert run("explain", f"{model_file}:exported").exit_code == 0
     result = run("explain", f"{model_file}:exported", option)
     assert result.exit_code == 2 and "leave out --" in result.stderr and "already exported" in result.stderr
 
 
 @pytest.mark.parametrize("option", [["--device", "H200"], ["--choose", "x"], ["--training"], ["--dynamic"], ["--aot"]])
-def test_what_a_package_cannot_be_asked_is_said(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_a_package_cannot_take_are_an_error(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attn_pass, "package_report", lambda path: Report())
     result = run("explain", "model.pt2", *option)
     assert result.exit_code == 2 and f"leave out {option[0]}" in result.stderr and result.stdout == ""
 
 
-def test_a_page_that_cannot_be_written_is_said_before_a_model_is_built(model_file: Path, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error_before_a_model_is_built(model_file: Path, tmp_path: Path) -> None:
     result = run("explain", f"{model_file}:broken", "--html", str(tmp_path / "nowhere" / "out.html"))
     assert result.exit_code == 2 and "there is no folder" in result.stderr and "no weights" not in result.stderr
     result = run("explain", f"{model_file}:build", "--html", str(tmp_path))

@@ -134,7 +134,7 @@ def test_a_gpu_that_is_here_has_the_kernels_this_torch_has() -> None:
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_is_switched_off_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_are_switched_off_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

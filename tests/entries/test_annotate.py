@@ -170,7 +170,7 @@ class Opaque(torch.nn.Module):
         ("sdpa", {"*": "leave"}, "sdpa"),
     ],
 )
-def test_an_opaque_call_is_asked_too(value: Any, rules: dict[str, str], outcome: str) -> None:
+def test_an_annotation_applies_to_an_opaque_call(value: Any, rules: dict[str, str], outcome: str) -> None:
     with torch.no_grad():
         report = attn_pass.explain(Opaque(value).eval(), torch.randn(2, 5, 16), attn_pass_options={"rules": rules})
     assert became(report) == [outcome]

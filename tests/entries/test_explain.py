@@ -211,7 +211,7 @@ def disabled(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
-def test_an_error_the_engine_is_asked_to_raise_arrives_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_on_error_raise_the_engines_error_is_raised_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(gm: torch.fx.GraphModule, **kwargs: Any) -> bool:
         raise attn_pass.RewriteError("the reading failed")
 

@@ -111,7 +111,7 @@ def test_identity_is_stable_and_survives_copies() -> None:
     assert Shield().uuid() != Unshield().uuid()
 
 
-def test_patches_keep_what_others_put_there_and_add_the_shield_once() -> None:
+def test_patches_keep_other_passes_and_add_the_shield_once() -> None:
     def theirs(graph: torch.fx.Graph) -> None: ...
 
     once = shield_patches({"joint_custom_pre_pass": theirs, "joint_custom_post_pass": [theirs]})

@@ -110,7 +110,7 @@ def graph_after(program: Program, *inputs: Any) -> tuple[str, str, attn_pass.Rep
     return seen[0], seen[1], report
 
 
-def test_the_call_is_gone_where_it_was_read_and_stays_where_not() -> None:
+def test_the_call_is_removed_if_it_was_read_and_stays_otherwise() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         a, b = heads_apart(torch.cat([q, k], -1).flatten(1, 2), 2)
         return softmax(scaled(q) @ k.mT) @ v, softmax(v), a, b.sum()
@@ -262,7 +262,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", [*LEFT, "one thing twice"])
-def test_what_does_more_than_compute_is_not_put_in_pieces(name: str) -> None:
+def test_functions_with_side_effects_are_not_expanded(name: str) -> None:
     """Nor is anything changed by trying."""
     function = LEFT.get(name, one_thing_twice)
 
@@ -278,7 +278,7 @@ def test_what_does_more_than_compute_is_not_put_in_pieces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_does_more_than_compute_is_left(name: str) -> None:
+def test_functions_with_side_effects_are_left(name: str) -> None:
     """On the scores: nothing is read through it, and the program is what it was."""
     function = LEFT[name]
 

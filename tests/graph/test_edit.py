@@ -119,7 +119,7 @@ def test_a_value_of_a_tensor_is_shared_only_on_request_and_if_it_is_never_writte
 # ---------------------------------------------------------------- sizes
 
 
-def test_a_size_is_not_taken_from_a_node_that_is_gone() -> None:
+def test_a_size_is_not_read_from_an_erased_node() -> None:
     a, b = (torch.export.Dim(name, min=2, max=99) for name in "ab")
     program = torch.export.export(Joined(), (randn(3), randn(5)), dynamic_shapes=({0: a}, {0: b}))
     gm = program.graph_module

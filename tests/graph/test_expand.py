@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_another_thing_is_refused_and_leaves_nothing(name: str) -> None:
+def test_other_computations_are_refused_without_a_trace(name: str) -> None:
     function, why = REFUSED[name]
     gm, before, expanded = taken(program, "softmax", function, torch.randn(3, 5, 8))
     with pytest.raises(CannotExpand, match=why):
@@ -159,7 +159,7 @@ def broadcast(x: Tensor, dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [decided, swallowed, broadcast])
-def test_what_rests_on_a_size_is_refused_and_adds_no_guard(
+def test_dependence_on_a_size_is_refused_and_adds_no_guard(
     function: Callable[..., Any], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither a guard nor a specialised size may be left behind by a trial that comes to nothing, nor a log."""

@@ -107,7 +107,7 @@ SHIELDED = [(name, False) for name in PROGRAMS] + [(name, True) for name in TRAI
 
 
 @pytest.mark.parametrize(("name", "grad"), SHIELDED)
-def test_the_shield_stops_what_stock_does_to_it(
+def test_the_shield_stops_inductors_patterns(
     name: str,
     grad: bool,
     monkeypatch: pytest.MonkeyPatch,

@@ -152,7 +152,7 @@ def test_divided_twice(index: Index, divisor: Index, again: Index) -> None:
 
 @property_test
 @given(comparable())
-def test_what_is_proved_holds(pair: tuple[Index, Index]) -> None:
+def test_proven_facts_hold(pair: tuple[Index, Index]) -> None:
     left, right = pair
     proved = is_nonnegative(left), is_less(left, right), is_at_most(left, right)
     if any(proved):

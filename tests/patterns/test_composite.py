@@ -200,7 +200,7 @@ STAYS: dict[str, tuple[Call, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", STAYS)
-def test_a_call_that_stays_is_the_call_it_was(name: str) -> None:
+def test_a_call_that_stays_is_unchanged(name: str) -> None:
     call, options, reason = STAYS[name]
     (before, after), report = graphs(built(call).eval(), X, **options)
     assert before == after and "multi_head_attention_forward" in after

@@ -178,7 +178,7 @@ def compiled_meaning(partial: list[list[int]], full: list[list[int]], mask: Mask
 PARTIAL, FULL = [[0], [1], [2, 0]], [[], [], [1]]
 
 
-def test_lists_that_disagree_with_the_mask_are_what_the_compiled_kernels_take_them_for() -> None:
+def test_lists_that_disagree_with_the_mask_have_the_compiled_meaning() -> None:
     """Eager FlexAttention looks at `mask_mod` alone; the compiled one is what a program with such lists is for."""
     made = listed(PARTIAL, causal, FULL)
     keep = compiled_meaning(PARTIAL, FULL, causal)

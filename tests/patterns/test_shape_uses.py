@@ -136,11 +136,11 @@ STAYING = [strips, strips_of_permuted_scores, strips_of_a_slice, used_again, by_
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("program", STAYING)
-def test_what_is_made_of_the_shape_stays_without_the_scores(program: Program, dynamic: bool | None) -> None:
+def test_users_of_the_shape_stay_without_the_scores(program: Program, dynamic: bool | None) -> None:
     same(program, *qkv(q_len=7, kv_len=9), rewritten=1, dynamic=dynamic, targets=("sdpa",))
 
 
-def test_the_scores_are_gone() -> None:
+def test_the_scores_are_removed() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return strips(q, k, v)
 

@@ -104,7 +104,7 @@ def test_left_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(READ))
-def test_nothing_of_what_was_shared_is_left(name: str) -> None:
+def test_no_shared_node_is_left(name: str) -> None:
     class Module(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
             return READ[name][0](q, k, v, w)

@@ -124,7 +124,7 @@ def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert (site.outcome, site.target) == ("rewritten", "cudnn") and "required" not in site.reason
 
 
-def test_what_was_measured_decides_whatever_was_predicted() -> None:
+def test_measurements_decide_whatever_was_predicted() -> None:
     """With `tune=True`: a form that was measured 1.1 times as fast as the fused call is taken on any device."""
     seen: list[planner.Choice] = []
     real = planner.choose

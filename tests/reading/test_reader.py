@@ -102,7 +102,7 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ARITHMETIC)
-def test_what_is_made_of_indices_is_read_as_indices(name: str) -> None:
+def test_index_arithmetic_is_read_as_indices(name: str) -> None:
     found, _ = element(ARITHMETIC[name], randn(2))
     assert not loads(found), found
 
@@ -276,7 +276,7 @@ def test_a_product_in_the_place_of_others() -> None:
 # ---------------------------------------------------------------- one site
 
 
-def test_what_a_site_used_is_noted_while_it_is_read_and_forgotten_after() -> None:
+def test_the_use_of_constants_is_recorded_per_site() -> None:
     gm = captured(lambda x, y: x + y, randn(3), randn(3))
     x, y = inputs_of(gm)
     reader = reader_of(gm, known={y: ("buffer y", torch.full((3,), 2.0))})

@@ -100,7 +100,7 @@ def test_what_the_report_calls_it(name: str) -> None:
     assert explained(attend(keep), *qkv(2, 3, 5, 50), known).mask == words
 
 
-def test_who_takes_it_and_who_does_not() -> None:
+def test_which_targets_accept_it() -> None:
     site = explained(attend(lambda p: keys(4096) <= p), *qkv(4, 8, 1, 4096, 64), POSITION)
     assert (site.target, site.poor_cases) == ("cpu_kernel", ("valid_range",))
     assert site.refusals["sdpa (valid_range)"] == valid_range.REFUSAL and "sdpa" not in site.refusals

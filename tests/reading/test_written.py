@@ -99,7 +99,7 @@ def test_gradients(change: Change) -> None:
     same(attention(change), *given, rel_h, rel_w, rewritten=1, grad=True, choose="fused", reference=False)
 
 
-def test_what_is_written_after_the_softmax_is_not_part_of_it() -> None:
+def test_later_writes_are_not_part_of_the_softmax() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, rel_h: Tensor, rel_w: Tensor) -> Tensor:
         scores = q @ k.transpose(-2, -1)
         weights = scores.softmax(-1)

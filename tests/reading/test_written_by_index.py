@@ -358,7 +358,7 @@ def test_other_parts_written_out_of_place(name: str) -> None:
     same(run, *inputs(), rewritten=0, targets=("sdpa",))
 
 
-def test_what_is_written_after_the_softmax_is_not_part_of_it() -> None:
+def test_later_writes_are_not_part_of_the_softmax() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor) -> Tensor:
         scores = q @ k.transpose(-2, -1)
         weights = scores.softmax(-1)

@@ -284,7 +284,7 @@ def test_a_name_that_is_only_read_belongs_to_no_site() -> None:
     assert run.rows[0].before and run.rows[0].after and not run.rows[0].before.site and not run.rows[0].after.site
 
 
-def test_a_graph_that_was_undone_says_so(collected: tuple[Report, Collection]) -> None:
+def test_a_graph_that_was_restored_is_marked(collected: tuple[Report, Collection]) -> None:
     report = Report([site()])
     graph = type(collected[1].graphs[0])("compile", report, before="a", after="b")
     assert "did not take" not in page(report, [graph])

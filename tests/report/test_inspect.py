@@ -122,7 +122,7 @@ def test_a_package(tmp_path: Path) -> None:
     assert "AOTInductorModel" in (folder / "aot_wrapper_code.cpp").read_text()
 
 
-def test_a_graph_that_did_not_compile_says_what_runs(tmp_path: Path) -> None:
+def test_the_index_of_a_graph_that_did_not_compile_names_what_runs(tmp_path: Path) -> None:
     def fails(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         if "scaled_dot_product_attention" in gm.code:
             raise RuntimeError("put in on purpose")
@@ -134,7 +134,7 @@ def test_a_graph_that_did_not_compile_says_what_runs(tmp_path: Path) -> None:
     assert "did not take the graph" in (tmp_path / "report.html").read_text()
 
 
-def test_nothing_decided_says_why(tmp_path: Path) -> None:
+def test_an_empty_collection_says_why(tmp_path: Path) -> None:
     with attn_pass.inspect(tmp_path) as seen:
         pass
     assert not seen.graphs and "No graph was decided inside" in (tmp_path / "index.html").read_text()
@@ -152,7 +152,7 @@ def test_collecting_ends_with_the_block(tmp_path: Path) -> None:
     assert outputs.logging.getLogger("torch.__trace").handlers == watchers
 
 
-def test_what_collecting_takes_is_not_the_passes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_collecting_is_not_part_of_the_passes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     monkeypatch.setattr(collect, "printed", lambda _: time.sleep(1.0) or "")

@@ -159,7 +159,7 @@ def test_rows_that_differ_in_more_than_the_layer_are_separate(changes: dict[str,
     assert "x2" not in str(Report([site(), site(1, **changes)]))
 
 
-def test_the_table_tells_why_what_it_cost_and_what_was_assumed() -> None:
+def test_the_table_has_reasons_costs_and_assumptions() -> None:
     table = Report([site(verified_error=1e-6), left("weights returned", refusals={"flex": "no [GPU]"})]).table(200)
     for told in (
         "2 attention sites: 1 rewritten, 1 left",

@@ -180,7 +180,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_what_was_written(name: str) -> None:
+def test_it_equals_the_program(name: str) -> None:
     fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, **ON_CUDA)
     assert report.sites[0].target == "flex"
@@ -190,7 +190,7 @@ FILLED = ("padding and causal", "dense bias", "bias and affine scores", "fully m
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_its_gradients_are_those_of_what_was_written(name: str) -> None:
+def test_its_gradients_equal_the_programs(name: str) -> None:
     fn, inputs = CASES[name]
     leaves = tuple(x.detach().requires_grad_() if n < 3 and x.is_floating_point() else x for n, x in enumerate(inputs))
     report = same(fn, *leaves, rewritten=int(name not in FILLED), grad=True, **ON_CUDA)

@@ -125,6 +125,6 @@ def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None
     assert 1900 < found.us < 45_000 and found.spread > 0.5
 
 
-def test_with_one_thread_what_others_take_of_the_machine_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_one_thread_other_load_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert clock.read(lambda: time.sleep(0.01), clock.Clock(), block_s=0.0).us < 5000

@@ -157,7 +157,7 @@ def test_score_functions_and_what_they_capture() -> None:
 
 
 @pytest.mark.parametrize("text", ["x; abort()", "system(x)", "number(1.0f)\n#include <x>", ""])
-def test_what_is_no_score_function_is_not_compiled(text: str) -> None:
+def test_text_that_is_not_a_score_function_is_not_compiled(text: str) -> None:
     with pytest.raises(ValueError, match="is not a score function"):
         scores.checked(text)
 

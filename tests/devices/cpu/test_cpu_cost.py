@@ -121,7 +121,7 @@ def test_wide_heads_and_short_keys_are_left_to_torch(of: Callable[[str], None]) 
         assert times["cpu_kernel"] > 0.99 * times["sdpa"]
 
 
-def test_the_machine_is_asked_for_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiles_are_queried_from_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "instruction_set", facts.detected)  # as it is outside of tests
     for tiles in (True, False):
         facts.detected.cache_clear()

@@ -208,7 +208,7 @@ def test_it_is_taken_where_inductor_compiles_the_graph_and_it_is_the_fastest() -
     assert short.target != "cpu_kernel" and short.predicted_us["cpu_kernel"] > 40
 
 
-def test_elsewhere_it_is_asked_only_where_it_is_named() -> None:
+def test_without_inductor_it_makes_an_offer_only_if_it_is_named() -> None:
     operands = qkv(2, 2, 300, 300)
     report = same(masked(WINDOW), *operands, choose="fused")
     assert "cpu_kernel" not in report.sites[0].refusals

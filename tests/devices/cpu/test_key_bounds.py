@@ -166,7 +166,7 @@ def test_the_program_s_numbers(name: str, form: tuple[float, bool]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_the_kernel_is_told(name: str) -> None:
+def test_the_arguments_of_the_kernel(name: str) -> None:
     keep, known, q_len, wanted = ALL[name]
     assert set(told(attend(keep), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
 
@@ -193,7 +193,7 @@ def test_two_fills_that_are_added_stay() -> None:
     on_kernel(run, *qkv(2, 4, 1, 50), POSITION - 20, reference=False)
 
 
-def test_what_is_not_valid_is_never_read() -> None:
+def test_invalid_keys_are_never_read() -> None:
     """A cache holds anything behind the last valid key."""
     q, k, v = qkv(2, 4, 1, 300)
     k[:, :, 13:], v[:, :, 13:] = torch.nan, torch.inf

@@ -99,7 +99,7 @@ def test_prefill_and_training(device: str, grad: bool, dim: int) -> None:
     assert decided(by_hand, device, 4, 32, 32, 2048, 2048, dim, grad=grad).target == BEST[device]
 
 
-def test_what_cudnn_does_not_take_goes_to_flash() -> None:
+def test_sites_that_cudnn_refuses_go_to_flash() -> None:
     site = decided(by_hand, "H200", *PREFILL, grad=True, dropout=0.1)
     assert site.target == "flash" and "1/16" in site.refusals["cudnn"]
 
@@ -136,7 +136,7 @@ def test_one_query_in_training_is_not_cudnn_s() -> None:
 
 
 @pytest.mark.parametrize("device", ALL)
-def test_a_plain_call_that_reaches_the_best_kernel_is_left_as_it_is(device: str) -> None:
+def test_a_plain_call_that_reaches_the_best_kernel_is_left(device: str) -> None:
     site = decided(call, device, *PREFILL)
     assert site.outcome == "left" and "already the cheapest form" in site.reason
 

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_what_was_written(name: str) -> None:
+def test_it_equals_the_program(name: str) -> None:
     target, fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, device="H200", targets=(target,))
     assert report.sites[0].target == target

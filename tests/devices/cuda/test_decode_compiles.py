@@ -111,7 +111,7 @@ def test_a_query_made_in_the_graph_is_written_once_and_nothing_else() -> None:
 
 @inductor
 @pytest.mark.parametrize(("program", "logarithms"), [("dynamic", 0), ("lengths", 1), ("sink", 1)])
-def test_logarithms_are_made_where_they_are_wanted(program: str, logarithms: int) -> None:
+def test_logarithms_are_computed_if_they_are_needed(program: str, logarithms: int) -> None:
     """Beside three buffers for the splits, and those of the result, and of what is made before or after."""
     dtypes = [dtype for _, dtype in lowered(90)[program]["allocated"]]
     assert dtypes.count("float32") == 3 + logarithms

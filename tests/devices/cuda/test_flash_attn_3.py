@@ -95,14 +95,14 @@ NO_GRADIENT = ("wide values",)  # more than 256 have no backward
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_what_was_written(name: str) -> None:
+def test_it_equals_the_program(name: str) -> None:
     fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, device="H200", targets=("flash_attn_3",), poor_cases=())
     assert report.sites[0].target == "flash_attn_3"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NO_GRADIENT])
-def test_its_gradients_are_those_of_what_was_written(name: str) -> None:
+def test_its_gradients_equal_the_programs(name: str) -> None:
     fn, inputs = CASES[name]
     leaves = tuple(x.detach().requires_grad_() for x in inputs)
     report = same(fn, *leaves, rewritten=1, grad=True, device="H200", targets=("flash_attn_3",), poor_cases=())
@@ -124,7 +124,7 @@ def graph_of(fn: Callable[..., Tensor], *inputs: Tensor) -> torch.fx.Graph:
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "grouped", "192 and 128", "heads last", "fused projection"])
-def test_operands_are_handed_over_as_they_lie(name: str) -> None:
+def test_operands_are_passed_with_their_strides(name: str) -> None:
     fn, inputs = CASES[name]
     graph = graph_of(fn, *inputs)
     (call,) = [n for n in graph.nodes if str(n.target) == OPERATOR]

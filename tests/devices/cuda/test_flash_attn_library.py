@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_what_was_written(name: str) -> None:
+def test_it_equals_the_program(name: str) -> None:
     fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, device="H200", targets=("flash_attn",))
     assert report.sites[0].target == "flash_attn"

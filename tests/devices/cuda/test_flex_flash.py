@@ -74,7 +74,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_computes_what_was_written(name: str, grad: bool) -> None:
+def test_it_equals_the_program(name: str, grad: bool) -> None:
     fn, inputs = CASES[name]
     leaves = [x.detach().requires_grad_(grad) for x in inputs]
     report = same(fn, *leaves, rewritten=1, grad=grad, device="H100", targets=("flex_flash",))
@@ -97,7 +97,7 @@ def call_of(fn: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> torch
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_torchs_own_functions_take_what_is_emitted(name: str) -> None:
+def test_torchs_own_functions_accept_the_emitted_calls(name: str) -> None:
     """By torch's reading of the score and mask functions the kernel gets full blocks wherever it gets a mask."""
     from torch._inductor.kernel.flex import flex_flash_attention as flash
 

@@ -125,7 +125,7 @@ def test_another_version_is_checked_again(monkeypatch: pytest.MonkeyPatch, name:
     assert kernel.calls == 10
 
 
-def test_a_record_that_is_none_is_made_anew(monkeypatch: pytest.MonkeyPatch, nothing_checked: Path) -> None:
+def test_an_invalid_record_is_measured_again(monkeypatch: pytest.MonkeyPatch, nothing_checked: Path) -> None:
     kernel = use(monkeypatch, Kernel())
     self_check.failure(CPU)
     (record,) = nothing_checked.glob("*.json")

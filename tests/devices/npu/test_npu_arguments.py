@@ -137,7 +137,7 @@ def test_a_mask_written_between_two_sites_is_made_twice() -> None:
     same(program, *inputs, rewritten=2, device="Ascend910B")
 
 
-def test_dropout_is_handed_over_as_what_is_kept() -> None:
+def test_dropout_is_passed_as_keep_prob() -> None:
     q, k, v = qkv(2, 2, 8, 8, 16, grad=True)
 
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

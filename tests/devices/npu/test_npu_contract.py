@@ -167,7 +167,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], Inputs, Tensor | None, str]] = {
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_what_is_documented_is_read_and_nothing_else(name: str) -> None:
+def test_only_documented_calls_are_read(name: str) -> None:
     operator, given, inputs, mask, why = CALLS[name]
     reason = left(calling(operator, **given), *inputs, *(() if mask is None else (mask,)))
     assert why in reason and bool(why) == bool(reason)
@@ -243,7 +243,7 @@ TRIANGLES: dict[str, tuple[Made, str]] = {
 
 
 @pytest.mark.parametrize("name", list(TRIANGLES))
-def test_the_triangle_is_looked_at_where_it_is_made(name: str) -> None:
+def test_the_triangle_is_checked_where_it_is_created(name: str) -> None:
     mask, why = TRIANGLES[name]
     found = site(calling(FA3, mask, sparse_mode=2), *MANY)
     assert why in found.reason and (found.outcome == "left") == bool(why)

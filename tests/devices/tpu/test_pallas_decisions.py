@@ -116,7 +116,7 @@ def test_every_refusal_has_its_reason(name: str) -> None:
         assert site.outcome == "left" and flash in site.reason
 
 
-def test_rows_added_in_training_alone_would_see_no_key() -> None:
+def test_rows_padded_in_training_would_be_fully_masked() -> None:
     near = functools.partial(window, before=20)
     assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 128, 64)).refusals
     assert "pallas_splash" not in decided(near, "v6e", (1, 2, 2, 130, 130, 64), grad=True).refusals
@@ -278,7 +278,7 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_it_means_what_was_written(name: str) -> None:
+def test_it_has_the_meaning_of_the_program(name: str) -> None:
     kind, fn, inputs = CASES[name]
     report = same(fn, *inputs, rewritten=1, device="v5e", targets=(f"pallas_{kind}",))
     assert report.sites[0].target == f"pallas_{kind}"

@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "before its row" not in n])
-def test_the_kernel_computes_what_was_written(name: str) -> None:
+def test_the_kernel_equals_the_program(name: str) -> None:
     kind, fn, inputs = CASES[name]
     with interpreted() as calls:
         report = same(fn, *inputs, rewritten=1, device="v5e", targets=(f"pallas_{kind}",))
@@ -194,7 +194,7 @@ def test_a_kernel_of_another_kind_is_another_function(field: str) -> None:
 @pytest.mark.parametrize("kind", ["flash", "splash"])
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize(("precision", "seen"), [("default", "DEFAULT"), ("highest", "HIGHEST")])
-def test_products_have_the_precision_that_is_asked_for(kind: str, back: bool, precision: str, seen: str) -> None:
+def test_products_have_the_requested_precision(kind: str, back: bool, precision: str, seen: str) -> None:
     q = jax.ShapeDtypeStruct((1, 1, 128, 128), "float32")
     call = Call(kind, 0.5, Blocks(128, 128, 128, 128), precision=precision)
     text = str(jax.make_jaxpr(kernels.packed(call, back, False, False))(*[q] * (3 + back)))

@@ -133,7 +133,7 @@ def test_the_operator_elsewhere_is_the_kernel_for_every_low_number(dtype: torch.
 
 
 @pytest.mark.parametrize("scale", [kernels.SMALLEST_SCALE, 0.3, 300.0])
-def test_what_hides_a_score_has_products_that_are_exact(scale: float) -> None:
+def test_products_of_masking_numbers_are_exact(scale: float) -> None:
     """However the kernel's ``scale * (query @ key + added) - maximum`` is contracted."""
     query = jax.numpy.zeros((1, 1, 1, 8), jax.numpy.bfloat16)
     bias = jax.numpy.asarray([NEG_INF, MIN, -1e38, -1e30, -2e9, -1e9])
