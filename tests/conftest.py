@@ -1,4 +1,4 @@
-"""Fixtures that tests of several folders ask for by name, and what pytest is told about torch."""
+"""Fixtures shared by several folders, and pytest's settings for torch."""
 
 from __future__ import annotations
 

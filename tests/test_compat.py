@@ -1,4 +1,4 @@
-"""compat: what is said when torch is too old, and that the answers fit the torch installed."""
+"""compat: the error when torch is too old, and that the answers fit the installed torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation is true: what is written from the code is what the code says, and every block of code runs."""
+"""The documentation is true: generated parts equal the code, and every block of code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine as a user meets it: real programs, faults that must stay with their site, and bodies."""
+"""The engine as a user sees it: real programs, faults that must stay with their site, and bodies."""
 
 from __future__ import annotations
 

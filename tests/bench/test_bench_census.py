@@ -1,4 +1,4 @@
-"""What `python -m bench census` makes of rows; the measurements themselves need a census folder."""
+"""The tables of `python -m bench census`; the measurements themselves need a census folder."""
 
 from __future__ import annotations
 

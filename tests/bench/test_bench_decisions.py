@@ -1,4 +1,4 @@
-"""`python -m bench decisions`: what it records, and what it tells apart."""
+"""`python -m bench decisions`: what it records, and which differences it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu`: a dry run from end to end, the floors it computes, what it keeps of a run that dies."""
+"""`python -m bench.gpu`: a dry run from end to end, the lower bounds, and recovery after a crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench of the CPU kernel: its cases are right in every peer, and what is wrong fails it."""
+"""The benchmark of the CPU kernel: its cases are right in every peer, and a wrong result fails it."""
 
 from __future__ import annotations
 

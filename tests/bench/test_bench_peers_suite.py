@@ -1,4 +1,4 @@
-"""`python -m bench peers-suite` on a small file of the peers' shape: what it collects, and that it sees mistakes."""
+"""`python -m bench peers-suite` on a small file in the format of PyTorch's test: what it collects and detects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: explain on a file or a module, its output forms, and exit code 2 with a sentence on bad input."""
+"""The command line: explain on a file or a module, its output formats, and exit status 2 on invalid input."""
 
 from __future__ import annotations
 

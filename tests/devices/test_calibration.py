@@ -1,4 +1,4 @@
-"""What was measured on a machine stands for what its device was taken to be: kept on disk, checked, and asked for."""
+"""A calibration replaces the built-in rates of a device: it is stored on disk, checked, and used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's probes: what each does, and how its reading moves the constant that was fitted beside it."""
+"""The CPU's probes: what each measures, and how its reading scales the constant that was fitted with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model of CUDA kernels against published times, and its constants against the kernels they are of."""
+"""The cost model of CUDA kernels compared with published times, and its constants with the kernels' sources."""
 
 from __future__ import annotations
 

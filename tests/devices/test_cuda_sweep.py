@@ -1,4 +1,4 @@
-"""The sweep of a GPU's kernels: what it calls, by stand-ins that check it; the fit finds what made readings."""
+"""The sweep of a GPU's kernels: its calls, by stand-ins that check them; the fit recovers synthetic rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rooms of every device ask about one is a question to its family: none of them names a device's type."""
+"""Common code asks the family about a device: none of it names a device type."""
 
 from __future__ import annotations
 

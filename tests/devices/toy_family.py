@@ -1,4 +1,4 @@
-"""A family of devices in one file: a data sheet, one kernel, what it takes, what it costs, and a stand-in for it."""
+"""A family of devices in one file: a data sheet, one kernel, its constraints, its cost, and a stand-in for it."""
 
 import torch
 from torch import Tensor

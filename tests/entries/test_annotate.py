@@ -1,4 +1,4 @@
-"""What a program says of its attention in code: `leave`, and annotations that name targets."""
+"""Annotations in a program: `leave`, and annotations that name targets."""
 
 from __future__ import annotations
 

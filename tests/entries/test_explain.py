@@ -1,4 +1,4 @@
-"""`explain`: says what would be done, and leaves no trace in what torch.compile knows."""
+"""`explain`: reports what would be done, and leaves torch.compile's state unchanged."""
 
 from __future__ import annotations
 

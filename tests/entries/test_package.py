@@ -1,4 +1,4 @@
-"""The report inside a package: what is stored is what is read, in Python and by the command line."""
+"""The report inside a package: the stored report is the one that is read, in Python and by the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the compiler fails on what one target emitted: that target alone is left out, and the report says so.
+"""If the compiler fails on one target's code, only that target is excluded, and the report says so.
 
 Targets are registered as packages do, behind the entry point; they emit custom operators that compilers refuse.
 """

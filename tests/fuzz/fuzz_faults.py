@@ -1,4 +1,5 @@
-"""Sees the fuzzer work: faults put into a copy of the package, one at a time, and after how many programs it is caught.
+"""Tests the fuzzer: injects faults into a copy of the package, one at a time, and counts the programs until it is
+caught.
 
 ``python tests/fuzz/fuzz_faults.py [NAME ..]`` runs the programs of `test_fuzz` on each; minutes a fault that is missed.
 """

@@ -1,4 +1,4 @@
-"""Programs that failed once, and what was at fault; a failure prints its own line for this table."""
+"""Programs that failed once, and the cause; a failure prints its own line for this table."""
 
 from __future__ import annotations
 

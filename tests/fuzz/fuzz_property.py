@@ -1,4 +1,4 @@
-"""The property: what the pass makes of a program equals the program, wherever eager has a value; near misses too."""
+"""The property: a rewritten program equals the original wherever eager has a value; near misses too."""
 
 from __future__ import annotations
 

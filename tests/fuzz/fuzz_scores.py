@@ -1,4 +1,4 @@
-"""What happens to the scores between the product and the softmax: scales, biases, masks, and what is none of these."""
+"""Operations on the scores between the product and the softmax: scales, biases, masks, and others."""
 
 from __future__ import annotations
 

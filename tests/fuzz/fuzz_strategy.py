@@ -1,4 +1,4 @@
-"""Which programs are drawn, and what is done with them. The simplest choice is first everywhere, for the shrinking."""
+"""Which programs are drawn, and how they are run. The simplest choice comes first everywhere, for the shrinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that Dynamo keeps as one node (``torch.compiler.allow_in_graph``): in pieces while a graph is read."""
+"""Functions that Dynamo keeps as one node (``torch.compiler.allow_in_graph``): expanded while a graph is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A part of a program by itself computes what it computes there, from the moment its sources are read at."""
+"""An extracted part of a program gives the same values as inside the program, from the time its sources are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: calls run on fake values first, inserted in one step; whose sizes they take, and whose strides are seen."""
+"""Plans: calls run on fake values first, and are inserted in one step; sizes, and which strides can be observed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aliases and mutations, against what running the graph really does, in graphs of Dynamo and torch.export."""
+"""Aliases and mutations, compared with the real effects of running the graph, in graphs of Dynamo and torch.export."""
 
 from __future__ import annotations
 

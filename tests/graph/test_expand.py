@@ -1,4 +1,4 @@
-"""Calls taken apart on trial: the graph is the one it was until an expansion is kept, and rests on nothing new."""
+"""Calls expanded on trial: the graph is unchanged until an expansion is kept, and no guard is added."""
 
 from __future__ import annotations
 

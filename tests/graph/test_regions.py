@@ -1,4 +1,4 @@
-"""The state each node runs under, against the state torch is really in there, in both dialects."""
+"""The state each node runs under, compared with torch's real state there, in both dialects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in memory of a tensor's dimensions, where it lies there without gaps."""
+"""The order in memory of a tensor's dimensions, if it is dense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention inside ``torch.vmap``: read as what the batching rules call; a level that nothing is made of stays."""
+"""Attention inside ``torch.vmap``: read through the batching rules; a level without a rewritten site stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single calls write, beside what they are seen to write when the graph is run."""
+"""What single calls write, compared with what they write when the graph runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that Inductor's own attention patterns get wrong in silence, or that they cannot compile, as one table.
+"""Programs that Inductor's own attention patterns silently get wrong, or that they cannot compile, as one table.
 
 All come of one cause: the patterns' literals (axes, permutations, fills, compared numbers, scales) match any others,
 and what they are replaced by is not compared with what was written (pytorch/pytorch#196468, #195320, #195282, #191260,

@@ -1,4 +1,4 @@
-"""The masks and score functions of attention-gym, as people write them by hand in eager PyTorch: what each becomes."""
+"""The masks and score functions of attention-gym, written by hand in eager PyTorch: the decision for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static caches as libraries write them: what is read of each, at every position, equals eager, and nothing beyond.
+"""Static caches as libraries write them: each is read, equals eager at every position, and no invalid key is read.
 
 Modules that hold what matters of gpt-fast, litgpt, torchtune and x-transformers: their caches, the masks they make and
 how these are indexed. The caches are full of NaN: what is read of them before it was written shows. Where a mask is an

@@ -1,4 +1,4 @@
-"""Torch's caches stay on and right: what they are keyed by, and a hit that tells what a miss told. In processes."""
+"""Torch's caches stay on and correct: their keys, and equal reports on a hit and on a miss. In separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With what else people use: modes of torch.compile, regions compiled alone, checkpoints, autocast, other passes."""
+"""Combinations with other features: modes of torch.compile, regional compilation, checkpoints, autocast, passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports that were decomposed before they came here: recognised, improved, and equal to float64."""
+"""Exports that were decomposed earlier: recognised, improved, and equal to float64."""
 
 from __future__ import annotations
 

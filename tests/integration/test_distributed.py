@@ -1,4 +1,4 @@
-"""Two gloo processes on the CPU: DDP, FSDP2 and tensor parallelism give eager's numbers, and sites are rewritten."""
+"""Two gloo processes on the CPU: DDP, FSDP2 and tensor parallelism give eager's results, and sites are rewritten."""
 
 from __future__ import annotations
 

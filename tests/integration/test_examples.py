@@ -1,4 +1,4 @@
-"""Every example runs in its small form, finds what it says it finds, and gives eager's results."""
+"""Every example runs in its small form, gives the output it claims, and equals eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever fails inside attn_pass, the compile goes on: right numbers, the site left, one warning with its line."""
+"""If anything fails inside attn_pass, the compile continues: right results, the site left, one warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stock Inductor gets wrong comes out right: rewritten by the pass, and left to Inductor behind the shield.
+"""Programs that stock Inductor gets wrong are right: rewritten by the pass, and left to Inductor with the shield.
 
 What stock does is told (`record_property`) and not asked for: where a torch gets a program right its test is skipped.
 Most run Inductor up to the code it would write and its graphs as they are: the patterns are all before that. A few are

@@ -1,4 +1,4 @@
-"""Packages and reports from anywhere: nothing of them is unpickled or run, and what is malformed is told."""
+"""Packages and reports from anywhere: nothing in them is unpickled or run, and malformed ones are an error."""
 
 from __future__ import annotations
 

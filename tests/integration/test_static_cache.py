@@ -1,4 +1,4 @@
-"""A decode step of transformers over a static cache: the keys that are valid are read, whatever the position."""
+"""A decode step of transformers over a static cache: the valid keys are read, whatever the position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads, processes, copies: two threads compile at once, workers are forked, options and reports travel."""
+"""Threads, processes, copies: two threads compile at once, workers are forked, options and reports are pickled."""
 
 from __future__ import annotations
 

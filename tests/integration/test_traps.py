@@ -1,4 +1,4 @@
-"""Programs that look like attention, or change under it: whatever is done to them, they stay what they were."""
+"""Programs that look like attention, or change under it: rewritten or left, their results stay the same."""
 
 from __future__ import annotations
 

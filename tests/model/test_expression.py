@@ -1,4 +1,4 @@
-"""Folding what is known changes no element: every folded expression against the same one left as it was written."""
+"""Constant folding changes no element: every folded expression compared with the unfolded one."""
 
 from __future__ import annotations
 

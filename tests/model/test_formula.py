@@ -1,4 +1,4 @@
-"""An attention as formulas: what they say, and that the ones a person would evaluate give the program's mask."""
+"""An attention as formulas: their text, and that evaluating them gives the program's mask."""
 
 from __future__ import annotations
 

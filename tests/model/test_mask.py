@@ -1,4 +1,4 @@
-"""A mask is one value: what it says of itself, and that rewriting it leaves none of its expressions behind."""
+"""A mask is one value: its name, and that rewriting it leaves none of its expressions behind."""
 
 from __future__ import annotations
 

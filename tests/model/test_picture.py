@@ -1,4 +1,4 @@
-"""Pictures of masks: every cell says of its rows and keys what the program's mask says."""
+"""Pictures of masks: every cell shows what the program's mask does to its rows and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A structure keeps what the condition it was taken from keeps, and a row said to keep a key keeps one."""
+"""A structure equals the condition it was derived from, and a row that is proven to keep a key keeps one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Pair`: a named form of attention and a neighbour of it, a program that looks alike and means something else."""
+"""`Pair`: a named form of attention and a look-alike, a similar program with another meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights, or a log-sum-exp, that are needed as well: the kernel's result, and these beside it for who needs them."""
+"""Weights, or a log-sum-exp, that are needed too: the kernel gives the result, and they stay beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs put around a softmax: maxima taken off, guards, the mask once more, head masks, shapes borrowed."""
+"""Operations around a softmax: subtracted maxima, guards, repeated masks, head masks, uses of shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A softmax that is written back slice by slice is one softmax, where the slices are all of it and nothing else."""
+"""A softmax that is written back slice by slice is one softmax, if the slices cover all of it exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` and its relatives: one call in a graph, taken apart where its attention is rewritten."""
+"""``nn.MultiheadAttention`` and related modules: one call in a graph, expanded if its attention is rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of ``nn.MultiheadAttention`` and encoder layers: every mask beside every padding, hint and result."""
+"""Random calls of ``nn.MultiheadAttention`` and encoder layers: every mask with every padding, hint and result."""
 
 from __future__ import annotations
 

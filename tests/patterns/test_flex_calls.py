@@ -1,4 +1,4 @@
-"""Calls of FlexAttention as sites: what their masks and score functions are read as, and which calls stay."""
+"""Calls of FlexAttention as sites: how their masks and score functions are read, and which calls stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values, and where masks come from: each form that has a name beside a neighbour of it."""
+"""Caches of keys and values, and sources of masks: each named form with a look-alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared heads, guards, softmaxes by hand, norms, rotary, latent: each form that has a name beside a neighbour."""
+"""Shared heads, guards, softmaxes by hand, norms, rotary, latent attention: each named form with a look-alike."""
 
 from __future__ import annotations
 

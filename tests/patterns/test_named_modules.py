@@ -1,4 +1,4 @@
-"""Attention inside torch's own modules and in bodies of higher-order operators, each beside what looks like it."""
+"""Attention inside torch's own modules and in bodies of higher-order operators, each with a look-alike."""
 
 from __future__ import annotations
 

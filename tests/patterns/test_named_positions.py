@@ -1,4 +1,4 @@
-"""Windows and axes of images, and positions as a bias: each form that has a name beside a neighbour of it."""
+"""Windows and axes of images, and positions as a bias: each named form with a look-alike."""
 
 from __future__ import annotations
 

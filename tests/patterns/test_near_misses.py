@@ -1,4 +1,4 @@
-"""Neighbours of attention: what looks like it and is not is left; what does not look like it and is comes out equal.
+"""Look-alikes of attention are left; attention in unusual spellings is rewritten and equals the program.
 
 Every case is run with the fused targets forced, so that a wrong reading shows in the numbers, and the report is asked
 what became of it and why.

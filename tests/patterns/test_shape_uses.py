@@ -1,4 +1,4 @@
-"""Masks made from the shape of the scores: index arithmetic is no use of the scores."""
+"""Masks computed from the shape of the scores: index arithmetic does not use the scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention sinks: a logit joined to the scores whose weight nobody takes."""
+"""Attention sinks: a logit joined to the scores whose weight is discarded."""
 
 from __future__ import annotations
 

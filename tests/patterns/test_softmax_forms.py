@@ -1,4 +1,4 @@
-"""Softmax as programs spell it without calling it, each spelling with neighbours that are another function."""
+"""Spellings of softmax without a call of it, each with look-alikes that are other functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice at real sizes: what must not be touched, and what must."""
+"""The choice at real sizes: sites that must be left, and sites that must be rewritten."""
 
 from __future__ import annotations
 

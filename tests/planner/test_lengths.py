@@ -1,4 +1,4 @@
-"""A dynamic query length: the form does not depend on the length that was traced, and is the one for few and many."""
+"""A dynamic query length: the form does not depend on the traced length, and serves few and many queries."""
 
 from __future__ import annotations
 

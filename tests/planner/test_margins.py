@@ -1,4 +1,4 @@
-"""What a prediction must gain: little where costs were measured, much where a call works and they are guesses."""
+"""The margin of a prediction: small for measured costs, large where a working call and guesses are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of a site, by hand."""
+"""FLOPs and bytes of a site, checked against manual counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query heads that share a KV head: packed into query rows in their own order, with whatever mask comes along."""
+"""Query heads that share a KV head: packed into query rows in the right order, with any mask."""
 
 from __future__ import annotations
 

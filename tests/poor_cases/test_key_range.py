@@ -1,4 +1,4 @@
-"""Keys nobody sees are cut off, and one key alone is its value: what is exact, and what looks like it."""
+"""Keys that all queries ignore are sliced off, and a single key gives its value: exact cases, and look-alikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory layouts: of operands, of masks and of the result. Copies that a program makes for a kernel are not made."""
+"""Memory layouts: of operands, of masks and of the result. Copies that a program makes for a kernel are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One key, or one query: what is left of attention, what its gradients are, and whose memory the result is."""
+"""One key, or one query: the result, its gradients, and its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values shared over the batch: the batch is more query rows, whatever comes along."""
+"""Keys and values shared over the batch: the batch becomes query rows, with any mask or bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two ways attention is written in the tests of poor cases: by hand, and as a call; and what goes with them."""
+"""The two ways attention is written in the tests of poor cases: by hand, and as a call; with their masks."""
 
 from __future__ import annotations
 

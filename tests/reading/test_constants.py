@@ -1,4 +1,4 @@
-"""Buffers whose values are facts: where they may be read, what they are named, and that the report says so."""
+"""Buffers whose values are relied on: when this is allowed, how they are named, and that the report says so."""
 
 from __future__ import annotations
 

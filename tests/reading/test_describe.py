@@ -1,4 +1,4 @@
-"""Descriptions of small programs: what each axis is for, what is folded, which tensors are read, what is refused."""
+"""Descriptions of small programs: the role of each axis, folded factors, the tensors that are read, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a subgraph and interpreting the description in float64 equals the subgraph, however attention is written."""
+"""Evaluating the description in float64 equals the subgraph it was read from, however attention is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks at the edge of what may be concluded: signs, widths of integers, fills that absorb, shifts that matter."""
+"""Masks at the limits of what can be proven: signs, widths of integers, fills that absorb, shifts that matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What masks are named, how they are spelled, and what must not be named so; each executed against eager."""
+"""Names of masks, their spellings, and look-alikes that must not get the name; each compared with eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reader says an element is, is what the graph computes there, at the time it is asked for."""
+"""The reader's element of a node equals the value that the graph computes, at the time it is read."""
 
 from __future__ import annotations
 

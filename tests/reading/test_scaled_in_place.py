@@ -1,4 +1,4 @@
-"""Queries and keys that are scaled in place (fairseq, ESM, torchtune): what they are when the product reads them."""
+"""Queries and keys that are scaled in place (fairseq, ESM, torchtune): their values when the product reads them."""
 
 from __future__ import annotations
 

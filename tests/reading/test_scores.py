@@ -1,4 +1,4 @@
-"""What is added to the scores, chosen between and filled in, in which order and in which dtype."""
+"""Terms added to the scores, choices between scores, and fills, in any order and dtype."""
 
 from __future__ import annotations
 

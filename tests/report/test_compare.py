@@ -1,4 +1,4 @@
-"""Two reports beside each other: which sites are the same one, what of it differs, and what that means for CI."""
+"""Comparing two reports: which sites match, what differs, and what that means for CI."""
 
 from __future__ import annotations
 

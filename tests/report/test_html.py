@@ -1,4 +1,4 @@
-"""The page: well-formed, self-contained, everything escaped; it shows what the report and the graphs hold."""
+"""The HTML page: well-formed, self-contained, everything escaped; it shows the report and the graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`inspect`: what lies in the folder after a compile, and that nothing about it can break one."""
+"""`inspect`: the contents of the folder after a compile, and that nothing about it can break a compile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: the record of a site, the table, JSON, recordings, and where a node was written."""
+"""Reports: the record of a site, the table, JSON, recordings, and the source line of a node."""
 
 from __future__ import annotations
 

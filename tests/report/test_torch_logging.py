@@ -1,4 +1,4 @@
-"""What attn_pass tells through torch's own channels: TORCH_LOGS, TORCH_TRACE, provenance, the compiler's bisector."""
+"""Torch's own observability: TORCH_LOGS, TORCH_TRACE, provenance, the compiler's bisector."""
 
 from __future__ import annotations
 

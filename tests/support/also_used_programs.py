@@ -1,4 +1,4 @@
-"""Programs whose weights or log-sum-exp are needed as well, and neighbours of them."""
+"""Programs whose weights or log-sum-exp are needed too, and look-alikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fenced blocks of a page of the documentation, and what the comment before one says about running it.
+"""The fenced blocks of a page of the documentation, and the comments that control how they run.
 
 ``<!-- not run: REASON -->`` keeps a block from being run; ``<!-- file: NAME -->`` writes it to a file that later blocks
 of the page use.

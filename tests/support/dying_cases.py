@@ -1,4 +1,4 @@
-"""What a measuring process may do instead of measuring. Without torch, so that such a process starts at once."""
+"""Ways for a measuring process to fail. Without torch, so that such a process starts at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inductor on a GPU that is not here: the code it writes, and its kernels compiled by the code that would compile them.
+"""Inductor for a GPU that is not present: its generated code, and its kernels compiled by Inductor's own code.
 
 For a process of its own: much of what torch asks of a device is kept for the life of the process. Nothing here says how
 a kernel is called; the signature, constants, divisibility and strides are those in the code that Inductor writes.

@@ -1,4 +1,4 @@
-"""What flash-attn-4 4.0.0b36 takes (flash_attn/cute/interface.py and block_sparsity.py): its names, in its order."""
+"""The signatures of flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py and block_sparsity.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flash-attn's own Python over a stand-in for its compiled module: as strict as the kernels, and exact.
+"""flash-attn's own Python over a stand-in for its compiled module, which is as strict as the kernels, and exact.
 
 ``flash_attn_2_cuda`` is the one module of the package that needs a GPU and a CUDA compiler. Here it is float64 on the
 CPU, rounded at the end, that refuses whatever csrc/flash_attn/flash_api.cpp (2.8.3) refuses. Everything above it (the

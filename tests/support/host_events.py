@@ -1,4 +1,4 @@
-"""CUDA events where there is no GPU: they take the time of the host's clock."""
+"""CUDA events without a GPU: they take the time from the host's clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls as the rules of kernels see them, with what a test changes of a plain one."""
+"""Calls as the rules of kernels see them, with a test's changes to a plain call."""
 
 from __future__ import annotations
 

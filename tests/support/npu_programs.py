@@ -1,4 +1,4 @@
-"""Ascend's operators in rewritten programs: what the tests of the NPU's targets share."""
+"""Ascend's operators in rewritten programs: code shared by the tests of the NPU's targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch_npu's attention operators on the CPU: the documented function in float64, and an error for whatever is not.
+"""torch_npu's attention operators on the CPU: the documented function in float64, and an error for anything else.
 
 The schemas are the vendor's (`npu_schemas`). The constraints are written down here once more, from the pages of
 torch_npu's documentation, and not taken from `attn_pass.devices.npu.rules`, so that each checks the other. What the

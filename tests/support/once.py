@@ -1,4 +1,4 @@
-"""What is dear to make, made by one of pytest's workers for all of them."""
+"""Expensive objects, created by one of pytest's workers for all of them."""
 
 from __future__ import annotations
 

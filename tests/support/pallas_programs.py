@@ -1,4 +1,4 @@
-"""Programs for the Pallas targets, and what is decided of one on a TPU, from shapes alone."""
+"""Programs for the Pallas targets, and the decision for one on a TPU, from shapes alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function of tensors as Dynamo's graph, with a reader of it: for tests of what is known of a few nodes."""
+"""A function of tensors as Dynamo's graph, with a reader of it: for tests about a few nodes."""
 
 from __future__ import annotations
 

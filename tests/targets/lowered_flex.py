@@ -1,4 +1,4 @@
-"""What Inductor makes of FlexAttention as the pass emits it for a GPU, every Triton template compiled, as JSON.
+"""Inductor's code for FlexAttention as the pass emits it for a GPU, every Triton template compiled, as JSON.
 
     python lowered_flex.py CAPABILITY [PROGRAM ...]
 

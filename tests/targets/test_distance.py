@@ -1,4 +1,4 @@
-"""Masks of the distance between key and row as a vector: what they compute, and what depends on the place itself."""
+"""Masks of the distance between key and row as a vector: their results, and masks that depend on the position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flex target: score functions that are no scale, bias or mask, by their numbers; what it refuses, and why."""
+"""The flex target: score functions other than a scale, bias or mask, by their results; its refusals and reasons."""
 
 from __future__ import annotations
 

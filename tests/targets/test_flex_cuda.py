@@ -1,4 +1,4 @@
-"""The flex target for CUDA devices: by its numbers as products and a softmax, by its lists of blocks, by its rules.
+"""The flex target for CUDA devices: its results as products and a softmax, its block lists, its rules.
 
 The Triton templates need a GPU, so what they would make of it is computed block by block here.
 """

@@ -1,4 +1,4 @@
-"""FlexAttention as the pass emits it for a GPU that is not here: Inductor's Triton templates, compiled as it would.
+"""FlexAttention as the pass emits it for a GPU that is not present: Inductor's Triton templates, compiled as usual.
 
 What the templates are given is in the code that Inductor writes (`lowered_flex.py`).
 """

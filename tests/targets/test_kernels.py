@@ -1,4 +1,4 @@
-"""What a site is told by the rules of torch's fused kernels, for a device that need not be here."""
+"""The reasons that the rules of torch's fused kernels give, for a device that need not be present."""
 
 from __future__ import annotations
 

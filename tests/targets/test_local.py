@@ -1,4 +1,4 @@
-"""The target local: windows and chunks as the fused kernel over blocks; what must not be cut into blocks."""
+"""The target local: windows and chunks as the fused kernel over blocks; sites that must not be split into blocks."""
 
 from __future__ import annotations
 

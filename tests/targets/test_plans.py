@@ -1,4 +1,4 @@
-"""What a target decided when it was asked is what it emits: with another plan in its offer it emits that one."""
+"""A target emits the plan of its offer: with another plan in the offer it emits that one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused forward with a written-out backward: every gradient is eager's, the mask's own included."""
+"""The fused forward with a written-out backward: every gradient is eager's, including the mask's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sdpa target's rules, both sides of each, by what torch itself chooses on this CPU."""
+"""The sdpa target's rules, both sides of each, compared with torch's own choice on this CPU."""
 
 from __future__ import annotations
 

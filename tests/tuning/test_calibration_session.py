@@ -1,4 +1,4 @@
-"""``attn-pass calibrate``: kept and used from then on, refused on a busy machine, told by the doctor, forgotten."""
+"""``attn-pass calibrate``: stored and used from then on, refused on a busy machine, shown by doctor, discarded."""
 
 from __future__ import annotations
 

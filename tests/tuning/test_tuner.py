@@ -1,4 +1,4 @@
-"""`tune=True`: forms are measured in a process of their own, remembered, and the fastest is taken."""
+"""`tune=True`: forms are measured in a separate process, the results are cached, and the fastest is taken."""
 
 from __future__ import annotations
 

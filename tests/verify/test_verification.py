@@ -1,4 +1,4 @@
-"""`verify="graph"` and `"kernel"`: what is wrong is found before it is taken, and what is right is taken."""
+"""`verify="graph"` and `"kernel"`: wrong rewrites are found before they are taken, and right ones are taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernel's drawn calls under the compiler's sanitizers: `make sanitize`, or `sanitize.py address avx2`.
+"""Random calls of the CPU kernel under the compiler's sanitizers: `make sanitize`, or `sanitize.py address avx2`.
 
 A process for each sanitizer and instruction set that this machine has. The address sanitizer knows the parts of the
 kernel's own memory, which starts as NaN; the undefined-behaviour sanitizer runs with it. For the thread sanitizer tasks

@@ -1,4 +1,4 @@
-"""`attn_pass::attention` in eager: drawn calls against float64, on every instruction set this machine has."""
+"""`attn_pass::attention` in eager: random calls compared with float64, on every instruction set of this machine."""
 
 from __future__ import annotations
 

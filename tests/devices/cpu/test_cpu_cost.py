@@ -1,4 +1,4 @@
-"""What the CPU kernel is predicted to take, beside torch's fused kernel: by sizes, masks and processors."""
+"""Predicted times of the CPU kernel and of torch's fused kernel: by sizes, masks and processors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target `cpu_kernel`: masks as bounds of its loops, what stays a tensor, and what it refuses."""
+"""The target `cpu_kernel`: masks as bounds of its loops, masks that stay tensors, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernel where the log-sum-exp of the scores is needed as well: its second result, where that is all."""
+"""The CPU kernel where the log-sum-exp of the scores is needed too, as its second result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on keys that only the program knows: what of a cache is valid, as the CPU kernel is told it."""
+"""Bounds on keys that are known only at run time: the valid part of a cache, as arguments of the CPU kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-check over the decode kernel, and over copies of it with one mistake each, under Triton's interpreter.
+"""The self-check of the decode kernel, and of copies with one error each, under Triton's interpreter.
 
 Prints what it says of each as JSON. A process of its own, see `bench.gpu.interpreted`.
 """

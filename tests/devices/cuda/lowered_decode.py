@@ -1,4 +1,4 @@
-"""What Inductor makes of the decode operators on a GPU: its code, and every kernel compiled, as JSON.
+"""Inductor's code for the decode operators on a GPU, with every kernel compiled, as JSON.
 
     python lowered_decode.py CAPABILITY [PROGRAM ...]
 

@@ -1,4 +1,4 @@
-"""What attn_pass makes of a kernel in `toy_kernel.py`: run by `test_one_file.py` beside a copy that has the file."""
+"""Results of attn_pass with the kernel in `toy_kernel.py`: run by `test_one_file.py` in a copy that has the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel an attention gets on GPUs that need not be here: by name, from the shapes of tensors without memory."""
+"""Which kernel an attention gets on GPUs that need not be present: by name, from shapes of tensors without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's CUDA kernels as targets: what is emitted, run on the CPU by implementations strict about every constraint."""
+"""Torch's CUDA kernels as targets: the emitted calls run on the CPU by implementations that check every constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split-KV target: what it takes on devices that need not be here, and its numbers on the CPU."""
+"""The split-KV target: what it accepts on devices that need not be present, and its results on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The decode kernels as Inductor hands them to Triton and ptxas, for GPUs that are not here: they fit, and are fast.
+"""The decode kernels as Inductor passes them to Triton and ptxas, for GPUs that are not present: they fit, and are
+fast.
 
 Signature, constants, divisibility and strides are those in the code that Inductor writes (`lowered_decode.py`).
 """

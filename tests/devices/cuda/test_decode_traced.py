@@ -1,4 +1,4 @@
-"""What AOTAutograd makes of `attn_pass::decode` for tensors on a GPU that is not here: two launches, and no guard."""
+"""AOTAutograd's graph of `attn_pass::decode` for tensors on a GPU that is not present: two launches, and no guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target flash_attn_3, over a strict stand-in for its kernels, against what was written and float64."""
+"""The target flash_attn_3, over a strict stand-in for its kernels, compared with the program and float64."""
 
 from __future__ import annotations
 

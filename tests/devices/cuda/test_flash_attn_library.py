@@ -1,4 +1,4 @@
-"""The target flash_attn: the package itself, over a strict stand-in for its kernels, against what was written."""
+"""The target flash_attn: the package itself, over a strict stand-in for its kernels, compared with the program."""
 
 from __future__ import annotations
 

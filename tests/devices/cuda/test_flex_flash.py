@@ -1,4 +1,4 @@
-"""The target flex_flash: what it takes and refuses; torch's own checks; what it computes as products and a softmax."""
+"""The target flex_flash: what it accepts and refuses; torch's own checks; its results as products and a softmax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's own check of its kernels: what it is shown, that it is asked where the GPU is here, and what it may say."""
+"""Torch's own check of its kernels: its inputs, that it is called if the GPU is present, and its effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode kernel's check on first use: what it takes for wrong, how long it knows the answer, and who asks."""
+"""The decode kernel's check on first use: what it detects, how long its answer is cached, and who calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel for CUDA devices in one file: what it takes, what it costs, and how it is called.
+"""A kernel for CUDA devices in one file: its constraints, its cost, and its call.
 
 Offers in float16, in inference, without a mask or with a causal one over equal lengths, on Hopper.
 """

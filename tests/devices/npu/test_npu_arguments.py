@@ -1,4 +1,4 @@
-"""What Ascend's operators are told: every argument, operands as they lie, one mask for a graph."""
+"""The arguments of Ascend's operators: every argument, operands with their layout, one mask per graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of torch_npu's operators in programs: what they mean, and which are left."""
+"""Calls of torch_npu's operators in programs: how they are read, and which are left."""
 
 from __future__ import annotations
 

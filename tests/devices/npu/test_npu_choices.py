@@ -1,4 +1,4 @@
-"""What an NPU's operator is told of masks, layouts and fully masked rows where a near miss would be wrong; costs."""
+"""Masks, layouts and fully masked rows of an NPU's operator where a similar choice would be wrong; costs."""
 
 from __future__ import annotations
 

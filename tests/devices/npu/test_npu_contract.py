@@ -1,4 +1,4 @@
-"""Calls of torch_npu's operators that no page documents: each is left with its reason, and its neighbour is read."""
+"""Undocumented calls of torch_npu's operators: each is left with its reason, and a similar documented call is read."""
 
 from __future__ import annotations
 

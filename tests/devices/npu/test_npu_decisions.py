@@ -1,4 +1,4 @@
-"""When Ascend's operators are taken, and which; what is left, and why."""
+"""When Ascend's operators are chosen, and which; what is left, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Dropout on Ascend's training operator, which draws random numbers and tells no compiler so: what is taken, what left.
+"""Dropout on Ascend's training operator, which draws random numbers without declaring it: what is accepted, what is
+left.
 
 AOTAutograd merges equal calls of operators it does not know to draw, and computes them again in a checkpoint's backward
 with other numbers.

@@ -1,4 +1,4 @@
-"""On an Ascend NPU itself. Everywhere else every test is skipped, and counts as not verified.
+"""Runs on an Ascend NPU. Elsewhere every test is skipped, and counts as not verified.
 
 `pip install torch-npu` with CANN, then `pytest tests/devices/npu/test_npu_hardware.py`. What these ask is what no test
 on the CPU can know: the operators' numbers, fully masked rows, strides, and the layouts of results.

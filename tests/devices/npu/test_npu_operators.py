@@ -1,4 +1,4 @@
-"""Ascend's operators as targets: what is emitted, run on the CPU by implementations of the documented contract."""
+"""Ascend's operators as targets: the emitted calls run on the CPU by implementations of the documented contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which attentions the Pallas kernels for TPUs take, by name of the device, from shapes alone; and with what reason."""
+"""Which attentions the Pallas kernels for TPUs accept, by name of the device, from shapes alone; and the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX's Pallas kernels, interpreted: what a rewritten program computes through them, against eager and float64."""
+"""JAX's Pallas kernels, interpreted: the results of rewritten programs, compared with eager and float64."""
 
 from __future__ import annotations
 

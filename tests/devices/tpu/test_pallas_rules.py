@@ -1,4 +1,4 @@
-"""The Pallas targets' rules one by one: settings, descriptions, bands, head dims, costs and what tiles follow from."""
+"""The Pallas targets' rules one by one: settings, descriptions, bands, head dims, costs and tiles."""
 
 from __future__ import annotations
 
