@@ -1,4 +1,4 @@
-"""The page of results and its pictures, from the committed runs: `python -m bench page [--results FOLDER]`."""
+"""The results page and its plots, from the committed runs: `python -m bench page [--results FOLDER]`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Everything a GPU has to say, in one run of under eight minutes: ``python -m bench.gpu`` (docs/benchmarks.md)."""
+"""All GPU measurements in one run of under eight minutes: ``python -m bench.gpu`` (docs/benchmarks.md)."""

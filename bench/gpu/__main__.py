@@ -1,4 +1,4 @@
-"""``python -m bench.gpu``: one run on one GPU, without any network, that measures all there is to ask of it.
+"""``python -m bench.gpu``: all measurements in one run on one GPU, without network access.
 
     python -m bench.gpu [--device cuda|cpu] [--dry] [--json FILE] [--only PART,...] [--shard I/N] [--quick]
                         [--seconds N] [--stall N] [--resume] [--collect]
@@ -47,18 +47,20 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     usual = [p.name for p in PARTS if p.usual]
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--dry", action="store_true", help="on the CPU: stand-ins for the kernels, tiny shapes")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", nargs="?", const=Path(), help="write FILE, its .md, .jsonl"
+        "--dry", action="store_true", help="run on the CPU, with stand-ins for the kernels and tiny shapes"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", nargs="?", const=Path(), help="write FILE, and its .md and .jsonl"
     )
     parser.add_argument("--only", default=",".join(usual), metavar="PART,...", help=f"of {', '.join(names)}")
     parser.add_argument(
-        "--shard", type=_shard, default=Shard(), metavar="I/N", help="every N-th case, from the I-th on"
+        "--shard", type=_shard, default=Shard(), metavar="I/N", help="run every N-th case, starting with the I-th"
     )
-    parser.add_argument("--quick", action="store_true", help="a few cases of each part")
-    parser.add_argument("--seconds", type=float, default=450.0, help="of the whole run")
+    parser.add_argument("--quick", action="store_true", help="run a few cases of each part")
+    parser.add_argument("--seconds", type=float, default=450.0, help="seconds for the whole run")
     parser.add_argument("--stall", type=float, default=Limits.stall_s, help="seconds after which a case counts as hung")
-    parser.add_argument("--resume", action="store_true", help="keep what the journal has of this run, and go on")
+    parser.add_argument("--resume", action="store_true", help="keep the results in the journal, and continue the run")
     parser.add_argument("--collect", action="store_true", help="measure nothing: write FILE from its journal")
     args = parser.parse_args(given)
     unknown = [n for n in args.only.split(",") if n not in names]

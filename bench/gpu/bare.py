@@ -1,4 +1,4 @@
-"""Part 3: the bare kernels, without Inductor: prefill at every length and head dim, forward and backward.
+"""Part 3: the kernels called directly, without Inductor: prefill at every length and head dim, forward and backward.
 
 The points are those of `attn_pass.devices.cuda.points` and the clock is `attn_pass.tuning.clock`, so that what this
 says and what ``attn-pass calibrate`` fits are the same measurements; here there are more of them, and each has what the

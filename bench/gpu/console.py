@@ -1,4 +1,4 @@
-"""The result of a run on a GPU: a document with the goals and a table a part, made of the journal."""
+"""The result of a run on a GPU: a document with the goals and one table per part, built from the journal."""
 
 from __future__ import annotations
 

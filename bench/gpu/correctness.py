@@ -1,4 +1,4 @@
-"""Part 1: every CUDA target, forward and backward, and the decode kernel, against float64 on random inputs.
+"""Part 1: every CUDA target, forward and backward, and the decode kernel, compared with float64 on random inputs.
 
 An error may be twice that of the same program in eager in its own dtype, and half a unit in the last place of the
 largest value besides; in float32 1e-5 of it.

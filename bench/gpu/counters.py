@@ -1,4 +1,4 @@
-"""Part 8: what Nsight Compute counts of the split-KV kernel, where ``ncu`` is on the machine and may read counters."""
+"""Part 8: Nsight Compute's counters for the split-KV kernel, if ``ncu`` is installed and may read counters."""
 
 from __future__ import annotations
 

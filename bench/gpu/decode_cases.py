@@ -1,4 +1,4 @@
-"""Calls of the decode operator that are awkward in some way, with their inputs and the float64 result.
+"""Awkward calls of the decode operator, with their inputs and the float64 result.
 
 Run under Triton's interpreter (`bench.gpu.interpreted`) and on a GPU (`bench.gpu.correctness`).
 """

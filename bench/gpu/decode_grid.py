@@ -1,4 +1,4 @@
-"""Part 5: few queries over long keys: the split-KV kernel against everything torch has, as a share of a copy's rate.
+"""Part 5: few queries over long keys: the split-KV kernel and all of torch's kernels, as shares of a copy's rate.
 
 32 query heads, 8 KV heads, head dim 128, bfloat16. Inputs are rotated, so that keys and values come from memory. The
 part ``tiles`` launches the kernel with other numbers of splits, key blocks, warps and stages than it takes itself.

@@ -1,4 +1,4 @@
-"""Where a run happens: the GPU, or with ``--dry`` the CPU with stand-ins for the kernels; how programs compile there.
+"""The environment of a run: the GPU, or with ``--dry`` the CPU with stand-ins for the kernels; how programs compile.
 
 Nothing here needs more than torch, triton and attn_pass with what it depends on: the machine may have nothing else.
 """

@@ -1,4 +1,4 @@
-"""Parts 3 and 4: standard cases, stock Inductor and the pass on both spellings, every kernel by hand, and the floor.
+"""Parts 3 and 4: standard cases: stock Inductor and the pass on both spellings, every kernel by hand, the lower bound.
 
 The floor is the longest of products, exponentials and memory at an H200's rates (`bench.gpu.shapes`); shares of what
 this device itself reaches stand beside it. Programs written by hand whose scores would not fit in memory are left out.

@@ -1,4 +1,4 @@
-"""What the project aims at on an H200, beside what a run measured: met or not, and never a failure of the run."""
+"""The project's goals for an H200 compared with a run: met or not, without failing the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part 7: a real model that generates: Llama's layers over a cache that grows by a token a step, stock and the pass.
+"""Part 7: a real model that generates: Llama's layers over a cache that grows by one token per step, stock and pass.
 
 Transformers' own model and DynamicCache with random weights, attention as it is written out there ("eager") and as a
 call ("sdpa"), each with and without ``mode="reduce-overhead"``. A step's time is the median over the last steps, by the

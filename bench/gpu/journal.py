@@ -1,4 +1,4 @@
-"""Lines of JSON that outlive the process which wrote them: what a run that dies leaves, and what its JSON is made of.
+"""The journal: lines of JSON that survive a crash of the process, and from which the JSON of a run is rebuilt.
 
 Several processes may append to one journal, such as the shards of a part: every line carries the name of its run.
 """

@@ -1,4 +1,4 @@
-"""Kernels chosen by hand for a shape: how each one's operator is called directly, or why it does not take the shape."""
+"""Kernels chosen by hand for a shape: how to call each operator directly, or why it does not accept the shape."""
 
 from __future__ import annotations
 

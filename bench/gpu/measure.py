@@ -1,4 +1,4 @@
-"""What the process does that measures: the parts of a run, in the order of their importance."""
+"""The measuring process: the parts of a run, in the order of their importance."""
 
 from __future__ import annotations
 

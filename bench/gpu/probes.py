@@ -1,4 +1,4 @@
-"""Part 2: questions to cuDNN's kernel whose answers the rule table rests on, and which versions answer differently.
+"""Part 2: calls of cuDNN's kernel that the rule table depends on, and the versions that differ.
 
 The pass emits none of these calls where its rules refuse them, so that an answer that is wrong is not a failure of the
 run: it says which rule this GPU with this cuDNN needs. Each call is compared with float64, forward and backward.

@@ -1,4 +1,4 @@
-"""Part 2: which kernel the rule table says torch's own call ends in, against what torch itself answers.
+"""Part 2: the kernel that the rule table predicts for torch's own call, compared with torch's choice.
 
 In a dry run torch is asked for the CPU, and the table's answers for the named GPUs stand beside it unchecked.
 """

@@ -1,4 +1,4 @@
-"""Part 4: the field reports the project was made from, where a GPU is what they are about: S2, S3 and S4.
+"""Part 4: the field reports about GPUs that started the project: S2, S3 and S4.
 
 The programs are those of `bench.suites.seeds`, at the reports' sizes; each compiled, and as a package of AOTInductor,
 which is timed as it is launched. S3 is about what a call costs the host where the work is small.

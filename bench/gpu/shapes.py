@@ -1,4 +1,4 @@
-"""One attention as numbers, what it must at least cost, and the two ways users write it."""
+"""One attention as numbers, its lower bound, and the two ways users write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part 0: what the first minute has to show before anything else is worth its time: versions, tools, each path."""
+"""Part 0: the checks of the first minute: versions, tools, each path."""
 
 from __future__ import annotations
 

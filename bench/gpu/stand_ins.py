@@ -1,4 +1,4 @@
-"""CPU implementations of torch's CUDA attention operators, strict about what each kernel asks for.
+"""CPU implementations of torch's CUDA attention operators that check the constraints of each kernel.
 
 For machines without a GPU: graphs rewritten for a CUDA device then run here, under eager, torch.compile and export, and
 compute the documented function in float64, forward and backward. Whatever a kernel would refuse, or read wrongly,

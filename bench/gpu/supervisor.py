@@ -1,4 +1,4 @@
-"""Keeps a run going when the process that measures dies or hangs: a kernel that faults takes its whole process along.
+"""Continues a run if the measuring process dies or hangs: a kernel fault kills its whole process.
 
 The case that was running is written down as lost, and a new process goes on behind it. While the run lasts its JSON is
 written anew from the journal every few seconds, so that whatever ends the machine leaves nearly all of it.

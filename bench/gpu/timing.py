@@ -1,4 +1,5 @@
-"""Times on a GPU: replays of captured graphs, all variants in turns, inputs rotated where the cache would serve them.
+"""Times on a GPU: replays of captured graphs, variants interleaved, inputs rotated so that the cache does not serve
+them.
 
 A sample is one replay of a graph of several calls, by CUDA events around it, so that what launching costs on the host
 is left out; what cannot be captured, or takes over a millisecond and a half, is timed by events around the calls.

@@ -1,4 +1,4 @@
-"""What AOTInductor needs on a machine beside torch: a C++ compiler, CUDA's headers, libcuda where the linker looks.
+"""The parts that AOTInductor needs besides torch: a C++ compiler, CUDA's headers, and libcuda for the linker.
 
 ``python -m bench.gpu.toolchain`` prints the lines for a shell that put right what can be put right from here.
 """

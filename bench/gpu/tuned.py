@@ -1,4 +1,4 @@
-"""Part 6: what ``tune=True`` picks, against the fastest kernel chosen by hand."""
+"""Part 6: the choice of ``tune=True``, compared with the fastest kernel chosen by hand."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How benches measure: programs, the variants of each, fresh processes, timing, floors, documents, baselines, plots."""
+"""The harness of all benchmarks: programs, variants, fresh processes, timing, bounds, documents, baselines, plots."""

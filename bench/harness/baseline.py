@@ -1,4 +1,4 @@
-"""A run beside a baseline: which speedups over stock got worse, beyond the noise of both.
+"""Compares a run with a baseline: speedups over stock that got worse by more than the noise of both.
 
 Ratios are compared, not times: another day the same machine is faster or slower as a whole, stock included.
 """

@@ -1,4 +1,4 @@
-"""What the commands share: their options, the head of a run, measuring its tables, and its end."""
+"""Code shared by the commands: their options, the head of a run, measuring its tables, and its end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bench.harness.environment import command, device_name, versions
 from bench.harness.floors import Rates, rates
 from bench.harness.programs import Setting
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write here, and a table beside it.")]
-Against = Annotated[Path | None, typer.Option("--against", help="Compare with a run that was written.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few of them, fewer rounds.")]
-Only = Annotated[str, typer.Option(help="Only programs whose name holds this.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write to this file, and a table next to it.")]
+Against = Annotated[Path | None, typer.Option("--against", help="Compare with an earlier run.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run a few of them, with fewer rounds.")]
+Only = Annotated[str, typer.Option(help="Run only programs whose name contains this.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int, typer.Option(min=1, help="Threads of torch.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Samples of every way.")]
+Threads = Annotated[int, typer.Option(min=1, help="Number of torch threads.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Samples per variant.")]
 
 Tables = Callable[[Setting, Rates, Callable[[str], None]], Iterable[document.Table]]
 

@@ -1,4 +1,4 @@
-"""Documents on a terminal, and progress while they come to be."""
+"""Documents on a terminal, and progress while they are measured."""
 
 from __future__ import annotations
 

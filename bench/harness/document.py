@@ -1,4 +1,4 @@
-"""What a run leaves: tables of rows under the conditions they hold under, as JSON, Markdown and on the terminal."""
+"""The result of a run: tables of rows with their conditions, as JSON, Markdown and on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers of a run hold for: the device by name, the versions, the command line.
+"""The conditions of a run: the device by name, the versions, the command line.
 
 Nothing here needs more than torch: the GPU's benches (`bench.gpu`) run where there may be nothing else.
 """

@@ -1,4 +1,4 @@
-"""One program in a process of its own: built in every way, timed in turns, compared with float64 and with its floor."""
+"""One program in its own process: all variants built, timed in interleaved blocks, compared with float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of committed results: the speedup and the memory over the length, the roofline, the never-slower curve."""
+"""Plots of committed results: the speedup and the memory over the length, the roofline, the never-slower curve."""
 
 from __future__ import annotations
 

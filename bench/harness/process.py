@@ -1,4 +1,4 @@
-"""Measurements in fresh processes: what a process yields as it comes, and what became of one that died or hung.
+"""Measurements in fresh processes: results as they arrive, and the outcome of a process that died or hung.
 
 Nothing here needs more than Python: the GPU's benches (`bench.gpu`) run where there may be nothing else.
 """

@@ -1,4 +1,4 @@
-"""`Program`: a model to measure as its users write it, and what is needed to judge the numbers."""
+"""`Program`: a model to measure, as its users write it, and the data needed to judge its numbers."""
 
 from __future__ import annotations
 

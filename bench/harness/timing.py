@@ -1,4 +1,4 @@
-"""Clean compiles, candidates timed in turns, peak memory, errors: how everything on a CPU is measured.
+"""Clean compiles, interleaved timing, peak memory, errors: how everything on a CPU is measured.
 
 Nothing here needs more than torch: the GPU's benches (`bench.gpu`) run where there may be nothing else.
 """

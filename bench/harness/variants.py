@@ -1,4 +1,4 @@
-"""The ways to run a program: eagerly, compiled and packaged, by stock, by the pass, and in the form written by hand."""
+"""The variants of a program: eager, compiled and packaged, by stock and by the pass, and the form written by hand."""
 
 from __future__ import annotations
 

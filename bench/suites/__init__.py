@@ -1,1 +1,1 @@
-"""What is measured: a module or a folder a suite, each a command of `python -m bench`."""
+"""The suites: one module or folder per suite, each a command of `python -m bench`."""

@@ -1,4 +1,4 @@
-"""Collected cases that must be fast, the pass against stock: `python -m bench cases --cases FOLDER [--json FILE]`.
+"""Collected cases that must be fast, the pass and stock: `python -m bench cases --cases FOLDER [--json FILE]`.
 
 A case is a Python file that starts with its issue's number, with META (kind, issue, dynamic_shapes), `make(device)` and
 perhaps `better(device)`, the form a specialist writes for the same inputs. A case with dynamic shapes is packaged.

@@ -1,4 +1,4 @@
-"""The pass's share of a cold compile: real models at their usual depths, stock and the pass in turns.
+"""The pass's share of a cold compile: real models at their usual depths, stock and pass interleaved.
 
 Each compile is in a fresh process without any cache, which has compiled nothing but one addition: that builds the C++
 headers and imports what Inductor needs for any compile.
@@ -147,8 +147,8 @@ def main(
     json_file: Json = None,
     quick: Quick = False,
     only: Only = "",
-    rounds: Annotated[int, typer.Option(min=1, help="Cold compiles of each model each way.")] = 3,
-    choose: Annotated[str, typer.Option(help="attn_pass's option of that name.")] = "fused",
+    rounds: Annotated[int, typer.Option(min=1, help="Cold compiles per model and variant.")] = 3,
+    choose: Annotated[str, typer.Option(help="The option of attn_pass with that name.")] = "fused",
 ) -> None:
     """Time cold compiles with stock Inductor and with attn_pass, and the pass's share of them."""
     console = plain_console()

@@ -1,4 +1,4 @@
-"""What the pass decides, recorded and compared: `python -m bench decisions FILE [--cases FOLDER] [--census FOLDER]`.
+"""The pass's decisions, recorded and compared: `python -m bench decisions FILE [--cases FOLDER] [--census FOLDER]`.
 
 A change that moves code must not move decisions. With `--record` the decisions over a fixed list of programs are
 written to FILE; without it they are made again and compared with it, and the exit status is 1 if one differs. Nothing
@@ -166,13 +166,13 @@ def _count(sites: list[Site] | None) -> str:
 
 def main(
     file: Annotated[Path, typer.Argument(help="The record.")],
-    record: Annotated[bool, typer.Option("--record", help="Write it, in place of comparing with it.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Write the record instead of comparing with it.")] = False,
     case_folder: Annotated[Path | None, typer.Option("--cases", help="Folder of collected cases.")] = None,
     census_folder: Annotated[Path | None, typer.Option("--census", help="Census folder.")] = None,
-    only: Annotated[str, typer.Option(help="Programs whose name holds this.")] = "",
-    wording: Annotated[bool, typer.Option("--wording", help="Also show reasons that are worded otherwise.")] = False,
+    only: Annotated[str, typer.Option(help="Run only programs whose name contains this.")] = "",
+    wording: Annotated[bool, typer.Option("--wording", help="Also show reasons that differ only in wording.")] = False,
 ) -> None:
-    """Record what the pass decides, or compare with a record. Exit status 1: something is decided otherwise."""
+    """Record the decisions of the pass, or compare them with a record. Exit status 1: a decision differs."""
     console = Console(soft_wrap=True, highlight=False, markup=False)
     asked = [q for q in questions(case_folder, census_folder) if only in q.name]
     now = decided(asked, console)
@@ -186,5 +186,5 @@ def main(
     moved, reworded = differences({name: sites for name, sites in before.items() if name in names}, now)
     for line in moved + (reworded if wording else []):
         console.print(line)
-    console.print(f"{len(now)} programs: {len(moved)} decisions differ, {len(reworded)} reasons are worded otherwise")
+    console.print(f"{len(now)} programs: {len(moved)} decisions differ, {len(reworded)} reasons differ in wording")
     raise typer.Exit(1 if moved else 0)

@@ -1,4 +1,4 @@
-"""A token at a time over a static cache: `python -m bench decode [--json FILE] [--quick] [--only TEXT]`.
+"""One token at a time over a static cache: `python -m bench decode [--json FILE] [--quick] [--only TEXT]`.
 
 transformers' Llama with Llama 3.2 1B's attention in each of 8 layers; the MLPs are narrower (2,048 in place of 8,192),
 and the vocabulary is small (1,000). The cache has room for 4,096 positions, and one graph a way serves all of them: a

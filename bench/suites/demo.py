@@ -1,4 +1,4 @@
-"""The main job on real input: explain, rewrite and check real architectures, then compile seed S4 both ways.
+"""The demonstration: explain, rewrite and check real architectures, then compile seed S4 with and without the pass.
 
     python -m bench demo [--only NAME ...] [--no-s4] [--rounds N]
 
@@ -116,9 +116,9 @@ def chosen(names: Sequence[str]) -> list[Architecture]:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Only this architecture; may be given again.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this architecture; may be repeated.")] = None,
     with_s4: Annotated[bool, typer.Option("--s4/--no-s4", help="Measure seed S4 at the end.")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of every S4 candidate.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per S4 candidate.")] = 9,
 ) -> None:
     """Explain, rewrite and check real architectures, then compile seed S4 with and without the pass."""
     console = plain_console()

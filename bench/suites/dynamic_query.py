@@ -1,4 +1,4 @@
-"""Packages with a dynamic query length, at one query and at many: stock's, ours, and one compiled for each length.
+"""Packages with a dynamic query length, at one query and at many: stock, the pass, and one compiled per length.
 
     python -m bench dynamic-query [--json FILE] [--rounds N] [--case NAME] [--quick]
 
@@ -154,7 +154,7 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CASES)}; may be repeated.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="1 and 64 queries of two cases, three samples.")] = False,
 ) -> None:
-    """Measure packages with a dynamic query length; the exit status is 1 if an answer is wrong."""
+    """Measure packages with a dynamic query length. Exit status 1: a result is wrong."""
     names = case or (["GQA 32/8", "causal, by hand"] if quick else list(CASES))
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(CASES)}")

@@ -1,4 +1,4 @@
-"""`python -m bench never-slower`: a grid of attention shapes, each against stock Inductor and against every offer.
+"""`python -m bench never-slower`: a grid of attention shapes: stock Inductor, the pass and every offer.
 
 One thread unless asked for more, a fresh process a shape, blocks of calls in turns, with stock timed twice (A/A). A
 shape is *slower* when the pass takes over 1.10 of stock's time, beyond what stock differs from itself, in the first run
@@ -260,16 +260,18 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def main(
     json_file: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Eight small shapes.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="The pass with tune=True.")] = False,
-    every: Annotated[int, typer.Option(help="Only every so many shapes.")] = 1,
-    only: Annotated[str, typer.Option(help="Only shapes whose names hold this.")] = "",
+    tune: Annotated[bool, typer.Option("--tune", help="Run the pass with tune=True.")] = False,
+    every: Annotated[int, typer.Option(help="Run only every N-th shape.")] = 1,
+    only: Annotated[str, typer.Option(help="Run only shapes whose name contains this.")] = "",
     rows_at_most: Annotated[
-        int | None, typer.Option("--rows", help="Only shapes of at most so many query rows.")
+        int | None, typer.Option("--rows", help="Run only shapes with at most this many query rows.")
     ] = None,
     threads: Threads = 1,
-    changed: Annotated[Path | None, typer.Option(help="Keep FILE's rows but where another form is chosen now.")] = None,
+    changed: Annotated[
+        Path | None, typer.Option(help="Keep FILE's rows, except where another form is chosen now.")
+    ] = None,
 ) -> None:
-    """Measure a grid of shapes: stock, stock again, the pass, and every form the pass could have taken."""
+    """Measure a grid of shapes: stock twice, the pass, and every form that the pass could have taken."""
     console = plain_console()
     tell = teller(console)
     chosen = [s for s in (_quick(grid()) if quick else grid()) if only in str(s)]

@@ -1,4 +1,4 @@
-"""The pass's own time against the size of the graph: `python -m bench pass-time [--json FILE]`.
+"""The pass's own time over the size of the graph: `python -m bench pass-time [--json FILE]`.
 
 Real decoder graphs (transformers' Llama with grouped KV heads, eager attention) of 12 to 48 layers are captured once
 with torch.compile; the pass then runs on fresh copies of the captured graph, and the least of five runs counts.

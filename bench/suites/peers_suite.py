@@ -1,4 +1,4 @@
-"""PyTorch's own test of its attention patterns, against the pass: `python -m bench peers-suite FILE [--json OUT]`.
+"""PyTorch's own test of its attention patterns, run with the pass: `python -m bench peers-suite FILE [--json OUT]`.
 
 FILE is test/inductor/test_fused_attention.py of a PyTorch checkout; it is imported from there and its checks are
 replaced. Each form is compiled with the fused targets forced and every site verified, with a static and with a dynamic

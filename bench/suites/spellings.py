@@ -1,4 +1,4 @@
-"""Attention as users write it, (B, H, L, D) operands: what several suites measure."""
+"""Attention as users write it, on (B, H, L, D) operands: the programs of several suites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `verify="graph"` takes: `python -m bench verify-time [--json FILE]`.
+"""The time of `verify="graph"`: `python -m bench verify-time [--json FILE]`.
 
 Seconds a site beside the same capture without it, at sizes of known models; nothing is compiled.
 """
@@ -78,7 +78,7 @@ def _capture(site: Site, inputs: list[Tensor], verify: str) -> tuple[float, attn
 
 
 def main(json_file: Json = None) -> None:
-    """Seconds of `verify="graph"` a site, at sizes of known models."""
+    """Measure the time of `verify="graph"` per site, at sizes of known models."""
     made = started("What verification takes", threads=2)
     rows: list[Row] = []
     for site in SITES:

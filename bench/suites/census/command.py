@@ -21,12 +21,12 @@ from bench.suites.census.workers import run_all
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
 Folder = Annotated[Path, typer.Option("--census", help="The census folder: zoo.py, census.py, models.txt.")]
-Out = Annotated[Path, typer.Option(help="JSONL file; rows are appended, and what has a row is skipped.")]
-Only = Annotated[str, typer.Option(help="Regular expression on names.")]
+Out = Annotated[Path, typer.Option(help="JSONL file; rows are appended, and programs that have a row are skipped.")]
+Only = Annotated[str, typer.Option(help="Regular expression for names.")]
 Listed = Annotated[Path | None, typer.Option("--list", help="File of names to use instead of models.txt.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Processes at a time.")]
-Limit = Annotated[float, typer.Option("--limit", help="Seconds one process may take.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows and their conditions here.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Parallel processes.")]
+Limit = Annotated[float, typer.Option("--limit", help="Time limit per process in seconds.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all rows and their conditions to this file.")]
 
 
 def _command(bench: ModuleType, names_start: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""Exported programs: what the pass does to what torch.export gives, as it is and after `run_decompositions()`."""
+"""Exported programs: the pass on the output of torch.export, unchanged and after `run_decompositions()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: what is known of one model in one measurement, as a line of JSON."""
+"""Rows: the facts about one model in one measurement, as a line of JSON."""
 
 from __future__ import annotations
 

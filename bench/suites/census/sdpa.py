@@ -1,4 +1,5 @@
-"""Models that call `scaled_dot_product_attention` themselves: calls the pass reads, and its names for their masks.
+"""Models that call `scaled_dot_product_attention` themselves: the calls that the pass reads, and the names of their
+masks.
 
 transformers models are built with `attn_implementation="sdpa"` and compiled with the rewritten graph run eagerly.
 """

@@ -1,1 +1,1 @@
-"""The CPU kernel of this package, as an operator: shares of what the machine can do, and peers beside it."""
+"""The CPU kernel of this package, as an operator: its share of the machine's rates, compared with peers."""

@@ -1,4 +1,4 @@
-"""What the CPU kernel is measured on: masks and scores over many rows, and few rows against a long cache."""
+"""The cases of the CPU kernel: masks and scores over many rows, and few rows over a long cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU kernel beside the machine's rates and its peers: `python -m bench kernel [--threads 1,2] [--json FILE]`.
+"""The CPU kernel, the machine's rates and its peers: `python -m bench kernel [--threads 1,2] [--json FILE]`.
 
 Everything of a case runs in turns in one process, the kernel twice (A/A). With one thread processor time counts, so
 that other work on the machine does not, but for what it takes of caches and memory; with more it is wall time. Peers
@@ -125,7 +125,7 @@ def _threads(text: str) -> tuple[int, ...]:
 
 
 def main(
-    threads: Annotated[str, typer.Option(help="Numbers of threads, with commas between them.")] = "1,2",
+    threads: Annotated[str, typer.Option(help="Numbers of threads, separated by commas.")] = "1,2",
     json_file: Json = None,
     quick: Quick = False,
     only: Only = "",

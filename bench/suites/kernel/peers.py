@@ -1,4 +1,4 @@
-"""The same attention by others: torch's SDPA and FlexAttention, OpenVINO, ONNX Runtime and zentorch where installed."""
+"""The same attention in other systems: torch's SDPA and FlexAttention, OpenVINO, ONNX Runtime and zentorch."""
 
 from __future__ import annotations
 

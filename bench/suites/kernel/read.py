@@ -1,4 +1,4 @@
-"""What reading memory takes, with nothing else: the least time of an attention of few rows."""
+"""The time of reading memory, and nothing else: the lower bound of an attention with few rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The five field reports the project was made from, measured again: one module each, and the command."""
+"""The five field reports that started the project, measured again: one module each, and the command."""

@@ -30,9 +30,9 @@ def chosen(only: str) -> list[str]:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Some of them: S1,S4.")] = "",
+    only: Annotated[str, typer.Option(help="Run some of them: S1,S4.")] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Cut sizes, fewer rounds and packages: under 8 minutes.")
+        bool, typer.Option("--quick", help="Smaller sizes, fewer rounds and packages: under 8 minutes.")
     ] = False,
     json_file: Json = None,
     baseline: Against = None,
@@ -40,7 +40,7 @@ def main(
     threads: Threads = 2,
     rounds: Rounds = 15,
 ) -> None:
-    """Measure the five field reports; exit status 1: an answer is wrong, or a ratio worse than in --against."""
+    """Measure the five field reports. Exit status 1: a result is wrong, or a ratio is worse than in --against."""
     setting = Setting(device, threads, min(rounds, 7) if quick else rounds, quick=quick)
     names = chosen(only)
 

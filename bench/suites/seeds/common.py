@@ -1,4 +1,4 @@
-"""What the seeds share: the operands of the field reports, and how their programs are measured."""
+"""Code shared by the seeds: the operands of the field reports, and how their programs are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model predicts of fused attention on an Ascend NPU, as plain rows: bytes, speedup, tiles, masks.
+"""The model's predictions for fused attention on an Ascend NPU, as plain rows: bytes, speedup, tiles, masks.
 
 The numbers of seed S5's table come from a machine; these come from data sheets (`attn_pass.devices.catalog`) and from
 counting. Every row says so. Nothing here runs on an NPU, or measures anything.

@@ -1,4 +1,4 @@
-"""S3, flash-attn 2.6.3 against 2.7.0: small work, where what a call costs the host is what it costs."""
+"""S3, flash-attn 2.6.3 against 2.7.0: small problems, whose time is the host's time per call."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def save(table: Table, folder: Path) -> None:
 
 def main(
     parts: Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(PARTS)}.")] = None,
-    folder: Annotated[Path | None, typer.Option("--save", help="Put the parts into this folder's results.")] = None,
+    folder: Annotated[Path | None, typer.Option("--save", help="Add the parts to the results in this folder.")] = None,
 ) -> None:
     """Seed S1 on XLA: the parts whose packages are installed."""
     if unknown := [name for name in parts or () if name not in PARTS]:
