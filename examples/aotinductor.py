@@ -1,10 +1,10 @@
-"""An AOTInductor package for any batch size: compiled, asked what was done to it, run, and run again from C++.
+"""An AOTInductor package for any batch size: compiled, its report read, run in Python, and run from C++.
 
     python examples/aotinductor.py           # about a minute on two cores
     python examples/aotinductor.py --small   # one small package, compiled for real: some twenty seconds
 
-The model is a table of memories that every token of a batch asks (pytorch/pytorch#151287): one query a row, and keys
-and values that all rows share. Stock copies them for every row; the pass makes the batch the query's rows.
+The model is a table of memory slots that every token of a batch attends to (pytorch/pytorch#151287): one query per row,
+and keys and values that all rows share. Stock copies them for every row; the pass turns the batch into query rows.
 """
 
 from __future__ import annotations

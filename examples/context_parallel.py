@@ -2,9 +2,8 @@
 
 Needs two CUDA devices and NCCL: torch has no ring attention for CPU tensors (2.13). Every rank holds half of the
 sequence inside the region. Calls of scaled_dot_product_attention are ring attention there, on DTensors, and are left by
-attn_pass; so is attention by hand, which is over a shard's positions. Layers without attention are compiled as ever.
-Printed are the largest difference from the whole sequence on one
-device, and what the report says.
+attn_pass; so is attention by hand, which is over a shard's positions. Layers without attention are compiled as usual.
+The example prints the largest difference from the whole sequence on one device, and the report.
 """
 
 from __future__ import annotations

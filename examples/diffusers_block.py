@@ -3,7 +3,7 @@
     python examples/diffusers_block.py           # 64 x 64 latents, 77 text tokens: about a minute on two cores
     python examples/diffusers_block.py --small   # a tiny one, without code generation: seconds
 
-Both kinds of attention are in it: of the picture with itself (4096 keys), and of the picture with the text (77 keys).
+It contains both kinds of attention: self-attention of the image (4096 keys), and cross-attention to the text (77 keys).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A Hugging Face model as it comes: explained, compiled with the pass, compared with eager and with stock.
+"""An unchanged Hugging Face model: explained, compiled with the pass, compared with eager and with stock.
 
     python examples/huggingface.py           # GPT-2 small, 1 x 512 tokens: about a minute on two cores
     python examples/huggingface.py --small   # a tiny one, without code generation: seconds
 
-Weights are random, made from the configuration: nothing is downloaded. With `from_pretrained` the lines are the same.
+Weights are random, made from the configuration: nothing is downloaded. With `from_pretrained` the code is the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the examples share: several ways to run one model, timed in turns and compared with the first of them."""
+"""Code shared by the examples: several variants of one model, timed in turns and compared with the first."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python examples/timm_vit.py           # ViT-S/16, 4 images of 224 x 224: about a minute on two cores
     python examples/timm_vit.py --small   # a tiny one, without code generation: seconds
 
-timm calls scaled_dot_product_attention by itself. `set_fused_attn(False)` is for the example: it is how the many models
-look that were written before that call, or copied from timm before it used it.
+timm itself calls scaled_dot_product_attention. The example uses `set_fused_attn(False)`, which gives the code of the
+many models that were written before that call existed, or copied from timm before it used the call.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/training.py           # five steps of 512 tokens: about a minute on two cores
     python examples/training.py --small   # three steps of a tiny one, without code generation: seconds
 
-Gradients go through the kernel that was chosen; what it saves is mostly memory, since no score matrix is kept for the
-backward. Attention dropout that is on would leave the sites as they are on a CPU: its kernel draws none.
+Gradients go through the chosen kernel; it mostly saves memory, since no score matrix is kept for the backward. With
+active attention dropout the sites would be left on a CPU, whose kernel has no dropout.
 """
 
 from __future__ import annotations
