@@ -60,15 +60,15 @@ def test_reasons_are_counted_and_cells_stay_cells() -> None:
 
 
 def test_equal_reasons_are_one_line() -> None:
-    told = [f"the weights (a.py:{line} in f) are also used by view_{line}" for line in (3, 41)]
-    table = tables.left_table([exported("a", left=[{**TANH, "reason": reason} for reason in told])])
+    reported = [f"the weights (a.py:{line} in f) are also used by view_{line}" for line in (3, 41)]
+    table = tables.left_table([exported("a", left=[{**TANH, "reason": reason} for reason in reported])])
     assert "| 2 | near miss | the weights are also used by view |" in table
 
 
 def test_wrong_numbers_and_unseen_sites_are_named() -> None:
-    told = tables.troubles([exported("a", numerics=WRONG), exported("b", rewritten=1)])
-    assert "Wrong numbers (1):\n\n- a (export) rel 5.0e-01" in told
-    assert "Sites the report has no row for (1):\n\n- b (export): 1" in told
+    reported = tables.troubles([exported("a", numerics=WRONG), exported("b", rewritten=1)])
+    assert "Wrong numbers (1):\n\n- a (export) rel 5.0e-01" in reported
+    assert "Sites the report has no row for (1):\n\n- b (export): 1" in reported
 
 
 def test_masks_of_calls_only() -> None:
@@ -116,8 +116,8 @@ def task(name: str) -> Task:
 
 @pytest.mark.slow
 def test_the_output_of_a_process_that_died_is_kept(tmp_path: Path) -> None:
-    told = [[(row["stage"], row["status"]) for row in in_child(task(name), 120)] for name in ("dies", "fails")]
-    assert told == [
+    reported = [[(row["stage"], row["status"]) for row in in_child(task(name), 120)] for name in ("dies", "fails")]
+    assert reported == [
         [("export", "ok"), ("after export", "died")],
         [("export", "ok"), ("after export", "bench failed")],
     ]

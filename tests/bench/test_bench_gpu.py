@@ -165,10 +165,10 @@ def _part(*cases: Case, name: str = "part", share: float = 1.0) -> Part:
 
 
 def _run(journal: Journal, *parts: Part, seconds: float = 60.0) -> list[str]:
-    told: list[str] = []
-    for line in run_parts(Environment("cpu"), parts, time.time() + seconds, journal, told.append):
+    reported: list[str] = []
+    for line in run_parts(Environment("cpu"), parts, time.time() + seconds, journal, reported.append):
         journal.add(**line)
-    return told
+    return reported
 
 
 def _fails() -> dict[str, Any]:
@@ -178,11 +178,11 @@ def _fails() -> dict[str, Any]:
 def test_a_failure_stays_with_its_case(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     part = _part(Case("bad", _fails), Case("good", lambda: {"value": 2}))
-    told = _run(journal, part)
+    reported = _run(journal, part)
     bad, good = journal.rows()["part"]
     assert bad["error_text"] == "ValueError: this shape is no shape" and "_fails" in bad["trace"]
     assert good["value"] == 2
-    assert any("FAILED ValueError" in line for line in told)
+    assert any("FAILED ValueError" in line for line in reported)
     table = console.document(journal, [part]).markdown()
     assert "| good | 2.0 |" in table and "- bad: ValueError" in table
 
@@ -212,20 +212,23 @@ def test_a_lost_device_ends_the_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_case_that_takes_the_process_down_is_written_down_and_passed_over(tmp_path: Path, how: str) -> None:
     journal = Journal(tmp_path / "journal")
-    told: list[str] = []
+    reported: list[str] = []
     supervise(
-        Task({}, dies, (journal.path, how), forked=False), journal, Limits(time.time() + 100, stall_s=4.0), told.append
+        Task({}, dies, (journal.path, how), forked=False),
+        journal,
+        Limits(time.time() + 100, stall_s=4.0),
+        reported.append,
     )
     rows = journal.rows()["p"]
     assert [row["name"] for row in rows] == ["one", "two", "three"]
     assert ("exit code 11" if how == "dies" else "stopped") in rows[1]["error_text"]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_a_process_that_cannot_begin_is_not_started_for_ever(tmp_path: Path) -> None:
-    told: list[str] = []
-    supervise(Task({}, exits, (), forked=False), Journal(tmp_path / "j"), Limits(time.time() + 100), told.append)
-    assert told == ["the run: the process ended: exit code 3"]
+    reported: list[str] = []
+    supervise(Task({}, exits, (), forked=False), Journal(tmp_path / "j"), Limits(time.time() + 100), reported.append)
+    assert reported == ["the run: the process ended: exit code 3"]
 
 
 # ---------------------------------------------------------------- shards, the journal, the exit status

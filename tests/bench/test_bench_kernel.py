@@ -73,8 +73,8 @@ def test_a_read_sees_every_byte() -> None:
 def test_rows_of_both_tables_have_shares_and_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(peers._BUILDERS, peers.FLEX, lambda case, inputs: None)  # seconds of compiling each
     options = ["--quick", "--threads", "1,2", "--rounds", "1", "--json", str(tmp_path / "k.json")]
-    told = CliRunner().invoke(app, ["kernel", *options])
-    assert told.exit_code == 0, told.output
+    reported = CliRunner().invoke(app, ["kernel", *options])
+    assert reported.exit_code == 0, reported.output
     made = document.read(tmp_path / "k.json")
     assert [len(table.rows) for table in made.tables] == [12, 12]
     for row in (row for table in made.tables for row in table.rows):

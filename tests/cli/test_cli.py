@@ -118,8 +118,8 @@ def test_explain_takes_a_module_of_the_current_directory_and_two_results(
 
 
 def test_explain_json(model_file: Path, called: list[dict[str, Any]]) -> None:
-    told = json.loads(run("explain", f"{model_file}:build", "--json").stdout)
-    assert told["sites"][0]["reason"] == "a reason"
+    reported = json.loads(run("explain", f"{model_file}:build", "--json").stdout)
+    assert reported["sites"][0]["reason"] == "a reason"
 
 
 def test_the_options_reach_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
@@ -224,12 +224,12 @@ def test_a_model_that_cannot_be_captured(model_file: Path, monkeypatch: pytest.M
 
 def test_the_doctor_names_every_package_and_every_target() -> None:
     found = json.loads(run("doctor", "--json").stdout)
-    told = {finding["what"]: finding for findings in found.values() for finding in findings}
-    assert told["torch"]["found"] == str(torch.__version__)
-    assert set(told) >= {target.name for target in all_targets()}
-    assert told["sdpa"]["found"] == "offers" and "us predicted" in told["sdpa"]["note"]
+    reported = {finding["what"]: finding for findings in found.values() for finding in findings}
+    assert reported["torch"]["found"] == str(torch.__version__)
+    assert set(reported) >= {target.name for target in all_targets()}
+    assert reported["sdpa"]["found"] == "offers" and "us predicted" in reported["sdpa"]["note"]
     if not torch.cuda.is_available():
-        assert told["flash"]["found"] == "" and "cpu" in told["flash"]["note"]
+        assert reported["flash"]["found"] == "" and "cpu" in reported["flash"]["note"]
     missing = [finding for finding in found["packages"] if not finding["found"]]
     assert all("pip install" in finding["note"] for finding in missing)
     printed = run("doctor").stdout
@@ -318,8 +318,8 @@ def test_compare_fails_on_what_is_asked(
 
 
 def test_compare_prints_a_table_or_json(tmp_path: Path) -> None:
-    told = compared(tmp_path, FUSED, LEFT).stdout
-    assert "1 different, 0 the same; 1 left that was not before" in told and "weights are returned" in told
+    reported = compared(tmp_path, FUSED, LEFT).stdout
+    assert "1 different, 0 the same; 1 left that was not before" in reported and "weights are returned" in reported
     assert json.loads(compared(tmp_path, FUSED, LEFT, "--json").stdout)["changes"][0]["after"]["outcome"] == "left"
 
 

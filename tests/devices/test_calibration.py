@@ -99,15 +99,15 @@ def test_a_gpu_that_is_here_is_decided_for_as_it_was_measured(monkeypatch: pytes
 
 BROKEN: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda record: [record],
-    "a field nobody knows": lambda record: record | {"speed": 1.0},
+    "an unknown field": lambda record: record | {"speed": 1.0},
     "no facts": lambda record: {k: v for k, v in record.items() if k != "facts"},
     "facts of another version": lambda record: record | {"facts": record["facts"] | {"torch": "1.0"}},
     "text for a rate": lambda record: record | {"op_us": "3"},
     "a negative rate": lambda record: record | {"op_us": -3.0},
     "no number": lambda record: record | {"memory_gbytes": float("nan")},
     "an endless rate": lambda record: record | {"shares": {"cudnn": {"prefill": float("inf")}}},
-    "a dtype nobody knows": lambda record: record | {"matmul_gflops": {"matmul": 1.0}},
-    "a share nobody knows": lambda record: record | {"shares": {"cudnn": {"backward": 0.5}}},
+    "an unknown dtype": lambda record: record | {"matmul_gflops": {"matmul": 1.0}},
+    "an unknown share": lambda record: record | {"shares": {"cudnn": {"backward": 0.5}}},
     "shares as a number": lambda record: record | {"shares": {"cudnn": 0.5}},
 }
 

@@ -20,7 +20,7 @@ NAMED = {
     "graph/regions.py": "the devices that torch.autocast has",
     "graph/writes.py": "methods of a tensor that move it, by their names",
     "reading/graph_reader.py": "a number in a graph is on the host",
-    "rewriting/composites.py": "a site whose device nobody noted is decided for the host's",
+    "rewriting/composites.py": "a site without a recorded device is decided for the host's",
     "tuning/worker.py": "a program without inputs runs on the host",
 }
 """Where a device's type stands by its name all the same, and why nothing is decided by it."""

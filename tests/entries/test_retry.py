@@ -113,14 +113,14 @@ NAMED = "no kernel for attn_pass_test::unlowerable"
 
 def test_the_target_that_failed_is_left_out_and_the_others_stay() -> None:
     picky = Picky(NAMED, UNLOWERABLE)
-    out, report, told = compiled_with(picky, two_sites, qkv(16), qkv(8))
+    out, report, reported = compiled_with(picky, two_sites, qkv(16), qkv(8))
     torch.testing.assert_close(out, two_sites(qkv(16), qkv(8)))
     assert [(s.target, s.outcome) for s in report.sites] == [("sdpa", "rewritten"), ("sound", "rewritten")]
     wide, narrow = report.sites
     assert NAMED in wide.refusals["broken"] and "; before that broken: " in wide.reason and NAMED in wide.reason
     assert "before that" not in narrow.reason and "broken" not in narrow.reason
     assert [UNLOWERABLE in g for g in picky.graphs] == [True, False] and HARMLESS in picky.graphs[1]
-    (warning,) = told
+    (warning,) = reported
     assert "without broken" in warning and wide.where in warning and "sdpa, sound" in warning
     assert report.graphs == 1 and attn_pass.reports()[-1].sites == report.sites
 
@@ -137,12 +137,12 @@ def test_all_sites_of_the_target_go_to_their_next_offer() -> None:
 
 def test_the_next_offer_is_the_next_in_a_users_order() -> None:
     for names, became in ((("sound", "broken", "sdpa"), "sdpa"), (("broken",), None)):
-        _, report, told = compiled_with(
+        _, report, reported = compiled_with(
             Picky(NAMED, UNLOWERABLE), attention, *qkv(16), choose="first", targets=names, numerics="strict"
         )
         (site,) = report.sites
-        assert site.target == became and NAMED in site.refusals["broken"] and len(told) == 1
-        assert site.where in told[0]
+        assert site.target == became and NAMED in site.refusals["broken"] and len(reported) == 1
+        assert site.where in reported[0]
 
 
 def test_where_the_error_does_not_tell_all_but_torchs_own_are_left_out() -> None:
@@ -167,9 +167,9 @@ def test_a_graph_that_fails_twice_is_compiled_as_it_was() -> None:
 def test_torchs_own_calls_are_tried_once() -> None:
     """There is nothing to leave out."""
     picky = Picky("out of registers", torch.nn.functional.scaled_dot_product_attention)
-    out, report, told = compiled_with(picky, attention, *qkv(24), choose="fused")
+    out, report, reported = compiled_with(picky, attention, *qkv(24), choose="fused")
     torch.testing.assert_close(out, attention(*qkv(24)))
-    assert len(picky.graphs) == 2 and [s.outcome for s in report.sites] == ["left"] and len(told) == 1
+    assert len(picky.graphs) == 2 and [s.outcome for s in report.sites] == ["left"] and len(reported) == 1
 
 
 def test_on_error_raise_does_not_try_again() -> None:
@@ -212,9 +212,9 @@ def test_a_shared_body_is_decided_anew() -> None:
 
     inputs = qkv(16, grad=True)
     with toy.refused_by_inductor():
-        out, report, told = compiled_with("inductor", fn, *inputs)
+        out, report, reported = compiled_with("inductor", fn, *inputs)
     torch.testing.assert_close(out, fn(*inputs))
-    assert [s.target for s in report.sites] == ["sdpa"] and len(told) == 1
+    assert [s.target for s in report.sites] == ["sdpa"] and len(reported) == 1
 
 
 def test_what_is_collected_is_the_graph_that_was_compiled() -> None:
@@ -234,9 +234,9 @@ def test_inductor_names_the_operator_it_has_no_lowering_for() -> None:
         for hits in (0, 1):
             counters.clear()
             wide, narrow = qkv(16, grad=True), qkv(8, grad=True)
-            out, report, told = compiled_with("inductor", two_sites, wide, narrow)
+            out, report, reported = compiled_with("inductor", two_sites, wide, narrow)
             torch.testing.assert_close(out, eager)
-            assert [s.target for s in report.sites] == ["sdpa", "sound"] and len(told) == 1
+            assert [s.target for s in report.sites] == ["sdpa", "sound"] and len(reported) == 1
             assert "no kernel for this toy" in report.sites[0].reason
             out.sum().backward()
             assert wide[0].grad is not None and narrow[0].grad is not None
@@ -267,9 +267,9 @@ def fails_when_generated() -> Iterator[None]:
 @pytest.mark.usefixtures("fails_when_generated")
 def test_code_that_cannot_be_generated_leaves_out_all_but_torchs_own() -> None:
     with torch.no_grad():
-        out, report, told = compiled_with("inductor", two_sites, qkv(16), qkv(8))
+        out, report, reported = compiled_with("inductor", two_sites, qkv(16), qkv(8))
     torch.testing.assert_close(out, two_sites(qkv(16), qkv(8)))
-    assert [s.target for s in report.sites] == ["sdpa", "sdpa"] and len(told) == 1
+    assert [s.target for s in report.sites] == ["sdpa", "sdpa"] and len(reported) == 1
     assert "Loop-carried variable" in report.sites[0].reason
 
 

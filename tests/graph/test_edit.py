@@ -49,7 +49,7 @@ def test_the_graph_is_as_it_was_until_a_plan_is_applied() -> None:
     node = plan.apply(new, [])
     gm.graph.lint()
     gm.recompile()
-    assert sin._erased and exp._erased, "what nobody needs any more"
+    assert sin._erased and exp._erased, "unused nodes"
     assert node.name == name and node.meta["stack_trace"] == trace
     assert [n.target for n in plan.inserted] == [aten.neg.default, aten.cos.default]
     torch.testing.assert_close(gm(x)[0], (-x).cos() + 1)
@@ -214,8 +214,8 @@ def test_a_guard_that_fails_for_some_size_is_reported() -> None:
     assert plan.broken_guard(since) is None
     assert value.shape[0] % 2 == 0  # asked of the symbol, which torch notes down
     assert plan.guards() > since
-    told = plan.broken_guard(since)
-    assert told is not None and "fails for" in told
+    reported = plan.broken_guard(since)
+    assert reported is not None and "fails for" in reported
     assert plan.broken_guard(plan.guards()) is None, "it was there before"
 
 
@@ -351,4 +351,4 @@ def test_an_operand_written_after_the_site_is_copied_in_training_alone() -> None
 
     assert operand(False, "clone")
     assert not operand(True, "clone"), "the backward wants what it was"
-    assert operand(True, "sin"), "nobody writes it"
+    assert operand(True, "sin"), "it is never written"

@@ -166,7 +166,7 @@ def steps(module: Attention) -> list[Tensor]:
     return [torch.randn(BATCH, 1, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(CACHE)]
 
 
-def told(gm: torch.fx.GraphModule) -> set[str]:
+def reported(gm: torch.fx.GraphModule) -> set[str]:
     """What the one call of the kernel is given by name."""
     (call,) = [n for n in gm.graph.nodes if "attn_pass.attention" in str(n.target)]
     return set(call.kwargs) - {"fully_masked"}
@@ -207,7 +207,7 @@ def test_compiled(name: str) -> None:
 
     torch._dynamo.reset()
     compare(spelling, torch.compile(made(spelling), backend=attn_pass.wrap(seen, **OPTIONS), fullgraph=True))
-    assert len(graphs) == 1 and told(graphs[0]) == spelling.compiled
+    assert len(graphs) == 1 and reported(graphs[0]) == spelling.compiled
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
@@ -227,5 +227,5 @@ def test_exported(name: str) -> None:
         inputs = iter((x, at))
         return program.graph_module(*(next(inputs) if t is None else t for t in given))[-1]
 
-    assert told(program.graph_module) == spelling.exported
+    assert reported(program.graph_module) == spelling.exported
     compare(spelling, run)

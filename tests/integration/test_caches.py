@@ -64,8 +64,8 @@ def in_process(folder: Path, *runs: tuple[str, dict[str, Any]], source: Path | N
 
 
 def sites(found: dict[str, Any]) -> list[tuple[Any, ...]]:
-    told = json.loads(found["report"])
-    return [(s["outcome"], s["target"], s["reason"], s["mask"], s["predicted_us"]) for s in told["sites"]]
+    reported = json.loads(found["report"])
+    return [(s["outcome"], s["target"], s["reason"], s["mask"], s["predicted_us"]) for s in reported["sites"]]
 
 
 @pytest.mark.slow

@@ -144,20 +144,20 @@ def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
         )
         for rank in range(2)
     ]
-    told = []
+    reported = []
     for process in running:
         out, errors = process.communicate(timeout=900)
         lines = [line for line in out.splitlines() if line.startswith("[")]
-        told.append({"errors": errors[-3000:], **dict(map(json.loads, lines))})
-    return told
+        reported.append({"errors": errors[-3000:], **dict(map(json.loads, lines))})
+    return reported
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor_parallel"])
 def test_two_processes(kind: str, in_two_processes: list[dict[str, Any]]) -> None:
-    for told in in_two_processes:
-        sites = told.get(kind, f"not reached: {told['errors']}")
+    for reported in in_two_processes:
+        sites = reported.get(kind, f"not reached: {reported['errors']}")
         assert isinstance(sites, list), sites
         assert sites and all(outcome == "rewritten" for outcome, _, _ in sites), sites
 

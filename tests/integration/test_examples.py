@@ -36,7 +36,7 @@ def test_every_example_is_run() -> None:
 def test_an_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    library, sites, told = RUN[name]
+    library, sites, reported = RUN[name]
     pytest.importorskip(library) if library != "timm" else None
     torch._dynamo.reset()
     quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
@@ -45,7 +45,7 @@ def test_an_example(
         error = main(small=True, **folder)
     printed = capsys.readouterr().out
     assert error <= 1e-5
-    assert f"{sites} attention site" in printed and f"{sites} rewritten" in printed and told in printed
+    assert f"{sites} attention site" in printed and f"{sites} rewritten" in printed and reported in printed
     assert "error against eager" in printed
 
 

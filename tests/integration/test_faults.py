@@ -76,13 +76,13 @@ def test_a_stage_that_fails(stage: str, failure: type[BaseException], monkeypatc
         raise failure("put in on purpose")
 
     monkeypatch.setattr(importlib.import_module(module), name, fails)
-    report, told = compiled_with()
-    assert told, "a failure that nobody is told of"
-    assert any("put in on purpose" in str(w.message) or failure.__name__ in str(w.message) for w in told)
+    report, reported = compiled_with()
+    assert reported, "a failure that is not reported"
+    assert any("put in on purpose" in str(w.message) or failure.__name__ in str(w.message) for w in reported)
     left = [s for s in report.sites if s.outcome == "left"]
-    assert len({str(w.message) for w in told}) == len(told) <= 2
+    assert len({str(w.message) for w in reported}) == len(reported) <= 2
     if named:
-        assert left and all("test_faults.py:" in str(w.message) for w in told)
+        assert left and all("test_faults.py:" in str(w.message) for w in reported)
 
 
 @pytest.mark.parametrize("method", ["consider", "emit"])
@@ -94,9 +94,9 @@ def test_a_target_that_fails(method: str, failure: type[BaseException], monkeypa
         raise failure("put in on purpose")
 
     monkeypatch.setattr(Sdpa, method, fails)
-    report, told = compiled_with()
+    report, reported = compiled_with()
     assert all(s.outcome == "left" and "put in on purpose" in s.reason for s in report.sites)
-    assert 1 <= len(told) <= 2 and all("test_faults.py:" in str(w.message) for w in told)
+    assert 1 <= len(reported) <= 2 and all("test_faults.py:" in str(w.message) for w in reported)
 
 
 def test_one_site_that_fails_concerns_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +111,9 @@ def test_one_site_that_fails_concerns_no_other(monkeypatch: pytest.MonkeyPatch) 
         return choose(*args, **kwargs)
 
     monkeypatch.setattr(decision, "choose", fails_first)
-    report, told = compiled_with()
+    report, reported = compiled_with()
     assert [s.outcome for s in report.sites] == ["left", "rewritten"] or len(report.sites) == 2
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_keyboard_interrupts_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +155,8 @@ def _silent(*args: Any, **kwargs: Any) -> Any:
 
 
 def _all_failed(*args: Any, **kwargs: Any) -> Any:
-    told = json.dumps({"us": {}, "failed": {"leave": "RuntimeError: x"}})
-    return subprocess.CompletedProcess(args, 0, told + "\n", "")
+    reported = json.dumps({"us": {}, "failed": {"leave": "RuntimeError: x"}})
+    return subprocess.CompletedProcess(args, 0, reported + "\n", "")
 
 
 WORKERS: dict[str, tuple[Callable[..., Any], str]] = {

@@ -53,8 +53,8 @@ def test_a_malformed_package_is_one_sentence(content: Any, tmp_path: Path) -> No
     path = package(tmp_path, content)
     with pytest.raises(PackageError):
         attn_pass.package_report(path)
-    told = CliRunner().invoke(app, ["explain", str(path)])
-    assert told.exit_code == 2 and "Traceback" not in told.output
+    reported = CliRunner().invoke(app, ["explain", str(path)])
+    assert reported.exit_code == 2 and "Traceback" not in reported.output
 
 
 def test_text_of_a_report_is_text(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_a_report_of_other_types_is_an_error_before_it_is_shown(name: str, value
 
 
 @pytest.mark.parametrize(
-    "told", [{"seconds": "x", "graphs": 1, "sites": []}, {"seconds": 0, "graphs": [], "sites": []}]
+    "reported", [{"seconds": "x", "graphs": 1, "sites": []}, {"seconds": 0, "graphs": [], "sites": []}]
 )
-def test_totals_of_other_types_are_an_error(told: dict[str, Any], tmp_path: Path) -> None:
+def test_totals_of_other_types_are_an_error(reported: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="was not written by attn_pass"):
-        attn_pass.package_report(package(tmp_path, {KEY: json.dumps(told)}))
+        attn_pass.package_report(package(tmp_path, {KEY: json.dumps(reported)}))
 
 
 def test_a_report_that_is_nested_without_end_is_an_error(tmp_path: Path) -> None:

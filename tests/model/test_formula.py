@@ -76,9 +76,9 @@ def test_a_soft_cap_and_dropout_are_in_the_formula() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.dropout((30.0 * torch.tanh(q @ k.mT / 30.0)).softmax(-1), 0.25, True) @ v
 
-    told = site_of(program, *qkv()).formula
-    assert told["score"] == "30.0 * tanh(dot(q, k) / 30.0)"
-    assert told["result"] == "dropout(softmax(score), 0.25) @ v"
+    reported = site_of(program, *qkv()).formula
+    assert reported["score"] == "30.0 * tanh(dot(q, k) / 30.0)"
+    assert reported["result"] == "dropout(softmax(score), 0.25) @ v"
 
 
 def test_grouped_heads_and_rows_have_numbered_axes() -> None:

@@ -156,13 +156,13 @@ def test_a_mask_that_differs_between_heads_says_which_is_shown() -> None:
 def test_nothing_is_drawn_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_pass.rewriting import record
 
-    monkeypatch.setattr(record, "picture_of", lambda *_: pytest.fail("a picture that nobody asked for"))
+    monkeypatch.setattr(record, "picture_of", lambda *_: pytest.fail("a picture that was not requested"))
     attn_pass.explain(masked(MASKS["causal"]), *qkv(5, 5))
 
 
 def test_runs_of_cells_are_the_cells() -> None:
     picture = Picture(("##+.", "....", "?##."), 3, 4)
-    told = [[*"...."] for _ in range(3)]
+    reported = [[*"...."] for _ in range(3)]
     for x, y, width, kind in picture.runs():
-        told[y][x : x + width] = kind * width
-    assert ["".join(row) for row in told] == list(picture.cells) and picture.kinds == ("#", "+", ".", "?")
+        reported[y][x : x + width] = kind * width
+    assert ["".join(row) for row in reported] == list(picture.cells) and picture.kinds == ("#", "+", ".", "?")

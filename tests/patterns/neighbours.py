@@ -33,8 +33,8 @@ class Pair:
     form: Program
     neighbour: Program
     inputs: tuple[Any, ...]
-    told: dict[str, Any] = field(default_factory=dict)
-    near_told: dict[str, Any] = field(default_factory=dict)
+    reported: dict[str, Any] = field(default_factory=dict)
+    near_reported: dict[str, Any] = field(default_factory=dict)
     left: str = ""
     grad: bool = False
     sites: int = 1
@@ -64,12 +64,12 @@ def pairs(table: dict[str, Pair]) -> pytest.MarkDecorator:
 
 def check(pair: Pair, near: bool, **options: Any) -> None:
     """The program is eager's and float64's in every result, gradient and written input, and is told for what it is."""
-    program, told = (pair.neighbour, pair.near_told) if near else (pair.form, pair.told)
-    if told.get("target") == "flex" and not FLEX_ON_CPU:
+    program, reported = (pair.neighbour, pair.near_reported) if near else (pair.form, pair.reported)
+    if reported.get("target") == "flex" and not FLEX_ON_CPU:
         pytest.skip("this torch has no FlexAttention on the CPU that the pass takes")
     report = same(program, *pair.inputs, grad=pair.grad, **options)
     if near:
-        assert tells_apart(pair), "the inputs do not tell the neighbour from the form"
+        assert tells_apart(pair), "the inputs do not distinguish the look-alike from the form"
     said = [(s.outcome, s.reason, s.mask, s.shapes) for s in report.sites]
     if near and pair.left == NO_SITE:
         assert not report.sites, said
@@ -82,7 +82,7 @@ def check(pair: Pair, near: bool, **options: Any) -> None:
     assert [s.outcome for s in report.sites] == ["rewritten"] * pair.sites, said
     site = report.sites[-1]
     found = {**vars(site), "kv_heads": site.shapes["key"][1]}
-    assert {name: found[name] for name in told} == told, said
+    assert {name: found[name] for name in reported} == reported, said
 
 
 def _refusal(site: Any) -> str:

@@ -106,8 +106,8 @@ STATIC = {
         SLICES,
         static(slices, before),
         (*CACHED, 4),
-        told={"mask": "causal with offset 4"},
-        near_told={"mask": "causal with offset 3"},
+        reported={"mask": "causal with offset 4"},
+        near_reported={"mask": "causal with offset 3"},
     ),
     "slices, late": Pair(SLICES, static(slices, late="keys"), (*CACHED, 4)),
     "slices, between": Pair(
@@ -120,7 +120,7 @@ STATIC = {
 
 def symbolic(pair: Pair) -> Pair:
     """Offsets are names of sizes then."""
-    return replace(pair, told={}, near_told={})
+    return replace(pair, reported={}, near_reported={})
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
@@ -244,41 +244,43 @@ def made(top: bool) -> Change:
 
 RECTANGLE = qkv(q_len=NEW, kv_len=8)
 MASKS = {
-    "a buffer": Pair(Buffered(), Buffered(top=True), RECTANGLE, told={"mask": "dense"}, near_told={"mask": "dense"}),
+    "a buffer": Pair(
+        Buffered(), Buffered(top=True), RECTANGLE, reported={"mask": "dense"}, near_reported={"mask": "dense"}
+    ),
     "an input": Pair(
         given,
         lambda q, k, v, keep: given(q, k, v, keep.flip(-1)),
         (*RECTANGLE, lower(NEW, 8, 5)),
-        told={"mask": "dense"},
-        near_told={"mask": "dense"},
+        reported={"mask": "dense"},
+        near_reported={"mask": "dense"},
     ),
     "an input of numbers": Pair(
         lambda q, k, v, m: softmax(q @ k.mT * 0.25 + m) @ v,
         lambda q, k, v, m: softmax(q @ k.mT * 0.25 - m.clamp(min=-9.0)) @ v,
         (*RECTANGLE, torch.zeros(NEW, 8).masked_fill(~lower(NEW, 8, 5), LOWEST)),
-        told={"mask": "additive"},
-        near_told={"mask": "additive"},
+        reported={"mask": "additive"},
+        near_reported={"mask": "additive"},
     ),
     "an input of whole numbers": Pair(
         lambda q, k, v, m: softmax(masked(q @ k.mT, m[:, None, None, :] == 1)) @ v,
         lambda q, k, v, m: softmax(masked(q @ k.mT, m[:, None, None, :] == 0)) @ v,
         (*RECTANGLE, torch.tensor([[1] * 8, [1] * 5 + [0] * 3])),
-        told={"mask": "padding"},
-        near_told={"mask": "padding"},
+        reported={"mask": "padding"},
+        near_reported={"mask": "padding"},
     ),
     "a constant": Pair(
         lambda q, k, v: given(q, k, v, lower(NEW, 8, 5)),
         lambda q, k, v: given(q, k, v, lower(8, NEW, -5).T),
         RECTANGLE,
-        told={"mask": "causal with offset 5"},
+        reported={"mask": "causal with offset 5"},
     ),
     "a constant written row by row": Pair(made(top=False), made(top=True), RECTANGLE),
     "a constant of numbers": Pair(
         lambda q, k, v: softmax(q @ k.mT * 0.25 + torch.full((NEW, 8), -INF).triu(6)) @ v,
         lambda q, k, v: softmax(q @ k.mT * 0.25 + torch.full((NEW, 8), -INF).triu(6).nan_to_num(neginf=-2.0)) @ v,
         RECTANGLE,
-        told={"mask": "causal with offset 5"},
-        near_told={"mask": "additive"},
+        reported={"mask": "causal with offset 5"},
+        near_reported={"mask": "additive"},
     ),
 }
 

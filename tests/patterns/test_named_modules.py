@@ -145,7 +145,7 @@ TRAINED = qkv(grad=True)
 OTHER_AXIS = "the softmax runs over another dimension"
 BODIES = {
     **{
-        name: Pair(within(attention), within(wrong_axis), qkv(), told={"target": "sdpa"}, left=OTHER_AXIS)
+        name: Pair(within(attention), within(wrong_axis), qkv(), reported={"target": "sdpa"}, left=OTHER_AXIS)
         for name, within in {"map": mapped, "scan": scanned, "a loop": looped}.items()
     },
     "a checkpoint": Pair(
@@ -163,10 +163,14 @@ BODIES = {
         left=NO_SITE,
     ),
     "a region": Pair(
-        repeated(0), repeated(0, 2), qkv(), told={"mask": "causal", "count": 1}, near_told={"mask": "dense", "count": 2}
+        repeated(0),
+        repeated(0, 2),
+        qkv(),
+        reported={"mask": "causal", "count": 1},
+        near_reported={"mask": "dense", "count": 2},
     ),
     "a region, called twice": Pair(
-        repeated(0, 0), repeated(0, 2), qkv(), told={"count": 2}, near_told={"mask": "dense", "count": 2}
+        repeated(0, 0), repeated(0, 2), qkv(), reported={"count": 2}, near_reported={"mask": "dense", "count": 2}
     ),
 }
 

@@ -164,26 +164,26 @@ def shifted(scores: Tensor) -> Tensor:
 
 
 BIASES = {
-    "T5": Pair(t5, lambda q, k, v, t: t5(q, k, v, t, sign=-1), (*QKV, TABLE), told={"mask": "additive"}),
+    "T5": Pair(t5, lambda q, k, v, t: t5(q, k, v, t, sign=-1), (*QKV, TABLE), reported={"mask": "additive"}),
     "T5, learned": Pair(
         t5,
         lambda q, k, v, t: t5(q, k, v, t, sign=-1),
         (*qkv(grad=True), (TABLE * 1).requires_grad_()),
-        told={"target": "recompute"},
+        reported={"target": "recompute"},
         grad=True,
     ),
     "BEiT": Pair(
         lambda q, k, v, t: softmax(beit(q @ k.mT * 0.25, t)) @ v,
         lambda q, k, v, t: beit(softmax(q @ k.mT * 0.25), t) @ v,
         (*QKV, TABLE[:16]),
-        told={"mask": "additive"},
+        reported={"mask": "additive"},
         left="changed after the softmax",
     ),
     "ALiBi in the graph": Pair(
         alibi,
         lambda q, k, v, s: alibi(q, k, v, s, of_queries=True),
         (*QKV, SLOPES),
-        told={"mask": "causal and additive"},
+        reported={"mask": "causal and additive"},
     ),
     "ALiBi, as Bloom": Pair(
         lambda q, k, v, s: bloom(q, k, v, (s[:, None, None] * torch.arange(8.0)).repeat(2, 1, 1)),
@@ -194,8 +194,8 @@ BIASES = {
         lambda q, k, v, a: softmax(q @ k.mT * 0.25 + a) @ v,
         lambda q, k, v, a: softmax((q @ k.mT + a) * 0.25) @ v,
         (*QKV, SLOPES.view(1, 2, 1, 1) * -DISTANCE.abs()),
-        told={"mask": "additive"},
-        near_told={"mask": "additive"},
+        reported={"mask": "additive"},
+        near_reported={"mask": "additive"},
     ),
     "DeBERTa": Pair(
         deberta,
@@ -207,7 +207,7 @@ BIASES = {
         lambda q, k, v, r: softmax((q @ k.mT + shifted(q @ r.mT)) * 0.25) @ v,
         lambda q, k, v, r: softmax(shifted(q @ k.mT + q @ r[:, :, :8].mT) * 0.25) @ v,
         (*QKV, randn(1, 2, 8, 16, seed=5)),
-        told={"mask": "additive"},
+        reported={"mask": "additive"},
         left="cat joins the scores",
     ),
 }

@@ -433,7 +433,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def told(case: Case, report: Report, outcome: str) -> None:
+def reported(case: Case, report: Report, outcome: str) -> None:
     """The report says what became of the last site, and why where it was left."""
     if outcome == NO_SITE:
         assert not report.sites, str(report)
@@ -453,7 +453,7 @@ def test_compiled(case: Case) -> None:
     expected = eager(case.function, copies(case.inputs))
     got, report = compiled(case.function, copies(case.inputs))
     same(expected, got)
-    told(case, report, case.outcome)
+    reported(case, report, case.outcome)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -461,7 +461,7 @@ def test_exported(case: Case) -> None:
     expected = eager(case.function, copies(case.inputs))
     got, report = exported(case.function, copies(case.inputs))
     same(expected, got)
-    told(case, report, case.exported or case.outcome)
+    reported(case, report, case.exported or case.outcome)
 
 
 # ---------------------------------------------------------------- fully masked rows
@@ -543,7 +543,7 @@ def test_trained(case: Case) -> None:
     first, second = copies(case.inputs, grad=True), copies(case.inputs, grad=True)
     expected = eager(case.function, first)
     got, report = compiled(case.function, second)
-    told(case, report, case.outcome)
+    reported(case, report, case.outcome)
     same(expected.detach(), got.detach())
     ahead = numbers(*expected.shape, seed=9)
     expected.backward(ahead)

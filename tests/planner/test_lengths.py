@@ -111,7 +111,7 @@ def test_the_ends_are_those_of_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "hint", "told"),
+    ("rows", "hint", "reported"),
     [
         (lambda q: q[:, :, 1:], 3, "from 2 to 1024 queries"),
         (lambda q: q[:, :, 1024:], 1027, "from 2 to 1024 queries"),
@@ -119,14 +119,14 @@ def test_the_ends_are_those_of_the_program() -> None:
     ],
     ids=["all but one", "the tail", "twice"],
 )
-def test_the_ends_are_those_of_the_rows_whatever_they_are_of_the_length(rows: Any, hint: int, told: str) -> None:
+def test_the_ends_are_those_of_the_rows_whatever_they_are_of_the_length(rows: Any, hint: int, reported: str) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (rows(q) @ k.mT * 0.125).softmax(-1) @ v
 
     free = ({2: Dim.AUTO}, None, None)
     program = exported(model, lambda n: inputs((1, 8, n, 64), (1, 8, 512, 64), torch.float32), free, hint)
     site = decided(program)
-    assert told in site.reason
+    assert reported in site.reason
 
 
 def test_a_form_that_holds_for_some_sizes_only_is_not_an_internal_error() -> None:

@@ -71,7 +71,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     return wanted
 
 
-def told(report: attn_pass.Report, form: tuple[str, ...], target: str = "sdpa") -> None:
+def reported(report: attn_pass.Report, form: tuple[str, ...], target: str = "sdpa") -> None:
     assert [(s.target, s.poor_cases) for s in report.sites] == [(target, form)], str(report)
 
 
@@ -95,7 +95,7 @@ def test_heads_are_packed_whatever_repeated_them(
     form: tuple[str, ...], row: Callable[[Tensor], Tensor], way: Program, q_len: int, grad: bool
 ) -> None:
     report = same(lambda q, k, v: way(q, row(k), row(v)), *operands(q_len, grad), grad=grad)
-    told(report, form)
+    reported(report, form)
 
 
 @training
@@ -107,7 +107,7 @@ def test_a_mask_follows_its_heads(
     form: tuple[str, ...], row: Callable[[int], Tensor | None], order: Program, way: Program, q_len: int, grad: bool
 ) -> None:
     inputs = (*operands(q_len, grad), row(q_len))
-    told(same(lambda q, k, v, m: way(q, order(k), order(v), m), *inputs, grad=grad), form)
+    reported(same(lambda q, k, v, m: way(q, order(k), order(v), m), *inputs, grad=grad), form)
 
 
 @training
@@ -117,7 +117,7 @@ def test_enable_gqa(form: tuple[str, ...], row: Callable[[int], Tensor | None], 
     def program(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True)
 
-    told(same(program, *operands(q_len, grad), row(q_len), grad=grad), form)
+    reported(same(program, *operands(q_len, grad), row(q_len), grad=grad), form)
 
 
 @training
@@ -126,7 +126,7 @@ def test_enable_gqa(form: tuple[str, ...], row: Callable[[int], Tensor | None], 
 def test_one_kv_head_for_all_by_broadcasting(
     form: tuple[str, ...], row: Callable[[int], Tensor | None], way: Program, grad: bool
 ) -> None:
-    told(same(way, *operands(5, grad, kv_heads=1), row(5), grad=grad), form)
+    reported(same(way, *operands(5, grad, kv_heads=1), row(5), grad=grad), form)
 
 
 @training
@@ -138,7 +138,7 @@ def test_a_causal_mask_stays_with_the_position(
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return way(q, order(k), order(v), causal=True)
 
-    told(same(program, *operands(5, grad), grad=grad), form)
+    reported(same(program, *operands(5, grad), grad=grad), form)
     (node,) = attention_calls(program, *operands(5))
     assert (node.args[3] is not None, node.args[5]) == ((True, False) if form else (False, True))
 
@@ -149,7 +149,7 @@ def test_keys_of_one_head_and_values_of_several(form: tuple[str, ...], way: Prog
     """Keys are the same for every head, values for a group only: packed as far as the values allow."""
     q, _, v = operands(5, grad)
     k = randn(B, 1, S, D, grad=grad)
-    told(same(lambda q, k, v: way(q, k, repeat(v)), q, k, v, grad=grad), form)
+    reported(same(lambda q, k, v: way(q, k, repeat(v)), q, k, v, grad=grad), form)
 
 
 @training
@@ -159,13 +159,13 @@ def test_what_only_one_of_them_shares_is_not_packed(way: Program, grad: bool, of
     q, k, v = operands(5, grad, kv_heads=H)
     shared = randn(B, 1, S, D, grad=grad)
     inputs = (q, shared, v) if of == "keys" else (q, k, shared)
-    told(same(way, *inputs, grad=grad), ())
+    reported(same(way, *inputs, grad=grad), ())
 
 
 @training
 @ways
 def test_keys_and_values_in_different_orders_are_not_packed(way: Program, grad: bool) -> None:
-    told(same(lambda q, k, v: way(q, repeat(k), tile(v)), *operands(5, grad), grad=grad), ())
+    reported(same(lambda q, k, v: way(q, repeat(k), tile(v)), *operands(5, grad), grad=grad), ())
 
 
 @training
@@ -174,7 +174,7 @@ def test_a_group_whose_heads_were_changed_is_not_packed(way: Program, grad: bool
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return way(q, repeat(k) + torch.arange(H).view(H, 1, 1) * repeat(k).sin(), repeat(v))
 
-    told(same(program, *operands(5, grad), grad=grad), ())
+    reported(same(program, *operands(5, grad), grad=grad), ())
 
 
 @training
@@ -199,7 +199,7 @@ def test_a_token_asks_a_cache(causal: bool, form: tuple[str, ...]) -> None:
 
     cache = operands(1, kv_len=31)[1:]
     report = same(program, *operands(1, kv_len=1), *cache)
-    told(report, form)
+    reported(report, form)
     assert report.sites[0].mask == "none"
 
 
@@ -211,7 +211,7 @@ def test_decoding_is_packed_by_its_cost(way: Program) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         return way(q, k.repeat_interleave(8, 1), v.repeat_interleave(8, 1), m)
 
-    told(same(program, q, k, v, mask, choose="cheapest"), (NAME,))
+    reported(same(program, q, k, v, mask, choose="cheapest"), (NAME,))
 
 
 def test_one_query_with_the_flag_sees_the_first_key_of_its_own_kv_head() -> None:
@@ -219,7 +219,7 @@ def test_one_query_with_the_flag_sees_the_first_key_of_its_own_kv_head() -> None
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     report = same(program, *operands(1))
-    told(report, (KEYS,), "single_key")
+    reported(report, (KEYS,), "single_key")
 
 
 # ---------------------------------------------------------------- what else a site has
@@ -240,13 +240,15 @@ EXTRAS: dict[str, tuple[Program, Tensor]] = {
 def test_what_belongs_to_a_head_follows_it(form: tuple[str, ...], row: tuple[Program, Tensor], grad: bool) -> None:
     last, extra = row
     report = same(lambda q, k, v, t: last(q @ repeat(k).mT * 0.25, repeat(v), t), *operands(5, grad), extra, grad=grad)
-    told(report, form)
+    reported(report, form)
 
 
 @training
 @pytest.mark.parametrize("value_dim", [8, 24])
 def test_values_of_another_width(form: tuple[str, ...], value_dim: int, grad: bool) -> None:
-    told(same(lambda q, k, v: hand(q, repeat(k), repeat(v)), *operands(5, grad, value_dim=value_dim), grad=grad), form)
+    reported(
+        same(lambda q, k, v: hand(q, repeat(k), repeat(v)), *operands(5, grad, value_dim=value_dim), grad=grad), form
+    )
 
 
 @pytest.mark.parametrize("form", ["as a group"], indirect=True)
@@ -254,10 +256,10 @@ def test_values_of_another_width(form: tuple[str, ...], value_dim: int, grad: bo
 def test_wide_values_where_a_row_may_have_no_key(form: tuple[str, ...], way: Program) -> None:
     mask = torch.zeros(B, 1, 5, S).masked_fill(randn(B, 1, 5, 1) < 0, LOWEST)
     inputs = (*operands(5, True, value_dim=24), mask)
-    told(same(lambda q, k, v, m: way(q, repeat(k), repeat(v), m), *inputs, grad=True), form)
+    reported(same(lambda q, k, v, m: way(q, repeat(k), repeat(v), m), *inputs, grad=True), form)
 
 
 def test_a_learned_bias_gets_its_gradient() -> None:
     bias = randn(H, 5, S, grad=True, seed=5)
     inputs = (*operands(5, True), bias)
-    told(same(lambda q, k, v, m: hand(q, repeat(k), repeat(v), m), *inputs, grad=True), (NAME,), "recompute")
+    reported(same(lambda q, k, v, m: hand(q, repeat(k), repeat(v), m), *inputs, grad=True), (NAME,), "recompute")

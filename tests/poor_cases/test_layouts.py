@@ -23,7 +23,7 @@ def operands(dim: int = D, value_dim: int | None = None, grad: bool = False) -> 
     return [randn(*shape, grad=grad, seed=n) for n, shape in enumerate(shapes, 1)]
 
 
-def told(report: attn_pass.Report, mask: str | None = None) -> None:
+def reported(report: attn_pass.Report, mask: str | None = None) -> None:
     assert [s.target for s in report.sites] == ["sdpa"], str(report)
     assert mask is None or report.sites[0].mask == mask
 
@@ -56,7 +56,7 @@ def copies_before_the_call(calls: list[tuple[str, torch.fx.Node]]) -> list[str]:
 @ways
 @pytest.mark.parametrize("dim", [1, 3, 20, 40, 72])
 def test_head_dims(way: Program, dim: int, grad: bool) -> None:
-    told(same(way, *operands(dim, grad=grad), grad=grad))
+    reported(same(way, *operands(dim, grad=grad), grad=grad))
 
 
 WIDTHS = [(16, 1), (16, 17), (3, 16), (1, 20), (20, 1), (40, 72)]
@@ -70,7 +70,7 @@ def test_values_of_another_width(way: Program, dim: int, value_dim: int, strided
     inputs = operands(dim, value_dim)
     if strided:
         inputs = [t.mT.contiguous().mT for t in inputs]
-    told(same(way, *(t.requires_grad_(grad) for t in inputs), grad=grad))
+    reported(same(way, *(t.requires_grad_(grad) for t in inputs), grad=grad))
 
 
 @training
@@ -79,7 +79,7 @@ def test_values_of_another_width(way: Program, dim: int, value_dim: int, strided
 def test_a_last_dimension_that_is_not_dense(way: Program, which: tuple[int, ...], grad: bool) -> None:
     inputs = [t.mT.contiguous().mT if n in which else t for n, t in enumerate(operands())]
     assert any(t.stride(-1) != 1 for t in inputs)
-    told(same(way, *(t.requires_grad_(grad) for t in inputs), grad=grad))
+    reported(same(way, *(t.requires_grad_(grad) for t in inputs), grad=grad))
     calls = rewritten_calls(way, *inputs)
     (node,) = (n for name, n in calls if name == "scaled_dot_product_attention")
     assert [t.meta["example_value"].stride(-1) for t in node.args[:3]] == [1, 1, 1]
@@ -118,14 +118,14 @@ def test_operands_are_not_copied_and_the_layout_is_equivalent(
 ) -> None:
     program = row(way)
     inputs = [randn(B, n, H, D, grad=grad, seed=s) for s, n in enumerate((L, S, S), 1)]
-    told(same(program, *inputs, grad=grad))
+    reported(same(program, *inputs, grad=grad))
     assert copies_before_the_call(rewritten_calls(program, *(t.detach() for t in inputs))) == []
 
 
 def test_copies_of_real_size_are_saved_by_their_cost() -> None:
     inputs = [randn(2, 256, 8, 64, seed=s) for s in range(3)]
     program = COPIED["operands and result"](call)
-    told(same(program, *inputs, choose="cheapest"))
+    reported(same(program, *inputs, choose="cheapest"))
     assert copies_before_the_call(rewritten_calls(program, *inputs, choose="cheapest")) == []
 
 
@@ -155,7 +155,7 @@ def test_one_projection_is_cut_in_three_without_a_copy(row: Program, way: Progra
 
     inputs = (randn(B, L, 32, grad=grad), randn(32, 3 * H * D, grad=grad) * 0.2)
     inputs = tuple(t.detach().requires_grad_(grad) for t in inputs)
-    told(same(program, *inputs, grad=grad, twice=8.0))
+    reported(same(program, *inputs, grad=grad, twice=8.0))
     assert copies_before_the_call(rewritten_calls(program, *(t.detach() for t in inputs))) == []
 
 
@@ -171,7 +171,7 @@ SCALES: dict[str, tuple[Program, float]] = {
 @table(SCALES)
 def test_scales_of_several_places_are_one(row: tuple[Program, float], grad: bool) -> None:
     program, scale = row
-    told(same(program, *operands(grad=grad), grad=grad))
+    reported(same(program, *operands(grad=grad), grad=grad))
     ((_, node),) = ((n, c) for n, c in rewritten_calls(program, *operands()) if "attention" in n)
     assert node.kwargs["scale"] == pytest.approx(scale)
     assert not any("mul" in n or "div" in n or "neg" in n for n, _ in rewritten_calls(program, *operands()))
@@ -216,7 +216,7 @@ GIVEN: dict[str, Tensor] = {
 @ways
 @table(GIVEN)
 def test_masks_of_any_layout_and_value(row: Tensor, way: Program, grad: bool) -> None:
-    told(same(way, *operands(grad=grad), row, grad=grad, assume_nonempty_rows=False))
+    reported(same(way, *operands(grad=grad), row, grad=grad, assume_nonempty_rows=False))
 
 
 CHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
@@ -235,7 +235,7 @@ CHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 @table(CHANGED)
 def test_masks_viewed_by_the_program(row: tuple[Callable[[Tensor], Tensor], Tensor], way: Program, grad: bool) -> None:
     view, mask = row
-    told(same(lambda q, k, v, m: way(q, k, v, view(m)), *operands(grad=grad), mask, grad=grad))
+    reported(same(lambda q, k, v, m: way(q, k, v, view(m)), *operands(grad=grad), mask, grad=grad))
 
 
 SEEN_BY_NO_KEY: dict[str, Any] = {
@@ -257,15 +257,15 @@ MASKS_A_ROW: dict[str, Any] = {
 def test_a_constant_that_cancels_in_a_softmax_is_not_a_mask(
     row: Callable[[], Tensor], way: Program, grad: bool
 ) -> None:
-    told(same(lambda q, k, v: way(q, k, v, row()), *operands(grad=grad), grad=grad), "none")
+    reported(same(lambda q, k, v: way(q, k, v, row()), *operands(grad=grad), grad=grad), "none")
 
 
 def test_a_floating_number_for_each_query_is_not_a_mask() -> None:
-    told(same(lambda q, k, v: hand(q, k, v, torch.arange(float(L))[:, None]), *operands()), "none")
+    reported(same(lambda q, k, v: hand(q, k, v, torch.arange(float(L))[:, None]), *operands()), "none")
 
 
 @training
 @ways
 @table(MASKS_A_ROW)
 def test_a_constant_that_masks_a_row_is_a_mask(row: Callable[[], Tensor], way: Program, grad: bool) -> None:
-    told(same(lambda q, k, v: way(q, k, v, row()), *operands(grad=grad), grad=grad), "dense")
+    reported(same(lambda q, k, v: way(q, k, v, row()), *operands(grad=grad), grad=grad), "dense")

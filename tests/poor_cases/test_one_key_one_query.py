@@ -22,7 +22,7 @@ def operands(q_len: int, kv_len: int, grad: bool = False, value_dim: int = D, kv
     return [randn(*shape, grad=grad, seed=n) for n, shape in enumerate(shapes, 1)]
 
 
-def told(report: attn_pass.Report, target: str, mask: str | None = None) -> None:
+def reported(report: attn_pass.Report, target: str, mask: str | None = None) -> None:
     assert [s.target for s in report.sites] == [target], str(report)
     assert mask is None or report.sites[0].mask == mask
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize("q_len", [1, L])
 @table(SHAPES)
 def test_one_key(row: dict[str, int], way: Program, q_len: int, grad: bool) -> None:
-    told(same(way, *operands(q_len, 1, grad, **row), grad=grad), "sdpa" if grad else "single_key")
+    reported(same(way, *operands(q_len, 1, grad, **row), grad=grad), "sdpa" if grad else "single_key")
 
 
 @ways
@@ -75,7 +75,7 @@ HIDING: dict[str, Tensor] = {
 @ways
 @table(HIDING)
 def test_a_mask_may_hide_the_one_key(row: Tensor, way: Program, grad: bool) -> None:
-    told(same(way, *operands(L, 1, grad), row, grad=grad), "sdpa")
+    reported(same(way, *operands(L, 1, grad), row, grad=grad), "sdpa")
 
 
 @ways
@@ -106,7 +106,7 @@ def test_writing_to_the_result_leaves_the_values_as_they_were(row: Program, way:
         row(out)
         return out, v * 1
 
-    told(same(program, *operands(q_len, 1)), "single_key")
+    reported(same(program, *operands(q_len, 1)), "single_key")
 
 
 @ways
@@ -126,7 +126,7 @@ def test_the_caller_may_write_to_the_result(way: Program, expanded: bool) -> Non
 
 def test_one_key_of_many_positions_is_one_key_again() -> None:
     """A slice of length one of a cache, at a place that is not the first."""
-    told(same(lambda q, k, v: call(q, k[:, :, 3:4], v[:, :, 3:4]), *operands(L, S)), "single_key")
+    reported(same(lambda q, k, v: call(q, k[:, :, 3:4], v[:, :, 3:4]), *operands(L, S)), "single_key")
 
 
 # ---------------------------------------------------------------- one query
@@ -140,7 +140,7 @@ def flag(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_the_flag_shows_one_query_the_first_key(grad: bool) -> None:
     inputs = operands(1, S, grad)
     report = same(flag, *inputs, grad=grad)
-    told(report, "sdpa" if grad else "single_key")
+    reported(report, "sdpa" if grad else "single_key")
     assert report.sites[0].poor_cases == (KEYS,)
     torch._dynamo.reset()
     run = torch.compile(flag, backend=attn_pass.wrap("aot_eager_default_partitioner", choose="fused", on_error="raise"))
@@ -168,7 +168,7 @@ RUNS: dict[str, tuple[Mask, str, tuple[str, ...]]] = {
 def test_one_query_sees_a_run_of_keys(row: tuple[Mask, str, tuple[str, ...]], way: Program, grad: bool) -> None:
     mask, words, cases = row
     report = same(lambda q, k, v: way(q, k, v, mask()), *operands(1, S, grad), grad=grad)
-    told(report, "sdpa", words)
+    reported(report, "sdpa", words)
     assert report.sites[0].poor_cases == cases
 
 
@@ -181,7 +181,7 @@ def test_padding_of_a_known_length_is_cut_off(way: Program, length: int, grad: b
         return way(q, k, v, keep)
 
     report = same(program, *operands(L, S, grad), grad=grad)
-    told(report, "single_key" if length == 1 and not grad else "sdpa")
+    reported(report, "single_key" if length == 1 and not grad else "sdpa")
     assert report.sites[0].poor_cases == (() if length == S else (KEYS,))
 
 
@@ -190,7 +190,7 @@ def test_padding_of_a_known_length_is_cut_off(way: Program, length: int, grad: b
 def test_padding_of_each_batch_row_is_not_cut_off(way: Program, grad: bool) -> None:
     keep = torch.arange(S) < torch.tensor([3, S]).view(2, 1, 1, 1)
     report = same(way, *operands(1, S, grad), keep, grad=grad)
-    told(report, "sdpa", "padding")
+    reported(report, "sdpa", "padding")
     assert report.sites[0].poor_cases == ()
 
 
@@ -221,4 +221,4 @@ def test_ranks(row: tuple[tuple[int, ...], tuple[int, ...]], way: Program, q_len
     shapes = (*lead, q_len, D), (*kv, kv_len, D), (*kv, kv_len, D)
     inputs = [randn(*shape, grad=grad, seed=n) for n, shape in enumerate(shapes, 1)]
     report = same(way, *inputs, grad=grad)
-    told(report, "single_key" if kv_len == 1 and not grad else "sdpa", "none")
+    reported(report, "single_key" if kv_len == 1 and not grad else "sdpa", "none")

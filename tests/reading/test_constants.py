@@ -101,8 +101,8 @@ def test_every_site_tells_its_own_assumption() -> None:
             return torch.softmax(out @ k.transpose(-1, -2), -1) @ v
 
     report = same(Two(), *qkv(2, 2, N, N), rewritten=3, choose="fused", assume_constant_buffers=True, reference=False)
-    told = [[a for a in site.assumptions if "buffer" in a] for site in report.sites]
-    assert told == [[f"buffer {n}.mask keeps the values it has now"] for n in ("first", "second")] + [[]]
+    reported = [[a for a in site.assumptions if "buffer" in a] for site in report.sites]
+    assert reported == [[f"buffer {n}.mask keeps the values it has now"] for n in ("first", "second")] + [[]]
 
 
 def test_a_shared_buffer_is_reported_at_each_site() -> None:

@@ -290,7 +290,7 @@ def test_the_use_of_constants_is_recorded_per_site() -> None:
         assert again.read_times == {}
         with reader.site() as inner:
             reader.element(y, (0,), 9)
-        assert inner.known == ["buffer y"], "told again, though it was read before"
+        assert inner.known == ["buffer y"], "reported again, although it was read before"
         assert again.known == []
         reader.load(x, (0,), 3)
     assert again.read_times == {x: 3} and used.read_times == {x: 5}

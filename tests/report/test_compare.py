@@ -27,7 +27,7 @@ def left(layer: int = 0, reason: str = "the attention weights are returned", **c
     return site(layer, outcome="left", target=None, reason=reason, **changes)
 
 
-def told(before: list[SiteReport], after: list[SiteReport]) -> list[str]:
+def reported(before: list[SiteReport], after: list[SiteReport]) -> list[str]:
     return [change.what for change in Report(before).compare(Report(after)).changes]
 
 
@@ -57,7 +57,7 @@ def test_the_same_report_does_not_differ() -> None:
     ],
 )
 def test_what_differs_of_one_site(after: SiteReport, what: str) -> None:
-    assert told([site()], [after]) == ([what] if what else [])
+    assert reported([site()], [after]) == ([what] if what else [])
 
 
 def test_sites_appear_and_go() -> None:
@@ -71,16 +71,16 @@ def test_sites_appear_and_go() -> None:
 
 def test_sites_of_one_line_are_matched_in_order() -> None:
     before = [site(mask="causal"), left(mask="none"), site(mask="dense")]
-    assert told(before, [site(), left(), site()]) == []
-    assert told(before, [site(), site(), site()]) == ["outcome, target, reason"]
+    assert reported(before, [site(), left(), site()]) == []
+    assert reported(before, [site(), site(), site()]) == ["outcome, target, reason"]
     comparison = Report(before).compare(Report([site(), site(), site()]))
     assert comparison.changes[0].before is before[1]
 
 
 def test_a_site_is_found_again_when_the_file_was_edited_above_it() -> None:
     moved = site(where="model.py:90 in forward")
-    assert told([site()], [moved]) == []
-    assert told([site()], [site(where="model.py:90 in other")]) == ["appeared", "gone"]
+    assert reported([site()], [moved]) == []
+    assert reported([site()], [site(where="model.py:90 in other")]) == ["appeared", "gone"]
     # One that did not move is matched first, whatever the order.
     one, two = site(mask="one"), left(mask="two", where="model.py:13 in forward")
     comparison = Report([one, two]).compare(Report([left(where="model.py:13 in forward"), site()]))
@@ -129,7 +129,7 @@ def test_a_notebook_gets_a_table() -> None:
 
 def test_empty_reports_compare() -> None:
     assert Report().compare(Report()).changes == ()
-    assert told([], [site()]) == ["appeared"] and told([site()], []) == ["gone"]
+    assert reported([], [site()]) == ["appeared"] and reported([site()], []) == ["gone"]
 
 
 def test_where_a_call_went_the_others_on_its_line_stay_paired() -> None:

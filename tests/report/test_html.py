@@ -131,7 +131,7 @@ def test_a_report_alone_has_no_graphs_and_no_pictures() -> None:
 
 
 def test_what_a_site_knows_is_on_the_page() -> None:
-    told = site(
+    reported = site(
         poor_cases=("grouped_heads",),
         assumptions=("no row is fully masked",),
         fixed=("buffer mask",),
@@ -140,7 +140,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
         not_verified="there is no H200 here",
         count=3,
     )
-    text = Page(Report([told], seconds=0.25, graphs=1).to_html()).text
+    text = Page(Report([reported], seconds=0.25, graphs=1).to_html()).text
     for part in (
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
         *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
@@ -265,8 +265,8 @@ def test_lines_stand_beside_each_other() -> None:
     before = "\n".join([*(f"line {n}" for n in range(20)), "a: 'f32' = b + c", "end"])
     after = "\n".join([*(f"line {n}" for n in range(20)), "a: 'f32' = d + c", "more = 1", "end"])
     runs = side_by_side(before, after, {"a": 3}, {"a": 3, "more": 3})
-    told = [(run.changed, run.folded, len(run.rows)) for run in runs]
-    assert told == [(False, True, 17), (False, False, 3), (True, False, 2), (False, False, 1)]
+    reported = [(run.changed, run.folded, len(run.rows)) for run in runs]
+    assert reported == [(False, True, 17), (False, False, 3), (True, False, 2), (False, False, 1)]
     first, second = runs[2].rows
     assert first.before and first.after and (first.before.site, first.after.site) == (3, 3)
     assert second.before is None and second.after and (second.after.number, second.after.text) == (22, "more = 1")

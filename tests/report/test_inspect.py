@@ -66,8 +66,8 @@ def test_a_compiled_function(tmp_path: Path) -> None:
     assert "test_inspect.py" in before
     diff = (out / "graph_1" / "changes.diff").read_text()
     assert diff.startswith("--- before.py\n+++ after.py\n@@") and "+        matmul_1" in diff
-    told = attn_pass.Report.from_dict(json.loads((out / "report.json").read_text()))
-    assert told.sites[0].target == "sdpa" and told.to_dict() == seen.report.to_dict()
+    reported = attn_pass.Report.from_dict(json.loads((out / "report.json").read_text()))
+    assert reported.sites[0].target == "sdpa" and reported.to_dict() == seen.report.to_dict()
     assert "rewritten to sdpa" in (out / "report.txt").read_text()
     assert 'class="card code"' in (out / "report.html").read_text()
     there = {str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()}
@@ -270,8 +270,8 @@ def inspected(folder: Path) -> list[str]:
 
 def test_a_folder_that_cannot_be_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here already")
-    (told,) = inspected(tmp_path / "file")
-    assert "compilation is not affected" in told and (tmp_path / "file").read_text() == "here already"
+    (reported,) = inspected(tmp_path / "file")
+    assert "compilation is not affected" in reported and (tmp_path / "file").read_text() == "here already"
 
 
 @pytest.mark.parametrize(
@@ -292,10 +292,10 @@ def test_a_part_that_fails_is_a_warning(
         raise OSError("put in on purpose")
 
     monkeypatch.setattr(place, name, fails)
-    told = inspected(tmp_path)
-    assert told and all("put in on purpose" in message for message in told)
+    reported = inspected(tmp_path)
+    assert reported and all("put in on purpose" in message for message in reported)
     if place is inspecting and lost:
-        assert len(told) == 1 and not any((tmp_path / name).exists() for name in lost)
+        assert len(reported) == 1 and not any((tmp_path / name).exists() for name in lost)
         assert (tmp_path / "report.json").exists() and (tmp_path / "graph_1" / "before.py").exists()
 
 
@@ -306,8 +306,8 @@ def test_a_picture_that_fails_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("put in on purpose")
 
     monkeypatch.setattr(record, "picture_of", fails)
-    (told,) = inspected(tmp_path)
-    assert "drawing a mask failed" in told and (tmp_path / "report.html").exists()
+    (reported,) = inspected(tmp_path)
+    assert "drawing a mask failed" in reported and (tmp_path / "report.html").exists()
 
 
 def test_without_jinja2_everything_else_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,8 +315,8 @@ def test_without_jinja2_everything_else_is_written(tmp_path: Path, monkeypatch: 
 
     html._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    told = inspected(tmp_path)
-    assert len(told) == 2 and all("jinja2" in message for message in told)
+    reported = inspected(tmp_path)
+    assert len(reported) == 2 and all("jinja2" in message for message in reported)
     assert (tmp_path / "report.json").exists() and (tmp_path / "graph_1" / "after.py").exists()
 
 

@@ -100,9 +100,9 @@ def test_a_report_can_be_copied() -> None:
 
 
 def test_json_holds_every_field_and_no_invalid_number() -> None:
-    told = json.loads(Report([site(predicted_us={"leave": float("inf"), "sdpa": 1.5})], 0.5, 1).to_json())
-    assert (told["graphs"], told["seconds"], told["rewritten"], told["left"]) == (1, 0.5, 1, 0)
-    assert told["sites"][0] == {
+    reported = json.loads(Report([site(predicted_us={"leave": float("inf"), "sdpa": 1.5})], 0.5, 1).to_json())
+    assert (reported["graphs"], reported["seconds"], reported["rewritten"], reported["left"]) == (1, 0.5, 1, 0)
+    assert reported["sites"][0] == {
         "outcome": "rewritten",
         "reason": "fused is cheaper",
         "kind": "attention",
@@ -132,8 +132,11 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
 
 
 def test_values_that_are_not_numbers_become_text() -> None:
-    told = site(shapes={"query": (torch.Size([2]),)}, dtype=torch.float32, device=torch.device("cpu")).to_dict()
-    assert told["shapes"] == {"query": [[2]]} and (told["dtype"], told["device"]) == ("torch.float32", "cpu")
+    reported = site(shapes={"query": (torch.Size([2]),)}, dtype=torch.float32, device=torch.device("cpu")).to_dict()
+    assert reported["shapes"] == {"query": [[2]]} and (reported["dtype"], reported["device"]) == (
+        "torch.float32",
+        "cpu",
+    )
 
 
 # ---- the table ----
@@ -161,7 +164,7 @@ def test_rows_that_differ_in_more_than_the_layer_are_separate(changes: dict[str,
 
 def test_the_table_has_reasons_costs_and_assumptions() -> None:
     table = Report([site(verified_error=1e-6), left("weights returned", refusals={"flex": "no [GPU]"})]).table(200)
-    for told in (
+    for reported in (
         "2 attention sites: 1 rewritten, 1 left",
         "fused is cheaper",
         "poor cases: fold_batch",
@@ -173,7 +176,7 @@ def test_the_table_has_reasons_costs_and_assumptions() -> None:
         "model.py:12 in forward",
         "flex: no [GPU]",
     ):
-        assert told in table, told
+        assert reported in table, reported
 
 
 def test_shapes_that_differ_name_their_operands() -> None:
@@ -351,5 +354,5 @@ def test_where_from_what_the_node_knows(meta: dict[str, Any], where: str) -> Non
 
 def test_targets_that_say_the_same_share_a_line() -> None:
     refusals = {"sdpa": "no rule", "flex": "too old", "local": "no rule"}
-    told = Report([SiteReport(outcome="left", reason="none takes it", refusals=refusals)], graphs=1).table(300)
-    assert "sdpa, local: no rule" in told and "flex: too old" in told
+    reported = Report([SiteReport(outcome="left", reason="none takes it", refusals=refusals)], graphs=1).table(300)
+    assert "sdpa, local: no rule" in reported and "flex: too old" in reported

@@ -68,10 +68,10 @@ def rewritten(fn: Any, *inputs: Tensor, **options: Any) -> GraphModule:
 
 
 def test_torch_logs_takes_our_name(tmp_path: Path) -> None:
-    told = ran(tmp_path, TORCH_LOGS="attn_pass")
-    assert told.count("attn_pass: 1 attention site: 1 rewritten") == 1
-    assert "program.py:5 in forward: rewritten to sdpa: " in told and "predicted us" not in told
-    assert "no attention found" not in told  # of the second graph
+    reported = ran(tmp_path, TORCH_LOGS="attn_pass")
+    assert reported.count("attn_pass: 1 attention site: 1 rewritten") == 1
+    assert "program.py:5 in forward: rewritten to sdpa: " in reported and "predicted us" not in reported
+    assert "no attention found" not in reported  # of the second graph
     more = ran(tmp_path, TORCH_LOGS="+attn_pass")
     assert "program.py:5 in forward: cudnn: there is no such kernel" in more and "predicted us: " in more
 
@@ -131,8 +131,8 @@ def test_an_artifact_that_cannot_be_made_breaks_nothing(
     assert not caplog.messages
     monkeypatch.setattr(trace, "handlers", [logging.NullHandler()])
     torch_logging.trace_graph("before", graph)
-    told = "the artifact attn_pass_before could not be made: RuntimeError: no code for this graph"
-    assert told in caplog.messages
+    reported = "the artifact attn_pass_before could not be made: RuntimeError: no code for this graph"
+    assert reported in caplog.messages
 
 
 def test_provenance_knows_what_the_pass_made() -> None:

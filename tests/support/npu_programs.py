@@ -38,7 +38,7 @@ def calls(fn: Program, *inputs: Any, dynamic: bool | None = None, **options: Any
     return found
 
 
-def told(fn: Program, *inputs: Any, **options: Any) -> attn_pass.SiteReport:
+def reported(fn: Program, *inputs: Any, **options: Any) -> attn_pass.SiteReport:
     """The report of the one site."""
     options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", "poor_cases": (), **options}
     (site,) = attn_pass.explain(fn, *inputs, attn_pass_options=options).sites
@@ -47,7 +47,7 @@ def told(fn: Program, *inputs: Any, **options: Any) -> attn_pass.SiteReport:
 
 def reason(fn: Program, *inputs: Any, target: str = FUSION, **options: Any) -> str:
     """Why a target refuses; empty where it does not."""
-    return told(fn, *inputs, **options).refusals.get(target, "")
+    return reported(fn, *inputs, **options).refusals.get(target, "")
 
 
 # ---------------------------------------------------------------- programs

@@ -154,14 +154,14 @@ def test_numbers_that_absorb_a_score_of_float64(numbers: Tensor | float) -> None
         same(fn, *operands(HALF, False), padding(), rewritten=1, reference=False)
 
 
-@pytest.mark.parametrize("told", [torch.float32, None])
+@pytest.mark.parametrize("reported", [torch.float32, None])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_a_softmax_of_float64_scores_with_a_dtype_argument(dtype: torch.dtype, told: torch.dtype | None) -> None:
+def test_a_softmax_of_float64_scores_with_a_dtype_argument(dtype: torch.dtype, reported: torch.dtype | None) -> None:
     """-1e9 absorbs a score once it is rounded to float32, and none in float64."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
         scores = (q @ k.mT * 0.3) + (1.0 - m.double()) * -1e9
-        return torch.softmax(scores, -1, dtype=told).to(v.dtype) @ v
+        return torch.softmax(scores, -1, dtype=reported).to(v.dtype) @ v
 
     with torch.no_grad():
         same(fn, *operands(dtype, False), padding(), rewritten=1, reference=False)

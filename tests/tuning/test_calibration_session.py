@@ -41,7 +41,7 @@ def run(*args: str) -> Any:
     return CliRunner().invoke(app, ["calibrate", "--device", "cpu", *args])
 
 
-def told() -> dict[str, Any]:
+def reported() -> dict[str, Any]:
     found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     (finding,) = (f for f in found["machine"] if f["what"] == "calibration of cpu")
     return dict(finding)
@@ -74,10 +74,10 @@ def test_on_a_busy_machine_nothing_is_kept_unless_asked(monkeypatch: pytest.Monk
 
 def test_the_doctor_says_when_and_for_which_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     _reading(monkeypatch, spread=0.05)
-    assert told()["found"] == "" and "attn-pass calibrate --device cpu" in told()["note"]
+    assert reported()["found"] == "" and "attn-pass calibrate --device cpu" in reported()["note"]
     run()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", told()["found"])
-    assert f"torch {torch.__version__}" in told()["note"] and "5% apart" in told()["note"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", reported()["found"])
+    assert f"torch {torch.__version__}" in reported()["note"] and "5% apart" in reported()["note"]
 
 
 def test_json_has_every_constant_with_its_built_in_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,10 +170,10 @@ def test_the_file_shows_the_difference_by_itself(monkeypatch: pytest.MonkeyPatch
     (named,) = re.findall(r"reproduce it with (\S+\.py)", str(raised.value))
     assert Path(named).parent == tmp_path
     assert not re.search("^(import|from) attn_pass", Path(named).read_text(), re.MULTILINE)
-    told = subprocess.run([sys.executable, named], capture_output=True, text=True, check=True, cwd="/").stdout
-    (apart, size) = re.match(r"result: largest difference (\S+), largest value (\S+)", told).groups()  # type: ignore[union-attr]
+    reported = subprocess.run([sys.executable, named], capture_output=True, text=True, check=True, cwd="/").stdout
+    (apart, size) = re.match(r"result: largest difference (\S+), largest value (\S+)", reported).groups()  # type: ignore[union-attr]
     assert float(apart) == pytest.approx(0.5 * float(size), rel=1e-3)
-    assert "gradient 3: largest difference" in told
+    assert "gradient 3: largest difference" in reported
 
 
 class _Twisted(torch.autograd.Function):

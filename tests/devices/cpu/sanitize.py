@@ -37,12 +37,12 @@ def main(sanitizers: list[str], sets: list[str]) -> int:
         library = _of_compiler(compiler(), SANITIZERS[sanitizer][0])
         for name in sets:
             with tempfile.TemporaryDirectory() as folder:
-                told = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
-                told |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}"}
+                reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
+                reported |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}"}
                 # The thread sanitizer's maps of memory have no room for addresses drawn at random.
                 command = ["setarch", platform.machine(), "-R"] if sanitizer == "thread" else []
                 command += [sys.executable, str(HERE / "sanitize.py"), "--here", sanitizer, name]
-                failed = subprocess.run(command, env=told, check=False).returncode
+                failed = subprocess.run(command, env=reported, check=False).returncode
             print(f"{sanitizer}, {name}: {f'FAILED ({failed})' if failed else 'clean'}", flush=True)
             bad += failed != 0
     return bad

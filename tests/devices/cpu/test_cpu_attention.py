@@ -191,8 +191,8 @@ def test_every_instruction_set_is_right(name: str) -> None:
         "assert not found, found\n"
     )
     here = Path(__file__).parent
-    told = {**os.environ, "ATTN_PASS_CPU_ISA": name, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[2]}"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=told, check=False)
+    reported = {**os.environ, "ATTN_PASS_CPU_ISA": name, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=reported, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

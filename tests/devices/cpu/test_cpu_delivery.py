@@ -108,7 +108,7 @@ def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path
         "assert (model(x, kept) - expected).abs().max() < 1e-5\n"
     )
     for name in ("", "avx2", "plain"):
-        told = {**os.environ, "ATTN_PASS_CPU_ISA": name}
+        reported = {**os.environ, "ATTN_PASS_CPU_ISA": name}
         command = [sys.executable, "-c", script, str(package), str(tmp_path / "case.pt")]
-        done = subprocess.run(command, capture_output=True, text=True, env=told, cwd=tmp_path, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=reported, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

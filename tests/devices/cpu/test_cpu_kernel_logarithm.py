@@ -214,13 +214,13 @@ def test_other_kernels_leave_it_as_it_was_written() -> None:
 def test_what_stays_is_part_of_the_price_of_other_kernels() -> None:
     """Beside a kernel that gives it, all others are to pay for the scores."""
     inputs = qkv(1, 4, 512, 512, dim=64)
-    told = []
+    reported = []
     for targets in (("sdpa",), ("sdpa", "cpu_kernel")):
         torch._dynamo.reset()
         with torch.no_grad(), attn_pass.record() as report:
             torch.compile(causal, backend=attn_pass.wrap("eager", targets=targets))(*inputs)
-        told.append(report.sites[0])
-    alone, both = told
+        reported.append(report.sites[0])
+    alone, both = reported
     assert both.target == "cpu_kernel" and both.reason.endswith(GIVEN)
     stays = both.predicted_us["leave"] - alone.predicted_us["leave"]
     assert stays > 0 and both.predicted_us["sdpa"] == pytest.approx(alone.predicted_us["sdpa"] + stays, abs=1)

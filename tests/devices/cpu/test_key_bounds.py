@@ -134,7 +134,7 @@ def attend(keep: Keep, fill: float = NEG_INF, added: bool = False) -> Callable[.
     return run
 
 
-def told(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:
+def reported(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:
     """What the emitted operator is given by name."""
     calls: list[torch.fx.Node] = []
 
@@ -168,19 +168,19 @@ def test_the_program_s_numbers(name: str, form: tuple[float, bool]) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_arguments_of_the_kernel(name: str) -> None:
     keep, known, q_len, wanted = ALL[name]
-    assert set(told(attend(keep), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
+    assert set(reported(attend(keep), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_an_added_mask_is_bounds_as_well(name: str) -> None:
     keep, known, q_len, wanted = EXACT[name]
-    assert set(told(attend(keep, LOWEST, True), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
+    assert set(reported(attend(keep, LOWEST, True), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
 
 
 def test_a_weak_number_that_is_added_stays() -> None:
     """Of a row of nothing but -1e9 something of large scores is left, which the kernel adds it to."""
     keep, known, q_len, _ = EXACT["a position"]
-    given = told(attend(keep, -1e9, True), *qkv(2, 4, q_len, 50), known)
+    given = reported(attend(keep, -1e9, True), *qkv(2, 4, q_len, 50), known)
     assert "bias" in given and "ends" not in given
 
 
@@ -189,7 +189,7 @@ def test_two_fills_that_are_added_stay() -> None:
         mask = torch.where(keys(k) <= p, 0.0, torch.where(keys(k) <= p + 4, -1e30, LOWEST))
         return (q @ k.mT + mask).softmax(-1) @ v
 
-    assert "bias" in told(run, *qkv(2, 4, 1, 50), POSITION)
+    assert "bias" in reported(run, *qkv(2, 4, 1, 50), POSITION)
     on_kernel(run, *qkv(2, 4, 1, 50), POSITION - 20, reference=False)
 
 
@@ -222,8 +222,8 @@ def overwritten(q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
 
 
 def test_a_position_that_is_counted_up_before_the_attention() -> None:
-    assert "ends" in told(counted_up, *qkv(2, 4, 1, 50), POSITION.clone())
-    assert "ends" not in told(overwritten, *qkv(2, 4, 1, 50), POSITION.clone())
+    assert "ends" in reported(counted_up, *qkv(2, 4, 1, 50), POSITION.clone())
+    assert "ends" not in reported(overwritten, *qkv(2, 4, 1, 50), POSITION.clone())
     for fn in (counted_up, overwritten):
         on_kernel(fn, *qkv(2, 4, 1, 50), POSITION.clone())
 

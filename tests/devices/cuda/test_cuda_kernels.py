@@ -156,12 +156,12 @@ def test_windows_of_unknown_lengths_are_left_to_kernels_with_masks() -> None:
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 2)
 
-    def told(program: Callable[..., Tensor]) -> attn_pass.SiteReport:
+    def reported(program: Callable[..., Tensor]) -> attn_pass.SiteReport:
         options = {"device": "H200", "targets": ("flash",), "choose": "fused"}
         return attn_pass.explain(program, *inputs, attn_pass_options=options).sites[0]
 
-    assert "takes no mask" in told(banded(5, 5)).reason
-    assert told(banded(None, 0)).target == "flash"
+    assert "takes no mask" in reported(banded(5, 5)).reason
+    assert reported(banded(None, 0)).target == "flash"
 
 
 WIDE: dict[str, Tensor] = {

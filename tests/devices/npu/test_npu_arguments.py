@@ -19,7 +19,7 @@ from npu_programs import (
     heads_last,
     hidden,
     positions_first,
-    told,
+    reported,
     turned,
 )
 from npu_stand_in import FA3, FIA, MAX
@@ -80,7 +80,7 @@ def test_a_result_with_positions_first_from_operands_without() -> None:
 
 def test_layouts_of_many_wide_heads_stay_heads_first_in_inference() -> None:
     inputs = [x.to("meta") for x in heads_last(1, 256, 2, 3, 256)]
-    site = told(plain, *inputs, targets=(FIA,))
+    site = reported(plain, *inputs, targets=(FIA,))
     assert site.target == FIA
     found: list[str] = []
 

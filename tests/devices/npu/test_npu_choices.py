@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
 from by_hand import NONE_IN_ONE, SOME, banded, infinite
-from npu_programs import BF16, FP32, FUSION, Tensor, added, calls, flat, reason, told
+from npu_programs import BF16, FP32, FUSION, Tensor, added, calls, flat, reason, reported
 from npu_stand_in import FA1, FA3, FIA
 
 import attn_pass
@@ -77,12 +77,14 @@ def test_zeros_where_the_program_has_zeros() -> None:
 def test_zeros_for_nan_are_told() -> None:
     inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
     for target in (FIA, FUSION):
-        assert told(infinite, *inputs, NONE_IN_ONE, targets=(target,)).assumptions == (EMPTY_ROWS,)
-        assert told(banded(None, 0), *qkv(2, 4, 9, 6, 16, dtype=BF16), targets=(target,)).assumptions == (EMPTY_ROWS,)
-        assert not told(added, *inputs, NONE_IN_ONE, targets=(target,)).assumptions  # the mean, as in the program
-        assert not told(banded(None, 0), *inputs, targets=(target,)).assumptions
+        assert reported(infinite, *inputs, NONE_IN_ONE, targets=(target,)).assumptions == (EMPTY_ROWS,)
+        assert reported(banded(None, 0), *qkv(2, 4, 9, 6, 16, dtype=BF16), targets=(target,)).assumptions == (
+            EMPTY_ROWS,
+        )
+        assert not reported(added, *inputs, NONE_IN_ONE, targets=(target,)).assumptions  # the mean, as in the program
+        assert not reported(banded(None, 0), *inputs, targets=(target,)).assumptions
     zeros = lambda q, k, v, keep: F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
-    assert not told(zeros, *inputs, NONE_IN_ONE, targets=(FUSION,)).assumptions
+    assert not reported(zeros, *inputs, NONE_IN_ONE, targets=(FUSION,)).assumptions
 
 
 @pytest.mark.parametrize("keys", [9, 1])
@@ -98,7 +100,7 @@ def test_modes_are_of_the_rows_as_the_program_has_them() -> None:
         q = torch.empty(64, 4, 4, 64, dtype=BF16)
         k, v = (torch.empty(1, 4, 2048, 64, dtype=BF16) for _ in range(2))
     for fn in (banded(None, 0), banded(3, 0)):
-        folded = told(fn, q, k, v, targets=(FUSION,), poor_cases=("shared_kv",))
+        folded = reported(fn, q, k, v, targets=(FUSION,), poor_cases=("shared_kv",))
         assert folded.poor_cases == ("shared_kv",)
         (call,) = calls(fn, q, k, v, targets=(FUSION,), poor_cases=("shared_kv",))
         assert call["sparse_mode"] == 0 and call["query"].meta["example_value"].shape[0] == 1
@@ -206,7 +208,7 @@ def test_an_exported_program_that_may_be_trained(kind: type[Layer], learns: bool
 
 
 def predicted(fn: Callable[..., Tensor], *inputs: Tensor, target: str = FUSION, **options: Any) -> float:
-    return float(told(fn, *inputs, targets=(target,), **options).predicted_us[target])
+    return float(reported(fn, *inputs, targets=(target,), **options).predicted_us[target])
 
 
 def long(rows: int = 4096, *, grad: bool = False) -> list[Tensor]:

@@ -19,7 +19,7 @@ from npu_programs import (
     biased,
     calls,
     reason,
-    told,
+    reported,
 )
 from npu_stand_in import FA1, FA3, FIA
 
@@ -38,25 +38,25 @@ def test_families() -> None:
     inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
     for device, operator in {"Ascend 910B": FIA, "Ascend 910C": FIA, "Ascend910_9391": FIA, "Ascend 950": FA1}.items():
         assert [c["op"] for c in calls(plain, *inputs, device=device)] == [operator]
-    assert "310P" in told(plain, *inputs, device="Ascend310P3").reason
-    assert "first generation" in told(plain, *inputs, device="Ascend910A").reason
-    assert "not documented for Ascend 950" in told(plain, *inputs, device="Ascend 950").refusals[FIA]
+    assert "310P" in reported(plain, *inputs, device="Ascend310P3").reason
+    assert "first generation" in reported(plain, *inputs, device="Ascend910A").reason
+    assert "not documented for Ascend 950" in reported(plain, *inputs, device="Ascend 950").refusals[FIA]
 
 
 def test_without_torch_npu_the_report_says_what_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attn_pass.devices.npu.operators._overload", lambda name: None)
     inputs = qkv(2, 4, 6, 9, 16, dtype=BF16)
-    site = told(plain, *inputs)
+    site = reported(plain, *inputs)
     assert site.outcome == "left" and "pip install 'torch-npu==" in site.reason
     assert site.reason.startswith(f"{FIA} would be taken (")
-    assert told(plain, *qkv(grad=True)).reason.startswith(f"{FA3} would be taken (")
+    assert reported(plain, *qkv(grad=True)).reason.startswith(f"{FA3} would be taken (")
     same(plain, *inputs, rewritten=0, device="Ascend910B")
 
 
 def test_an_npu_of_no_known_family_is_planned_for_as_a2(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = npu_facts.here()
     monkeypatch.setattr("attn_pass.rewriting.setting.device_for", lambda *_: unknown)
-    site = told(plain, *qkv(2, 4, 6, 9, 16, dtype=BF16), device=None)
+    site = reported(plain, *qkv(2, 4, 6, 9, 16, dtype=BF16), device=None)
     assert site.target == FIA and any("planned for A2" in a for a in site.assumptions)
 
 
@@ -132,7 +132,7 @@ def test_sdpa_kernel_is_honoured() -> None:
         with sdpa_kernel([SDPBackend.MATH]):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(8, 8))
 
-    assert "sdpa_kernel allows only MATH" in told(program, *qkv(dtype=BF16)).reason
+    assert "sdpa_kernel allows only MATH" in reported(program, *qkv(dtype=BF16)).reason
 
 
 # ---------------------------------------------------------------- torch's own call
@@ -146,7 +146,7 @@ def test_a_call_that_reaches_the_same_operator_is_left() -> None:
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
     ):
-        site = told(fn, q, k, v, choose="cheapest")
+        site = reported(fn, q, k, v, choose="cheapest")
         assert site.outcome == "left" and "already the cheapest form" in site.reason
 
 
@@ -170,8 +170,8 @@ def test_decoding_goes_to_the_inference_operator() -> None:
         q = torch.empty(1, 32, 1, 128, dtype=BF16)
         k, v = (torch.empty(1, 2, 8192, 128, dtype=BF16) for _ in range(2))
     program = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    assert told(program, q[:, :8], k, v, choose="cheapest").target == FIA
-    assert told(program, q, k, v, choose="cheapest").outcome == "left"  # every core has a head already
+    assert reported(program, q[:, :8], k, v, choose="cheapest").target == FIA
+    assert reported(program, q, k, v, choose="cheapest").outcome == "left"  # every core has a head already
 
 
 def test_shared_keys_are_folded_into_rows() -> None:
@@ -180,7 +180,7 @@ def test_shared_keys_are_folded_into_rows() -> None:
         q = torch.empty(1000, 4, 1, 32, dtype=BF16)
         k, v = (torch.empty(1, 4, 2000, 32, dtype=BF16) for _ in range(2))
     options: dict[str, Any] = {"choose": "cheapest", "poor_cases": None}
-    site = told(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, **options)
+    site = reported(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, **options)
     assert site.target == FIA and site.poor_cases == ("shared_kv",)
     small = (randn(10, 4, 1, 32, dtype=BF16), *qkv(1, 4, 1, 20, 32, dtype=BF16)[1:])
     same(plain, *small, rewritten=1, device="Ascend910B", targets=(FIA,))

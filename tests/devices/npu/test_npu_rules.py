@@ -49,7 +49,7 @@ def attention(**given: Any) -> Attention:
     return replace(made, mask=masked, **fields)
 
 
-def told(operator: str, given: dict[str, Any]) -> str | None:
+def reported(operator: str, given: dict[str, Any]) -> str | None:
     return refusal(case(operator, given))
 
 
@@ -109,8 +109,8 @@ SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize("number", range(len(SIDES)))
 def test_both_sides_of_a_rule(number: int) -> None:
     operator, taken, refused, why = SIDES[number]
-    assert told(operator, taken) is None
-    assert why in (told(operator, refused) or "")
+    assert reported(operator, taken) is None
+    assert why in (reported(operator, refused) or "")
 
 
 def test_every_rule_has_a_row() -> None:

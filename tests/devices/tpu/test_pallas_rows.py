@@ -137,9 +137,11 @@ def test_products_of_masking_numbers_are_exact(scale: float) -> None:
     """However the kernel's ``scale * (query @ key + added) - maximum`` is contracted."""
     query = jax.numpy.zeros((1, 1, 1, 8), jax.numpy.bfloat16)
     bias = jax.numpy.asarray([NEG_INF, MIN, -1e38, -1e30, -2e9, -1e9])
-    told = torch.from_numpy(jax.device_get(kernels._added(Call("flash", scale, Blocks(8, 8)), query, bias))).double()
+    reported = torch.from_numpy(
+        jax.device_get(kernels._added(Call("flash", scale, Blocks(8, 8)), query, bias))
+    ).double()
     factor = float(torch.tensor(scale))
-    products = told * factor
-    assert torch.equal(products.float().double(), products) and torch.isfinite(told.float()).all()
+    products = reported * factor
+    assert torch.equal(products.float().double(), products) and torch.isfinite(reported.float()).all()
     assert (products.diff() >= 0).all() and products[0] < 1.5 * LOWEST < products[-1] < -1e11
     assert products[4] < 1.5 * products[5] and products[0] > 2 * NEVER
