@@ -133,13 +133,13 @@ def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_use
             if user in inside or user in of_a_shape or is_metadata_assertion(user):
                 continue
             if user.op == "output":
-                raise UsedElsewhere(_told(reader, node, "returned by the model"), user)
-            raise UsedElsewhere(_told(reader, node, f"also used by {user.name}"), user)
+                raise UsedElsewhere(_use_text(reader, node, "returned by the model"), user)
+            raise UsedElsewhere(_use_text(reader, node, f"also used by {user.name}"), user)
         if node is not result and reader.effects.mutations(node) and not reader.effects.is_internal(node, inside):
             raise UsedElsewhere("an operation inside writes to memory that others can see", node)
 
 
-def _told(reader: Reader, node: Node, how: str) -> str:
+def _use_text(reader: Reader, node: Node, how: str) -> str:
     """That an inner node is needed, and how."""
     if reader.softmaxes.get(node):
         return f"the attention weights are {how}"

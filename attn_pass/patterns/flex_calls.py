@@ -119,13 +119,13 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
 def _same_mask(call: _Call, region: Region, effects: Effects) -> Any:
     """What calls have in common that keep the same; None where something that says what is written by the program."""
     given = call.given
-    said = (*given["block_mask"][2:-1], *given.get("mask_mod_other_buffers", ()))
-    if any(isinstance(x, Node) and effects.mutations(x) for x in said):
+    listed = (*given["block_mask"][2:-1], *given.get("mask_mod_other_buffers", ()))
+    if any(isinstance(x, Node) and effects.mutations(x) for x in listed):
         return None
     query, key = (tensor_value(given[name]) for name in ("query", "key"))
     assert query is not None and key is not None
     sizes = tuple(str(n) for n in (*query.shape[:3], key.shape[2]))
-    return said, function_of(given["block_mask"]).code, sizes, region
+    return listed, function_of(given["block_mask"]).code, sizes, region
 
 
 def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:

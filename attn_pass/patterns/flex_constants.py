@@ -68,7 +68,7 @@ def _agree(
         keep = on_grid(_Torch(), mask, grid, [value(x) for x in captured])
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool or not listed_once(held):
             return False
-        said = kept(held, keep, (grid[2].view(-1, 1), grid[3].view(-1)))
+        kept_by_lists = kept(held, keep, (grid[2].view(-1, 1), grid[3].view(-1)))
     except (CannotExpand, RuntimeError, IndexError):
         return False  # lists that are too short, an index that is out of range
-    return torch.equal(*torch.broadcast_tensors(said, keep))
+    return torch.equal(*torch.broadcast_tensors(kept_by_lists, keep))

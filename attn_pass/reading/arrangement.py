@@ -188,7 +188,7 @@ def roles_of(arrangement: Arrangement) -> Roles:
         score_rows = tuple(_chain(p) for p in (*arrangement.outer, arrangement.row))
         outer = [a for dims in score_rows[:-1] for a in dims]
     except NoView as error:
-        raise Unreadable(f"the rows of the softmax cannot be told apart: {error}", result) from None
+        raise Unreadable(f"the rows of the softmax cannot be distinguished: {error}", result) from None
     own = axes(*positions["key"], *positions["value"])
     shared = {a for a in (*outer, *rows) if a not in own}
     outer += [a for a in rows if a not in shared]

@@ -28,7 +28,7 @@ _MOST_STACKED = 64
 class GraphReader(ABC):
     """One graph: its operations, products and sources, and the way back through views and copies.
 
-    ``knows_gradients`` is False for an exported graph, whose fake values do not tell what needs a gradient.
+    ``knows_gradients`` is False for an exported graph, whose fake values do not show what needs a gradient.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Reader(GraphReader):
 
     Args:
         is_softmax: whether the finders treat a node as a softmax.
-        knows_gradients: False for an exported graph, whose fake values do not tell what needs a gradient.
+        knows_gradients: False for an exported graph, whose fake values do not show what needs a gradient.
         constants: tensors of one element that are part of the program's text.
         known: tensors that keep their values, with their names.
         needed: nodes without users that will have some: results of expanded calls.

@@ -28,11 +28,11 @@ def source_line(node_meta: Mapping[str, Any]) -> str:
     frames = [match.groupdict() for match in _FRAME.finditer(str(node_meta.get("stack_trace") or ""))]
     users = [f for f in frames if not f["file"].startswith(_NOT_USERS) and not _TORCH_ELSEWHERE.search(f["file"])]
     if users:
-        return _told(users[-1])
+        return _frame_text(users[-1])
     path, module_class = _innermost_module(node_meta)
     if module_class:
         return f"in {module_class} ({path})" if path else f"in {module_class}"
-    return _told(frames[-1]) if frames else "unknown source line"
+    return _frame_text(frames[-1]) if frames else "unknown source line"
 
 
 def module_path(node_meta: Mapping[str, Any]) -> str:
@@ -40,7 +40,7 @@ def module_path(node_meta: Mapping[str, Any]) -> str:
     return _innermost_module(node_meta)[0]
 
 
-def _told(frame: Mapping[str, str]) -> str:
+def _frame_text(frame: Mapping[str, str]) -> str:
     base = re.split(r"[/\\]", frame["file"])[-1]
     return f"{base}:{frame['line']} in {frame['function']}"
 

@@ -205,9 +205,9 @@ def _gives_logarithm(a: Attention) -> bool:
     The kernel gives -inf for a fully masked row, where a number that masks would be in the sum.
     """
     rows = [x for group in (a.batch, a.heads, a.rows) for x in group if x.size != 1]
-    said = [x for dims in a.score_rows for x in dims if x.size != 1]
+    row_axes = [x for dims in a.score_rows for x in dims if x.size != 1]
     masks = not a.mask.replaces_with_number or a.mask.never_empty
-    return bool(a.score_rows) and set(rows) == set(said) and len(rows) == len(said) and masks
+    return bool(a.score_rows) and set(rows) == set(row_axes) and len(rows) == len(row_axes) and masks
 
 
 _VALID = 0.5  # of the keys, where only the program knows how many are: a cache fills up

@@ -103,10 +103,14 @@ class _Operator:
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[OperatorPlan], setting: Setting) -> Value:
         """Plans the call."""
         a, decided = offer.attention, offer.plan
-        lower, told = Lowering(plan, nodes, a), decided.mask
+        lower, mask_form = Lowering(plan, nodes, a), decided.mask
         query, key, value = operands(lower, decided.layout, decided.head_dim)
-        mask, rows = emitted_mask(lower, told, decided.operator)
-        given: dict[str, Any] = {"scale": abs(a.scale), "inner_precise": told.inner_precise, "sparse_mode": told.mode}
+        mask, rows = emitted_mask(lower, mask_form, decided.operator)
+        given: dict[str, Any] = {
+            "scale": abs(a.scale),
+            "inner_precise": mask_form.inner_precise,
+            "sparse_mode": mask_form.mode,
+        }
         if mask is not None:
             given["atten_mask"] = mask
         positional, more = self.arguments(a, decided)

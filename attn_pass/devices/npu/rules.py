@@ -149,14 +149,14 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "checkpoint",
-        "its dropout in a checkpoint: nothing tells a compiler that the operator draws random numbers, so the backward "
+        "its dropout in a checkpoint: no compiler knows that the operator draws random numbers, so the backward "
         "would draw others",
         lambda c: not (c.attention.dropout and c.setting.is_recomputed),
         of=FUSION,
     ),
     Rule(
         "equal calls",
-        "another site may draw dropout over the same tensors: nothing tells a compiler that the operator draws random "
+        "another site may draw dropout over the same tensors: no compiler knows that the operator draws random "
         "numbers, so it would draw once for both",
         lambda c: not c.setting.may_be_merged_by_cse,
         of=FUSION,

@@ -135,7 +135,7 @@ class _Pallas:
             abs(a.scale),
             mask.lower,
             mask.upper,
-            _told(decided.blocks),
+            _block_sizes(decided.blocks),
         )
         if decided.head_dim != a.value_head_dim:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
@@ -220,7 +220,7 @@ def _may_be_empty(a: Attention, setting: Setting) -> bool:
     return not a.mask.is_none and not a.mask.never_empty and not setting.assume_nonempty_rows
 
 
-def _told(b: Blocks) -> list[int]:
+def _block_sizes(b: Blocks) -> list[int]:
     """The tiles in the order the operator takes them: rows and keys, and those of the backward where it has one."""
     return [b.rows, b.keys, *((b.rows_back, b.keys_back) if b.rows_back else ())]
 

@@ -1,7 +1,7 @@
 """What the Pallas kernels for TPUs take, one row a rule with its reason, and their tiles by generation and shape.
 
 Read from JAX 0.10.2, and tried with the TPU's own compiler (libtpu 0.0.51) for each generation; nothing was measured.
-Tests in tests/tpu_aot compile what is said here.
+Tests in tests_on/tpu_aot compile these tiles.
 """
 
 from __future__ import annotations

@@ -98,14 +98,14 @@ class Comparison:
         groups: dict[Hashable, list[Change]] = defaultdict(list)
         for change in self.changes:
             layers = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
-            groups[(change.site.where, layers, change.what, _told(change, 0), _told(change, 1))].append(change)
+            groups[(change.site.where, layers, change.what, _cell(change, 0), _cell(change, 1))].append(change)
         rows: list[tuple[str, ...]] = []
         for group in groups.values():
             first = group[0]
             module = common_module([change.site.module for change in group])
             number = f"x{len(group)}" if len(group) > 1 else "1"
             place = "\n".join(filter(None, (first.site.where, module)))
-            rows.append((number, place, first.what, _told(first, 0), _told(first, 1)))
+            rows.append((number, place, first.what, _cell(first, 0), _cell(first, 1)))
         return rows
 
     def table(self, width: int | None = None) -> str:
@@ -208,7 +208,7 @@ def _differ(before: float | None, after: float | None) -> bool:
     return abs(before - after) > _NOISE * max(abs(before), abs(after))
 
 
-def _told(change: Change, side: int) -> str:
+def _cell(change: Change, side: int) -> str:
     """What one side was: its outcome, time, and where it matters the reason."""
     site = (change.before, change.after)[side]
     if site is None:

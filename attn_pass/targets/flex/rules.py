@@ -78,7 +78,7 @@ _STATIC_HEADS = Rule(
 )
 _SIZES = Rule(
     "sizes",
-    lambda c: "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless told min=1",
+    lambda c: "a size is 0, or may be 0 at run time: torch.export.Dim is at least 0 unless min=1 is given",
     lambda c: (
         not any(
             c.setting.can_be_zero(size)

@@ -104,7 +104,9 @@ def _build(text: str, command: tuple[str, ...], library: Path) -> None:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {error}") from error
         if done.returncode:
-            said = done.stderr.strip().splitlines()
-            why = next((line for line in said if "error" in line), said[0] if said else f"status {done.returncode}")
+            printed = done.stderr.strip().splitlines()
+            why = next(
+                (line for line in printed if "error" in line), printed[0] if printed else f"status {done.returncode}"
+            )
             raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {why}")
         os.replace(made, library)

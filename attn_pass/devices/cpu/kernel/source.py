@@ -109,16 +109,16 @@ def call_of(
 
 def _namespace(which: InstructionSet) -> str:
     body = "\n".join(_text(name) for name in (which.file, *_KERNEL))
-    told = which.features != ""
+    has_features = which.features != ""
     return "".join(
         (
-            "\n#if defined(__x86_64__)\n" if told else "",
+            "\n#if defined(__x86_64__)\n" if has_features else "",
             f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n",
-            _BEGIN.format(features=which.features) if told else "",
+            _BEGIN.format(features=which.features) if has_features else "",
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
-            _END if told else "",
+            _END if has_features else "",
             "#undef ATTN_BF16_DOTS\n#undef captured\n",
-            "#endif\n" if told else "",
+            "#endif\n" if has_features else "",
         )
     )
 
