@@ -78,6 +78,10 @@ def aot_compile(
     path = _checked_path(package_path)
     patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)
     original = exported(model, args, kwargs, dynamic_shapes)
+    if _writes_buffers(original):
+        # Inductor folds what it can compute of a buffer's first value, even if the program writes to the buffer: a
+        # position that is counted up would stay at 1 (seen in torch 2.13.0).
+        patches = {"joint_graph_constant_folding": False, **patches}
     program, package = original, ""
     failures: list[Failure] = []
 
@@ -287,6 +291,14 @@ def _rename_outputs(program: ExportedProgram, new_names: Mapping[str, str]) -> N
     for argument in specs:
         if getattr(argument, "name", None) in renamed:
             argument.name = renamed[argument.name]
+
+
+def _writes_buffers(program: ExportedProgram) -> bool:
+    """Whether calls keep state in buffers: in place, or, where the program is decomposed, by its signature."""
+    signature = program.graph_signature
+    nodes = (n for gm in program.graph_module.modules() if isinstance(gm, GraphModule) for n in gm.graph.nodes)
+    in_place = any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in nodes)
+    return bool(signature.buffers_to_mutate) or (bool(signature.buffers) and in_place)
 
 
 def _package(program: ExportedProgram, path: str | None, patches: Mapping[str, Any]) -> str:

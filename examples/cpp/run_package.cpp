@@ -1,7 +1,8 @@
 // Runs .pt2 packages without Python: run_package MODEL.pt2 INPUTS.pt OUTPUTS.pt [MODEL INPUTS OUTPUTS ...]
 //
 // INPUTS holds a list of tensors, as torch.save writes it; OUTPUTS gets one, for torch.load. With --report MODEL.pt2 it
-// prints what attn_pass did to the model, which the package holds as JSON.
+// prints what attn_pass did to the model, which the package holds as JSON. A package that is named several times in a row
+// is loaded once: state it keeps in buffers, such as a cache, goes on from one run to the next.
 
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/torch.h>
@@ -9,6 +10,7 @@
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -48,8 +50,11 @@ int main(int count, char** words) {
     return 2;
   }
   c10::InferenceMode inference;
+  std::unique_ptr<torch::inductor::AOTIModelPackageLoader> model;
   for (size_t at = 0; at < arguments.size(); at += 3) {
-    torch::inductor::AOTIModelPackageLoader model(arguments[at]);
-    save(model.run(load(arguments[at + 1])), arguments[at + 2]);
+    if (at == 0 || arguments[at] != arguments[at - 3]) {
+      model = std::make_unique<torch::inductor::AOTIModelPackageLoader>(arguments[at]);
+    }
+    save(model->run(load(arguments[at + 1])), arguments[at + 2]);
   }
 }
