@@ -34,23 +34,23 @@ RUNS = (
     Run("cases-cpu", "collected cases that must be fast"),
     Run("models-cpu", "whole models"),
     Run("decode-cpu", "decoding over a static cache"),
-    Run("peers-cpu", "whole models beside other systems"),
+    Run("peers-cpu", "whole models, compared with other systems"),
 )
 SCALING = "S5.2: speedup over the sequence length"
 CURVE = "never-slower"
 OTHERS = (
-    ("never-slower.md", "a grid of 164 shapes against stock and every form the pass could have taken"),
+    ("never-slower.md", "a grid of 164 shapes: stock, the pass, and every form that the pass could have taken"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
-    ("kernel-cpu.md", "the CPU kernel beside a large product's rate, a plain read and other kernels"),
+    ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("training-cpu.md", "training steps"),
-    ("census.md", "how much of 600 models is found and rewritten"),
-    ("cases.md", "collected bugs and wishes: which hold"),
+    ("census.md", "how much of the attention of 600 models is found and rewritten"),
+    ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
-    ("fuzz.md", "generated programs: what was run, what it found, faults put in on purpose"),
-    ("third-party.md", "small models of published packages: what is rewritten, differences from eager"),
+    ("fuzz.md", "generated programs: runs, findings, injected faults"),
+    ("third-party.md", "small models of published packages: rewritten sites, differences from eager"),
     ("versions.md", "the core tests with other versions of torch"),
-    ("verify-time.md", 'what `verify="graph"` takes'),
+    ("verify-time.md", 'the time of `verify="graph"`'),
     ("compile-time.md", "the pass's share of a cold compile"),
     ("pass-time.md", "the pass alone, over the depth of a model"),
     ("cpu-constants.md", "the rates of the cost model, measured"),
@@ -82,11 +82,16 @@ def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
     measured = [found[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in found]
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
-        made.append(("roofline", "What stock and the pass reach of what the device allows; a line joins one program"))
+        made.append(
+            (
+                "roofline",
+                "Roofline: stock and the pass under the device's limits; a line joins one program",
+            )
+        )
     curve = folder / f"{CURVE}.json"
     if curve.exists():
         plots.save(plots.never_slower(read(curve).tables[0].rows), folder / PICTURES / CURVE)
-        made.append((CURVE, "164 shapes against stock, sorted"))
+        made.append((CURVE, "164 shapes: speedup over stock, sorted"))
     return made
 
 
@@ -111,14 +116,14 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
     lines = [
         "# Results",
         "",
-        "Written by `python -m bench page` from the runs beside it. Each run names its device, versions and command;",
-        "[benchmarks.md](../benchmarks.md) says how it was measured. Performance has been measured on CPUs only: the",
-        "GPU, NPU and TPU paths have not yet run on real hardware.",
+        "`python -m bench page` writes this page from the runs next to it. Each run names its device, versions and",
+        "command; [benchmarks.md](../benchmarks.md) describes how they are measured. Performance has been measured on",
+        "CPUs only: the GPU, NPU and TPU paths have not yet run on real hardware.",
         "",
         "## The pass against stock Inductor",
         "",
     ]
-    titles = ("run", "rows", "median speedup", "least", "most", "faster", "same", "slower", "wrong", "failed")
+    titles = ("run", "rows", "median speedup", "minimum", "maximum", "faster", "same", "slower", "wrong", "failed")
     rows = []
     for run in RUNS:
         if run.file not in found:
@@ -128,13 +133,17 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
         counts = [str(told[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
         rows.append([f"[{run.about}]({run.file}.md)", str(told["rows"]), *ratios, *counts])
     lines += markdown_table(titles, rows)
-    lines += ["", "*Same* is within the noise that stock shows against itself in that run, 3 % or more.", ""]
+    lines += [
+        "",
+        "*Same* means within the noise: the difference of two measurements of stock in that run, at least 3 %.",
+        "",
+    ]
     if slower := list(_slower(found)):
-        lines += ["Slower beyond the noise:", "", *slower, ""]
+        lines += ["Slower by more than the noise:", "", *slower, ""]
     for run in RUNS[:2]:
         if run.file in found:
             lines += [f"## {run.about.capitalize()}: speedup over stock", "", *by_program(found[run.file]), ""]
-    lines += ["## Pictures", ""]
+    lines += ["## Plots", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]
     lines += ["## Other runs", ""]
@@ -160,7 +169,7 @@ def by_program(document: Document) -> list[str]:
             cells = [_ratio(rows.get(way)) for way, _ in _WAYS]
             took = str(rows[w.PASS].get("took", "-")).split(":")[0] if w.PASS in rows else "-"
             lines.append([f"{table.title.split(':')[0]}: {name}" if len(document.tables) > 1 else name, *cells, took])
-    return markdown_table(("program", *(title for _, title in _WAYS), "the pass took"), lines)
+    return markdown_table(("program", *(title for _, title in _WAYS), "the pass chose"), lines)
 
 
 def _ratio(row: Row | None) -> str:
