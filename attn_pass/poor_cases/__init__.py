@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from attn_pass.model.attention import Attention
-from attn_pass.poor_cases import grouped_heads, key_range, shared_kv, valid_range
+from attn_pass.poor_cases import grouped_heads, half_precision, key_range, shared_kv, valid_range
 
 PoorCase = Callable[[Attention], Iterator[Attention]]
 
@@ -14,6 +14,7 @@ CASES: dict[str, PoorCase] = {
     shared_kv.NAME: shared_kv.variants,
     grouped_heads.NAME: grouped_heads.variants,
     valid_range.NAME: valid_range.variants,
+    half_precision.NAME: half_precision.variants,
 }
 
 

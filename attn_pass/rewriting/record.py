@@ -64,8 +64,8 @@ def record_taken(
 
 
 def cases_of(offer: Offer) -> tuple[str, ...]:
-    """The poor cases whose variant an offer is for."""
-    return tuple(n for n in offer.variant.split(" + ") if n in CASES)
+    """The poor cases whose variant an offer is for, and those that its kernel does away with."""
+    return (*(n for n in offer.variant.split(" + ") if n in CASES), *offer.handles)
 
 
 def picture_of_site(context: GraphContext, site: Site) -> Picture | None:

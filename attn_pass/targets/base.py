@@ -88,6 +88,7 @@ class Offer(Generic[Decided]):
     assumptions: tuple[str, ...] = ()
     score_mod: str = ""  # the score function that would be emitted, as Python
     moved: int | None = None
+    handles: tuple[str, ...] = ()  # poor cases without variants, which the kernel itself does away with
     gives_logarithm: bool = False  # also gives the scores' log-sum-exp, if `Setting.wants_logarithm`
 
 

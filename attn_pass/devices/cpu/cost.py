@@ -38,6 +38,7 @@ With AMX torch's kernel multiplies bfloat16 in tiles, which this one does not: a
 """
 _PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken only for what masks save
 
+_SHORT = 0.8
 _CALL_US = 5.0  # a generated function, which fills its arguments in and may wake threads
 
 # FLOPs that take as long, fitted to 320 bare calls beside torch's kernel on one and two threads, with AVX-512.
@@ -74,6 +75,13 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
 
 def _gain(device: Device, dtype: torch.dtype) -> float:
     return _GAINS.get(device.instruction_set, {}).get(dtype, _PLAIN)
+
+
+def falls_short(device: Device, dtype: torch.dtype) -> bool:
+    """Whether torch's fused kernel in this dtype is far below the rate of products (`poor_cases/half_precision.py`)."""
+    if dtype.itemsize != 2 or (dtype == torch.bfloat16 and device.instruction_set == "amx"):
+        return False
+    return device.fused(dtype) < _SHORT * max(device.matmul(dtype), device.fused(torch.float32))
 
 
 def _many(p: Problem, rows: int, heads: int, share: float) -> float:

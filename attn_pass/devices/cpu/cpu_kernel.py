@@ -31,6 +31,7 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Apply, Expr
 from attn_pass.model.index import Axis, product
 from attn_pass.model.text import score_mod_source
+from attn_pass.poor_cases import half_precision
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
 from attn_pass.targets.lower import Lowering
@@ -87,6 +88,7 @@ class CpuKernel:
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
             score_mod=score_mod_source(attention.modified, names_of(attention)) if score else "",
             moved=problem_of(attention, setting.hint).moved_bytes,
+            handles=(half_precision.NAME,) if cost.falls_short(setting.device, attention.compute_dtype) else (),
             gives_logarithm=gives_logarithm,
         )
 

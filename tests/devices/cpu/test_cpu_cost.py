@@ -161,3 +161,26 @@ def test_small_shapes_are_the_kernels_where_it_was_measured_on_them(of: Callable
     of("avx512_fp16")
     times = predicted(masked(None), *operands)
     assert times["cpu_kernel"] < min(times["sdpa"], times["leave"])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "poor"),
+    [
+        ("avx512", HALF, True),
+        ("avx512", torch.float16, True),
+        ("avx512", torch.float32, False),
+        ("avx512_fp16", HALF, True),
+        ("avx512_fp16", torch.float16, False),
+        ("amx", HALF, False),
+    ],
+)
+def test_half_precision_that_torch_is_slow_in_is_a_poor_case(
+    name: str, dtype: torch.dtype, poor: bool, of: Callable[[str], None]
+) -> None:
+    of(name)
+    operands = qkv(1, 8, 2048, 2048, dim=64, dtype=dtype)
+    options = {"targets": ("cpu_kernel",), "choose": "fused"}
+    with torch.no_grad():
+        (site,) = attn_pass.explain(masked(None), *operands, attn_pass_options=options).sites
+    assert site.target == "cpu_kernel"
+    assert site.poor_cases == (("half_precision",) if poor else ())
