@@ -17,7 +17,6 @@ from attn_pass.targets.torch_call import order
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
 _FUSED = 1.25  # in place of a call that reaches a fused kernel
 _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
-_BY_INDUCTOR = ("flex", "flex_flash")
 _TIE = 1.05  # predictions nearer to each other say nothing
 
 
@@ -54,7 +53,7 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     if before is None:
         return Margin(1 / _TIE if offer.target in order(device) else _ROUNDING)
     unmeasured = f"since what {device.name} takes for it was not measured and the call reaches {before} already"
-    return Margin(_FLEX if offer.target in _BY_INDUCTOR else _FUSED, unmeasured)
+    return Margin(_FLEX if offer.compiled_for_site else _FUSED, unmeasured)
 
 
 def ties_by_order(

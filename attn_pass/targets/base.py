@@ -89,6 +89,7 @@ class Offer(Generic[Decided]):
     score_mod: str = ""  # the score function that would be emitted, as Python
     moved: int | None = None
     handles: tuple[str, ...] = ()  # poor cases without variants, which the kernel itself does away with
+    compiled_for_site: bool = False  # Inductor compiles its kernel for this site, with tiles of its choice
     gives_logarithm: bool = False  # also gives the scores' log-sum-exp, if `Setting.wants_logarithm`
 
 

@@ -29,7 +29,7 @@ H200 = registry.by_name("H200")
 
 
 def offer(target: str, microseconds: float = 1.0) -> Offer:
-    return Offer(target, "", None, microseconds, fused=True)  # type: ignore[arg-type]
+    return Offer(target, "", None, microseconds, fused=True, compiled_for_site=target.startswith("flex"))  # type: ignore[arg-type]
 
 
 def setting(device: Device, before: str | None = None) -> Setting:

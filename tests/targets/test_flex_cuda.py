@@ -846,7 +846,9 @@ def test_block_sizes_that_do_not_fit_the_device_are_not_tried(
     case = case_of(masked(window), *inputs, monkeypatch=monkeypatch)
     setting = replace(case.setting, device=registry.by_name(device))
     offer = Flex().consider(case.attention, "", setting)
-    assert isinstance(offer, Offer) and len(list(Flex().alternatives(offer, setting))) == tiles
+    assert (
+        isinstance(offer, Offer) and offer.compiled_for_site and len(list(Flex().alternatives(offer, setting))) == tiles
+    )
 
 
 @pytest.mark.parametrize(("backward", "ambient"), [(True, False), (True, True), (False, False)])

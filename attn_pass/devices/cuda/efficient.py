@@ -25,7 +25,7 @@ class Efficient(Kernel):
     name = "efficient"
     rules = EFFICIENT
     torch_check = "can_use_efficient_attention"
-    sweeps = ("prefill", "decoding")
+    sweeps = ("prefill", "decoding", "float32")
     takes_groups = False
     shape = Shape(64, (64, 128))
     # It pads 1 to 4 rows to 64 and shares no keys out: half of a copy's rate is a cautious guess.

@@ -22,10 +22,13 @@ DEFAULT = "H200"
 def _shares(generation: Generation, flex: Shares) -> dict[str, Shares]:
     """Of a GPU's matrix rate with many rows, of a copy's rate with few: each kernel's own, and FlexAttention's.
 
-    FlexAttention shares keys out as flash does; its tiles for head dims over 128 are taken to be small everywhere.
+    FlexAttention shares keys out as FlashAttention does; its tiles for head dims over 128 are taken to be small
+    everywhere.
     """
-    own = {kernel.name: kernel.shares[generation] for kernel in KERNELS if generation in kernel.shares}
-    wide = min(flex.prefill, 0.85 * own["flash"].matrix(256))
+    there = [kernel for kernel in KERNELS if generation in kernel.shares]
+    own = {kernel.name: kernel.shares[generation] for kernel in there}
+    beside = (k.flex_wide * own[k.name].matrix(256) for k in there if k.flex_wide is not None)
+    wide = min((flex.prefill, *beside))
     return own | {"flex": replace(flex, one_row=0.75, few_rows=0.75, wide=wide)}
 
 
@@ -37,7 +40,6 @@ _HOPPER = _shares("hopper", Shares(0.59, narrow=0.70))
 _AMPERE = _shares("ampere", Shares(0.612))
 _ADA = _shares("ada", Shares(0.595))
 _BLACKWELL = _shares("blackwell", Shares(0.264))
-_NEWER_FLASH = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
 _CUDNN = 91900  # torch 2.11's and newer's wheels
 SHEETS: tuple[Sheet, ...] = (
     Sheet("cuda", "H200", 132, 790e3, 60e3, 3900, 4300, 60 << 20, (9, 0), _CUDNN, _HOPPER, 5500),
@@ -78,10 +80,8 @@ def cuda_here(at: torch.device | None = None) -> Device:
 
 def with_flash(device: Device, version: str) -> Device:
     """The device with another FlashAttention behind torch's operators: "FA2", "FA3" or "FA4"."""
-    flash = device.shares["flash"]
-    if version in _NEWER_FLASH:
-        flash = replace(flash, prefill=_NEWER_FLASH[version], narrow=None, wide=None)
-    return replace(device, flash=version, shares={**device.shares, "flash": flash})
+    own = {k.name: k.shares_with(version, device.shares[k.name]) for k in KERNELS if k.name in device.shares}
+    return replace(device, flash=version, shares={**device.shares, **own})
 
 
 def _kernels(sheet: Sheet, *, of_this_process: bool = False) -> tuple[str, ...]:

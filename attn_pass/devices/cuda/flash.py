@@ -26,6 +26,8 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 
+_NEWER = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
+
 
 class Flash(Kernel):
     """`aten._scaled_dot_product_flash_attention`, or `aten._flash_attention_forward` for a window."""
@@ -36,7 +38,8 @@ class Flash(Kernel):
     pads_together = True
     torch_check = "can_use_flash_attention"
     padded_by_torch = True
-    sweeps = ("prefill", "decoding")
+    sweeps = ("prefill", "decoding", "launch")
+    flex_wide = 0.85
     # flash_api.cpp: num_splits_heuristic, and seqlenq_ngroups_swapped
     shape = Shape(128, (32, 64, 96, 128, 192, 256), splits_keys=True, packs_one_row=True)
     shares = {  # few rows are shared out in blocks of 128
@@ -50,6 +53,10 @@ class Flash(Kernel):
         """Whether torch was built with it, and ``torch.backends.cuda`` has not switched it off."""
         of = torch.backends.cuda
         return of.is_flash_attention_available() and of.flash_sdp_enabled()
+
+    def shares_with(self, flash: str, shares: Shares) -> Shares:
+        """FlashAttention-3 and -4 make more of a GPU with many rows."""
+        return replace(shares, prefill=_NEWER[flash], narrow=None, wide=None) if flash in _NEWER else shares
 
     def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
         """FlashAttention-4 in its place shares no keys out."""

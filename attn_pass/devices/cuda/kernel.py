@@ -16,7 +16,8 @@ from attn_pass.targets.base import Target
 from attn_pass.targets.kernel_rules import KernelRules
 
 Generation = Literal["ampere", "ada", "hopper", "blackwell"]
-Sweep = Literal["prefill", "decoding"]
+Sweep = Literal["prefill", "decoding", "float32", "launch"]
+"""Calls of ``attn-pass calibrate``: many rows and few in half precision, many in float32, and one that does no work."""
 
 
 class CudaKernel(Target):
@@ -30,6 +31,7 @@ class CudaKernel(Target):
         padded_by_torch: torch's own call pads head dims for it.
         is_listed: `Device.kernels` names it; one of a library, or of Inductor, looks for that itself.
         sweeps: the points of ``attn-pass calibrate`` that it is measured at.
+        flex_wide: what FlexAttention's Triton template reaches of it with head dims over 128, in small tiles.
         takes_groups: several query heads may share a KV head without copies.
         package: (name, purpose, how to install) of the package that provides it, for ``attn-pass doctor``.
     """
@@ -42,6 +44,7 @@ class CudaKernel(Target):
     padded_by_torch = False
     is_listed = True
     sweeps: tuple[Sweep, ...] = ()
+    flex_wide: float | None = None
     takes_groups = True
     package: tuple[str, str, str] | None = None
 
@@ -52,6 +55,10 @@ class CudaKernel(Target):
     def is_tried(self, device: Device) -> bool:
         """Whether torch's own call tries a kernel with `rules`, in the order of the list, before the unfused form."""
         return True
+
+    def shares_with(self, flash: str, shares: Shares) -> Shares:
+        """Its shares where torch's operators have another FlashAttention behind them: "FA2", "FA3", "FA4"."""
+        return shares
 
     def microseconds(self, device: Device, problem: Problem, *, growing: bool = False) -> float:
         """What a call takes; ``growing``: a length is not known when compiled."""

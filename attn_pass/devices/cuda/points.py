@@ -8,14 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_pass.devices.cuda.kernel import CudaKernel
+from attn_pass.devices.cuda.kernel import CudaKernel, Sweep
 from attn_pass.devices.cuda.kernels import KERNELS, named
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.tuning.clock import Run
 
-PREFILL_KERNELS = tuple(kernel.name for kernel in KERNELS if "prefill" in kernel.sweeps)
-DECODE_KERNELS = tuple(kernel.name for kernel in KERNELS if "decoding" in kernel.sweeps)
+
+def swept(sweep: Sweep) -> tuple[str, ...]:
+    """The kernels that are measured at these calls."""
+    return tuple(kernel.name for kernel in KERNELS if sweep in kernel.sweeps)
+
+
+PREFILL_KERNELS = swept("prefill")
+BUILD_PLANS = tuple(kernel.name for kernel in KERNELS if kernel.shape is not None and kernel.shape.builds_plans)
 _TOKENS = 1 << 14  # of all batch rows together, at every length
 _WIDTH = 2048  # of all heads together
 

@@ -25,7 +25,7 @@ from attn_pass.tuning.clock import Clock, Reading, Run, read
 _HALVES = (torch.bfloat16, torch.float16)
 _SIDE = 8192  # of a large product in half precision; a fourth of the work in float32
 _STREAM_BYTES = 1 << 30
-_NEW_LENGTHS = (1000, 1048, 1096, 1144, 1192, 1240)  # of which cuDNN has no plan yet
+_NEW_LENGTHS = (1000, 1048, 1096, 1144, 1192, 1240)  # of which no kernel has a plan yet
 _SENSIBLE = (0.005, 1.5)  # for a share outside, something other than this kernel's rate took the time
 _LEAST_US = 0.2  # of a launch: less is the clock's own error
 
@@ -57,8 +57,9 @@ def sweep(device: Device, at: torch.device, seconds: float, done: Callable[[str,
     with torch.no_grad():
         for name, make in _plain(device, at):
             _take(readings, name, readings.plain, name, make, clock, done)
-        if "cudnn" in device.kernels:
-            readings.plans_us = _plans(at, readings)
+        for kernel in points.BUILD_PLANS:
+            if kernel in device.kernels:
+                readings.plans_us = _plans(kernel, at, readings)
         for point in attention_points(device):
             if time.monotonic() > end:
                 readings.failed["the rest"] = f"{seconds:.0f} s were over"
@@ -87,13 +88,14 @@ def _take(
 
 def attention_points(device: Device) -> Iterator[Point]:
     """The points that shares are fitted to, the most informative first."""
-    kernels = [k for k in points.PREFILL_KERNELS if k in device.kernels]
-    few = [k for k in points.DECODE_KERNELS if k in device.kernels]
+    kernels, few, single = (
+        [k for k in points.swept(sweep) if k in device.kernels] for sweep in ("prefill", "decoding", "float32")
+    )
     yield from points.prefill(kernels, (4096,), (128, 64, 256))
     yield from points.decoding(few, (1, 4, 16), (32768, 131072), (1, 8))
     yield from points.prefill(kernels, (1024,), (128, 64, 256))
-    if "efficient" in device.kernels:
-        yield Point("efficient", 4, 32, 32, 2048, 2048, 64, dtype=torch.float32)
+    for kernel in single:
+        yield Point(kernel, 4, 32, 32, 2048, 2048, 64, dtype=torch.float32)
 
 
 def _plain(device: Device, at: torch.device) -> Iterator[tuple[str, Callable[[], Run]]]:
@@ -128,16 +130,17 @@ def _plain(device: Device, at: torch.device) -> Iterator[tuple[str, Callable[[],
     yield "cache_gbytes", copy(device.cache_bytes // 4)
     yield "kernel_us", small(lambda x: x + x)
     yield "op_us", small(lambda x: x @ x.mT)
-    if "flash" in device.kernels:
-        yield "fused_op_us", small(lambda x: points.call("flash", x, x, x, False))
+    for kernel in points.swept("launch"):
+        if kernel in device.kernels:
+            yield "fused_op_us", small(lambda x, called=kernel: points.call(called, x, x, x, False))  # type: ignore[misc]
 
 
-def _plans(at: torch.device, readings: Readings) -> list[float]:
-    """Microseconds the host takes for cuDNN's first call at a length, more than for the second."""
+def _plans(kernel: str, at: torch.device, readings: Readings) -> list[float]:
+    """Microseconds the host takes for a kernel's first call at a length, more than for the second."""
     taken = []
     try:
         for length in _NEW_LENGTHS:
-            run = Point("cudnn", 1, 4, 4, length, length, 64).run(at)
+            run = Point(kernel, 1, 4, 4, length, length, 64).run(at)
             times = []
             for _ in range(2):
                 torch.cuda.synchronize()
@@ -149,7 +152,7 @@ def _plans(at: torch.device, readings: Readings) -> list[float]:
     except Exception as error:
         readings.failed["plan_us"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return []
-    return taken[1:]  # the first call of all builds cuDNN's handle as well
+    return taken[1:]  # the first call of all builds the library's handle as well
 
 
 # ---------------------------------------------------------------- the fit

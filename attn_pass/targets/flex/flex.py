@@ -107,6 +107,7 @@ class Flex:
             assumptions=assumptions,
             score_mod=source,
             moved=problem.moved_bytes,
+            compiled_for_site=True,
         )
 
     def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:

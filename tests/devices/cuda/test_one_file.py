@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import attn_pass
+from attn_pass.devices.cuda.kernels import KERNELS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -72,3 +74,14 @@ def test_the_tables_of_the_documentation_name_it(seen: Any) -> None:
     assert seen["usage"].endswith('`"flex_flash"`, `"toy"` |')
     assert len(seen["rules"]) == 7 and any("| mask | yes | toy.cu |" in row for row in seen["rules"])
     assert seen["rewrites"] is True
+
+
+SHARED = ("cost", "facts", "family", "kernel", "own_check", "points", "sweep", "torch_kernel")
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_kernels_share_names_none_of_them(name: str) -> None:
+    """Else a kernel that took another's place would be one file, one line, and a search for its name."""
+    source = (Path(attn_pass.__file__).parent / "devices" / "cuda" / f"{name}.py").read_text()
+    said = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert not said & {kernel.name for kernel in KERNELS}
