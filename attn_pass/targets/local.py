@@ -29,7 +29,7 @@ from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Set
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import hides_keys
 from attn_pass.targets.problem import problem_of, serves
-from attn_pass.targets.sdpa import Sdpa, operands, sdpa_function
+from attn_pass.targets.sdpa import Sdpa, common_head_dim, operands, sdpa_function
 
 _ROWS = (32, 64, 128, 256)  # rows of a block that are tried
 
@@ -59,12 +59,20 @@ class Blocks:
         return known or (isinstance(beyond, int) and self.first + self.width >= beyond)
 
 
+@dataclass(frozen=True)
+class LocalPlan:
+    """The blocks, and the one head dim that operands are filled up to where they differ."""
+
+    blocks: Blocks
+    head_dim: int | None
+
+
 class Local:
     """`scaled_dot_product_attention` over blocks of queries, on the CPU."""
 
     name = "local"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[Blocks] | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[LocalPlan] | Refusal:
         """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
         choices = _choices(attention)
         reason = self._refusal(attention, choices, setting)
@@ -77,7 +85,7 @@ class Local:
             attention,
             predicted,
             fused=True,
-            plan=blocks,
+            plan=LocalPlan(blocks, common_head_dim(attention)),
             assumptions=(FINITE_KEYS,) if hides_keys(attention, setting) else (),
         )
 
@@ -103,11 +111,11 @@ class Local:
         plain = replace(a, mask=Mask.none())
         return Sdpa().unfit(plain, setting)
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[Blocks], setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[LocalPlan], setting: Setting) -> Value:
         """Plans operands in blocks, the mask of a block, the call and the way back."""
-        a, blocks = offer.attention, offer.plan
+        a, blocks = offer.attention, offer.plan.blocks
         lower = Lowering(plan, nodes, a)
-        query, key, value = operands(lower)
+        query, key, value = operands(lower, offer.plan.head_dim)
         count = blocks.count(a)
         rows = count * blocks.rows
         out = plan.call(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,14 @@ from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
-from attn_pass.targets.sdpa import Sdpa, operands, settled
+from attn_pass.targets.sdpa import Sdpa, common_head_dim, operands, settled
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """The one head dim that operands are filled up to where they differ."""
+
+    head_dim: int | None
 
 
 class Recompute:
@@ -40,7 +47,7 @@ class Recompute:
 
     name = "recompute"
 
-    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[RecomputePlan] | Refusal:
         """Accepts training on a CPU with a mask that needs a gradient, or that a plain call cannot take."""
         reason = self._refusal(attention, setting)
         if reason is not None:
@@ -53,7 +60,8 @@ class Recompute:
         assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.mask.never_empty else ()
         if hides_keys(attention, setting):
             assumptions = (*assumptions, FINITE_KEYS)
-        return Offer(self.name, variant, attention, forward + again, fused=True, assumptions=assumptions)
+        decided = RecomputePlan(common_head_dim(attention))
+        return Offer(self.name, variant, attention, forward + again, fused=True, plan=decided, assumptions=assumptions)
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
@@ -81,11 +89,11 @@ class Recompute:
             return "the mask's condition needs a gradient"
         return None
 
-    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[None], setting: Setting) -> Value:
+    def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[RecomputePlan], setting: Setting) -> Value:
         """Plans the call; the mask is one matrix, and where scores were replaced its condition comes along."""
         a = offer.attention
         lower = Lowering(plan, nodes, a)
-        query, key, value = (settled(plan, x) for x in operands(lower))
+        query, key, value = (settled(plan, x) for x in operands(lower, offer.plan.head_dim))
         mask = settled(plan, additive_mask(lower, setting))
         inputs: list[Value] = [query, key, value, mask]
         if a.mask.condition is not None:
@@ -103,7 +111,7 @@ class Recompute:
             non_differentiable_idx=[],
             saved_for_backward_idx=saved,
         )
-        if a.head_dim != a.value_head_dim:
+        if offer.plan.head_dim is not None:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
 

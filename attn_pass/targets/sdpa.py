@@ -58,10 +58,14 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class SdpaPlan:
-    """What torch's call is given, and the fused kernel that it ends in; ``by_distance``: the mask as one vector."""
+    """What torch's call is given, and the fused kernel that it ends in; ``by_distance``: the mask as one vector.
+
+    ``head_dim``: the one that operands are filled up to where they differ.
+    """
 
     mask: MaskForm
     kernel: str
+    head_dim: int | None
     by_distance: ByDistance | None = None
 
 
@@ -118,7 +122,7 @@ class Sdpa:
         if (reason := mask_refusal(a, setting)) is not None:
             raise Unfit(reason)
         form = mask_form(a, setting)
-        return SdpaPlan(form, kernel, _distance_mask(a, form, setting))
+        return SdpaPlan(form, kernel, common_head_dim(a), _distance_mask(a, form, setting))
 
     def unfit(self, a: Attention, setting: Setting) -> str | None:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
@@ -160,7 +164,7 @@ class Sdpa:
         """Plans the call. Operands get a dense last dimension, which the kernel requires."""
         a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
-        query, key, value = operands(lower)
+        query, key, value = operands(lower, decided.head_dim)
         if a.scale < 0:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
@@ -186,7 +190,7 @@ class Sdpa:
             out = plan.call(aten.flip.default, out, [2])
         if empty is not None:
             out = empty.replaced(out, query, key, value, abs(a.scale))
-        if a.head_dim != a.value_head_dim:
+        if decided.head_dim is not None:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
 
@@ -261,18 +265,25 @@ def joined_with_sink(lower: Lowering, sink: Expr, out: Value, lse: Value) -> Val
     return call(aten.to.dtype, out, a.compute_dtype)
 
 
-def operands(lower: Lowering) -> tuple[Value, Value, Value]:
-    """Query, key and value (B, H, L or S, D) in the compute dtype, head dims equal, the last dimension dense."""
+def common_head_dim(a: Attention) -> int | None:
+    """The head dim that operands are filled up to; None where they have one. Raises `Unfit` where it is not known."""
+    if a.head_dim == a.value_head_dim:
+        return None
+    if isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int):
+        return max(a.head_dim, a.value_head_dim)
+    raise Unfit("the head dims differ, and are not known")
+
+
+def operands(lower: Lowering, head_dim: int | None) -> tuple[Value, Value, Value]:
+    """Query, key and value (B, H, L or S, D) in the compute dtype, of one head dim, the last dimension dense."""
     plan, a = lower.plan, lower.attention
     dtype = a.compute_dtype
     query = lower.query(dtype)
     key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
     value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-    if a.head_dim != a.value_head_dim:
-        assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
-        width = max(a.head_dim, a.value_head_dim)
-        query, key = (_pad(plan, x, width - a.head_dim) for x in (query, key))
-        value = _pad(plan, value, width - a.value_head_dim)
+    if head_dim is not None:
+        query, key = (_pad(plan, x, head_dim - a.head_dim) for x in (query, key))
+        value = _pad(plan, value, head_dim - a.value_head_dim)
     query, key, value = (dense_last(plan, x) for x in (query, key, value))
     return query, key, value
 
@@ -313,8 +324,8 @@ def _padded_bytes(a: Attention, setting: Setting) -> int:
     return problem.operand_bytes
 
 
-def _pad(plan: Plan, value: Value, amount: int) -> Value:
-    return plan.call(aten.constant_pad_nd.default, value, [0, amount], 0.0) if amount > 0 else value
+def _pad(plan: Plan, value: Value, amount: Index) -> Value:
+    return value if amount == 0 else plan.call(aten.constant_pad_nd.default, value, [0, plan.size(amount)], 0.0)
 
 
 def dense_last(plan: Plan, value: Value) -> Value:

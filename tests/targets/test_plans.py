@@ -22,6 +22,7 @@ from attn_pass.targets.base import Offer
 from attn_pass.targets.flex.flex import Flex
 from attn_pass.targets.local import Blocks, Local
 from attn_pass.targets.masks import MaskForm
+from attn_pass.targets.recompute import Recompute
 from attn_pass.targets.sdpa import Sdpa
 
 npu_stand_in.install()
@@ -35,6 +36,10 @@ def near(length: int) -> Tensor:
 
 def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 0.3).masked_fill(~near(q.size(-2)), NEG_INF).softmax(-1) @ v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3).softmax(-1) @ v
 
 
 def slopes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,6 +58,11 @@ def learned(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (5 * torch.tanh(q @ k.mT * 0.06)).masked_fill(~near(q.size(-2)), NEG_INF).softmax(-1) @ v
+
+
+def with_rows(plan: Any, rows: int) -> Any:
+    blocks = plan.blocks
+    return replace(plan, blocks=Blocks(rows, blocks.first, rows + blocks.width - blocks.rows))
 
 
 def as_heads_first(plan: Any) -> Any:
@@ -79,8 +89,11 @@ def as_a_tensor(plan: Any) -> Any:
 
 LAST = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv(2, 2, N, N, dtype=torch.bfloat16))
 CHANGES = {
-    "local, larger blocks": Change(Local, window, lambda p: Blocks(128, p.first, 128 + p.width - p.rows), "128"),
-    "local, smaller blocks": Change(Local, window, lambda p: Blocks(16, p.first, 16 + p.width - p.rows), ", 24, 16]"),
+    "local, larger blocks": Change(Local, window, lambda p: with_rows(p, 128), "128"),
+    "local, smaller blocks": Change(Local, window, lambda p: with_rows(p, 16), ", 24, 16]"),
+    "sdpa, wider operands": Change(Sdpa, plain, lambda p: replace(p, head_dim=24), "constant_pad_nd"),
+    "recompute, wider operands": Change(Recompute, learned, lambda p: replace(p, head_dim=24), "constant_pad_nd",
+                                        inputs=(*qkv(2, 2, N, N), randn(1, 1, N, N, seed=8).requires_grad_())),
     "sdpa, no distances": Change(Sdpa, slopes, lambda p: replace(p, by_distance=None), "flip", comes=False),
     "sdpa, rows repaired": Change(Sdpa, learned, lambda p: replace(p, mask=MaskForm("additive", True)), "amin",
                                   inputs=(*qkv(2, 2, N, N), randn(1, 1, N, N, seed=8))),
@@ -116,7 +129,7 @@ def emitted(program: Callable[..., Tensor], inputs: tuple[Tensor, ...], **option
         return gm.forward
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    with torch.set_grad_enabled(any(x.requires_grad for x in inputs)):
         torch.compile(program, backend=attn_pass.wrap(note, choose="fused", on_error="raise", **options))(*inputs)
     return seen[0]
 
@@ -133,7 +146,7 @@ def test_another_plan_is_emitted_and_right(name: str, monkeypatch: pytest.Monkey
     assert (case.word in emitted(case.program, inputs, **options)) is not case.comes
     offered(monkeypatch, case.target, case.change)
     assert (case.word in emitted(case.program, inputs, **options)) is case.comes
-    with torch.no_grad():
+    with torch.set_grad_enabled(any(x.requires_grad for x in inputs)):
         same(case.program, *inputs, rewritten=1, **options)
 
 

@@ -53,13 +53,20 @@ SHEETS: tuple[Sheet, ...] = (
 def by_name(name: str) -> Device | None:
     """A GPU of the table, which need not be here."""
     sheet = row_of(name, SHEETS)
-    return None if sheet is None else replace(device_of(sheet, _kernels(sheet)), is_here=False)
+    return None if sheet is None else _of(sheet)
+
+
+def default() -> Device:
+    """The GPU that is decided for where one is asked for and none is here; it has no kernels."""
+    return replace(_of(_row(DEFAULT)), kernels=())
+
+
+def _of(sheet: Sheet) -> Device:
+    return replace(device_of(sheet, _kernels(sheet)), is_here=False)
 
 
 def _row(name: str) -> Sheet:
-    sheet = row_of(name, SHEETS)
-    assert sheet is not None
-    return sheet
+    return next(sheet for sheet in SHEETS if sheet.name == name)
 
 
 def cuda_here(at: torch.device | None = None) -> Device:
@@ -100,7 +107,7 @@ def _named(name: str) -> Sheet | None:
 
 # Of GPUs that the catalogue lacks, by the first number of their compute capability. 12 has no tensor memory, unlike 10:
 # its kernels are Ada's, and cuDNN is slower than flash there (RTX PRO 6000: 0.88 of it, transformers PR #48163).
-_KINDS = {9: "h100", 10: "b200", 11: "b200", 12: "l4"}
+_KINDS = {9: "H100", 10: "B200", 11: "B200", 12: "L4"}
 
 
 def _like(capability: tuple[int, int]) -> Sheet:
@@ -108,7 +115,7 @@ def _like(capability: tuple[int, int]) -> Sheet:
 
     Cards for graphics and workstations have less of it than those for servers, by up to as much.
     """
-    name = "a100" if capability == (8, 0) else _KINDS.get(capability[0], "l4")
+    name = "A100" if capability == (8, 0) else _KINDS.get(capability[0], "L4")
     row = _row(name)
     return replace(row, half_gflops=row.half_gflops / 2, single_gflops=row.single_gflops / 2)
 

@@ -49,9 +49,7 @@ class Cuda(Family):
         """The GPU of this process, with what was measured of it; one without kernels where there is none."""
         if torch.cuda.is_available():
             return calibration_store.applied(facts.cuda_here(at))
-        device = facts.by_name(facts.DEFAULT)
-        assert device is not None
-        return replace(device, kernels=())
+        return facts.default()
 
     def by_name(self, name: str) -> Device | None:
         """A GPU of the table of data sheets."""

@@ -65,7 +65,7 @@ def arguments_of(a: Attention) -> Arguments:
     visible = replace(a.mask.structure, parts=tuple(p for p in a.mask.structure.parts if p != _ADDED))
     term: Expr | None = None
     if a.mask.bias is not None:
-        added = _added(a)
+        added = _added(a, a.mask.bias)
         term, finite = added.term, finite or added.finite_fill
         if added.condition != TRUE and visible.is_exact:
             # A mask that the reading kept as a bias because of how it is added.
@@ -175,9 +175,9 @@ class _Added:
     finite_fill: bool
 
 
-def _added(a: Attention) -> _Added:
+def _added(a: Attention, bias: Expr) -> _Added:
     """The bias taken apart. Raises `NoForm`."""
-    bias = _over_places(a)
+    bias = _over_places(a, bias)
     terms: list[Expr] = []
     finite = False
     condition: Expr = TRUE
@@ -201,12 +201,11 @@ def _added(a: Attention) -> _Added:
     return _Added(terms[0] if terms else None, condition, finite)
 
 
-def _over_places(a: Attention) -> Expr:
+def _over_places(a: Attention, bias: Expr) -> Expr:
     """The bias over key and row, by index arithmetic where it is known over distances."""
-    assert a.mask.bias is not None
     by = a.mask.by_distance
     if by is None or by.bias is None or tuple(x for x in a.rows if x.size != 1) != (by.row,):
-        return a.mask.bias
+        return bias
     return rewrite_indices(by.bias, {by.axis: axis_index(a.keys) - axis_index(by.row) + by.row.size - 1})
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_pass.devices.cuda.kernel import CudaKernel, Sweep
-from attn_pass.devices.cuda.kernels import KERNELS, named
+from attn_pass.devices.cuda.kernels import KERNELS
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.tuning.clock import Run
@@ -91,9 +91,7 @@ def call(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _kernel(name: str) -> CudaKernel:
-    kernel = named(name)
-    assert kernel is not None, f"no kernel {name}"
-    return kernel
+    return next(kernel for kernel in KERNELS if kernel.name == name)
 
 
 def prefill(

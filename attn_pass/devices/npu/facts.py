@@ -26,17 +26,14 @@ def by_name(name: str) -> Device | None:
         soc = generation_of(name) if name.lower() != sheet.name.lower() else None
         return replace(_device(sheet), name=sheet.name if soc is None else name, is_here=False)
     known = generation_of(name) if name.lower().startswith("ascend") else None
-    sheet = _of_generation(known)
-    return None if sheet is None else replace(_device(sheet), name=name, is_here=False)
+    return None if known is None else replace(_device(_of_generation(known)), name=name, is_here=False)
 
 
 def _device(sheet: Sheet) -> Device:
     return device_of(sheet, generation(sheet.generation).operators)
 
 
-def _of_generation(known: Generation | None) -> Sheet | None:
-    if known is None:
-        return None
+def _of_generation(known: Generation) -> Sheet:
     row = next((s for s in SHEETS if s.generation == known.name), None)
     return row or replace(SHEETS[-1], name=f"Ascend {known.name}", generation=known.name)
 
@@ -50,7 +47,6 @@ def here(at: torch.device | None = None) -> Device:
     soc = _soc_name(at)
     known = None if soc is None else generation_of(soc)
     sheet = _of_generation(known or generation(UNKNOWN))
-    assert sheet is not None
     return replace(_device(sheet), name=soc or "npu", generation="" if known is None else known.name)
 
 

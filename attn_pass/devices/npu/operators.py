@@ -59,6 +59,7 @@ class OperatorPlan:
     layout: Layout
     result_layout: Layout
     head_dim: int | None
+    kv_heads: int
 
 
 class _Operator:
@@ -95,7 +96,15 @@ class _Operator:
             attention,
             predicted,
             fused=True,
-            plan=OperatorPlan(operator, overload, mask, layout, self.result_layout(attention, layout, setting), wide),
+            plan=OperatorPlan(
+                operator,
+                overload,
+                mask,
+                layout,
+                self.result_layout(attention, layout, setting),
+                wide,
+                problem.kv_heads,
+            ),
             assumptions=_assumed(attention, setting),
             moved=problem.moved_bytes,
         )
@@ -156,7 +165,7 @@ class InferAttention(_Operator):
         """Grouped heads by number."""
         return (), {
             "num_heads": a.query_heads,
-            "num_key_value_heads": _kv_heads(a),
+            "num_key_value_heads": plan.kv_heads,
             "input_layout": plan.layout.name if plan.result_layout is plan.layout else ROWS_FIRST_RESULT,
             "pre_tokens": plan.mask.before,
             "next_tokens": plan.mask.after,
@@ -187,14 +196,6 @@ def _uninstalled(name: str, microseconds: float) -> str:
         f"{name} would be taken ({microseconds:.0f} us predicted), but nothing has registered it: "
         f"pip install 'torch-npu=={version}.*' with CANN, and import torch_npu"
     )
-
-
-def _kv_heads(a: Attention) -> int:
-    total = 1
-    for axis in a.kv_heads:
-        assert isinstance(axis.size, int)
-        total *= axis.size
-    return total
 
 
 def _assumed(a: Attention, setting: Setting) -> tuple[str, ...]:

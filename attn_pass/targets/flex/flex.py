@@ -118,9 +118,10 @@ class Flex:
         decodes = no_decoding(a) is None
         prefix = "fwd_" if a.needs_grad else ""  # a backward has block sizes of its own
         tiles = _DECODING_TILES if decodes else _WIDE_TILES if a.compute_dtype.itemsize == 4 else _TILES
+        problem = problem_of(a, setting.hint)
         for tile in tiles:
             *rows, keys, _, stages = tile
-            if _shared_bytes(a, rows[0] if rows else 16, keys, stages) > _shared(setting):
+            if _shared_bytes(problem, rows[0] if rows else 16, keys, stages) > _shared(setting):
                 continue
             names = _TOLD if decodes else ("BLOCK_M", *_TOLD)
             options = tuple((prefix + name, value) for name, value in zip(names, tile))
@@ -202,11 +203,10 @@ def _shared(setting: Setting) -> int:
     return _SHARED.get(setting.device.capability, _LEAST_SHARED)
 
 
-def _shared_bytes(a: Attention, rows: int, keys: int, stages: int) -> int:
+def _shared_bytes(problem: Problem, rows: int, keys: int, stages: int) -> int:
     """What a tile takes at least: queries once, keys and values for every stage (as Triton 3.7 was seen to do)."""
-    assert isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)
-    dim, value_dim = power_of_two(a.head_dim), power_of_two(a.value_head_dim)
-    return a.compute_dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
+    dim, value_dim = power_of_two(problem.head_dim), power_of_two(problem.value_dim)
+    return problem.dtype.itemsize * (rows * dim + stages * keys * (dim + value_dim))
 
 
 def _problem(a: Attention, function: Function, setting: Setting) -> Problem:
