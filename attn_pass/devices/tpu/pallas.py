@@ -16,10 +16,11 @@ from importlib.util import find_spec
 import torch
 from torch.fx import Node
 
+from attn_pass.devices.roofline import Problem
 from attn_pass.devices.tpu import cost as cost_xla
 from attn_pass.devices.tpu.kernels import Blocks
 from attn_pass.devices.tpu.masks import KernelMask, mask_of
-from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, refusal, whole, width
+from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, refusal, width
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr
@@ -57,15 +58,15 @@ class _Pallas:
             return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", other_device=True)
         reason = _refusal(attention, setting)
         mask = KernelMask() if reason else mask_of(attention)
-        reason = reason or self._refusal_of(attention, mask) or _refusal_of_rows(attention, mask, setting)
+        problem = problem_of(attention, setting.hint)
+        reason = reason or self._refusal_of(attention, mask, problem) or _refusal_of_rows(attention, mask, setting)
         if reason is not None:
             return Refusal(self.name, reason)
-        sizes = self.sizes(attention, mask)
+        sizes = self.sizes(attention, mask, problem)
         blocks = blocks_for(self.name, device.name, sizes)
         if blocks is None:
             return Refusal(self.name, f"no tile of such a head dim fits in the on-chip memory of {device.name}")
-        problem = problem_of(attention, setting.hint)
-        copied = self._copied(attention, sizes.head_dim)
+        copied = self._copied(attention, problem, sizes.head_dim)
         problem = replace(
             problem,
             head_dim=sizes.head_dim,
@@ -87,13 +88,12 @@ class _Pallas:
             moved=problem.moved_bytes,
         )
 
-    def sizes(self, a: Attention, mask: KernelMask) -> Sizes:
+    def sizes(self, a: Attention, mask: KernelMask, problem: Problem) -> Sizes:
         """The sizes that tiles follow from."""
-        rows, keys, dim, value_dim = (whole(n) for n in (a.q_len, a.kv_len, a.head_dim, a.value_head_dim))
         return Sizes(
-            rows,
-            keys,
-            width(dim, value_dim),
+            problem.q_len,
+            problem.kv_len,
+            width(problem.head_dim, problem.value_dim),
             a.compute_dtype.itemsize,
             biased=mask.matrix,
             masked=mask.kept is not None,
@@ -101,18 +101,16 @@ class _Pallas:
             window=mask.width,
         )
 
-    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask, problem: Problem) -> str | None:
         raise NotImplementedError
 
-    def _copied(self, a: Attention, dim: int) -> int:
+    def _copied(self, a: Attention, p: Problem, dim: int) -> int:
         """Bytes of operands that are written out: wider, or repeated for the heads that share them."""
-        size = a.compute_dtype.itemsize
-        rows, keys, batch, heads = (whole(n) for n in (a.q_len, a.kv_len, a.batch_size, a.query_heads))
         repeated = a.batch_is_shared or (self.kind == "flash" and a.groups != 1)
-        padded = {a.head_dim, a.value_head_dim} != {dim}
-        kv_heads = heads if self.kind == "flash" else heads // whole(a.groups)
-        copied = 2 * batch * kv_heads * keys * dim * size if repeated or padded else 0
-        return copied + (2 * batch * heads * rows * dim * size if padded else 0)
+        padded = {p.head_dim, p.value_dim} != {dim}
+        kv_heads = p.heads if self.kind == "flash" else p.kv_heads
+        copied = 2 * p.batch * kv_heads * p.kv_len if repeated or padded else 0
+        return (copied + (2 * p.batch * p.heads * p.q_len if padded else 0)) * dim * p.dtype.itemsize
 
     # ------------------------------------------------------------ emission
 
@@ -167,7 +165,7 @@ class PallasFlash(_Pallas):
 
     name, kind = FLASH, "flash"
 
-    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask, problem: Problem) -> str | None:
         if mask.has_band and not mask.is_causal:
             return "flash attention's causal flag counts from the first key; splash attention takes any other band"
         return None
@@ -178,10 +176,10 @@ class PallasSplash(_Pallas):
 
     name, kind = SPLASH, "splash"
 
-    def _refusal_of(self, a: Attention, mask: KernelMask) -> str | None:
+    def _refusal_of(self, a: Attention, mask: KernelMask, problem: Problem) -> str | None:
         if mask.matrix:
             return "splash attention takes no bias, and the mask is not a band of distances"
-        rows, keys = whole(a.q_len), whole(a.kv_len)
+        rows, keys = problem.q_len, problem.kv_len
         if mask.has_band:
             if not mask.leaves_no_row_empty(rows, keys):
                 return "some row lies entirely outside the band, and splash attention divides by its sum of weights"

@@ -14,9 +14,9 @@ import torch
 
 from attn_pass.devices.tpu.kernels import SMALLEST_SCALE, Blocks
 from attn_pass.model.attention import Attention
-from attn_pass.model.index import Index
 from attn_pass.targets import constraints
 from attn_pass.targets.constraints import Constraint, dtype_name
+from attn_pass.targets.kernel_rules import known_or
 
 FLASH, SPLASH = "pallas_flash", "pallas_splash"
 _LANES = 128
@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "head dim",
         f"the head dim is over {_WIDEST}",
-        lambda a: max(whole(a.head_dim), whole(a.value_head_dim)) <= _WIDEST,
+        lambda a: max(known_or(a.head_dim, 0), known_or(a.value_head_dim, 0)) <= _WIDEST,
     ),
     Rule(
         "scale",
@@ -204,12 +204,6 @@ RULES: tuple[Rule, ...] = (
         lambda a: a.mask.is_none or abs(a.scale) >= SMALLEST_SCALE,
     ),
 )
-
-
-def whole(size: Index) -> int:
-    """A size that `RULES` has shown to be known."""
-    assert isinstance(size, int)
-    return size
 
 
 def refusal(attention: Attention) -> str | None:
