@@ -13,6 +13,7 @@ from attn_pass.model.expression import (
     Scalar,
     apply,
     is_boolean,
+    transform,
     walk,
 )
 from attn_pass.model.operations import COMPARISONS
@@ -109,16 +110,21 @@ def _merged(pieces: Pieces) -> Pieces | None:
 
 def as_condition(expression: Expr) -> Expr:
     """A truth value with comparisons of piecewise constant numbers resolved: ``a * b == 0`` is ``not a or not b``."""
-    if not isinstance(expression, Apply):
-        return expression
-    if expression.op in ("and", "or", "not"):
-        return apply(expression.op, *(as_condition(a) for a in expression.args))
-    rule = {"cast": _cast, "where": _chosen}.get(expression.op, _combined if expression.op in COMPARISONS else None)
-    values = rule(expression) if rule is not None and is_boolean(expression) else None
-    if values is not None:
-        holds: Expr = FALSE
-        for condition, value in values:
-            if value.value:
-                holds = apply("or", holds, condition)
-        return holds
-    return expression
+    return transform(expression, _resolved)
+
+
+def _resolved(part: Expr) -> Expr | None:
+    """What a part of a condition is resolved to, itself if it is not; None for a connective, whose parts are."""
+    if not isinstance(part, Apply):
+        return part
+    if part.op in ("and", "or", "not"):
+        return None
+    rule = {"cast": _cast, "where": _chosen}.get(part.op, _combined if part.op in COMPARISONS else None)
+    values = rule(part) if rule is not None and is_boolean(part) else None
+    if values is None:
+        return part
+    holds: Expr = FALSE
+    for condition, value in values:
+        if value.value:
+            holds = apply("or", holds, condition)
+    return holds
