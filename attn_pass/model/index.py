@@ -87,11 +87,12 @@ def _sort_key(atom: Atom) -> str:
 class Poly:
     """A polynomial that is not a plain integer: ``{monomial: coefficient}``; immutable and hashable."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_axes", "_hash", "terms")
 
     def __init__(self, terms: dict[Monomial, int]) -> None:
         self.terms = terms
         self._hash: int | None = None
+        self._axes: frozenset[Axis] | None = None
 
     @staticmethod
     def of(atom: Atom) -> Poly:
@@ -104,6 +105,13 @@ class Poly:
         if self._hash is None:
             self._hash = hash(frozenset(self.terms.items()))
         return self._hash
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The axes it depends on, asked for many times."""
+        if self._axes is None:
+            self._axes = frozenset(a for a in atoms(self) if isinstance(a, Axis))
+        return self._axes
 
     def __add__(self, other: Index) -> Index:
         terms = dict(self.terms)
@@ -194,7 +202,7 @@ def atoms(index: Index) -> Iterator[Atom]:
 
 def axes(*indices: Index) -> set[Axis]:
     """The axes that any of the indices depends on."""
-    return {a for index in indices for a in atoms(index) if isinstance(a, Axis)}
+    return {a for index in indices if isinstance(index, Poly) for a in index.axes}
 
 
 # ---------------------------------------------------------------- ranges

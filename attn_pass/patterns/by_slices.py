@@ -19,7 +19,7 @@ from attn_pass.graph.expand import without_values
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.index import Index, is_at_most, is_nonnegative
-from attn_pass.reading.vocabulary import understand
+from attn_pass.reading.vocabulary import operation_of, understand
 
 aten = torch.ops.aten
 Run = tuple[int, Index, Index]  # a dimension, from where, up to where
@@ -102,8 +102,10 @@ def put_together(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
 
 def _piece(node: Node, sizes: Sizes) -> _Piece | None:
     """The slice of which ``node`` is the softmax, where all that is done with it is to write it back."""
+    if operation_of(node) != "softmax":
+        return None
     call, value = understand(node), tensor_value(node)
-    if call is None or call.op != "softmax" or call.in_place or value is None or not isinstance(call["dim"], int):
+    if call is None or call.in_place or value is None or not isinstance(call["dim"], int):
         return None
     view, (write, *others) = call["input"], (*node.users, None)
     if not isinstance(view, Node) or write is None or others != [None] or set(view.users) != {node}:

@@ -319,6 +319,17 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
     return None
 
 
+def operation_of(node: Node) -> str | None:
+    """The name of the operation a node is, whatever its arguments; None where it is not in the table."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    try:
+        row = _row_of(node.op, node.target)
+    except TypeError:  # an unhashable target
+        return None
+    return None if row is None else row[0].op
+
+
 def understand(node: Node, into: Node | None = None) -> Call | None:
     """The operation a node is, or None for one that is not in the table.
 
