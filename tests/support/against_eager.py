@@ -67,11 +67,11 @@ def same(
     # The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
     backend = attn_pass.wrap("aot_eager_default_partitioner", **{"choose": "fused", "on_error": "raise", **options})
     with attn_pass.record() as report:
-        found, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
+        results, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
     if rewritten is not None:
         assert len(report.rewritten) == rewritten, [(s.outcome, s.reason) for s in report.sites]
-    _compare("result", found, expected, truth[0] if truth else None, twice)
-    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    _compare("result", results, expected, truth[0] if truth else None, twice)
+    assert [t.stride() for t in results] == [t.stride() for t in expected]
     _compare("gradient", got, wanted, truth[1] if truth else None, twice)
     _compare("input", left, touched, None, twice)
     return report
@@ -106,9 +106,9 @@ def _run(fn: Callable[..., Any], inputs: list[Any], grad: bool) -> tuple[list[An
     return results, gradients, [t.detach() for t in inputs if isinstance(t, torch.Tensor)]
 
 
-def _compare(what: str, found: list[Any], expected: list[Any], truth: list[Any] | None, twice: float) -> None:
-    assert len(found) == len(expected)
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+def _compare(what: str, results: list[Any], expected: list[Any], truth: list[Any] | None, twice: float) -> None:
+    assert len(results) == len(expected)
+    for number, (a, b) in enumerate(zip(results, expected, strict=True)):
         name = f"{what} {number}"
         assert (a is None) == (b is None), f"{name}: {'a gradient' if b is None else 'no gradient'} that eager has not"
         if a is None:

@@ -41,8 +41,8 @@ class Block:
 
 def pages() -> list[str]:
     """Every page whose blocks are run: the README, the pages of docs/, and the how-tos."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
-    return [path.relative_to(ROOT).as_posix() for path in found]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in files]
 
 
 def blocks(page: str) -> list[Block]:

@@ -115,9 +115,9 @@ class Lowered:
     @property
     def calls(self) -> list[tuple[str, list[str]]]:
         """Each launch: the kernel, and the arguments as they are written."""
-        found = re.findall(r"^ *(\w+)\.run\((.*)\)$", self.code, re.MULTILINE)
-        calls = [ast.parse(f"f({arguments})", mode="eval").body for _, arguments in found]
-        return [(name, [ast.unparse(a) for a in call.args]) for (name, _), call in zip(found, calls)]  # type: ignore[attr-defined]
+        matches = re.findall(r"^ *(\w+)\.run\((.*)\)$", self.code, re.MULTILINE)
+        calls = [ast.parse(f"f({arguments})", mode="eval").body for _, arguments in matches]
+        return [(name, [ast.unparse(a) for a in call.args]) for (name, _), call in zip(matches, calls)]  # type: ignore[attr-defined]
 
     @property
     def allocated(self) -> list[str]:
@@ -135,7 +135,7 @@ class _Written(Exception):
 
 
 @contextlib.contextmanager
-def _written(found: list[Lowered]) -> Iterator[None]:
+def _written(graphs: list[Lowered]) -> Iterator[None]:
     def write(graph: GraphLowering) -> Any:
         made: Any = graph.codegen()[0]
         code = made if isinstance(made, str) else made.value
@@ -145,7 +145,7 @@ def _written(found: list[Lowered]) -> Iterator[None]:
                 if ast.unparse(statement.value.func) == "async_compile.triton":
                     assert isinstance(statement.targets[0], ast.Name)
                     kernels[statement.targets[0].id] = _texts(statement.value)
-        found.append(Lowered(code, kernels))
+        graphs.append(Lowered(code, kernels))
         raise _Written
 
     with mock.patch.object(GraphLowering, "_compile_to_module", write):
@@ -167,10 +167,10 @@ def lowered(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    found: list[Lowered] = []
+    kernels: list[Lowered] = []
 
     def on_gpu(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        with _a_gpu(capability), _written(found):
+        with _a_gpu(capability), _written(kernels):
             return (backend(compile_fx) if backend is not None else compile_fx)(gm, inputs)
 
     with contextlib.ExitStack() as stack:
@@ -183,9 +183,9 @@ def lowered(
         try:
             torch.compile(fn, backend=on_gpu, fullgraph=True)(*inputs)
         except Exception:
-            if not found:
+            if not kernels:
                 raise
-    return found[0]
+    return kernels[0]
 
 
 def lowered_graphs(
@@ -199,12 +199,12 @@ def lowered_graphs(
     """
     from torch._inductor.compile_fx import compile_fx, record_original_output_strides
 
-    found: list[Lowered] = []
+    kernels: list[Lowered] = []
 
     def inner(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         fakes = on_gpu(inputs)
         inference, backward = options.get("is_inference", False), options.get("is_backward", False)
-        with _a_gpu(capability), _written(found), contextlib.suppress(_Written):
+        with _a_gpu(capability), _written(kernels), contextlib.suppress(_Written):
             moved = _moved(gm)
             record_original_output_strides(moved)
             graph = GraphLowering(moved, example_inputs=fakes, is_inference=inference, is_backward=backward)
@@ -221,7 +221,7 @@ def lowered_graphs(
         stack.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(contextlib.suppress(_Written))
         torch.compile(fn, backend=on_cpu, fullgraph=True)(*make())
-    return found
+    return kernels
 
 
 def _not_run(*_: Any) -> Any:

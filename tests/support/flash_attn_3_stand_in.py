@@ -173,8 +173,8 @@ def _backward(*args: Any, **kwargs: Any) -> Tensor:
     g = _given(torch.ops.flash_attn_3._flash_attn_backward.default, args, kwargs)
     names = {"seqused_q": "sequed_q", "seqused_k": "sequed_k"}
     arguments = torch.ops.flash_attn_3.bwd.default._schema.arguments
-    found: Tensor = torch.ops.flash_attn_3.bwd(*(getattr(g, names.get(a.name, a.name)) for a in arguments))[0]
-    return found
+    result: Tensor = torch.ops.flash_attn_3.bwd(*(getattr(g, names.get(a.name, a.name)) for a in arguments))[0]
+    return result
 
 
 def _backward_fake(*args: Any, **kwargs: Any) -> Tensor:

@@ -78,7 +78,7 @@ def _loaded() -> dict[str, ModuleType]:
     sys.modules[KERNELS] = _kernels()
     try:
         interface = importlib.import_module("flash_attn.flash_attn_interface")
-        found = {name: sys.modules[name] for name in _OURS}
+        modules = {name: sys.modules[name] for name in _OURS}
     finally:
         _restore(before)
         if elsewhere:
@@ -86,7 +86,7 @@ def _loaded() -> dict[str, ModuleType]:
     for name in _OPERATORS:
         operator = getattr(interface, name)
         operator.register_kernel("cpu")(operator._init_fn)
-    return found
+    return modules
 
 
 def _kernels() -> ModuleType:

@@ -33,10 +33,10 @@ def run(call: kernels.Call, back: bool, tensors: tuple[Tensor, ...], bias: Tenso
 
     function = kernels.packed(replace(call, interpret=True), back, bias is not None, kept is not None)
     given = (*tensors, *(x for x in (bias, kept) if x is not None))
-    found = jax.jit(function)(*map(to_jax, given))
+    result = jax.jit(function)(*map(to_jax, given))
     if not back:
-        return to_torch(found, tensors[0].dtype)
-    return tuple(to_torch(g, t.dtype) for g, t in zip(found, given[1:]))
+        return to_torch(result, tensors[0].dtype)
+    return tuple(to_torch(g, t.dtype) for g, t in zip(result, given[1:]))
 
 
 @contextmanager

@@ -23,19 +23,19 @@ LOWEST = torch.finfo(FP32).min
 
 def calls(fn: Program, *inputs: Any, dynamic: bool | None = None, **options: Any) -> list[dict[str, Any]]:
     """The arguments, by name, of every call of an Ascend operator in the rewritten graph; "op" is its name."""
-    found: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
 
     def run(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         for node in gm.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "npu":
                 name = node.target._schema.name.partition("::")[2]
-                found.append({"op": name, **npu_stand_in.bound(name, node.args, node.kwargs)})
+                calls.append({"op": name, **npu_stand_in.bound(name, node.args, node.kwargs)})
         return gm.forward
 
     options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", **options}
     torch._dynamo.reset()
     torch.compile(fn, backend=attn_pass.wrap(run, **options), dynamic=dynamic)(*inputs)
-    return found
+    return calls
 
 
 def reported(fn: Program, *inputs: Any, **options: Any) -> attn_pass.SiteReport:

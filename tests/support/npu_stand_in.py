@@ -252,12 +252,12 @@ def _backward(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     if drawn is not None:
         of_weights, used = of_weights * drawn, weights * drawn
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * call.scale
-    found = (
+    gradients = (
         of_scores @ k,
         (of_scores.mT @ call.q.double()).unflatten(1, (-1, groups)).sum(2),
         (used.mT @ grad).unflatten(1, (-1, groups)).sum(2),
     )
-    made = (_in_layout(f.to(call.q.dtype), layout) for f in found)
+    made = (_in_layout(f.to(call.q.dtype), layout) for f in gradients)
     return (*made, call.q.new_empty(0), torch.empty(0))
 
 
@@ -298,7 +298,7 @@ def _autograd(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         given = dict(ctx.given)
         numbers = ctx.numbers or {"seed": state[0], "offset": state[1]}
         operator = getattr(torch.ops.npu, name.replace("_attention", "_attention_grad")).default
-        found = operator(
+        result = operator(
             *(q, k, v, dy.contiguous(), given.pop("head_num"), given.pop("input_layout")),
             **given,
             **numbers,
@@ -308,7 +308,7 @@ def _autograd(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             softmax_in=reserved,
             attention_in=out,
         )
-        return (*found[:3], *[None] * (ctx.count - 3))
+        return (*result[:3], *[None] * (ctx.count - 3))
 
     return setup, backward
 

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from faked_gpu import GPUS, compiled, lowered_graphs, on_gpu
-from test_flex_cuda import CASES, masked, softcap, window
+from flex_programs import CASES, masked, softcap, window
 from torch.nn.attention import flex_attention
 
 import attn_pass
@@ -62,12 +62,12 @@ def templates(capability: int, name: str) -> list[tuple[str, str]]:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    found: dict[str, list[dict[str, Any]]] = {}
+    lowered: dict[str, list[dict[str, Any]]] = {}
     for name in sys.argv[2:] or list(PROGRAMS):
-        found[name] = []
+        lowered[name] = []
         for function, text in templates(capability, name):
             facts = compiled(capability, function, text)
             # A backward reads what the forward wrote: without it, it would read memory that nobody did.
             writes = {"writes_lse": "OUTPUT_LOGSUMEXP : tl.constexpr = True" in text}
-            found[name] += [{key: value for key, value in (f | writes).items() if key != "ptx"} for f in facts]
-    sys.stdout.write("\n" + json.dumps(found, default=str) + "\n")
+            lowered[name] += [{key: value for key, value in (f | writes).items() if key != "ptx"} for f in facts]
+    sys.stdout.write("\n" + json.dumps(lowered, default=str) + "\n")

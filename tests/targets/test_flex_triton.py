@@ -36,9 +36,9 @@ def test_the_templates_compile(capability: int) -> None:
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (10 if capability == 90 else len(IN_HALF))
-    for name, kernels in found.items():
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert len(document) == (10 if capability == 90 else len(IN_HALF))
+    for name, kernels in document.items():
         backward = [k["function"].startswith("triton_tem_") and "DELTA" in str(k["signature"]) for k in kernels]
         assert backward == ([False] if name in IN_INFERENCE else [False, True]), name
         # Few queries are shared out by their keys: beside the result the maxima and sums of each part are written.

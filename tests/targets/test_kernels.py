@@ -68,9 +68,9 @@ def test_limits(row: tuple[bool, dict[str, Any], str]) -> None:
     taken, given, reason = row
     arguments = dict(given)
     bias = [arguments.pop("bias")] if "bias" in arguments else []
-    found = site(arguments.pop("dtype"), *bias, **arguments)
-    assert (found.outcome == "rewritten") == taken, found.reason
-    assert reason in found.reason
+    decided = site(arguments.pop("dtype"), *bias, **arguments)
+    assert (decided.outcome == "rewritten") == taken, decided.reason
+    assert reason in decided.reason
 
 
 def test_a_device_that_was_not_requested_by_name_has_no_rules() -> None:
@@ -82,6 +82,6 @@ def test_a_device_that_was_not_requested_by_name_has_no_rules() -> None:
 
 def test_eager_s_random_numbers_are_kept_where_they_are_asked_for() -> None:
     with torch._inductor.config.patch(fallback_random=True):
-        found = site(HALF, dropout=0.1)
-    assert found.outcome == "left"
-    assert "random numbers" in found.reason
+        decided = site(HALF, dropout=0.1)
+    assert decided.outcome == "left"
+    assert "random numbers" in decided.reason

@@ -151,7 +151,7 @@ def test_training_with_inductor_holds_for_every_length() -> None:
         inputs = qkv(1, 2, length, length, grad=True)
         out, want = compiled(*inputs), window(*inputs)
         torch.testing.assert_close(out, want, atol=2e-5, rtol=2e-5)
-        for found, exact in zip(
+        for gradient, exact in zip(
             torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs), strict=True
         ):
-            torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(gradient, exact, atol=1e-4, rtol=1e-4)

@@ -134,9 +134,9 @@ def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     with attn_pass.record() as report:
         out = torch.compile(program, backend=attn_pass.backend, options={"choose": "fused"})(*inputs)
-    found = torch.autograd.grad(out.sin().sum(), [t for t in inputs if t.requires_grad])
+    gradients = torch.autograd.grad(out.sin().sum(), [t for t in inputs if t.requires_grad])
     assert report.rewritten
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
