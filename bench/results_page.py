@@ -59,27 +59,27 @@ OTHERS = (
 
 def documents(folder: Path) -> dict[str, Document]:
     """The runs that are there, by file; what another bench wrote under such a name is told and left out."""
-    found = {}
+    by_file = {}
     for run in RUNS:
         path = folder / f"{run.file}.json"
         if path.exists():
             try:
-                found[run.file] = read(path)
+                by_file[run.file] = read(path)
             except ValueError as error:
                 typer.echo(f"left out: {error}", err=True)
-    return found
+    return by_file
 
 
-def draw(folder: Path, found: dict[str, Document]) -> list[tuple[str, str]]:
+def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
     """The pictures that the runs allow: (file without its ending, what it shows)."""
     made = []
-    seeds = found["seeds-cpu"].tables if "seeds-cpu" in found else []
+    seeds = documents["seeds-cpu"].tables if "seeds-cpu" in documents else []
     scaling = [row for table in seeds if table.title == SCALING for row in table.rows if "length" in row]
     if scaling:
         plots.save(plots.speed_up(scaling), folder / PICTURES / "speed-up")
         plots.save(plots.memory(scaling), folder / PICTURES / "memory")
         made += [("speed-up", "Seed S5: speedup over the sequence length"), ("memory", "Seed S5: memory of one call")]
-    measured = [found[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in found]
+    measured = [documents[name] for name in ("seeds-cpu", "variants-cpu", "forms-cpu") if name in documents]
     if measured:
         plots.save(plots.roofline(measured), folder / PICTURES / "roofline")
         made.append(
@@ -111,7 +111,7 @@ def summary(document: Document) -> dict[str, Any]:
     }
 
 
-def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str]]) -> str:
+def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str, str]]) -> str:
     """The text of README.md."""
     lines = [
         "# Results",
@@ -126,9 +126,9 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
     titles = ("run", "rows", "median speedup", "minimum", "maximum", "faster", "same", "slower", "wrong", "failed")
     rows = []
     for run in RUNS:
-        if run.file not in found:
+        if run.file not in documents:
             continue
-        told = summary(found[run.file])
+        told = summary(documents[run.file])
         ratios = [f"{told[name]:.2f}" for name in ("middle", "least", "most")]
         counts = [str(told[name]) for name in ("faster", "same", "slower", "WRONG", "failed")]
         rows.append([f"[{run.about}]({run.file}.md)", str(told["rows"]), *ratios, *counts])
@@ -138,11 +138,11 @@ def page(folder: Path, found: dict[str, Document], pictures: list[tuple[str, str
         "*Same* means within the noise: the difference of two measurements of stock in that run, at least 3 %.",
         "",
     ]
-    if slower := list(_slower(found)):
+    if slower := list(_slower(documents)):
         lines += ["Slower by more than the noise:", "", *slower, ""]
     for run in RUNS[:2]:
-        if run.file in found:
-            lines += [f"## {run.about.capitalize()}: speedup over stock", "", *by_program(found[run.file]), ""]
+        if run.file in documents:
+            lines += [f"## {run.about.capitalize()}: speedup over stock", "", *by_program(documents[run.file]), ""]
     lines += ["## Plots", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]
@@ -179,9 +179,9 @@ def _ratio(row: Row | None) -> str:
     return f"**{text}**" if row["verdict"] in ("faster", "slower") else text
 
 
-def _slower(found: dict[str, Document]) -> Iterator[str]:
+def _slower(documents: dict[str, Document]) -> Iterator[str]:
     for run in RUNS:
-        for table in found[run.file].tables if run.file in found else []:
+        for table in documents[run.file].tables if run.file in documents else []:
             for row in table.rows:
                 if row.get("way") in (w.PASS, w.PACKAGE_PASS) and row.get("verdict") == "slower":
                     which = f"{run.about}: {row['program']}, {row['way']}"
@@ -190,6 +190,6 @@ def _slower(found: dict[str, Document]) -> Iterator[str]:
 
 def main(folder: Annotated[Path, typer.Option("--results", help="The folder of committed runs.")] = RESULTS) -> None:
     """Write the page of results and its pictures from the committed runs."""
-    found = documents(folder)
-    (folder / "README.md").write_text(page(folder, found, draw(folder, found)))
-    typer.echo(f"written: README.md from {', '.join(found) or 'no run'}")
+    by_file = documents(folder)
+    (folder / "README.md").write_text(page(folder, by_file, draw(folder, by_file)))
+    typer.echo(f"written: README.md from {', '.join(by_file) or 'no run'}")

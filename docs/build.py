@@ -76,8 +76,8 @@ def built(name: str) -> str:
     page = (HERE / name).read_text()
     for mark, text in PARTS[name].items():
         start = f"<!-- {mark}: make docs -->\n"
-        head, found, rest = page.partition(start)
-        assert found, f"{name} has no mark for {mark}"
+        head, mark_there, rest = page.partition(start)
+        assert mark_there, f"{name} has no mark for {mark}"
         page = f"{head}{start}{text()}{rest[rest.index('<!-- end -->') :]}"
     return page
 

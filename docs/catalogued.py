@@ -44,8 +44,8 @@ def _quoted(names: Any) -> str:
 # ---- forms ----
 
 
-def _operators(found: Any) -> list[str]:
-    return [str(t) if hasattr(t, "_overloadname") else f"F.{t.__name__}" for t in found]
+def _operators(targets: Any) -> list[str]:
+    return [str(t) if hasattr(t, "_overloadname") else f"F.{t.__name__}" for t in targets]
 
 
 # What a finder looks for, by its file.
@@ -62,8 +62,8 @@ FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
 
 def _finders() -> Iterator[ModuleType]:
     """Every file that finds sites: of the room, and of families of devices."""
-    for found in pkgutil.iter_modules(patterns.__path__):
-        module = importlib.import_module(f"{patterns.__name__}.{found.name}")
+    for info in pkgutil.iter_modules(patterns.__path__):
+        module = importlib.import_module(f"{patterns.__name__}.{info.name}")
         if hasattr(module, "FORM"):
             yield module
     yield from (sys.modules[finder.__module__] for family in families() for finder in family.finders())
@@ -82,10 +82,10 @@ def spellings() -> Iterator[str]:
     """Rows of the table of spellings: one for each operation."""
     yield "| operation | functions | methods | aten |"
     yield "|---|---|---|---|"
-    found: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for operation, _, spelled in vocabulary._TABLE:
-        found.setdefault(operation, []).extend(spelled.split())
-    for operation, names in found.items():
+        spellings.setdefault(operation, []).extend(spelled.split())
+    for operation, names in spellings.items():
         names = list(dict.fromkeys(names))
         aten = [n.removeprefix("aten.").removesuffix(".default") for n in names if n.startswith(("aten.", "prims."))]
         methods = [n for n in names if n.startswith(".")]

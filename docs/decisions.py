@@ -192,9 +192,9 @@ def _checked(rule: Rule) -> str:
 def _linked(text: str) -> str:
     """The text with issues and pull requests as links, and functions of torch's sources as code."""
 
-    def link(found: re.Match[str]) -> str:
-        repository = "pytorch/pytorch" if found["repository"] in (None, "pytorch") else found["repository"]
-        return f"[{found[0]}](https://github.com/{repository}/issues/{found['number']})"
+    def link(match: re.Match[str]) -> str:
+        repository = "pytorch/pytorch" if match["repository"] in (None, "pytorch") else match["repository"]
+        return f"[{match[0]}](https://github.com/{repository}/issues/{match['number']})"
 
     linked = re.sub(r"(?P<repository>[\w-]+(?:/[\w-]+)?)?#(?P<number>\d+)", link, text)
-    return re.sub(r"\b\w+_\w+\b(?![\w/.]*\])", lambda found: f"`{found[0]}`", linked)
+    return re.sub(r"\b\w+_\w+\b(?![\w/.]*\])", lambda match: f"`{match[0]}`", linked)

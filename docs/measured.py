@@ -72,12 +72,12 @@ PEERS = (
 def peers() -> Iterator[str]:
     """Rows of the table of whole models beside other systems: one for each model."""
     document = json.loads((RESULTS / "peers-cpu.json").read_text())
-    found: dict[str, dict[str, float]] = {}
+    by_program: dict[str, dict[str, float]] = {}
     for row in document["tables"][0]["rows"]:
         if row["status"] == "ok":
-            found.setdefault(row["program"], {})[row["way"]] = row["median_us"] / 1e3
+            by_program.setdefault(row["program"], {})[row["way"]] = row["median_us"] / 1e3
     yield f"| model | {' | '.join(title for title, _ in PEERS)} |"
     yield "|---|" + "---|" * len(PEERS)
-    for program, ways in found.items():
+    for program, ways in by_program.items():
         cells = [f"{ways[way]:.0f}" if way in ways else "failed" for _, way in PEERS]
         yield f"| {program} | {' | '.join(cells)} |"

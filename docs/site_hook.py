@@ -72,7 +72,7 @@ def shown(target: str) -> str:
 
 def _outside(markdown: str, place: Path) -> list[tuple[str, str]]:
     """Links as written, with the file outside `docs/` that each means, from the repository's root."""
-    found = []
+    links = []
     for piece in _FENCE.split(markdown)[::2]:
         for _, written, _, _ in _LINK.findall(piece):
             if "://" in written or written.startswith("mailto:"):
@@ -82,8 +82,8 @@ def _outside(markdown: str, place: Path) -> list[tuple[str, str]]:
                 continue
             if not path.exists():
                 raise FileNotFoundError(f"{written}, linked from {place}, is not in the repository")
-            found.append((written, path.relative_to(ROOT).as_posix()))
-    return found
+            links.append((written, path.relative_to(ROOT).as_posix()))
+    return links
 
 
 def _place(src_uri: str) -> Path:

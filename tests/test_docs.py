@@ -69,15 +69,15 @@ def test_every_block_of_a_page_runs(
     if page not in COMPILED_FOR_REAL:
         for module in (dynamo, inductor):
             monkeypatch.setattr(module, "compile_under", _without_code_generation)
-    found, grad = blocks(page), torch.is_grad_enabled()
+    page_blocks, grad = blocks(page), torch.is_grad_enabled()
     torch._dynamo.reset()
     try:
         with torch._inductor.config.patch(QUICK):
-            run_page(found, tmp_path)
+            run_page(page_blocks, tmp_path)
     finally:
         torch.set_grad_enabled(grad)
         torch._dynamo.reset()
-        for name in ("page", *(Path(block.file).stem for block in found if block.file)):
+        for name in ("page", *(Path(block.file).stem for block in page_blocks if block.file)):
             sys.modules.pop(name, None)
 
 
@@ -87,10 +87,10 @@ def test_a_file_has_one_name_over_all_pages() -> None:
     assert len(files) == len(set(files))
 
 
-def run_page(found: Sequence[Block], folder: Path) -> None:
+def run_page(page_blocks: Sequence[Block], folder: Path) -> None:
     """Runs what can be run, in order and in one namespace; what cannot has a reason that is listed."""
     module = sys.modules["page"] = ModuleType("page")  # what a page defines is found by its name, as Dynamo's guards do
-    for block in found:
+    for block in page_blocks:
         assert block.language in LANGUAGES, f"{block.where}: a block has one of the languages {LANGUAGES}"
         if block.language == "bash":
             _check_commands(block)
@@ -182,8 +182,8 @@ def test_the_reasons_of_the_page_are_the_package_s_own_words() -> None:
         said = [piece for piece in pieces if len(piece) >= _SPOKEN]
         assert said, quote
         for piece in said:
-            found = piece in spoken or any(pattern.search(piece) for pattern in patterns)
-            assert found, f"nothing in attn_pass says {piece!r}"
+            is_spoken = piece in spoken or any(pattern.search(piece) for pattern in patterns)
+            assert is_spoken, f"nothing in attn_pass says {piece!r}"
 
 
 def _templates() -> Iterator[str]:

@@ -15,23 +15,23 @@ PACKAGE = Path(attn_pass.__file__).parent
 
 def modules() -> dict[str, Path]:
     """Every module of the package, by its name."""
-    found = {}
+    by_name = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        by_name[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return by_name
 
 
 def imported(text: str, known: set[str]) -> set[str]:
     """The modules a text imports anywhere; a name that is no module of its own is one of the package it is from."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             named = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= named & known | (set() if named <= known else {node.module})
-    return found & known
+            names |= named & known | (set() if named <= known else {node.module})
+    return names & known
 
 
 def test_what_is_found() -> None:

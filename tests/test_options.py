@@ -127,8 +127,8 @@ def test_numerics_is_an_option_of_inductor_too(
     kinds = Literal["default", "strict_pointwise", "strict_reduction", "strict"]
     monkeypatch.setattr("attn_pass.options._inductor_keys", lambda: frozenset({"numerics"}))
     monkeypatch.setattr("attn_pass.options._inductor_type", {"numerics": kinds}.__getitem__)
-    options, found, _ = split_options({"numerics": value})
-    assert (options.numerics, found) == (ours, inductor)
+    options, own, _ = split_options({"numerics": value})
+    assert (options.numerics, own) == (ours, inductor)
     with pytest.raises(OptionError, match="'default', 'strict'"):
         split_options({"numerics": "strictest"})
 

@@ -237,7 +237,7 @@ def version(
     except importlib.metadata.PackageNotFoundError:
         own = "unknown (run from a source tree that is not installed)"
     versions = {"attn_pass": own, "torch": str(torch.__version__), "python": sys.version.split()[0]}
-    typer.echo(json.dumps(versions) if as_json else "\n".join(f"{name} {found}" for name, found in versions.items()))
+    typer.echo(json.dumps(versions) if as_json else "\n".join(f"{name} {number}" for name, number in versions.items()))
 
 
 def main() -> None:

@@ -384,11 +384,11 @@ def _writes_statistics(mean: int, variance: int, flag: str) -> Writer:
         training = node.args[_STATISTICS_FLAG] if len(node.args) > _STATISTICS_FLAG else node.kwargs.get(flag, True)
         if training is False:
             return []
-        found = [
+        written = [
             node.args[index] if len(node.args) > index else node.kwargs.get(name)
             for index, name in ((mean, "running_mean"), (variance, "running_var"))
         ]
-        return [Write(n, False) for n in found if isinstance(n, Node)]
+        return [Write(n, False) for n in written if isinstance(n, Node)]
 
     return write
 
@@ -406,15 +406,15 @@ def _writes_arguments(written: tuple[tuple[int, str], ...], whole: bool, out: bo
     rebinds = name in _REBINDING
 
     def write(node: Node) -> list[Write]:
-        found = []
+        writes = []
         for index, argument in written:
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument)
             if given is None and argument == "self":
                 given = node.kwargs.get("input")
             for target in _nodes_in(given):
                 fills = _fills(node, target) if out else whole and isinstance(given, Node)
-                found.append(Write(target, fills, rebinds))
-        return found
+                writes.append(Write(target, fills, rebinds))
+        return writes
 
     return write
 

@@ -27,7 +27,7 @@ def structure_of(condition: Expr, keys: Axis, rows: tuple[Axis, ...]) -> Structu
     """The structure of a keep-condition; what is not understood is in it as an `Opaque` part."""
     key, row = axis_index(keys), row_index(rows)
     parts = tuple(_parted(c, key, row, keys) for c in conjuncts(condition))
-    return Structure(key, row, _together([p for found in parts for p in found]))
+    return Structure(key, row, _together([p for group in parts for p in group]))
 
 
 def conjuncts(condition: Expr, negated: bool = False) -> list[Expr]:

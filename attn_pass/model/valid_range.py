@@ -63,8 +63,8 @@ class ValidRange:
 
 def valid_range(conditions: Iterable[Expr], keys: Axis, rows: tuple[Axis, ...], dtype_of: DtypeOf) -> ValidRange | None:
     """The range that follows from conditions which hold together; None where none of them bounds the key."""
-    found = [b for c in conditions if (b := _bounded(c, keys, rows, dtype_of)) is not None]
-    return ValidRange(tuple(found), rows) if found else None
+    bounds = [b for c in conditions if (b := _bounded(c, keys, rows, dtype_of)) is not None]
+    return ValidRange(tuple(bounds), rows) if bounds else None
 
 
 def _bounded(condition: Expr, keys: Axis, rows: tuple[Axis, ...], dtype_of: DtypeOf) -> Bounded | None:

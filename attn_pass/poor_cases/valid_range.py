@@ -39,6 +39,6 @@ def variants(attention: Attention) -> Iterator[Attention]:
     if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
         return
     conditions = conjuncts(a.mask.deep_condition or TRUE)
-    found = valid_range(conditions, a.keys, a.rows, lambda load: a.sources[load.source].dtype)
-    if found is not None:
-        yield replace(a, valid=found)
+    valid = valid_range(conditions, a.keys, a.rows, lambda load: a.sources[load.source].dtype)
+    if valid is not None:
+        yield replace(a, valid=valid)

@@ -37,7 +37,7 @@ class Arrangement:
     @staticmethod
     def of(parts: Parts, chosen: Mapping[str, int]) -> Arrangement:
         """The parts as they were lifted, nothing split."""
-        forms = {name: found[chosen[name]] for name, found in parts.forms.items()}
+        forms = {name: options[chosen[name]] for name, options in parts.forms.items()}
         outer, row = parts.rows_at
         return Arrangement(
             parts,
@@ -55,7 +55,7 @@ class Arrangement:
     @property
     def forms(self) -> dict[str, OperandForm]:
         """How each operand is seen."""
-        return {name: found[self.chosen[name]] for name, found in self.parts.forms.items()}
+        return {name: options[self.chosen[name]] for name, options in self.parts.forms.items()}
 
     @property
     def row_terms(self) -> tuple[Expr, ...]:

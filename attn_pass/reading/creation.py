@@ -116,25 +116,25 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
     lead = first if last - first + 1 == len(indices) else 0
     gathered, rest = position[lead : lead + width], iter((*position[:lead], *position[lead + width :]))
     time = reader.order[node]
-    found: list[Index] = []
+    read_at: list[Index] = []
     taken: tuple[Axis, Expr] | None = None  # the row of the source that is taken, and its number
     for entry in entries:
         if entry is None:
             next(rest)
         elif entry == slice(None):
-            found.append(next(rest))
+            read_at.append(next(rest))
         else:
             number = reader.value_at(entry, gathered, time, depth + 1)
             index = as_index(number)
             if index is None and entries == [entry] and (row := _looked_up(reader, node, entry, position, call, depth)):
                 return row
             if index is None and len(indices) == 1:
-                axis = known_rows.row_axis(entry.name, reader.sizes.shape(base)[len(found)])
+                axis = known_rows.row_axis(entry.name, reader.sizes.shape(base)[len(read_at)])
                 taken, index = (axis, number), axis_index(axis)
             if index is None or not is_nonnegative(index):
                 return None
-            found.append(index)
-    element = reader.element(source, (*found, *rest), time, depth + 1)
+            read_at.append(index)
+    element = reader.element(source, (*read_at, *rest), time, depth + 1)
     return element if taken is None else _of_row(element, *taken, from_the_end=call.op != "index_select")
 
 

@@ -19,8 +19,8 @@ def with_value(expression: Expr, axis: Axis, value: Expr) -> Expr | None:
     if not isinstance(expression, Apply):
         return None
     args = [with_value(arg, axis, value) for arg in expression.args]
-    found = [arg for arg in args if arg is not None]
-    return apply(expression.op, *found, dtype=expression.dtype) if len(found) == len(args) else None
+    known = [arg for arg in args if arg is not None]
+    return apply(expression.op, *known, dtype=expression.dtype) if len(known) == len(args) else None
 
 
 def from_the_front(value: Expr, size: Index) -> Expr:

@@ -118,17 +118,17 @@ def _supervised(args: argparse.Namespace, given: Sequence[str], journal: Journal
         finally:
             journal.add(head={"seconds": round(time.time() - began)})
             _write(args.json, journal, parts)
-    found = console.document(journal, parts, over=args.collect)
+    document = console.document(journal, parts, over=args.collect)
     if args.json == Path():
-        args.json = RESULTS / f"gpu-{str(found.run.get('device', 'none')).replace(' ', '-').lower()}.json"
+        args.json = RESULTS / f"gpu-{str(document.run.get('device', 'none')).replace(' ', '-').lower()}.json"
         _write(args.json, journal, parts)
     if args.collect:
-        found.write(args.json)
+        document.write(args.json)
     if args.json is None:
-        tell(found.markdown())
-    tell(console.summary(found))
+        tell(document.markdown())
+    tell(console.summary(document))
     tell(f"{time.time() - began:.0f} s" + (f"; written: {args.json}" if args.json else ""))
-    return console.status(found)
+    return console.status(document)
 
 
 if __name__ == "__main__":

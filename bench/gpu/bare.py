@@ -56,11 +56,11 @@ def _tiny(point: Point) -> Point:
 def cases(env: Environment) -> list[Case]:
     """One a shape."""
     shapes = [(s, d, c) for s in LENGTHS for d in DIMS for c in (False, True)]
-    found = []
+    listed = []
     for length, dim, causal in shapes[:: 8 if env.quick else 1]:
         name = f"S{length} D{dim} {'causal' if causal else 'full'}"
-        found.append(Case(name, partial(measure, env, length, dim, causal)))
-    return found
+        listed.append(Case(name, partial(measure, env, length, dim, causal)))
+    return listed
 
 
 _NAMES = [f"{kernel}, {way}" for way in ("forward", "backward") for kernel in PREFILL_KERNELS]

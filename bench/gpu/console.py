@@ -22,20 +22,20 @@ def document(journal: Journal, parts: Sequence[Part], over: bool = False) -> Doc
     for part, name in journal.all_unfinished() if over else ():
         lost = {"name": name, "status": "failed", "error_text": "the run ended before the case did", "lost": True}
         rows[part] = [*(row for row in rows.get(part, ()) if row.get("name") != name), lost]
-    found = goals.measured(rows, bool(head.get("dry")))
+    measured = goals.measured(rows, bool(head.get("dry")))
     tables = [Table(p.title, p.columns, rows.get(p.name, []), notes.get(p.name, []), p.name) for p in parts]
-    return Document(TITLE, head, [Table(GOALS, GOAL_COLUMNS, found), *tables])
+    return Document(TITLE, head, [Table(GOALS, GOAL_COLUMNS, measured), *tables])
 
 
-def parts_of(found: Document) -> list[Table]:
+def parts_of(run: Document) -> list[Table]:
     """Its tables without that of the goals."""
-    return [table for table in found.tables if table.name]
+    return [table for table in run.tables if table.name]
 
 
-def summary(found: Document) -> str:
+def summary(run: Document) -> str:
     """What a caller who sees the end of the output needs."""
     lines = []
-    for table in parts_of(found):
+    for table in parts_of(run):
         verdicts = [str(r.get("verdict", "")).split(":")[0] for r in table.rows]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts) if v)
         failed = table.failures()
@@ -43,7 +43,7 @@ def summary(found: Document) -> str:
         lines += [f"  {text[:200]}" for text in failed[:5]]
         lines += [f"  {r['name']}: {r['verdict']}" for r in table.rows if r.get("verdict") in ("WRONG", "DIFFERS")]
         lines += [f"  {r['name']}: wrong {r['wrong']}" for r in table.rows if r.get("wrong")]
-    told = [a for a in found.tables[0].rows if a["verdict"] != goals.NOT_MEASURED]
+    told = [a for a in run.tables[0].rows if a["verdict"] != goals.NOT_MEASURED]
     lines += [f"{a['verdict']:>8}  {a['goal']}: {a['measured']}" for a in told]
     return "\n".join(lines)
 
@@ -51,9 +51,9 @@ def summary(found: Document) -> str:
 NOTHING, BAD = 1, 2
 
 
-def status(found: Document) -> int:
+def status(run: Document) -> int:
     """The exit status of a run: 2 if a result is wrong, or a case failed or was lost; 1 if there is no row at all."""
-    tables = parts_of(found)
+    tables = parts_of(run)
     wrong = any(row.get("wrong") or row.get("verdict") == "WRONG" for table in tables for row in table.rows)
     if wrong or any(table.failures() for table in tables):
         return BAD

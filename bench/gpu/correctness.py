@@ -158,10 +158,10 @@ FORWARD = ("plain", "grouped heads, causal", "bias", "float32", "window", "five 
 QUICK = ("grouped heads, causal", "bias", "five queries")
 
 
-def compared(found: list[Tensor], eager: list[Tensor], right: list[Tensor]) -> Row:
+def compared(results: list[Tensor], eager: list[Tensor], right: list[Tensor]) -> Row:
     """The worst of several tensors, by what is allowed."""
     worst: Row = {"error_abs": 0.0, "eager_abs": 0.0, "of_limit": 0.0}
-    for ours, theirs, exact in zip(found, eager, right):
+    for ours, theirs, exact in zip(results, eager, right):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise AssertionError(f"{ours.dtype} {tuple(ours.shape)} in place of {theirs.dtype} {tuple(theirs.shape)}")
         defined = torch.isfinite(theirs)
@@ -189,14 +189,14 @@ def check(env: Environment, kind: Kind, target: str, train: bool, inductor: bool
         eager = program(*inputs)
         grad = torch.randn(eager.shape, device=env.device, dtype=eager.dtype)
         if not train:
-            found = [run(*inputs)]
+            results = [run(*inputs)]
             row = _outcome(report, target)
-            return row | (compared(found, [eager], [program(*doubled(inputs))]) if row["ran"] else {})
-        found = _gradients(run, inputs, grad)
+            return row | (compared(results, [eager], [program(*doubled(inputs))]) if row["ran"] else {})
+        results = _gradients(run, inputs, grad)
         row = _outcome(report, target)
         if not row["ran"]:
             return row
-        return row | compared(found, _gradients(program, inputs, grad), _gradients(program, doubled(inputs), grad))
+        return row | compared(results, _gradients(program, inputs, grad), _gradients(program, doubled(inputs), grad))
 
 
 def _outcome(report: attn_pass.Report, target: str) -> Row:
@@ -248,8 +248,8 @@ def decode_case(env: Environment, case: decode_cases.Case) -> Row:
     q, k, v, mask = decode_cases.inputs_of(case, env.device)
     right, _ = decode_cases.exact_with_lse(q, k, v, mask, case)
     given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case, env.device))
-    found, plain = decode(*given), reference(*given)
-    return _judged(decode_cases.error(found, right), decode_cases.error(plain, right), case.dtype)
+    result, plain = decode(*given), reference(*given)
+    return _judged(decode_cases.error(result, right), decode_cases.error(plain, right), case.dtype)
 
 
 def _judged(ours: float, plain: float, dtype: torch.dtype) -> Row:
@@ -267,8 +267,8 @@ def _interpreted(case: decode_cases.Case) -> Row:
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     if done.returncode != 0:
         raise RuntimeError((done.stderr.strip().splitlines() or ["the interpreter ended"])[-1])
-    found = json.loads(done.stdout.splitlines()[-1])[case.name]
-    return _judged(found["kernel"], found["plain"], case.dtype)
+    document = json.loads(done.stdout.splitlines()[-1])[case.name]
+    return _judged(document["kernel"], document["plain"], case.dtype)
 
 
 _STEP = Shape(2, 8, 2, 4, 1000, 64)

@@ -41,10 +41,10 @@ def measure(env: Environment, sizes: tuple[int, int, int]) -> Row:
     line += ["--launch-count", "1", "--metrics", ",".join(METRICS)]
     line += [sys.executable, "-c", _CALL.format(**dict(zip(("batch", "rows", "keys"), sizes)))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    found = counted(done.stdout)
-    if not found:
+    counts = counted(done.stdout)
+    if not counts:
         raise RuntimeError(f"ncu counted nothing: {' '.join((done.stderr or done.stdout).split())[-300:]}")
-    return {**found, "counted": ", ".join(f"{name} {value}" for name, value in found.items())}
+    return {**counts, "counted": ", ".join(f"{name} {value}" for name, value in counts.items())}
 
 
 def counted(output: str) -> dict[str, str]:

@@ -95,18 +95,18 @@ def said(report: attn_pass.Report) -> dict[str, Any]:
 
 def facts(env: Environment) -> dict[str, Any]:
     """What the numbers of a run hold for."""
-    found: dict[str, Any] = {"device": device_name(env.device), **versions(), "dry": env.dry}
+    known: dict[str, Any] = {"device": device_name(env.device), **versions(), "dry": env.dry}
     if env.dry:
-        found["note"] = "a dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing"
+        known["note"] = "a dry run: kernels are stand-ins on the CPU, shapes tiny, and times mean nothing"
     try:
         import triton
 
-        found["triton"] = triton.__version__
+        known["triton"] = triton.__version__
     except ImportError:
-        found["triton"] = "none"
+        known["triton"] = "none"
     if not env.dry:
         properties = torch.cuda.get_device_properties()
-        found |= {
+        known |= {
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "capability": f"{properties.major}.{properties.minor}",
@@ -114,7 +114,7 @@ def facts(env: Environment) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
         }
-    return found
+    return known
 
 
 def one_line(values: Mapping[str, Any]) -> str:

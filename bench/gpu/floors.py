@@ -176,15 +176,15 @@ def _errors(shape: Shape, variants: dict[str, Variant], inputs: tuple[Any, ...],
 
 def planned(shape: Shape) -> Row:
     """What the pass does with both spellings at full size on the device it decides for; nothing is computed."""
-    found: Row = {}
+    row: Row = {}
     for spelling, spelled in SPELLINGS.items():
         program = spelled(shape)
         if program is not None:
             inputs = shape.inputs(Environment("meta"))
             with torch.no_grad():
                 report = attn_pass.explain(program, *inputs, attn_pass_options={"device": NAMED})
-            found |= _planned(spelling, report)
-    return found
+            row |= _planned(spelling, report)
+    return row
 
 
 def _summary(row: Row, times: Times, chosen: tuple[str, ...], own: str, reached: Rates) -> Row:

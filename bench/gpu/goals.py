@@ -20,8 +20,8 @@ class Goal:
     measured: Callable[[Rows], tuple[bool, str] | None]
 
 
-def _worst(found: Iterable[tuple[float, str]], least: float, form: str) -> tuple[bool, str] | None:
-    values = sorted(found)
+def _worst(ratios: Iterable[tuple[float, str]], least: float, form: str) -> tuple[bool, str] | None:
+    values = sorted(ratios)
     if not values:
         return None
     value, name = values[0]
@@ -30,8 +30,8 @@ def _worst(found: Iterable[tuple[float, str]], least: float, form: str) -> tuple
 
 
 def _seed(rows: Rows) -> tuple[bool, str] | None:
-    found = [(r["stock_over_pass"], r["name"]) for r in rows.get("seeds", []) if r.get("stock_over_pass")]
-    return _worst((f for f in found if f[1].startswith("S4 ") and "AOTInductor" in f[1]), 50.0, "{:.1f}x")
+    ratios = [(r["stock_over_pass"], r["name"]) for r in rows.get("seeds", []) if r.get("stock_over_pass")]
+    return _worst((f for f in ratios if f[1].startswith("S4 ") and "AOTInductor" in f[1]), 50.0, "{:.1f}x")
 
 
 def _prefill(rows: Rows) -> Iterable[dict[str, Any]]:
@@ -39,8 +39,8 @@ def _prefill(rows: Rows) -> Iterable[dict[str, Any]]:
 
 
 def _of_best(rows: Rows) -> tuple[bool, str] | None:
-    found = ((1 / r["pass_of_best"], r["name"]) for r in _prefill(rows) if r.get("pass_of_best"))
-    return _worst(found, 0.95, "{:.2f} of the best")
+    ratios = ((1 / r["pass_of_best"], r["name"]) for r in _prefill(rows) if r.get("pass_of_best"))
+    return _worst(ratios, 0.95, "{:.2f} of the best")
 
 
 def _of_matmul(rows: Rows) -> tuple[bool, str] | None:
@@ -49,25 +49,25 @@ def _of_matmul(rows: Rows) -> tuple[bool, str] | None:
 
 
 def _decode(rows: Rows) -> tuple[bool, str] | None:
-    found = []
+    ratios = []
     for row in rows.get("decode", []):
         cell = re.match(r"q(\d+) B\d+ KV(\d+)$", row["name"])
         if cell and int(cell[1]) <= 16 and int(cell[2]) >= 32768:
             shares = [row[f"copy, {n}"] for n in ("decode", "flash", "flash packed", "cudnn") if f"copy, {n}" in row]
-            found += [(max(shares), row["name"])] if shares else []
-    return _worst(found, 0.75, "{:.2f} of a copy's rate")
+            ratios += [(max(shares), row["name"])] if shares else []
+    return _worst(ratios, 0.75, "{:.2f} of a copy's rate")
 
 
 def _never_slower(rows: Rows) -> tuple[bool, str] | None:
-    found = []
+    slowest = []
     for part in ("floors", "seeds"):
         for row in rows.get(part, []):
             ratios = dict(row.get("pass_of_stock") or {})
             if row.get("stock_over_pass"):
                 ratios["call"] = 1 / row["stock_over_pass"]
             noise = max(NOISE, *(x for a in [row.get("a_a") or 1.0] for x in (a, 1 / a)))
-            found += [(noise / r, f"{row['name']}, {spelling}") for spelling, r in ratios.items() if r]
-    return _worst(found, 1.0, "{:.2f} of stock's speed, noise taken off,")
+            slowest += [(noise / r, f"{row['name']}, {spelling}") for spelling, r in ratios.items() if r]
+    return _worst(slowest, 1.0, "{:.2f} of stock's speed, noise taken off,")
 
 
 def _right(rows: Rows) -> tuple[bool, str] | None:
@@ -93,7 +93,7 @@ def measured(rows: Rows, dry: bool) -> list[dict[str, str]]:
     """One line a goal; of a dry run what is right counts, and no time does."""
     lines = []
     for goal in GOALS:
-        found = goal.measured(rows) if not dry or goal.measured is _right else None
-        verdict, value = (NOT_MEASURED, "") if found is None else ("met" if found[0] else "not met", found[1])
+        answer = goal.measured(rows) if not dry or goal.measured is _right else None
+        verdict, value = (NOT_MEASURED, "") if answer is None else ("met" if answer[0] else "not met", answer[1])
         lines.append({"goal": goal.what, "verdict": verdict, "measured": value})
     return lines

@@ -103,8 +103,8 @@ def measure(env: Environment, attention: str, mode: str) -> Row:
     return row
 
 
-def _near(found: Tensor, right: Tensor) -> bool:
-    off = (found.double() - right.double()).abs().max() / right.double().abs().max()
+def _near(result: Tensor, right: Tensor) -> bool:
+    off = (result.double() - right.double()).abs().max() / right.double().abs().max()
     return bool(off <= _TOLERANCE)
 
 

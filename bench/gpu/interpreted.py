@@ -64,15 +64,15 @@ def run(case: Case) -> dict[str, float]:
     q, k, v, mask = inputs_of(case)
     inputs = Inputs(q, k, v, mask, case.scale, case.causal, case.window, lengths_of(case))
     tiles, splits = numbers_for(inputs, Room(case.shared_bytes), case.cores)
-    found = launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
+    parts = launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
     kind = (case.dtype, splits > 1, splits > 32, bool(case.lengths), case.mask == "empty")
     if kind not in _JOINED:  # only the kernel that joins the splits knows of it
         _JOINED.add(kind)
         alone, none = launched(inputs, tiles, splits, with_lse=False, wrap=lambda kernel: kernel)
-        assert none is None and torch.equal(alone, found[0])
+        assert none is None and torch.equal(alone, parts[0])
     errors: dict[str, float] = {"splits": splits, "one mask row": inputs.has_one_mask_row}
     right, right_lse = exact_with_lse(q, k, v, mask, case)
-    for name, (out, lse) in {"kernel": found, "plain": reference_with_lse(inputs)}.items():
+    for name, (out, lse) in {"kernel": parts, "plain": reference_with_lse(inputs)}.items():
         assert lse is not None and lse.dtype == torch.float32
         errors |= {name: error(out, right), f"lse, {name}": error_of_lse(lse, right_lse)}
     return errors

@@ -36,17 +36,17 @@ class Journal:
         """All lines that count, of every run; half a line, as a kill leaves it, is left out."""
         if not self.path.exists():
             return []
-        found: list[Row] = []
+        kept: list[Row] = []
         for text in self.path.read_bytes().splitlines():
             try:
                 line = json.loads(text)
             except ValueError:
                 continue
             if line.get("start"):
-                found = [other for other in found if other.get("run", "") != line.get("run", "")]
+                kept = [other for other in kept if other.get("run", "") != line.get("run", "")]
             else:
-                found.append(line)
-        return found
+                kept.append(line)
+        return kept
 
     def own(self) -> list[Row]:
         """Those of this run."""
@@ -54,20 +54,20 @@ class Journal:
 
     def rows(self) -> dict[str, list[Row]]:
         """The rows of every part in the order they were measured; of two with a name the later one."""
-        found: dict[str, dict[str, Row]] = {}
+        by_case: dict[str, dict[str, Row]] = {}
         for line in self.lines():
             if "row" in line:
-                found.setdefault(line["part"], {})[line["row"].get("name", "")] = line["row"]
-        return {part: list(rows.values()) for part, rows in found.items()}
+                by_case.setdefault(line["part"], {})[line["row"].get("name", "")] = line["row"]
+        return {part: list(rows.values()) for part, rows in by_case.items()}
 
     def notes(self) -> dict[str, list[str]]:
         """What is to be said of every part."""
-        found: dict[str, list[str]] = {}
+        by_case: dict[str, list[str]] = {}
         for line in self.lines():
             if "note" in line:
                 who = f"{line['run']}: " if line.get("run") else ""
-                found.setdefault(line["part"], []).append(who + line["note"])
-        return found
+                by_case.setdefault(line["part"], []).append(who + line["note"])
+        return by_case
 
     def head(self) -> Row:
         """The facts of the run, with the commands of all who wrote."""

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, path: Path, end: float) -> Iterator[Row]:
     if not any("device" in head for head in known):
         yield {"head": facts(env)}
     if any(part.timed for part in parts) and not any("copy_tbs" in head for head in known):
-        found = rates(env)
-        yield {"head": {"matmul_tflops": round(found.matmul_tflops, 1), "copy_tbs": round(found.copy_tbs, 3)}}
-        tell(f"{found.matmul_tflops:.0f} TFLOP/s, {found.copy_tbs:.2f} TB/s")
+        rate = rates(env)
+        yield {"head": {"matmul_tflops": round(rate.matmul_tflops, 1), "copy_tbs": round(rate.copy_tbs, 3)}}
+        tell(f"{rate.matmul_tflops:.0f} TFLOP/s, {rate.copy_tbs:.2f} TB/s")
     yield from run_parts(env, parts, end, journal, tell, args.shard)

@@ -140,30 +140,30 @@ def ask(env: Environment, probe: Probe) -> Row:
             grad = torch.randn_like(out)
             if probe.mask == "empty row":
                 grad[:, :, _EMPTY] = 0  # what the row's own result is, is said apart
-            found = _with_gradients(out, leaves, grad, probe.train)
+            gradients = _with_gradients(out, leaves, grad, probe.train)
             env.wait()
         except RuntimeError as error:
             return {**row, "answer": f"refused: {why(error)[:200]}"}
-        empty = _empty_row(probe, found[0])
+        empty = _empty_row(probe, gradients[0])
         if empty:
-            found[0] = found[0].detach().index_fill(2, torch.tensor([_EMPTY], device=env.device), 0)
+            gradients[0] = gradients[0].detach().index_fill(2, torch.tensor([_EMPTY], device=env.device), 0)
         answers = {}
         for last in (True, False) if probe.causal and probe.sizes[2] != probe.sizes[3] else (True,):
             results = [
                 _with_gradients(_plain(probe, *given, keep, last=last), given, grad, probe.train)
                 for given in (leaves, doubled(leaves))
             ]
-            answers[last] = _judged(found, *results)
+            answers[last] = _judged(gradients, *results)
     best = min(answers, key=lambda last: answers[last]["of_limit"])
     aligned = f", aligned to the {'last' if best else 'first'} key" if len(answers) > 1 else ""
     return row | answers[best] | {"answer": answers[best]["answer"] + aligned + empty}
 
 
-def _judged(found: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> Row:
+def _judged(results: list[Tensor], eager: list[Tensor], exact: list[Tensor]) -> Row:
     names = ("out", "dQ", "dK", "dV")
-    parts = {n: compared([f], [e], [x]) for n, f, e, x in zip(names, found, eager, exact)}
+    parts = {n: compared([f], [e], [x]) for n, f, e, x in zip(names, results, eager, exact)}
     wrong = [n for n, part in parts.items() if not part["of_limit"] <= 1]
-    not_numbers = [n for n, f in zip(names, found) if not bool(torch.isfinite(f).all())]
+    not_numbers = [n for n, f in zip(names, results) if not bool(torch.isfinite(f).all())]
     said = f"wrong: {', '.join(wrong)}" if wrong else "right"
     said += f"; not finite: {', '.join(not_numbers)}" if not_numbers else ""
     worst = max(parts.values(), key=lambda part: part["of_limit"])

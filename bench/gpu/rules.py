@@ -128,7 +128,7 @@ CALLS: dict[str, Call] = {
 
 def read(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Attention, AsWritten]:
     """The one attention call of a program, as the pass reads it."""
-    found: list[tuple[Attention, AsWritten]] = []
+    pairs: list[tuple[Attention, AsWritten]] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph = gm.graph
@@ -136,11 +136,11 @@ def read(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Attention, As
         for site in calls.find(reader):
             if site.described is None:
                 raise AssertionError(site.refusal)
-            found.append((site.described.attention, site.written))
+            pairs.append((site.described.attention, site.written))
         return lambda *args: (args[0],)  # nothing is to be computed
 
     compiled(program, backend=look)(*inputs)
-    (only,) = found
+    (only,) = pairs
     return only
 
 
@@ -156,12 +156,12 @@ def by_torch(call: Call, inputs: Sequence[Tensor]) -> str:
 
 def by_table(attention: Attention, written: AsWritten, device: Device) -> str:
     """The kernel of the call as it is written; the CPU's must also be one that the table's rules take."""
-    found = registry.family_of(device).stock_kernel(attention, written, device, deterministic=False)
-    if device.type == "cpu" and found is not None:
+    kernel = registry.family_of(device).stock_kernel(attention, written, device, deterministic=False)
+    if device.type == "cpu" and kernel is not None:
         mask = "causal" if written.causal else written.mask
-        refused = refusal(found, TableCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
+        refused = refusal(kernel, TableCall(attention, mask, device, written.mask_needs_grad), by_torch=True)
         return "flash" if refused is None else f"none ({refused})"
-    return found or "none"
+    return kernel or "none"
 
 
 def compare(env: Environment, call: Call) -> Row:

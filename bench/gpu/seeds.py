@@ -80,8 +80,8 @@ def _inputs(env: Environment, seed: str, inputs: tuple[Tensor, ...]) -> tuple[Te
 def _exact(program: Program, module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     if program.reference is not None:
         return program.reference(*inputs)[:_ROWS]
-    found: Tensor = module(*(x[:_ROWS].double() for x in inputs))
-    return found
+    result: Tensor = module(*(x[:_ROWS].double() for x in inputs))
+    return result
 
 
 def measure(env: Environment, seed: str, program: Program, packaged: bool) -> Row:
@@ -110,7 +110,7 @@ def measure(env: Environment, seed: str, program: Program, packaged: bool) -> Ro
                     errors.setdefault(name, []).append(relative_error(run(*some)[:_ROWS], right))
                 except Exception as error:
                     row["failed"][name] = why(error)
-        row["errors"] = {name: worst(found) for name, found in errors.items()}
+        row["errors"] = {name: worst(results) for name, results in errors.items()}
         limit = program.tolerance if seed == "S4" else _TOLERANCE
         row["wrong"] = ", ".join(n for n, off in row["errors"].items() if not off <= limit) or None
         times = compare(env, {n: Variant(r, capture=not packaged) for n, r in runs.items()}, [inputs])
@@ -149,14 +149,14 @@ def cases(env: Environment) -> list[Case]:
     """S4 first: it has a goal. In half precision, as it was reported."""
     setting = Setting(env.device, quick=env.dry)
     programs = {"S4": s4.programs(setting)[-1:], "S2": s2.programs(setting), "S3": s3.programs(setting)}
-    found = []
+    listed = []
     for packaged in (False, True):
         for seed, all_of_them in programs.items():
             few = all_of_them[: 1 if env.quick else 3 if packaged else None]
             for program in few if not (packaged and env.quick and env.dry) else ():
                 name = f"{seed} {program.name}{', AOTInductor' if packaged else ''}"
-                found.append(Case(name, partial(measure, env, seed, program, packaged)))
-    return found
+                listed.append(Case(name, partial(measure, env, seed, program, packaged)))
+    return listed
 
 
 PART = Part(

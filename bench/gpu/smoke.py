@@ -32,8 +32,8 @@ PATHS: tuple[tuple[str, str, bool], ...] = (
 
 def versions(env: Environment) -> Row:
     """Versions, and the clocks as they are before any work."""
-    found = facts(env)
-    row: Row = {"found": one_line(found)}
+    known = facts(env)
+    row: Row = {"found": one_line(known)}
     if not env.dry:
         line = ["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv,noheader"]
         try:
@@ -46,9 +46,9 @@ def versions(env: Environment) -> Row:
 
 def tools(env: Environment) -> Row:
     """What AOTInductor needs beside torch; a machine without it can still measure everything that is not packaged."""
-    found = toolchain.find()
-    row: Row = {"compiler": found.compiler, "cuda_home": found.cuda_home, "libcuda": found.libcuda}
-    row["linking"] = toolchain.links_libcuda(found)
+    tools = toolchain.find()
+    row: Row = {"compiler": tools.compiler, "cuda_home": tools.cuda_home, "libcuda": tools.libcuda}
+    row["linking"] = toolchain.links_libcuda(tools)
     row["found"] = one_line({name: value or "none" for name, value in row.items()})
     if row["linking"] and not env.dry:
         raise RuntimeError(f"AOTInductor will not link here: {row['linking']}")
@@ -77,10 +77,10 @@ def packaged_shared_keys(env: Environment) -> Row:
 def cases(env: Environment) -> list[Case]:
     """Versions and tools first; then one of each way a kernel is reached, most doubtful first."""
     direct = [c for c in decode_cases.CASES if c.name in ("plain", "window")][: 1 if env.quick else None]
-    found = [Case("versions and clocks", partial(versions, env)), Case("tools of AOTInductor", partial(tools, env))]
-    found += [Case(f"decode: {c.name}, direct", partial(correctness.decode_case, env, c)) for c in direct]
-    found += [correctness.check_case(env, kind, target, train, inductor=True) for kind, target, train in PATHS]
-    return [*found, Case("S4 through AOTInductor", partial(packaged_shared_keys, env))]
+    listed = [Case("versions and clocks", partial(versions, env)), Case("tools of AOTInductor", partial(tools, env))]
+    listed += [Case(f"decode: {c.name}, direct", partial(correctness.decode_case, env, c)) for c in direct]
+    listed += [correctness.check_case(env, kind, target, train, inductor=True) for kind, target, train in PATHS]
+    return [*listed, Case("S4 through AOTInductor", partial(packaged_shared_keys, env))]
 
 
 PART = Part(

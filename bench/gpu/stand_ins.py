@@ -139,16 +139,16 @@ def _backward(
     if drawn is not None:
         of_weights, kept = of_weights * drawn, weights * drawn
     of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
-    found = [
+    gradients = [
         of_scores @ k * given,
         _by_kv_head(of_scores.transpose(-1, -2) @ q * given, groups),
         _by_kv_head(kept.transpose(-1, -2) @ g, groups),
     ]
     tensors = [query, key, value]
     if bias is not None:
-        found.append(of_scores)
+        gradients.append(of_scores)
         tensors.append(bias)
-    return tuple(torch.empty_like(t).copy_(f) for f, t in zip(found, tensors))
+    return tuple(torch.empty_like(t).copy_(f) for f, t in zip(gradients, tensors))
 
 
 def _by_kv_head(gradient: Tensor, groups: int) -> Tensor:
@@ -252,8 +252,8 @@ def _flash_forward_backward(call: Call) -> tuple[Tensor, ...]:
     grad, *turned = (x.transpose(1, 2) for x in (call.grad_out, *operands))
     _flash_asks(*turned, call.dropout_p)
     mask = _flash_window_mask(turned[0], turned[1], call.is_causal, call.window_size_left, call.window_size_right)
-    found = _backward(grad, *turned, call.scale, mask, call.dropout_p, call.rng_state)
-    return tuple(torch.empty_like(t).copy_(f.transpose(1, 2)) for f, t in zip(found, operands))
+    gradients = _backward(grad, *turned, call.scale, mask, call.dropout_p, call.rng_state)
+    return tuple(torch.empty_like(t).copy_(f.transpose(1, 2)) for f, t in zip(gradients, operands))
 
 
 # ---------------------------------------------------------------- cuDNN
@@ -333,12 +333,12 @@ def _efficient_backward(call: Call) -> tuple[Tensor | None, ...]:
     _ask(call.logsumexp.numel() > 0, "the forward did not keep the sums of exponentials")
     operands, mask = (call.query, call.key, call.value), _mask(call, equal_lengths=False)
     bias = call.attn_bias if call.attn_bias is not None and call.attn_bias.numel() else None
-    found = _backward(call.grad_out_, *operands, call.scale, mask, call.dropout_p, call.philox_seed, bias)
-    laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in found[:3]]
+    gradients = _backward(call.grad_out_, *operands, call.scale, mask, call.dropout_p, call.philox_seed, bias)
+    laid = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients[:3]]
     if bias is None or not call.grad_input_mask[3]:
         return (*laid, None)
     wide = torch.zeros(*bias.shape[:-1], -(-bias.size(-1) // 16) * 16, dtype=bias.dtype)[..., : bias.size(-1)]
-    return (*laid, wide.copy_(found[3]))
+    return (*laid, wide.copy_(gradients[3]))
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {

@@ -39,12 +39,12 @@ class Toolchain:
     @property
     def missing(self) -> str:
         """What is not there, in words; empty if nothing is missing."""
-        found = {
+        parts = {
             "a C++ compiler (g++)": self.compiler,
             "CUDA's headers (cuda.h)": self.cuda_home,
             "libcuda": self.libcuda,
         }
-        return ", ".join(what for what, value in found.items() if not value)
+        return ", ".join(what for what, value in parts.items() if not value)
 
 
 def find() -> Toolchain:
@@ -77,32 +77,32 @@ def _libcuda() -> str:
     return ""
 
 
-def exports(found: Toolchain, links: Path) -> dict[str, str]:
+def exports(tools: Toolchain, links: Path) -> dict[str, str]:
     """Environment variables under which AOTInductor finds all; a ``libcuda.so.1`` alone gets a link in ``links``."""
     wanted: dict[str, str] = {}
-    if found.cuda_home and not os.environ.get("CUDA_HOME"):
-        wanted["CUDA_HOME"] = found.cuda_home
-    if found.libcuda:
-        folder = Path(found.libcuda).parent
-        if found.libcuda.endswith(".so.1"):
+    if tools.cuda_home and not os.environ.get("CUDA_HOME"):
+        wanted["CUDA_HOME"] = tools.cuda_home
+    if tools.libcuda:
+        folder = Path(tools.libcuda).parent
+        if tools.libcuda.endswith(".so.1"):
             links.mkdir(parents=True, exist_ok=True)
             link = links / "libcuda.so"
             if not link.is_symlink():
-                link.symlink_to(found.libcuda)
+                link.symlink_to(tools.libcuda)
             folder = links
         before = os.environ.get("LIBRARY_PATH", "")
         wanted["LIBRARY_PATH"] = f"{folder}:{before}" if before else str(folder)
     return wanted
 
 
-def links_libcuda(found: Toolchain) -> str:
+def links_libcuda(tools: Toolchain) -> str:
     """Compiles and links three lines against the driver as AOTInductor does; why that failed, empty if it worked."""
-    if found.missing:
-        return f"not tried: {found.missing} missing"
+    if tools.missing:
+        return f"not tried: {tools.missing} missing"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(_PROGRAM)
-        line = [found.compiler, str(source), f"-I{found.cuda_home}/include", "-lcuda", "-o", f"{folder}/probe"]
+        line = [tools.compiler, str(source), f"-I{tools.cuda_home}/include", "-lcuda", "-o", f"{folder}/probe"]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         return "" if done.returncode == 0 else " ".join(done.stderr.split())[-400:]
 

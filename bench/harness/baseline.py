@@ -64,12 +64,12 @@ def _named(key: Key) -> Row:
 
 
 def _rows(document: Document) -> dict[Key, Row]:
-    found: dict[Key, Row] = {}
+    by_key: dict[Key, Row] = {}
     for table in document.tables:
         for row in table.rows:
             if "over_stock" in row:
-                found.setdefault((table.title, row["program"], row["way"]), row)
-    return found
+                by_key.setdefault((table.title, row["program"], row["way"]), row)
+    return by_key
 
 
 def _known(value: float | None) -> float:

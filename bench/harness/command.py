@@ -63,9 +63,9 @@ def measured_tables(
     rounds = f"{setting.rounds} in turns, a fresh process a program"
     quick = "cut sizes and fewer rounds" if setting.quick else None
     made = started(title, threads=setting.threads, rounds=rounds, device=setting.device, quick=quick)
-    found = rates(setting.device)
-    made.run["rates"] = asdict(found)
-    for table in tables(setting, found, teller(console)):
+    rate = rates(setting.device)
+    made.run["rates"] = asdict(rate)
+    for table in tables(setting, rate, teller(console)):
         if all(table is not other for other in made.tables):
             made.tables.append(table)
         if json_file is not None:
@@ -85,8 +85,8 @@ def finish(console: Console, made: Document, json_file: Path | None, before: Doc
     rows = [row for table in made.tables for row in table.rows]
     bad = any(row.get("verdict") == "WRONG" for row in rows) or all(row.get("status", "ok") != "ok" for row in rows)
     if before is not None:
-        found = baselines.compare(made, before)
-        show_table(console, found)
-        bad = bad or baselines.regressed(found)
+        compared = baselines.compare(made, before)
+        show_table(console, compared)
+        bad = bad or baselines.regressed(compared)
     if bad:
         raise typer.Exit(1)

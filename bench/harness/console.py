@@ -50,13 +50,13 @@ def show_table(console: Console, table: Table) -> None:
 
 def drawn(table: Table) -> Drawn:
     titles, rows = table.cells()
-    found = Drawn(title=table.title, title_justify="left")
+    drawing = Drawn(title=table.title, title_justify="left")
     for number, title in enumerate(titles):
-        found.add_column(title, justify="left" if number == 0 or title in ("took", "verdict") else "right")
+        drawing.add_column(title, justify="left" if number == 0 or title in ("took", "verdict") else "right")
     for row in rows:
         if row[0].startswith("**"):
-            found.add_section()
-            found.add_row(f"[bold]{escape(row[0].strip('*'))}[/]", *row[1:])
+            drawing.add_section()
+            drawing.add_row(f"[bold]{escape(row[0].strip('*'))}[/]", *row[1:])
         else:
-            found.add_row(*map(escape, row))
-    return found
+            drawing.add_row(*map(escape, row))
+    return drawing

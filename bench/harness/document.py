@@ -116,12 +116,12 @@ def read(path: Path) -> Document:
         ValueError: the file is none.
     """
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
         tables = [
             Table(t["title"], tuple(Column(**c) for c in t["columns"]), t["rows"], t["notes"], t.get("name", ""))
-            for t in found["tables"]
+            for t in document["tables"]
         ]
-        return Document(found["title"], found["run"], tables)
+        return Document(document["title"], document["run"], tables)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{path.name} is no result of a bench with tables ({type(error).__name__}: {error})"

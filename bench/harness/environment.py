@@ -36,11 +36,11 @@ def versions() -> dict[str, str]:
 
 def installed(*packages: str) -> dict[str, str]:
     """The versions of those that are there."""
-    found = {}
+    versions = {}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def named_only(words: Iterable[str]) -> list[str]:

@@ -52,7 +52,7 @@ def rates(device: str) -> Rates:
     for dtype in DTYPES[on_cpu]:
         a = torch.randn(side, side, device=device, dtype=dtype)
         runs[name_of(dtype)] = lambda _, a=a: a @ a
-    taken = {name: percentile_10(found) for name, found in in_turns(runs, (source,), 7, seconds=0.05).items()}
+    taken = {name: percentile_10(readings) for name, readings in in_turns(runs, (source,), 7, seconds=0.05).items()}
     copied = taken.pop("copy")
     return Rates({n: 2 * side**3 / us / 1e3 for n, us in taken.items()}, 2 * source.nbytes / copied / 1e3)
 
@@ -83,5 +83,5 @@ def extent(tensor: torch.Tensor) -> int:
 
 def moved_bytes(inputs: Any, outputs: Any) -> int:
     """Of the tensors that go in and come out, one that is given twice once."""
-    found = {id(x): x for x in pytree.tree_leaves((inputs, outputs)) if isinstance(x, torch.Tensor)}
-    return sum(map(extent, found.values()))
+    tensors = {id(x): x for x in pytree.tree_leaves((inputs, outputs)) if isinstance(x, torch.Tensor)}
+    return sum(map(extent, tensors.values()))

@@ -119,7 +119,7 @@ def _errors(
         want = program.exact(device, given)
         for candidate in candidates:
             errors[candidate.name].append(relative_error(candidate.run(*given), want))
-    return {name: worst(found) for name, found in errors.items()}
+    return {name: worst(of_way) for name, of_way in errors.items()}
 
 
 def _told(report: attn_pass.Report) -> Row:
@@ -147,13 +147,13 @@ def run(
 def child(name: str, function: Callable[..., Iterator[Row]], args: tuple[Any, ...], tell: Tell) -> list[Row]:
     """The rows a function yields in a fresh process, told as they are."""
     began = time.perf_counter()
-    found = in_child(Task({"program": name, "stage": name}, function, args), LIMIT_S)
-    for row in found:
+    rows = in_child(Task({"program": name, "stage": name}, function, args), LIMIT_S)
+    for row in rows:
         if row["status"] not in ("ok", "failed"):  # the process died, or was late
             row |= {"way": row.get("stage", ""), "error_text": row.pop("error", ""), "status": "failed"}
-    failed = [f"{row['way']}: {row['error_text']}" for row in found if row["status"] == "failed"]
+    failed = [f"{row['way']}: {row['error_text']}" for row in rows if row["status"] == "failed"]
     tell(f"{name}: {time.perf_counter() - began:.0f} s" + "".join(f"\n  failed: {text}" for text in failed))
-    return found
+    return rows
 
 
 def judged(rows: list[Row]) -> list[Row]:

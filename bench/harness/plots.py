@@ -51,8 +51,8 @@ def save(figure: Figure, path: Path) -> list[Path]:
 
 
 def _series(rows: Iterable[Row], way: str, field: str) -> tuple[list[int], list[float]]:
-    found = sorted((row["length"], row[field]) for row in rows if row.get("way") == way and row.get(field) is not None)
-    return [x for x, _ in found], [y for _, y in found]
+    points = sorted((row["length"], row[field]) for row in rows if row.get("way") == way and row.get(field) is not None)
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _look(way: str) -> dict[str, Any]:
@@ -102,15 +102,15 @@ def roofline(documents: Sequence[Document]) -> Figure:
     figure, axes = _figure(7.0, 4.8)
     rates = max((document.run["rates"] for document in documents), key=lambda r: r["gflops"]["float32"])
     product = rates["gflops"]["float32"]
-    found = placed(documents)
-    for both in found.values():
+    dots = placed(documents)
+    for both in dots.values():
         if len(both) == 2:
             axes.plot(*zip(*both.values()), color="#cccccc", linewidth=0.8, zorder=1)
     for way in (w.STOCK, w.PASS):
-        points = [both[way] for both in found.values() if way in both]
+        points = [both[way] for both in dots.values() if way in both]
         if points:
             axes.scatter(*zip(*points), s=26, color=COLOURS[way], label=way, zorder=2)
-    across = [x for both in found.values() for x, _ in both.values()] or [1.0]
+    across = [x for both in dots.values() for x, _ in both.values()] or [1.0]
     intensities = [max(min(across) / 2, 1e-2), max(across) * 2]
     ridge = product / rates["gbs"]
     roof = sorted({*intensities, ridge})
@@ -123,14 +123,14 @@ def roofline(documents: Sequence[Document]) -> Figure:
 
 def placed(documents: Sequence[Document]) -> dict[tuple[str, str], dict[str, tuple[float, float]]]:
     """By table and program, of stock and of the pass: FLOPs a byte, and GFLOP/s."""
-    found: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    dots: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for document in documents:
         for table in document.tables:
             for row in table.rows:
                 if row.get("way") in (w.STOCK, w.PASS) and row.get("dtype") == "float32" and row["flops"]:
                     at = row["flops"] / row["bytes"], row["flops"] / row["median_us"] / 1e3
-                    found.setdefault((table.title, row["program"]), {})[row["way"]] = at
-    return found
+                    dots.setdefault((table.title, row["program"]), {})[row["way"]] = at
+    return dots
 
 
 def never_slower(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -95,8 +95,8 @@ def in_child(task: Task, limit_s: float) -> list[Row]:
     began = time.perf_counter()
     rows: list[Row] = []
     failure = None
-    found = messages(task, limit_s)
-    for message in found:
+    said = messages(task, limit_s)
+    for message in said:
         if isinstance(message, Ended):
             failure = {"status": message.status, "error": message.why}
         elif message is not None:
@@ -104,7 +104,7 @@ def in_child(task: Task, limit_s: float) -> list[Row]:
         if message is None or time.perf_counter() - began > limit_s:
             failure = {"status": "timeout", "error": f"no end within {limit_s:.0f} s"}
             break
-    found.close()  # type: ignore[attr-defined]
+    said.close()  # type: ignore[attr-defined]
     if failure is not None:
         stage = f"after {rows[-1]['stage']}" if rows else task.facts["stage"]
         rows.append({**task.facts, "stage": stage, **failure})

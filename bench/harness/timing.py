@@ -82,8 +82,8 @@ def farthest(x: torch.Tensor, right: torch.Tensor, where: torch.Tensor) -> float
 
 def worst(errors: Iterable[float]) -> float:
     """The largest; a NaN, which max() would drop, is larger than any."""
-    found = list(errors)
-    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+    values = list(errors)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def interleaved(

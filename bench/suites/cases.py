@@ -38,10 +38,10 @@ def paths(folder: Path) -> list[Path]:
     Raises:
         FileNotFoundError: there are none.
     """
-    found = [path for path in sorted(folder.glob("*.py")) if path.stem[:6].isdigit()]
-    if not found:
+    files = [path for path in sorted(folder.glob("*.py")) if path.stem[:6].isdigit()]
+    if not files:
         raise FileNotFoundError(f"no cases in {folder} (files such as 151287_name.py); give their folder with --cases")
-    return found
+    return files
 
 
 def _make(path: Path, device: str) -> Built:

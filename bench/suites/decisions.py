@@ -119,15 +119,15 @@ def questions(case_folder: Path | None, census_folder: Path | None) -> Iterator[
 
 def decided(asked: list[Question], console: Console) -> Decisions:
     """All answers. A program that cannot be asked is recorded with the error, so that it cannot drop out unseen."""
-    found: Decisions = {}
+    decisions: Decisions = {}
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal))
         for question in progress.track(asked, description="decided"):
             try:
-                found[question.name] = [site_of(site) for site in question.decide()]
+                decisions[question.name] = [site_of(site) for site in question.decide()]
             except Exception as error:
-                found[question.name] = [{"outcome": "error", "reason": f"{type(error).__name__}: {error}"[:300]}]
-    return found
+                decisions[question.name] = [{"outcome": "error", "reason": f"{type(error).__name__}: {error}"[:300]}]
+    return decisions
 
 
 _WORDING = ("reason",)

@@ -164,10 +164,10 @@ def measured(case: Case, positions: Sequence[int], rounds: int, threads: int) ->
                 row = row_of(f"{case.name}, position {position}", way, taken, 0.0, TOLERANCE[case.dtype])
                 rows.append({**row, "stage": part, **_facts(case, position, took[way]), "took": took[way]})
     decoder.to_float32()
-    found = {key: relative_error(answer, decoder.at(key[0], parts[key[1]])) for key, answer in answers.items()}
+    errors = {key: relative_error(answer, decoder.at(key[0], parts[key[1]])) for key, answer in answers.items()}
     alone = {(row["position"], row["way"]): row["median_us"] for row in rows if row["stage"] == ALONE}
     for row in rows:
-        row["error"] = found[row["position"], row["stage"], row["way"]]
+        row["error"] = errors[row["position"], row["stage"], row["way"]]
         if row["stage"] == STEP:
             row["share"] = alone[row["position"], row["way"]] / row["median_us"]
         yield row

@@ -78,9 +78,9 @@ def load(path: Path) -> ModuleType:
     if not path.is_file() or path.suffix != ".py":
         raise SuiteError(f"no file {path}; give test/inductor/test_fused_attention.py of a PyTorch checkout")
     for module, name, value in RENAMED:
-        found = importlib.import_module(module) if importlib.util.find_spec("expecttest") else None
-        if found is not None and not hasattr(found, name):
-            setattr(found, name, value())
+        installed = importlib.import_module(module) if importlib.util.find_spec("expecttest") else None
+        if installed is not None and not hasattr(installed, name):
+            setattr(installed, name, value())
     try:
         return cases.load(path)
     except ImportError as error:
@@ -125,11 +125,11 @@ def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[
     case: Any = cls.__new__(cls)
     unittest.TestCase.__init__(case)
     static = bool(getattr(case, "use_static_shapes", True))
-    found: list[Form] = []
+    collected: list[Form] = []
 
     def keep(function: Callable[..., Any], inputs: Any, **facts: Any) -> None:
         facts |= {"gradients": torch.is_grad_enabled(), "static": static, "named": named}
-        found.append(Form(_plain(name), len(found) + 1, function, tuple(inputs), **facts))
+        collected.append(Form(_plain(name), len(collected) + 1, function, tuple(inputs), **facts))
 
     def check(function: Callable[..., Any], args1: Any = None, *positional: Any, **asked: Any) -> None:
         if positional:
@@ -161,7 +161,7 @@ def _collect(module: ModuleType, cls: type, name: str, named: bool, forms: list[
         raise
     except Exception as error:  # a form of another device
         others.append(NotRun(_plain(name), static, f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"))
-    forms += found
+    forms += collected
 
 
 @contextmanager

@@ -64,8 +64,8 @@ def _session(path: Path) -> Callable[..., Any]:
     names = [given.name for given in session.get_inputs()]
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
-        found = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
-        return torch.from_numpy(found[0])
+        result = session.run(None, dict(zip(names, (x.numpy() for x in tensors), strict=True)))
+        return torch.from_numpy(result[0])
 
     return run
 

@@ -150,13 +150,13 @@ def _in_float64(form: Form, inputs: Sequence[Any], training: bool) -> Outcome | 
         return run(function, form, leaves(inputs, training, torch.float64), training)
 
 
-def apart(found: Outcome, eager: Outcome, truth: Outcome | None) -> tuple[float, float, str]:
+def apart(result: Outcome, eager: Outcome, truth: Outcome | None) -> tuple[float, float, str]:
     """``(error, eager's error, what is wrong or "")``: an error may be twice eager's and a rounding."""
-    if found.names != eager.names:
-        return float("inf"), 0.0, f"{found.names} where eager gives {eager.names}"
+    if result.names != eager.names:
+        return float("inf"), 0.0, f"{result.names} where eager gives {eager.names}"
     worst, own, wrong = 0.0, 0.0, ""
-    for index, name in enumerate(found.names):
-        got, want = found.values[index], eager.values[index]
+    for index, name in enumerate(result.names):
+        got, want = result.values[index], eager.values[index]
         exact = want if truth is None else truth.values[index]
         if (got.shape, got.dtype) != (want.shape, want.dtype):
             return float("inf"), own, f"{name} is {got.dtype} {tuple(got.shape)} in place of {want.dtype} {want.shape}"
@@ -187,9 +187,9 @@ def check(form: Form, training: bool) -> Row:
                 given = leaves(inputs, training)
                 if not form.static:
                     _mark(given)
-                found = run(compiled, form, given, training)
+                result = run(compiled, form, given, training)
                 eager = run(form.function, form, leaves(inputs, training), training)
-                errors.append(apart(found, eager, _in_float64(form, inputs, training)))
+                errors.append(apart(result, eager, _in_float64(form, inputs, training)))
     except Exception as error:
         row |= {"verdict": RAISED, "reason": why(error, 200)}
         return row
@@ -241,18 +241,18 @@ def refusal(test: str, reason: str) -> Refusal | None:
 
 def merged(rows: Sequence[Row]) -> list[Row]:
     """One line for the settings of a form that went the same way."""
-    found: dict[tuple[str, ...], Row] = {}
+    by_form: dict[tuple[str, ...], Row] = {}
     for row in rows:
         key = (row["form"], row["became"], row["reason"], row["verdict"])
-        if key in found:
-            old = found[key]
+        if key in by_form:
+            old = by_form[key]
             old["settings"] += f", {row['settings']}"
             for name in ("error", "eager"):
                 if name in row:
                     old[name] = max(old.get(name, 0.0), row[name])
         else:
-            found[key] = dict(row)
-    return list(found.values())
+            by_form[key] = dict(row)
+    return list(by_form.values())
 
 
 def main(

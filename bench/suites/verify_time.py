@@ -84,13 +84,13 @@ def main(json_file: Json = None) -> None:
     for site in SITES:
         inputs = site.inputs()
         without, _ = _capture(site, inputs, "off")
-        found, told = _capture(site, inputs, "graph")
+        outcome, told = _capture(site, inputs, "graph")
         rows.append(
             {
                 "site": site.name,
                 "without": without,
-                "median": found,
-                "extra": found - without,
+                "median": outcome,
+                "extra": outcome - without,
                 "error": told.verified_error,
                 "said": told.not_verified or f"{told.target}, verified",
                 "status": "ok",

@@ -212,4 +212,4 @@ _SMALL = (
     Architecture("Swin", _of("SwinModel", "SwinConfig"), _SWIN, _image, "shifted windows, relative bias"),
     Architecture("UNet", _unet, _UNET, _noise, "diffusers UNet2DConditionModel, plain AttnProcessor"),
 )
-ARCHITECTURES: Mapping[str, Architecture] = {found.name: found for found in _SMALL}
+ARCHITECTURES: Mapping[str, Architecture] = {architecture.name: architecture for architecture in _SMALL}

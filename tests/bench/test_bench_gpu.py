@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[2]
 # ---------------------------------------------------------------- a dry run
 
 
-def _parts(found: dict[str, Any]) -> dict[str, Any]:
+def _parts(run: dict[str, Any]) -> dict[str, Any]:
     """The tables of a document by their part's name."""
-    return {table["name"]: table for table in found["tables"] if table["name"]}
+    return {table["name"]: table for table in run["tables"] if table["name"]}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     line = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--json", str(file)]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(file.read_text())
-    return {**found, "parts": _parts(found), "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
+    document: dict[str, Any] = json.loads(file.read_text())
+    return {**document, "parts": _parts(document), "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
 
 
 def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
@@ -270,8 +270,10 @@ def test_a_case_that_was_begun_counts_as_lost_once_the_run_is_over(tmp_path: Pat
     journals[0].add(part="rules", row={"name": "case 0", "verdict": "same"})
     part = _part(name="rules")
     assert console.status(console.document(journals[0], [part])) == 0  # while it runs
-    found = console.document(journals[0], [part], over=True)
-    assert [(row["name"], row.get("lost")) for row in found.tables[1].rows] == [*(("case 0", None), ("case 1", True))]
+    document = console.document(journals[0], [part], over=True)
+    assert [(row["name"], row.get("lost")) for row in document.tables[1].rows] == [
+        *(("case 0", None), ("case 1", True))
+    ]
     assert main(["--collect", "--json", str(tmp_path / "run.json")]) == 2
     assert list(_parts(json.loads((tmp_path / "run.json").read_text()))) == ["rules"]
     journals[1].add(part="rules", begin="case 1")
@@ -304,9 +306,9 @@ def test_the_exit_status_of_a_run_without_a_row() -> None:
 
 def _complete(file: Path) -> dict[str, Any]:
     """The JSON as it lies there: whole, and with a table beside it."""
-    found: dict[str, Any] = json.loads(file.read_text())
-    assert set(found) == {"title", "run", "tables"} and file.with_suffix(".md").read_text().startswith("# One run")
-    return {**found, "parts": _parts(found)}
+    document: dict[str, Any] = json.loads(file.read_text())
+    assert set(document) == {"title", "run", "tables"} and file.with_suffix(".md").read_text().startswith("# One run")
+    return {**document, "parts": _parts(document)}
 
 
 RULES = ["-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--only", "rules"]
@@ -382,9 +384,9 @@ def test_an_unknown_stage_is_refused() -> None:
 
 
 def test_a_toolchain_without_its_parts_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = toolchain.Toolchain("/usr/bin/g++", "", "")
-    assert "cuda.h" in found.missing and "libcuda" in found.missing and "g++" not in found.missing
-    assert toolchain.links_libcuda(found).startswith("not tried")
+    tools = toolchain.Toolchain("/usr/bin/g++", "", "")
+    assert "cuda.h" in tools.missing and "libcuda" in tools.missing and "g++" not in tools.missing
+    assert toolchain.links_libcuda(tools).startswith("not tried")
     (tmp_path / "libcuda.so.1").touch()
     monkeypatch.setenv("LIBRARY_PATH", str(tmp_path))
     monkeypatch.setattr(toolchain, "_LIBRARY_FOLDERS", ())
@@ -549,9 +551,9 @@ def test_aims_name_the_worst_case() -> None:
             {"name": "S2 B2, AOTInductor", "stock_over_pass": 1.5},  # the goal is S4's
         ],
     }
-    found = {a["goal"].split(":")[0].split(",")[0]: a for a in goals.measured(rows, dry=False)}
-    assert found["S4"]["verdict"] == "met"
-    assert found["prefill D128"]["verdict"] == "not met" and "S8192" in found["prefill D128"]["measured"]
-    assert found["decode q1 to 16 from 32k keys on"]["verdict"] == "met"
-    assert found["nothing slower than stock"]["measured"].startswith("0.80 of stock's speed")
-    assert found["every target right"]["verdict"] == "not measured"
+    by_goal = {a["goal"].split(":")[0].split(",")[0]: a for a in goals.measured(rows, dry=False)}
+    assert by_goal["S4"]["verdict"] == "met"
+    assert by_goal["prefill D128"]["verdict"] == "not met" and "S8192" in by_goal["prefill D128"]["measured"]
+    assert by_goal["decode q1 to 16 from 32k keys on"]["verdict"] == "met"
+    assert by_goal["nothing slower than stock"]["measured"].startswith("0.80 of stock's speed")
+    assert by_goal["every target right"]["verdict"] == "not measured"

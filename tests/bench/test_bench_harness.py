@@ -48,10 +48,10 @@ def measured() -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_program_is_measured_in_every_way(measured: list[dict[str, Any]]) -> None:
     assert [r["way"] for r in measured] == [w.EAGER, w.STOCK, w.STOCK_AGAIN, w.PASS]
-    for found in measured:
-        assert found["status"] == "ok" and found["error"] < 1e-6 and found["verdict"] != "WRONG"
-        assert found["p10_us"] <= found["median_us"] <= found["p90_us"]
-        assert found["noise"] >= measure.LEAST_NOISE
+    for row in measured:
+        assert row["status"] == "ok" and row["error"] < 1e-6 and row["verdict"] != "WRONG"
+        assert row["p10_us"] <= row["median_us"] <= row["p90_us"]
+        assert row["noise"] >= measure.LEAST_NOISE
     by_way = {r["way"]: r for r in measured}
     assert by_way[w.STOCK]["over_stock"] == 1.0 and by_way[w.STOCK]["compile_s"] > 0
     assert by_way[w.PASS]["took"] and "took" not in by_way[w.STOCK]
@@ -155,8 +155,8 @@ def ds(): return {{"x": {{0: torch.export.Dim("n", min=2, max=9)}}}}
     (program,) = cases.programs(Setting(folder=str(tmp_path)))
     assert program.name == "000001_fast" and cases.is_packaged(program) and program.by_hand is None
     module, inputs = program.make("cpu")
-    found = torch.compile(module, backend="eager")(*inputs)  # Dynamo finds the case's globals
-    torch.testing.assert_close(found, inputs[0] + 1)
+    result = torch.compile(module, backend="eager")(*inputs)  # Dynamo finds the case's globals
+    torch.testing.assert_close(result, inputs[0] + 1)
     with pytest.raises(FileNotFoundError, match="--cases"):
         cases.paths(tmp_path / "nowhere")
 
@@ -255,13 +255,13 @@ def test_code_of_two_speeds_is_no_faster_by_the_median_alone() -> None:
 
 def test_packages_are_compared_with_the_stock_package() -> None:
     rows = [row(w.STOCK, 10.0), row(w.STOCK_AGAIN, 10.0), row(w.PACKAGE, 100.0), row(w.PACKAGE_AGAIN, 100.0)]
-    found = {r["way"]: r for r in measure.judged([*rows, row(w.PACKAGE_PASS, 50.0)])}
-    assert found[w.PACKAGE_PASS]["over_stock"] == 2.0
+    by_way = {r["way"]: r for r in measure.judged([*rows, row(w.PACKAGE_PASS, 50.0)])}
+    assert by_way[w.PACKAGE_PASS]["over_stock"] == 2.0
 
 
 def test_without_a_second_stock_row_nothing_is_judged() -> None:
-    found = measure.judged([row(w.STOCK, 100.0), row(w.PASS, 10.0)])
-    assert found[1]["verdict"] == "no A/A row" and math.isnan(found[1]["noise"])
+    rows = measure.judged([row(w.STOCK, 100.0), row(w.PASS, 10.0)])
+    assert rows[1]["verdict"] == "no A/A row" and math.isnan(rows[1]["noise"])
 
 
 def test_a_wrong_answer_is_one_without_stock_too() -> None:
@@ -320,8 +320,8 @@ def test_what_is_not_measured_any_more_is_named() -> None:
 def test_what_fails_now_is_a_regression() -> None:
     now = made()
     now.tables[0].rows[2] = {"program": "p", "way": w.PASS, "status": "failed", "error_text": "x"}
-    found = baseline.compare(now, made())
-    assert [r["verdict"] for r in found.rows] == [baseline.FAILED] and baseline.regressed(found)
+    compared = baseline.compare(now, made())
+    assert [r["verdict"] for r in compared.rows] == [baseline.FAILED] and baseline.regressed(compared)
 
 
 def test_another_machine_is_told() -> None:
@@ -358,8 +358,8 @@ def test_programs_are_placed_by_name() -> None:
         return row(way, us) | {"program": name, "flops": 1e6, "bytes": 1e3, "dtype": "float32"}
 
     rows = [at(w.PASS, "b", 1.0), at(w.STOCK, "c", 10.0), at(w.PASS, "c", 2.0)]
-    found = plots.placed([Document("T", {}, [Table("t", STANDARD, rows)])])
-    assert found["t", "c"] == {w.STOCK: (1e3, 100.0), w.PASS: (1e3, 500.0)} and set(found["t", "b"]) == {w.PASS}
+    dots = plots.placed([Document("T", {}, [Table("t", STANDARD, rows)])])
+    assert dots["t", "c"] == {w.STOCK: (1e3, 100.0), w.PASS: (1e3, 500.0)} and set(dots["t", "b"]) == {w.PASS}
 
 
 # ---------------------------------------------------------------- pictures and the page
@@ -370,7 +370,7 @@ def scaling() -> list[dict[str, Any]]:
     for length, speedup in s5.SPEEDUPS.items():
         for way in (w.EAGER, w.STOCK, w.PASS, w.HAND):
             more = {"reported_speedup": speedup} if way == w.PASS else {}
-            found = row(
+            made = row(
                 way,
                 100.0,
                 length=length,
@@ -381,7 +381,7 @@ def scaling() -> list[dict[str, Any]]:
                 dtype="float32",
                 **more,
             )
-            rows.append({**found, "over_stock": 1.5, "verdict": "faster", "noise": 0.03})
+            rows.append({**made, "over_stock": 1.5, "verdict": "faster", "noise": 0.03})
     return rows
 
 

@@ -22,16 +22,16 @@ def test_bytes_by_hand() -> None:
 
 
 def test_the_speed_up_grows_with_the_length_and_is_the_ratio_of_its_parts() -> None:
-    found = list(npu_model.speed_up())
-    assert all(r["speedup"] == pytest.approx(float(r["unfused us"]) / float(r["fused us"])) for r in found)
-    assert float(found[-1]["speedup"]) > float(found[0]["speedup"]) > 1
+    rows = list(npu_model.speed_up())
+    assert all(r["speedup"] == pytest.approx(float(r["unfused us"]) / float(r["fused us"])) for r in rows)
+    assert float(rows[-1]["speedup"]) > float(rows[0]["speedup"]) > 1
 
 
 def test_tiles_of_512_do_not_fit_the_buffer() -> None:
-    found = {r["case"].split(",")[0]: r for r in npu_model.tiles()}
-    assert [r["buffer bytes"] for r in found.values()] == [40960, 81920, 163840, 327680]
-    assert [r["fits"] for r in found.values()] == ["yes", "yes", "yes", "no"]
-    assert found["tile 128"]["steps a head"] == 32 * 32
+    by_case = {r["case"].split(",")[0]: r for r in npu_model.tiles()}
+    assert [r["buffer bytes"] for r in by_case.values()] == [40960, 81920, 163840, 327680]
+    assert [r["fits"] for r in by_case.values()] == ["yes", "yes", "yes", "no"]
+    assert by_case["tile 128"]["steps a head"] == 32 * 32
     assert generations.largest_tile(64) == 409 and generations.fits(409, 64) and not generations.fits(410, 64)
 
 

@@ -88,9 +88,9 @@ def form(suite: Path, name: str, static: bool = True) -> Form:
 
 def test_every_call_is_a_form_with_its_facts(suite: Path) -> None:
     forms, others = forms_of(suite)
-    found = {(f.test, f.number, f.static, f.named) for f in forms}
+    facts = {(f.test, f.number, f.static, f.named) for f in forms}
     calls = [("plain", 1), ("plain_half", 1), ("dropped", 1), ("dropped", 2), ("other_axis", 1)]
-    assert found == {(*c, static, True) for c in calls for static in (True, False)} | {
+    assert facts == {(*c, static, True) for c in calls for static in (True, False)} | {
         ("elsewhere", 1, static, False) for static in (True, False)
     }
     assert [(o.test, o.static) for o in others] == [("skipped", True), ("skipped", False)]

@@ -223,14 +223,14 @@ def test_a_model_that_cannot_be_captured(model_file: Path, monkeypatch: pytest.M
 
 
 def test_the_doctor_names_every_package_and_every_target() -> None:
-    found = json.loads(run("doctor", "--json").stdout)
-    reported = {finding["what"]: finding for findings in found.values() for finding in findings}
+    document = json.loads(run("doctor", "--json").stdout)
+    reported = {finding["what"]: finding for findings in document.values() for finding in findings}
     assert reported["torch"]["found"] == str(torch.__version__)
     assert set(reported) >= {target.name for target in all_targets()}
     assert reported["sdpa"]["found"] == "offers" and "us predicted" in reported["sdpa"]["note"]
     if not torch.cuda.is_available():
         assert reported["flash"]["found"] == "" and "cpu" in reported["flash"]["note"]
-    missing = [finding for finding in found["packages"] if not finding["found"]]
+    missing = [finding for finding in document["packages"] if not finding["found"]]
     assert all("pip install" in finding["note"] for finding in missing)
     printed = run("doctor").stdout
     assert "packages" in printed and "on cpu" in printed and "flash-attn" in printed

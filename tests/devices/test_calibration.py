@@ -74,8 +74,8 @@ def test_the_cpu_of_this_machine_is_decided_for_as_it_was_measured() -> None:
 
     def outcome() -> str:
         with torch.no_grad():
-            found = attn_pass.explain(attention, torch.randn(2, 4, 128, 64), attn_pass_options={"targets": ("sdpa",)})
-        return found.sites[0].outcome
+            report = attn_pass.explain(attention, torch.randn(2, 4, 128, 64), attn_pass_options={"targets": ("sdpa",)})
+        return report.sites[0].outcome
 
     assert device_for(torch.device("cpu")) == cpu()
     assert outcome() == "rewritten"
@@ -92,8 +92,8 @@ def test_a_gpu_that_is_here_is_decided_for_as_it_was_measured(monkeypatch: pytes
     bare = cuda_facts.cuda_here()
     assert device_for(torch.device("cuda")) == bare
     calibration_store.save(Calibration(facts(bare), shares={"cudnn": {"prefill": 0.9}}))
-    found = device_for(torch.device("cuda"))
-    assert found.is_calibrated and found.knows("cudnn") and found.shares["cudnn"].prefill == 0.9
+    here = device_for(torch.device("cuda"))
+    assert here.is_calibrated and here.knows("cudnn") and here.shares["cudnn"].prefill == 0.9
     assert not device_for(torch.device("cpu"), "H100").is_calibrated  # asked for by name, it need not be this one
 
 
@@ -169,9 +169,9 @@ def test_a_fitted_share_predicts_what_was_measured(name: str) -> None:
     for times in (0.9, 1.7):
         measured = times * predict(H100)
         fit = fitted(H100, kernel, share, predict, measured)
-        found = with_calibration(H100, Calibration(facts(H100), shares={kernel: {share: fit}}))
-        assert predict(found) == pytest.approx(measured, rel=1e-3)
-        assert asdict(found.shares[kernel])[share] != asdict(H100.shares[kernel])[share]
+        device = with_calibration(H100, Calibration(facts(H100), shares={kernel: {share: fit}}))
+        assert predict(device) == pytest.approx(measured, rel=1e-3)
+        assert asdict(device.shares[kernel])[share] != asdict(H100.shares[kernel])[share]
 
 
 def test_a_time_no_share_explains_gives_the_end_of_the_range() -> None:

@@ -23,8 +23,8 @@ def _us(probe: Probe, times: float = 1.0) -> float:
 
 
 def _calibrated(times: float) -> Calibration:
-    found = [(p, Reading(_us(p, times if p.work else 1 / times), 0.0)) for p in PROBES]
-    return Calibration(facts(DEVICE), **fitted(found))
+    readings = [(p, Reading(_us(p, times if p.work else 1 / times), 0.0)) for p in PROBES]
+    return Calibration(facts(DEVICE), **fitted(readings))
 
 
 def test_on_the_machine_of_the_fit_a_calibration_changes_nothing() -> None:

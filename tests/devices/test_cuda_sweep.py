@@ -51,11 +51,11 @@ def _readings(device: Device) -> cuda.Readings:
         "op_us": device.op_us,
         "fused_op_us": device.fused_op_us,
     }
-    found = cuda.Readings(plain={name: Reading(value, 0.01) for name, value in us.items()})
+    readings = cuda.Readings(plain={name: Reading(value, 0.01) for name, value in us.items()})
     for point in cuda.attention_points(device):
-        found.attention[point] = Reading(point.predicted_us(device), 0.01)
-    found.plans_us = [25_000.0, 31_000.0, 28_000.0]
-    return found
+        readings.attention[point] = Reading(point.predicted_us(device), 0.01)
+    readings.plans_us = [25_000.0, 31_000.0, 28_000.0]
+    return readings
 
 
 def test_the_fit_finds_the_rates_and_the_shares_that_made_the_readings() -> None:
@@ -72,18 +72,18 @@ def test_the_fit_finds_the_rates_and_the_shares_that_made_the_readings() -> None
 
 
 def test_what_failed_leaves_the_catalogues_number() -> None:
-    found = _readings(TRUE)
-    found.attention = {p: r for p, r in found.attention.items() if p.kernel != "efficient"}
-    del found.plain["memory_gbytes"]
-    device = with_calibration(H100, cuda.fitted(H100, found))
+    readings = _readings(TRUE)
+    readings.attention = {p: r for p, r in readings.attention.items() if p.kernel != "efficient"}
+    del readings.plain["memory_gbytes"]
+    device = with_calibration(H100, cuda.fitted(H100, readings))
     assert device.shares["efficient"] == H100.shares["efficient"] and not device.knows("efficient")
     assert device.memory_gbytes == H100.memory_gbytes
 
 
 def test_a_reading_that_no_share_explains_is_left_out() -> None:
-    found = _readings(TRUE)
-    found.attention = {p: Reading(r.us * 1e4, 0.0) for p, r in found.attention.items() if p.q_len > 64}
-    assert cuda.fitted(H100, found).shares == {}
+    readings = _readings(TRUE)
+    readings.attention = {p: Reading(r.us * 1e4, 0.0) for p, r in readings.attention.items() if p.q_len > 64}
+    assert cuda.fitted(H100, readings).shares == {}
 
 
 def _tiny(point: Point) -> Point:
@@ -134,13 +134,13 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(small: list[Point], m
 
     monkeypatch.setattr(points, "call", call)
     heard: list[str] = []
-    found = cuda.sweep(replace(H100, cache_bytes=1 << 12), CPU, 60.0, lambda name, _: heard.append(name))
-    assert {p.kernel for p in found.attention} == {"flash", "efficient"}
-    assert found.failed[small[0].name] == "RuntimeError: no valid execution plans built"
-    assert heard == [*found.plain, *(p.name for p in found.attention)]
-    assert found.spread > 0
+    swept = cuda.sweep(replace(H100, cache_bytes=1 << 12), CPU, 60.0, lambda name, _: heard.append(name))
+    assert {p.kernel for p in swept.attention} == {"flash", "efficient"}
+    assert swept.failed[small[0].name] == "RuntimeError: no valid execution plans built"
+    assert heard == [*swept.plain, *(p.name for p in swept.attention)]
+    assert swept.spread > 0
 
 
 def test_a_sweep_whose_time_is_over_says_so(small: list[Point]) -> None:
-    found = cuda.sweep(replace(H100, cache_bytes=1 << 12), CPU, 0.0, lambda *_: None)
-    assert not found.attention and found.failed["the rest"] == "0 s were over"
+    swept = cuda.sweep(replace(H100, cache_bytes=1 << 12), CPU, 0.0, lambda *_: None)
+    assert not swept.attention and swept.failed["the rest"] == "0 s were over"

@@ -56,10 +56,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     named = set(torch._C._CudaDeviceProperties.__dict__) if hasattr(torch._C, "_CudaDeviceProperties") else None
 
     def here(name: str, capability: tuple[int, int], cores: int, **more: int) -> Device:
-        found = dict(name=name, major=capability[0], minor=capability[1], multi_processor_count=cores, **more)
-        assert named is None or set(found) <= named
+        properties = dict(name=name, major=capability[0], minor=capability[1], multi_processor_count=cores, **more)
+        assert named is None or set(properties) <= named
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties(**found))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: Properties(**properties))
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
         return device_for(torch.device("cuda"))
@@ -86,8 +86,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     ],
 )
 def test_names_are_whole_words(name: str, row: str | None) -> None:
-    found = cuda_facts._named(name)
-    assert (None if found is None else found.name) == row
+    device = cuda_facts._named(name)
+    assert (None if device is None else device.name) == row
 
 
 def test_a_gpu_the_catalogue_lacks_is_like_one_of_its_kind(gpu: Gpu) -> None:
@@ -189,8 +189,8 @@ def test_ascend_devices_by_name_and_family(name: str, family: str) -> None:
 
 def test_the_runtime_s_name_of_the_first_generation_is_not_the_catalogue_s() -> None:
     """ "Ascend910B" is the A2 to people, and to the runtime a variant of the first generation."""
-    found = generations.generation_of("Ascend910B")
-    assert found is not None and found.name == "910"
+    generation = generations.generation_of("Ascend910B")
+    assert generation is not None and generation.name == "910"
     assert generations.generation_of("Ascend999") is None
 
 

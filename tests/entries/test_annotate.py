@@ -121,8 +121,8 @@ def test_packages_keep_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     inputs = qkv()
     path = attn_pass.aot_compile(Annotated(), inputs, package_path=tmp_path / "model.pt2")
     assert became(attn_pass.package_report(path)) == EXPECTED
-    found = torch._inductor.aoti_load_package(path)(*inputs)
-    for ours, eager in zip(found, annotated(*inputs)):
+    result = torch._inductor.aoti_load_package(path)(*inputs)
+    for ours, eager in zip(result, annotated(*inputs)):
         torch.testing.assert_close(ours, eager)
 
 

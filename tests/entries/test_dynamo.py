@@ -388,7 +388,7 @@ def test_dynamic_shapes_compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_thread_records_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(monkeypatch, toy.capped())
-    found: dict[int, int] = {}
+    by_thread: dict[int, int] = {}
 
     def work(sites: int) -> None:
         def several(x: torch.Tensor) -> torch.Tensor:
@@ -398,14 +398,14 @@ def test_each_thread_records_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
         with attn_pass.record() as report:
             torch.compile(several, backend=attn_pass.wrap("eager"))(above_six())
-        found[sites] = len(report.sites)
+        by_thread[sites] = len(report.sites)
 
     threads = [threading.Thread(target=work, args=(sites,)) for sites in (1, 2, 3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {1: 1, 2: 2, 3: 3}
+    assert by_thread == {1: 1, 2: 2, 3: 3}
 
 
 # ---- the copy that is kept ----

@@ -222,10 +222,12 @@ def test_with_on_error_raise_the_engines_error_is_raised_unchanged(monkeypatch: 
 
 def test_threads_explain_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     toy.use(monkeypatch, toy.left())
-    model, found = Model(), []
-    threads = [threading.Thread(target=lambda: found.append(len(attn_pass.explain(model, ones()).sites))) for _ in "ab"]
+    model, reports = Model(), []
+    threads = [
+        threading.Thread(target=lambda: reports.append(len(attn_pass.explain(model, ones()).sites))) for _ in "ab"
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [1, 1]
+    assert reports == [1, 1]

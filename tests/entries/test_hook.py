@@ -163,11 +163,11 @@ def test_uninstall_keeps_a_pass_that_came_after() -> None:
 def test_install_is_for_this_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's configuration is per thread since torch 2.13: a thread that is started has none of it."""
     attn_pass.install()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(len(ours())))
+    sites: list[int] = []
+    thread = threading.Thread(target=lambda: sites.append(len(ours())))
     thread.start()
     thread.join()
-    assert found == [0] and len(ours()) == 1
+    assert sites == [0] and len(ours()) == 1
 
 
 def test_lite_mode_skips_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,10 +85,10 @@ def update(loaded: Any, model: nn.Module) -> None:
     loaded.load_constants({n: named[n] for n in loaded.get_constant_fqns() if n in named}, check_full_update=False)
 
 
-def close(found: Tensor, model: nn.Module) -> None:
+def close(result: Tensor, model: nn.Module) -> None:
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(X.double())
-    torch.testing.assert_close(found.double(), exact, atol=3e-5, rtol=1e-5)
+    torch.testing.assert_close(result.double(), exact, atol=3e-5, rtol=1e-5)
 
 
 def test_weights_are_updated_as_in_a_stock_package(tmp_path: Path) -> None:

@@ -122,17 +122,17 @@ class Program:
     def inputs(self) -> dict[str, torch.Tensor]:
         """Every input by its name, in the order the function takes them."""
         make = torch.Generator().manual_seed(self.seed)
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for (name, shape), layout in zip(self.shapes.items(), self.layouts):
-            found[name] = torch.randn(LAYOUTS[layout].stored(shape), generator=make).to(self.dtype)
+            tensors[name] = torch.randn(LAYOUTS[layout].stored(shape), generator=make).to(self.dtype)
         for name, step, row in self.steps():
             if row.takes:
-                found[name] = self._input(row.takes, step.ones, make, name)
+                tensors[name] = self._input(row.takes, step.ones, make, name)
             if row.masks and step.mask is not None:
                 for path, leaf in step.mask.leaves():
                     if LEAVES[leaf.name].takes:
-                        found[f"{name}_mask{path}"] = self._input(LEAVES[leaf.name].takes, step.ones, make, name)
-        return found
+                        tensors[f"{name}_mask{path}"] = self._input(LEAVES[leaf.name].takes, step.ones, make, name)
+        return tensors
 
     def _input(self, kind: str, ones: tuple[bool, ...], make: torch.Generator, place: str) -> torch.Tensor:
         lead, l, s = self.lead, self.q_len, self.kv_len

@@ -288,13 +288,13 @@ def _laid(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _copies(inputs: Sequence[torch.Tensor], grad: bool = False, wide: bool = False) -> list[torch.Tensor]:
     """New tensors that lie in memory as the inputs do, offset included."""
-    found = []
+    copies = []
     for x in inputs:
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).clone()
         whole = whole.double() if wide and x.is_floating_point() else whole
         new = whole.as_strided(x.shape, x.stride(), x.storage_offset())
-        found.append(new.detach().requires_grad_(grad and new.is_floating_point()))
-    return found
+        copies.append(new.detach().requires_grad_(grad and new.is_floating_point()))
+    return copies
 
 
 def _eager(case: Case, inputs: list[torch.Tensor]) -> Ran:
@@ -340,18 +340,18 @@ def _compare(
     code: str,
 ) -> None:
     try:
-        found = _run(run, inputs, case.grad)
+        result = _run(run, inputs, case.grad)
     except Exception as error:
         text = f"what was rewritten raised {type(error).__name__}: {error}"
         raise Wrong(_told(case, inputs, report, code, text)) from error
-    if not _all_faults(case, found, expected, truth, ()):
+    if not _all_faults(case, result, expected, truth, ()):
         return
     assumed = any(FINITE_KEYS in site.assumptions for site in report.sites)
     if assumed and any(step.row == "last is no number" for step in case.program.key):
         return
     # Of few numbers eager's largest error may be luck: what do inputs that are off by one rounding give?
     rounded = [] if case.program.is_random else _rounded(case, inputs)
-    faults = _all_faults(case, found, expected, truth, rounded)
+    faults = _all_faults(case, result, expected, truth, rounded)
     if faults:
         raise Wrong(_told(case, inputs, report, code, "\n".join(faults)))
 
@@ -382,7 +382,7 @@ _UNITS_OF_GRADIENTS = 4  # torch's fused backward is worse than eager's where sc
 _HALVES_GRADIENTS = "mask: max"  # of ties, in a fully masked row: a known gap (docs/numerics.md)
 
 
-def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequence[Ran]) -> list[str]:
+def _all_faults(case: Case, ran: Ran, expected: Ran, truth: Ran, rounded: Sequence[Ran]) -> list[str]:
     faults = []
     # A number that a fill is multiplied by has a gradient times the fill, and what is rounded away of it as well.
     names, without = list(case.program.inputs), _without_gradient(case)
@@ -399,7 +399,7 @@ def _all_faults(case: Case, found: Ran, expected: Ran, truth: Ran, rounded: Sequ
     for what in ("results", "gradients", "inputs"):
         if what == "gradients" and _HALVES_GRADIENTS in {step.row for _, step, _ in case.program.steps()}:
             continue
-        ours, theirs, exact = (getattr(r, what) for r in (found, expected, truth))
+        ours, theirs, exact = (getattr(r, what) for r in (ran, expected, truth))
         near = [getattr(r, what) for r in rounded]
         if len(ours) != len(theirs):
             faults.append(f"{len(ours)} {what}, eager has {len(theirs)}")
@@ -444,27 +444,27 @@ def _without_gradient(case: Case) -> set[str]:
 
 
 def _fault(
-    found: Any, eager: Any, exact: Any, dtype: torch.dtype, rounded: Sequence[Any], least: float, units: int
+    result: Any, eager: Any, exact: Any, dtype: torch.dtype, rounded: Sequence[Any], least: float, units: int
 ) -> str:
     """The numerics contract: twice eager's error against float64, or the type's unit (`against_eager`)."""
-    if found is None and eager is not None and not bool(eager.count_nonzero()):
+    if result is None and eager is not None and not bool(eager.count_nonzero()):
         return ""  # nothing that is computed depends on it: eager adds up zeros, the rewritten program has no use of it
-    if (found is None) != (eager is None):
+    if (result is None) != (eager is None):
         return "a gradient that eager has not" if eager is None else "no gradient, eager has one"
-    if found is None:
+    if result is None:
         return ""
-    if (found.dtype, found.shape) != (eager.dtype, eager.shape):
-        return f"{found.dtype} {tuple(found.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
+    if (result.dtype, result.shape) != (eager.dtype, eager.shape):
+        return f"{result.dtype} {tuple(result.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
     if not eager.is_floating_point():
-        return "" if torch.equal(found, eager) else "other integers"
+        return "" if torch.equal(result, eager) else "other integers"
     defined = torch.isfinite(eager)
     if not defined.any():
         return ""
-    if not torch.isfinite(found[defined]).all():
+    if not torch.isfinite(result[defined]).all():
         return "not finite where eager is"
     size = max(least, float(eager[defined].abs().max()))
     unit = units * max(UNIT[eager.dtype], UNIT[dtype]) * size
-    theirs, ours = ((t.double() - exact.double()).abs().nan_to_num(nan=float("inf")) for t in (eager, found))
+    theirs, ours = ((t.double() - exact.double()).abs().nan_to_num(nan=float("inf")) for t in (eager, result))
     good = defined & (theirs <= _ILL * unit)
     if 2 * good.sum() < defined.sum():
         return ""  # all of it is what eager's rounding left

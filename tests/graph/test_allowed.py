@@ -105,8 +105,8 @@ def graph_after(program: Program, *inputs: Any) -> tuple[str, str, attn_pass.Rep
     torch._dynamo.reset()
     expected = program(*inputs)
     with attn_pass.record() as report:
-        found = torch.compile(program, backend=backend)(*inputs)
-    torch.testing.assert_close(found, expected)
+        out = torch.compile(program, backend=backend)(*inputs)
+    torch.testing.assert_close(out, expected)
     return seen[0], seen[1], report
 
 
@@ -268,8 +268,8 @@ def test_functions_with_side_effects_are_not_expanded(name: str) -> None:
 
     def program(x: Tensor) -> Any:
         y = x * 2
-        found = function(y)
-        return (y.sum(), *(found if isinstance(found, tuple) else (found,)))
+        result = function(y)
+        return (y.sum(), *(result if isinstance(result, tuple) else (result,)))
 
     gm = dynamo_graph(program, randn(3, 4, grad=name not in OF_INFERENCE))
     before = gm.print_readable(print_output=False)

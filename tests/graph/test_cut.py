@@ -54,9 +54,9 @@ def check(program: Callable[..., Any], inputs: Sequence[Any], result: str, sourc
     part = cut_of(gm, node, begin)
     run = Values(gm)
     run.run(*[x.clone() for x in inputs])
-    (found,) = part.original(*(run.given[n].clone() for n in part.nodes))
-    torch.testing.assert_close(found, run.given[node], rtol=0, atol=0)
-    assert part.shape == tuple(found.shape)
+    (computed,) = part.original(*(run.given[n].clone() for n in part.nodes))
+    torch.testing.assert_close(computed, run.given[node], rtol=0, atol=0)
+    assert part.shape == tuple(computed.shape)
     return part
 
 

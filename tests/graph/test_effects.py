@@ -408,9 +408,9 @@ def test_embedding_with_a_maximal_norm_writes_its_weight() -> None:
 
 def test_functions_that_write_several_arguments() -> None:
     graph = Graph()
-    x, found, scale = (graph.placeholder(name) for name in ("x", "found", "scale"))
-    graph.call_function(torch._amp_foreach_non_finite_check_and_unscale_, ([x], found, scale))
-    graph.output((x, found))
+    x, out, scale = (graph.placeholder(name) for name in ("x", "found", "scale"))
+    graph.call_function(torch._amp_foreach_non_finite_check_and_unscale_, ([x], out, scale))
+    graph.output((x, out))
     gm = GraphModule(torch.nn.Module(), graph)
     assert witness(gm, [torch.tensor([1.0, float("inf")]), torch.zeros(1), torch.full((1,), 0.5)]) == 2
     assert {m.target for n in gm.graph.nodes for m in Effects(gm.graph).mutations(n)} == set(gm.graph.nodes) - {

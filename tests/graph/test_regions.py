@@ -237,8 +237,8 @@ def test_unknown_switches_are_regions_of_their_own() -> None:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cuda.enable_flash_sdp(True)
     regions = captured.regions()
-    found = {regions.of(captured.named(name)) for name in ("a", "b", "matmul_2")}
-    assert len(found) == 3
+    states = {regions.of(captured.named(name)) for name in ("a", "b", "matmul_2")}
+    assert len(states) == 3
     assert "set_float32_matmul_precision('high',)" in regions.of(captured.named("b")).describe()
 
 
@@ -316,23 +316,23 @@ def test_bodies_of_exported_blocks_start_in_the_state_of_the_block() -> None:
         return y, z, w
 
     gm = _exported(f, torch.randn(4, 4, requires_grad=True))
-    found: dict[str, Region] = {}
+    by_call: dict[str, Region] = {}
 
     def visit(module: GraphModule, outer: Region) -> None:
         regions = Regions(module.graph, outer)
         for node in module.graph.nodes:
             if node.op == "call_function" and "aten" in str(node.target):
-                found[node.name] = regions.of(node)
+                by_call[node.name] = regions.of(node)
         for body in bodies(module):
             (call,) = body.calls
             visit(body.module, region_of_body(call.node, regions.of(call.node)))
 
     visit(gm, Region())
-    first, second, third = found["matmul"], found["matmul_1"], found["matmul_2"]
+    first, second, third = by_call["matmul"], by_call["matmul_1"], by_call["matmul_2"]
     assert (first.autocast_dtype("cpu"), first.grad_enabled) == (torch.bfloat16, False)
     assert (second.autocast_dtype("cpu"), second.grad_enabled) == (torch.bfloat16, None)
     assert (third.autocast_dtype("cpu"), third.grad_enabled) == (None, None)
-    assert found["softmax"] == second
+    assert by_call["softmax"] == second
     assert third.describe() == "autocast off"
     assert first.describe() == "autocast(cpu, bfloat16), gradients off"
 

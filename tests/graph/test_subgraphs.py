@@ -52,10 +52,10 @@ def check_alignment(body: Body) -> None:
 
 
 def kinds(gm: GraphModule) -> list[str]:
-    found = bodies(gm)
-    for body in found:
+    inner = bodies(gm)
+    for body in inner:
         check_alignment(body)
-    return [body.kind for body in found]
+    return [body.kind for body in inner]
 
 
 # ---------------------------------------------------------------- Dynamo graphs

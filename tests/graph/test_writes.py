@@ -164,8 +164,8 @@ X, Y = Placeholder("x"), Placeholder("y")
 def test_what_an_operator_writes(
     target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[tuple[str, bool, bool]]
 ) -> None:
-    found = call_writes(node_of(target, *args, **kwargs))
-    assert [(w.target.name, w.whole, w.rebinds) for w in found] == expected
+    writes = call_writes(node_of(target, *args, **kwargs))
+    assert [(w.target.name, w.whole, w.rebinds) for w in writes] == expected
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def flash_attn_func(x: Tensor, y: Tensor) -> Tensor:
 
 
 def test_a_function_from_elsewhere_may_write_all_it_gets() -> None:
-    found = call_writes(node_of(from_elsewhere, X, Y))
-    assert [(w.target.name, w.whole) for w in found] == [("x", False), ("y", False)]
+    writes = call_writes(node_of(from_elsewhere, X, Y))
+    assert [(w.target.name, w.whole) for w in writes] == [("x", False), ("y", False)]
     assert traits_of("call_function", from_elsewhere).unknown and not traits_of("call_function", from_elsewhere).pure
     assert not call_writes(node_of(flash_attn_func, X, Y)), "attention functions are known to read only"
 

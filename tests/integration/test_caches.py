@@ -59,12 +59,12 @@ def in_process(folder: Path, *runs: tuple[str, dict[str, Any]], source: Path | N
     command = [sys.executable, str(script), json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    document: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return document
 
 
-def sites(found: dict[str, Any]) -> list[tuple[Any, ...]]:
-    reported = json.loads(found["report"])
+def sites(run: dict[str, Any]) -> list[tuple[Any, ...]]:
+    reported = json.loads(run["report"])
     return [(s["outcome"], s["target"], s["reason"], s["mask"], s["predicted_us"]) for s in reported["sites"]]
 
 

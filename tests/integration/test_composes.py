@@ -52,21 +52,21 @@ class Checkpointed(Stack):
 
 def steps(model: nn.Module, run: Callable[[Tensor], Tensor], count: int = 2) -> list[Tensor]:
     """Results and gradients of a few training steps."""
-    found = []
+    tensors = []
     for number in range(count):
         x = randn(2, 7, 32, seed=number).requires_grad_()
         out = run(x)
         out.square().mean().backward()
-        found += [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        tensors += [out.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         model.zero_grad()
-    return found
+    return tensors
 
 
 def same_steps(model: nn.Module, run: Callable[[Tensor], Tensor]) -> attn_pass.Report:
     wanted = steps(model, model)
     with attn_pass.record() as report:
-        found = steps(model, run)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        results = steps(model, run)
+    torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
     return report
 
 
@@ -89,8 +89,8 @@ def test_regions_compiled_alone_share_one_compile() -> None:
     whole = Stack()
     wanted = steps(whole, whole)
     with attn_pass.record() as report:
-        found = steps(model, model)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        results = steps(model, model)
+    torch.testing.assert_close(results, wanted, rtol=1e-4, atol=1e-5)
     assert len(report.rewritten) == len(report.sites) == 1
 
 
@@ -132,9 +132,9 @@ def test_autocast(around: bool) -> None:
     compiled = torch.compile(program, backend=backend)
     x = randn(2, 7, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around), attn_pass.record() as report:
-        found, wanted = compiled(x), program(x)
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
-    assert found.dtype == wanted.dtype and len(report.sites) == 1 and report.sites[0].outcome == "rewritten"
+        result, wanted = compiled(x), program(x)
+    torch.testing.assert_close(result, wanted, rtol=0.05, atol=0.05)
+    assert result.dtype == wanted.dtype and len(report.sites) == 1 and report.sites[0].outcome == "rewritten"
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_other_peoples_passes_keep_running(monkeypatch: pytest.MonkeyPatch) -> N
 
     with config.patch({slot: Noted(slot) for slot in slots} | {"fx_graph_cache": False}), attn_pass.record() as report:
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            found = torch.compile(attend, backend=attn_pass.backend, options={"choose": "fused"})(*inputs)
+            result = torch.compile(attend, backend=attn_pass.backend, options={"choose": "fused"})(*inputs)
         assert all(getattr(config, slot).name == slot for slot in slots)
-    torch.testing.assert_close(found, attend(*inputs))
+    torch.testing.assert_close(result, attend(*inputs))
     assert set(ran) == set(slots) and len(report.rewritten) == 1

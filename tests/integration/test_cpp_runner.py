@@ -144,10 +144,10 @@ def test_the_numbers_are_eager_s(program: Path, packages: dict[str, Path], tmp_p
     for name, path in packages.items():
         model = CASES[name][0].double()
         for number, at in enumerate((1, 3)):
-            (found,) = torch.load(tmp_path / f"{path.stem}_{number}_out.pt", weights_only=False)
+            (loaded,) = torch.load(tmp_path / f"{path.stem}_{number}_out.pt", weights_only=False)
             with torch.no_grad():
                 want = model(*(x.double() for x in CASES[name][at]))  # type: ignore[union-attr]
-            torch.testing.assert_close(found.double(), want, atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(loaded.double(), want, atol=2e-5, rtol=2e-5)
 
 
 def test_it_prints_what_was_done(program: Path, packages: dict[str, Path]) -> None:

@@ -39,9 +39,9 @@ OPTIONS = {"device": "H200", "choose": "first", "targets": ("decode", "flash", "
 NO_DECODE = {**OPTIONS, "targets": ("flash", "efficient")}
 
 
-def close(found: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+def close(result: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
     want = Mixed()(*(x.double() if x.is_floating_point() else x for x in values))
-    for a, b in zip(found, want):
+    for a, b in zip(result, want):
         torch.testing.assert_close(a.double(), b, atol=2e-2, rtol=2e-2)
 
 
@@ -78,9 +78,9 @@ def test_exported_programs_take_any_number_of_keys() -> None:
         Mixed(), inputs(), dynamic_shapes={"q": None, "k": at, "v": at, "keep": {3: keys}, "few": None}
     )
     attn_pass.rewrite(exported, **NO_DECODE)
-    found = names(exported.graph)
-    assert any("_flash_attention_forward" in n for n in found)
-    assert any("_efficient_attention" in n for n in found)
+    targets = names(exported.graph)
+    assert any("_flash_attention_forward" in n for n in targets)
+    assert any("_efficient_attention" in n for n in targets)
     for length in (40, 41, 9, 333):
         close(exported.module()(*inputs(length)), inputs(length))
 

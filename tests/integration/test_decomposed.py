@@ -127,11 +127,11 @@ def exported_form(form: str, dynamic: bool) -> ExportedProgram:
 
 def same(program: ExportedProgram, function: Function, inputs: tuple[Tensor, ...]) -> None:
     """As near to float64 as eager is, or half a unit in the last place."""
-    found, eager = program.module()(*inputs), function(*inputs)
+    result, eager = program.module()(*inputs), function(*inputs)
     exact = function(*(x.double() if x.is_floating_point() else x for x in inputs))
-    assert (found.dtype, found.shape) == (eager.dtype, eager.shape)
-    unit = 1e-5 if found.dtype == torch.float32 else 2**-9 * float(exact.abs().max())
-    errors = [float((x.double() - exact).abs().max()) for x in (found, eager)]
+    assert (result.dtype, result.shape) == (eager.dtype, eager.shape)
+    unit = 1e-5 if result.dtype == torch.float32 else 2**-9 * float(exact.abs().max())
+    errors = [float((x.double() - exact).abs().max()) for x in (result, eager)]
     assert errors[0] <= 2 * errors[1] + unit, errors
 
 

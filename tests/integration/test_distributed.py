@@ -200,8 +200,8 @@ def test_context_parallel_regions(fn: Callable[..., Tensor], reason: str, one_pr
         buffer = torch.zeros(1, 8)
         region = context_parallel(one_process, buffers=[buffer], buffer_seq_dims=[1]) if inside else nullcontext()
         with region, attn_pass.record() as report:
-            found = torch.compile(fn, backend=backend)(*inputs)
-        torch.testing.assert_close(found, fn(*inputs))
+            result = torch.compile(fn, backend=backend)(*inputs)
+        torch.testing.assert_close(result, fn(*inputs))
         (site,) = report.sites
         assert site.outcome == ("left" if inside else "rewritten"), site.reason
         assert not inside or (site.reason.startswith("context parallelism is active") and reason in site.reason)

@@ -36,8 +36,8 @@ def compiled_with(**options: Any) -> tuple[attn_pass.Report, list[warnings.Warni
     backend = attn_pass.wrap("aot_eager", choose="fused", **options)
     with attn_pass.record() as report, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = torch.compile(two_sites, backend=backend)(*inputs)
-    torch.testing.assert_close(found, two_sites(*inputs))
+        result = torch.compile(two_sites, backend=backend)(*inputs)
+    torch.testing.assert_close(result, two_sites(*inputs))
     return report, [w for w in caught if issubclass(w.category, AttnPassWarning)]
 
 
@@ -179,8 +179,8 @@ def test_a_worker_that_fails(worker: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     inputs = qkv(2, 3, 9, 9, 8)
     with attn_pass.record() as report, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", AttnPassWarning)
-        found = torch.compile(two_sites, backend=attn_pass.wrap("aot_eager", tune=True))(*inputs)
-    torch.testing.assert_close(found, two_sites(*inputs))
+        result = torch.compile(two_sites, backend=attn_pass.wrap("aot_eager", tune=True))(*inputs)
+    torch.testing.assert_close(result, two_sites(*inputs))
     assert len(report.sites) == 2 and all(
         "the prediction decides" in s.reason and words in s.reason for s in report.sites
     )
@@ -221,9 +221,9 @@ def test_many_writers_leave_a_whole_record(monkeypatch: pytest.MonkeyPatch, tmp_
     def write(number: int) -> None:
         for turn in range(60):
             disk_cache.save("key", {"writer": number, "turn": turn, "filling": "x" * 4000})
-            found = disk_cache.load("key")
-            if found is None or len(found["filling"]) != 4000:
-                wrong.append(found)
+            entry = disk_cache.load("key")
+            if entry is None or len(entry["filling"]) != 4000:
+                wrong.append(entry)
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(6)]
     for thread in threads:
@@ -307,8 +307,8 @@ def test_empty_calls_are_left_in_peace(shape: tuple[int, ...]) -> None:
     torch._dynamo.reset()
     backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
     with attn_pass.record() as report:
-        found = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend=backend)(x, x, x)
-    assert found.shape == shape and [s.outcome for s in report.sites] == ["left"]
+        result = torch.compile(torch.nn.functional.scaled_dot_product_attention, backend=backend)(x, x, x)
+    assert result.shape == shape and [s.outcome for s in report.sites] == ["left"]
 
 
 def test_strides_that_cannot_be_kept_are_a_reason() -> None:

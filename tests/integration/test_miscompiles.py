@@ -83,9 +83,9 @@ def values(function: Callable[..., Any], inputs: list[Any], grad: bool) -> list[
     return [out.detach(), *torch.autograd.grad(out.sin().sum(), leaves)]
 
 
-def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def difference(results: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     """What is wrong, in words; "" where nothing is."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         if a.shape != b.shape:
             return f"{tuple(a.shape)} in place of {tuple(b.shape)}"
         error = float((a - b).abs().max())
@@ -123,9 +123,9 @@ def test_the_shield_stops_inductors_patterns(
     torch._dynamo.reset()
     counters.clear()
     with attn_pass.record() as report:
-        found = values(torch.compile(program.function, backend=attn_pass.backend, options=LEAVE), inputs, grad)
+        outcome = values(torch.compile(program.function, backend=attn_pass.backend, options=LEAVE), inputs, grad)
     assert not report.rewritten
-    assert difference(found, values(program.function, inputs, grad)) == ""
+    assert difference(outcome, values(program.function, inputs, grad)) == ""
     assert counters["inductor"]["fuse_attention"] == 0
 
 
@@ -142,13 +142,13 @@ def test_without_the_shield_a_site_that_was_left_is_what_stock_makes_of_it(monke
 # ---- compiled ----
 
 
-def right(program: Program, dtype: torch.dtype, found: torch.Tensor) -> bool:
+def right(program: Program, dtype: torch.dtype, result: torch.Tensor) -> bool:
     inputs = given(program, dtype)
     exact = program.reference if callable(program.reference) else program.function
     truth = exact(*(x.double() if x.is_floating_point() else x for x in inputs))
     own = float((program.function(*inputs).double() - truth).abs().max())
     unit = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
-    return bool((found.double() - truth).abs().max() <= 2 * own + unit * float(truth.abs().max()))
+    return bool((result.double() - truth).abs().max() <= 2 * own + unit * float(truth.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def right(program: Program, dtype: torch.dtype, found: torch.Tensor) -> bool:
 def test_compiled_by_inductor(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     program = PROGRAMS[name]
     with torch.no_grad():
-        found = torch.compile(program.function, backend=attn_pass.backend, options=options)(*given(program, dtype))
-    assert right(program, dtype, found)
+        result = torch.compile(program.function, backend=attn_pass.backend, options=options)(*given(program, dtype))
+    assert right(program, dtype, result)
 
 
 class Packed(torch.nn.Module):

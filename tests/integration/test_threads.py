@@ -30,7 +30,7 @@ per_thread = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch keeps its
 @per_thread
 def test_two_threads_compile_at_once() -> None:
     torch._dynamo.reset()
-    gate, found, failed = threading.Barrier(2), {}, []
+    gate, results, failed = threading.Barrier(2), {}, []
 
     def work(length: int) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def test_two_threads_compile_at_once() -> None:
                     *inputs
                 )
             torch.testing.assert_close(result, attend(*inputs))
-            found[length] = [s.shapes["query"][2] for s in report.sites]
+            results[length] = [s.shapes["query"][2] for s in report.sites]
         except BaseException as error:  # an assertion in a thread would be lost
             failed.append(error)
 
@@ -54,7 +54,7 @@ def test_two_threads_compile_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not failed
-    assert found == {9: [9], 12: [12]}
+    assert results == {9: [9], 12: [12]}
 
 
 class _Rows(torch.utils.data.Dataset[Any]):

@@ -467,10 +467,10 @@ def test_an_operand_written_in_place_after_the_result(row: Program, backend: str
     torch._dynamo.reset()
     with attn_pass.record() as report:
         out = torch.compile(row, backend=attn_pass.wrap(backend, choose="fused", on_error="raise"))(*inputs)
-        found = torch.autograd.grad(out.sum(), inputs)
+        gradients = torch.autograd.grad(out.sum(), inputs)
     assert report.rewritten and not report.left
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
-    for got, expected in zip(found, wanted, strict=True):
+    for got, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-4)
 
 

@@ -50,8 +50,8 @@ def test_the_condition_is_the_programs(name: str) -> None:
 
     site = site_of(program, *qkv())
     i, j = grid(6, 10)
-    found = eval(site.formula["keep"], {"__builtins__": {}}, {"i": i, "j": j, "b": 0, "h": 0})
-    assert torch.equal(torch.as_tensor(found).expand(6, 10), keep(i, j)), site.formula
+    holds = eval(site.formula["keep"], {"__builtins__": {}}, {"i": i, "j": j, "b": 0, "h": 0})
+    assert torch.equal(torch.as_tensor(holds).expand(6, 10), keep(i, j)), site.formula
     assert site.formula["else"] == "-inf" and site.formula["score"] == "0.5 * dot(q, k)"
 
 

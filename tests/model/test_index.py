@@ -56,11 +56,11 @@ def value(index: Index, at: Values) -> int:
 
 def places(*indices: Index) -> Iterator[Values]:
     """Every value of the axes (of a long one both ends and the middle), for a few values of the symbols."""
-    found = sorted(axes(*indices), key=lambda a: a.key)
+    ordered = sorted(axes(*indices), key=lambda a: a.key)
     for more in (0, 1, 3):
         at: Values = {s: s.lower + more * (n + 1) for n, s in enumerate(SYMBOLS)}
-        for position in itertools.product(*(_ends(value(a.size, at)) for a in found)):
-            yield at | dict(zip(found, position))
+        for position in itertools.product(*(_ends(value(a.size, at)) for a in ordered)):
+            yield at | dict(zip(ordered, position))
 
 
 def _ends(size: int) -> list[int]:
@@ -79,9 +79,9 @@ def sizes(draw: st.DrawFn, symbolic: bool = True) -> Index:
 @st.composite
 def polynomials(draw: st.DrawFn, symbolic: bool = True, negative: bool = True, among: tuple[Axis, ...] = ()) -> Index:
     """A sum of products of axes, symbols and numbers."""
-    found = among or [Axis(f"a{n}", draw(sizes(symbolic))) for n in range(draw(st.integers(1, 3)))]
+    usable = among or [Axis(f"a{n}", draw(sizes(symbolic))) for n in range(draw(st.integers(1, 3)))]
     total: Index = draw(st.integers(-6 if negative else 0, 6))
-    for axis in found:
+    for axis in usable:
         coefficient = draw(st.integers(-4 if negative else 0, 12))
         stride: Index = Poly.of(draw(st.sampled_from(SYMBOLS))) if symbolic and draw(st.booleans()) else 1
         total = total + axis_index(axis) * coefficient * stride
@@ -100,8 +100,8 @@ def nonnegative(draw: st.DrawFn) -> Index:
 @st.composite
 def comparable(draw: st.DrawFn) -> tuple[Index, Index]:
     """Two polynomials of the same axes."""
-    found = tuple(Axis(f"a{n}", draw(sizes())) for n in range(draw(st.integers(1, 2))))
-    return draw(polynomials(among=found)), draw(polynomials(among=found))
+    own = tuple(Axis(f"a{n}", draw(sizes())) for n in range(draw(st.integers(1, 2))))
+    return draw(polynomials(among=own)), draw(polynomials(among=own))
 
 
 @property_test
@@ -249,9 +249,9 @@ def test_recompose_undoes_divide(index: Index, divisor: Index) -> None:
 def test_substitute_replaces_axes_everywhere(index: Index, divisor: Index, data: st.DataObject) -> None:
     """Inside quotients and remainders too; the result has the value the parts have."""
     quotient, remainder = divide(index, divisor)
-    found = sorted(axes(index), key=lambda a: a.key)
-    assume(found)
-    axis = data.draw(st.sampled_from(found))
+    ordered = sorted(axes(index), key=lambda a: a.key)
+    assume(ordered)
+    axis = data.draw(st.sampled_from(ordered))
     low = Axis("low", data.draw(st.integers(1, 3)))
     high = Axis("high", 2)
     replacement = axis_index(high) * low.size + axis_index(low) + data.draw(st.integers(0, 2))
@@ -267,8 +267,10 @@ def test_substitute_replaces_axes_everywhere(index: Index, divisor: Index, data:
 @given(polynomials(negative=False), polynomials(negative=False))
 def test_divide_exactly_finds_only_factors(factor: Index, other: Index) -> None:
     assume(factor != 0)
-    found = divide_exactly(factor * other, factor)
-    assert found is None or all(value(found * factor, at) == value(factor * other, at) for at in places(factor, other))
+    quotient = divide_exactly(factor * other, factor)
+    assert quotient is None or all(
+        value(quotient * factor, at) == value(factor * other, at) for at in places(factor, other)
+    )
     wrong = divide_exactly(factor * other + 1, factor)
     if wrong is not None:
         assert wrong * factor == factor * other + 1
@@ -294,9 +296,9 @@ def test_digits_are_the_strides(index: Index) -> None:
     """An affine index is its constant and, for each axis, a stride."""
     split = digits(index)
     assert split is not None
-    constant, found = split
-    assert len({d.axis for d in found}) == len(found)
+    constant, strides = split
+    assert len({d.axis for d in strides}) == len(strides)
     for at in places(index):
-        assert value(constant, at) + sum(at[d.axis] * value(d.stride, at) for d in found) == value(index, at)
+        assert value(constant, at) + sum(at[d.axis] * value(d.stride, at) for d in strides) == value(index, at)
     assert digits(Poly.of(Quotient(Poly.of(Axis("a", 6)), 4))) is None
     assert digits(axis_index(Axis("a", 6)) * axis_index(Axis("b", 6))) is None

@@ -40,14 +40,14 @@ def shrunk(mask: Tensor) -> list[str]:
     """What the picture of a mask in memory is."""
     rows, keys = mask.shape
     high, wide = min(rows, CELLS), min(keys, CELLS)
-    found = []
+    smaller = []
     for y in range(high):
         line = ""
         for x in range(wide):
             cell = mask[y * rows // high : (y + 1) * rows // high, x * keys // wide : (x + 1) * keys // wide]
             line += "#" if bool(cell.all()) else "+" if bool(cell.any()) else "."
-        found.append(line)
-    return found
+        smaller.append(line)
+    return smaller
 
 
 MASKS: dict[str, Mask] = {

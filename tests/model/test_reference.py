@@ -233,5 +233,5 @@ def test_casts_truncate_and_integers_stay_integers() -> None:
     ],
 )
 def test_indices_are_evaluated_exactly(index: Index, expected: list[int]) -> None:
-    found = Evaluation((J,), [], {"s0": 7}).index(index)
-    assert isinstance(found, torch.Tensor) and found.tolist() == expected
+    value = Evaluation((J,), [], {"s0": 7}).index(index)
+    assert isinstance(value, torch.Tensor) and value.tolist() == expected

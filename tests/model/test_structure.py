@@ -84,12 +84,12 @@ NUMERIC = st.recursive(
 @property_test
 @given(NUMERIC)
 def test_pieces_are_the_values(expression: Expr) -> None:
-    found = pieces(expression)
-    if found is None:
+    parts = pieces(expression)
+    if parts is None:
         return
     values = grid(expression).double()
     total = torch.zeros(5, 8)
-    for condition, value in found:
+    for condition, value in parts:
         where = grid(condition)
         total = total + where
         assert (values[where] == value.value).all()

@@ -84,8 +84,8 @@ def layouts(draw: st.DrawFn) -> tuple[list[Index], list[Index], list[Group], dic
     symbol = Symbol("s0", 1)
     sizes: dict[str, int] = {"s0": draw(st.integers(1, 4))}
     size = st.sampled_from([1, 2, 3, 4, Poly.of(symbol)])
-    found = [Axis(f"a{n}", draw(size)) for n in range(draw(st.integers(1, 5)))]
-    held = draw(st.permutations(found))[: draw(st.integers(0, len(found)))]
+    made = [Axis(f"a{n}", draw(size)) for n in range(draw(st.integers(1, 5)))]
+    held = draw(st.permutations(made))[: draw(st.integers(0, len(made)))]
     present = list(held)
     shape: list[Index] = []
     index: list[Index] = []
@@ -101,7 +101,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[Index], list[Index], list[Group], dic
         place, length = draw(st.integers(0, len(shape))), draw(st.integers(1, 3))
         shape.insert(place, length)
         index.insert(place, length - 1)
-    absent = [a for a in found if a not in present]
+    absent = [a for a in made if a not in present]
     ordered = draw(st.permutations(present + absent))
     groups: list[Group] = [()] if draw(st.booleans()) else []
     while ordered:

@@ -81,8 +81,8 @@ def check(pair: Pair, near: bool, **options: Any) -> None:
         raise NotRewritten(said)
     assert [s.outcome for s in report.sites] == ["rewritten"] * pair.sites, said
     site = report.sites[-1]
-    found = {**vars(site), "kv_heads": site.shapes["key"][1]}
-    assert {name: found[name] for name in reported} == reported, said
+    facts = {**vars(site), "kv_heads": site.shapes["key"][1]}
+    assert {name: facts[name] for name in reported} == reported, said
 
 
 def _refusal(site: Any) -> str:

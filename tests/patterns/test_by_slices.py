@@ -26,8 +26,8 @@ def sliced(write: Write) -> Callable[..., Tensor]:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = torch.einsum("b i d, b j d -> b i j", q, k)
         s *= 0.3
-        found = write(s)
-        return torch.einsum("b i j, b j d -> b i d", s, v) + (0 if found is None else found)
+        result = write(s)
+        return torch.einsum("b i j, b j d -> b i d", s, v) + (0 if result is None else result)
 
     return program
 

@@ -175,18 +175,18 @@ def test_a_mask_and_a_hint(name: str, mask: Tensor) -> None:
 
 def graphs(module: nn.Module, *inputs: Tensor, **options: Any) -> tuple[list[str], attn_pass.Report]:
     """The graph that a backend gets, without the pass and with it."""
-    found: list[str] = []
+    codes: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
         gm.graph.lint()
-        found.append(str(gm.graph))
+        codes.append(str(gm.graph))
         return gm.forward
 
     for chosen in (backend, attn_pass.wrap(backend, **options)):
         torch._dynamo.reset()
         with torch.no_grad(), attn_pass.record() as report:
             torch.compile(module, backend=chosen)(*inputs)
-    return found, report
+    return codes, report
 
 
 STAYS: dict[str, tuple[Call, dict[str, Any], str]] = {
@@ -361,8 +361,8 @@ def test_the_kernel_itself(name: str) -> None:
         weights = (m.in_proj_weight, m.in_proj_bias, m.out_proj.weight, m.out_proj.bias)
         others = (x * 2, x * 3) if name == "crossed" else (x, x)
         mask = (PADDING, False, True, 1) if name == "padded" else ()
-        found = torch._native_multi_head_attention(x, *others, 32, 4, *weights, *mask)
-        return found if name == "weights" else found[0]
+        result = torch._native_multi_head_attention(x, *others, 32, 4, *weights, *mask)
+        return result if name == "weights" else result[0]
 
     with torch.no_grad():
         (site,) = same(built(call).eval(), X, rewritten=1, twice=3.0).sites

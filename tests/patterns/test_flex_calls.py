@@ -188,9 +188,9 @@ def test_lists_that_disagree_with_the_mask_have_the_compiled_meaning() -> None:
         torch._dynamo.reset()
         backend = attn_pass.wrap("aot_eager", choose="fused", targets=(target,), on_error="raise")
         with torch.no_grad(), attn_pass.record() as report:
-            found = torch.compile(flex(made), backend=backend)(q, k, v)
+            result = torch.compile(flex(made), backend=backend)(q, k, v)
         assert report.rewritten
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_stock_inductor_takes_such_lists_the_same_way() -> None:
@@ -199,8 +199,8 @@ def test_stock_inductor_takes_such_lists_the_same_way() -> None:
     q, k, v = qkv(1, 1, N, N)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep)
     with torch.no_grad():
-        found = torch.compile(flex(made))(q, k, v)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        result = torch.compile(flex(made))(q, k, v)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_lists_made_from_another_mask_prove_nothing() -> None:
@@ -515,9 +515,9 @@ def test_constant_lists_that_disagree_are_part_of_what_is_kept() -> None:
 
 def through_inductor(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> tuple[Any, attn_pass.SiteReport]:
     with torch.no_grad(), attn_pass.record() as report:
-        found = torch.compile(fn, backend=attn_pass.backend, options={"targets": ("cpu_kernel",), **options})(*inputs)
+        result = torch.compile(fn, backend=attn_pass.backend, options={"targets": ("cpu_kernel",), **options})(*inputs)
     (site,) = report.sites
-    return found, site
+    return result, site
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -525,10 +525,10 @@ def test_through_inductor(inside: bool) -> None:
     """Lists from elsewhere may hide nearly everything, so that the call counts as a fast one, and is left by itself."""
     q, k, v = qkv(2, 4, N, N, kv_heads=2)
     fn = made_inside(causal) if inside else flex(blocks(causal))
-    found, site = through_inductor(fn, q, k, v, choose="cheapest" if inside else "fused")
+    result, site = through_inductor(fn, q, k, v, choose="cheapest" if inside else "fused")
     assert site.target == "cpu_kernel"
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_lists_that_are_not_known_are_left_unless_asked_for() -> None:

@@ -114,11 +114,11 @@ SLOPES = torch.tensor([0.5, 0.125])
 
 def bucket(distance: Tensor) -> Tensor:
     """T5's buckets, bidirectional, 32 of them, as transformers computes them."""
-    found = (distance > 0).to(torch.long) * 16
+    offset = (distance > 0).to(torch.long) * 16
     distance = torch.abs(distance)
     large = 8 + (torch.log(distance.float() / 8) / math.log(128 / 8) * 8).to(torch.long)
     large = torch.min(large, torch.full_like(large, 15))
-    return found + torch.where(distance < 8, distance, large)
+    return offset + torch.where(distance < 8, distance, large)
 
 
 def t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sign: int = 1) -> Tensor:

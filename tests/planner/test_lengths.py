@@ -155,9 +155,9 @@ def test_the_worst_loss_is_over_all_lengths() -> None:
     few = {"leave": 10.0, "a": 20.0, "b": 12.0, "only here": 15.0}
     many = {"leave": 900.0, "a": 300.0, "b": 310.0, "only there": 1.0}
     assert worst_losses([few]) == {"leave": 1.0, "a": 2.0, "b": 1.2, "only here": 1.5}
-    found = worst_losses([few, many])
-    assert found == {"leave": 3.0, "a": 2.0, "b": 1.2, "only here": 3.0}
-    assert min(found, key=lambda name: found[name]) == "b"
+    losses = worst_losses([few, many])
+    assert losses == {"leave": 3.0, "a": 2.0, "b": 1.2, "only here": 3.0}
+    assert min(losses, key=lambda name: losses[name]) == "b"
 
 
 def test_nothing_is_as_good_as_what_costs_nothing() -> None:

@@ -76,15 +76,15 @@ def reported(report: attn_pass.Report, form: tuple[str, ...], target: str = "sdp
 
 
 def attention_calls(fn: Program, *inputs: Tensor) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
+    calls: list[torch.fx.Node] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
-        found.extend(n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention)
+        calls.extend(n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention)
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(fn, backend=attn_pass.wrap(look, choose="fused", on_error="raise"))(*inputs)
-    return found
+    return calls
 
 
 @training

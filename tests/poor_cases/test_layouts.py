@@ -30,18 +30,18 @@ def reported(report: attn_pass.Report, mask: str | None = None) -> None:
 
 def rewritten_calls(fn: Program, *inputs: Tensor, **options: Any) -> list[tuple[str, torch.fx.Node]]:
     """The calls of the rewritten graph in order, with their names."""
-    found: list[tuple[str, torch.fx.Node]] = []
+    calls: list[tuple[str, torch.fx.Node]] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
         for node in gm.graph.nodes:
             if node.op in ("call_function", "call_method"):
-                found.append((str(getattr(node.target, "__name__", node.target)), node))
+                calls.append((str(getattr(node.target, "__name__", node.target)), node))
         return gm.forward
 
     torch._dynamo.reset()
     backend = attn_pass.wrap(look, **{"choose": "fused", "on_error": "raise", **options})
     torch.compile(fn, backend=backend)(*inputs)
-    return found
+    return calls
 
 
 def copies_before_the_call(calls: list[tuple[str, torch.fx.Node]]) -> list[str]:

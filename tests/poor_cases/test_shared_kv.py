@@ -39,18 +39,18 @@ def only_folded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def flags(fn: Program, *inputs: Tensor, **options: Any) -> list[tuple[tuple[int, ...], bool, bool]]:
     """Of each attention call in the rewritten graph: the query's shape, whether it has a mask, whether it is causal."""
-    found: list[tuple[tuple[int, ...], bool, bool]] = []
+    seen: list[tuple[tuple[int, ...], bool, bool]] = []
 
     def look(gm: torch.fx.GraphModule, _: Any) -> Any:
         for node in gm.graph.nodes:
             if node.target is F.scaled_dot_product_attention:
                 q, _, _, mask, _, causal = node.args
-                found.append((tuple(q.meta["example_value"].shape), mask is not None, causal))
+                seen.append((tuple(q.meta["example_value"].shape), mask is not None, causal))
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(fn, backend=attn_pass.wrap(look, on_error="raise", **options))(*inputs)
-    return found
+    return seen
 
 
 SHARED: dict[str, Callable[[Tensor], Tensor]] = {

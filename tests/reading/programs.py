@@ -63,12 +63,12 @@ def capture(
 
 
 def _dynamo(function: Function, inputs: Sequence[Any], dynamic: bool, again: Sequence[Any]) -> Captured:
-    found: list[Captured] = []
+    captured: list[Captured] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Function:
         def run(*values: Any) -> Any:
             copies = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
-            found.append(Captured(gm, copies, "compile"))
+            captured.append(Captured(gm, copies, "compile"))
             return gm(*values)
 
         return run
@@ -78,8 +78,8 @@ def _dynamo(function: Function, inputs: Sequence[Any], dynamic: bool, again: Seq
     compiled(*inputs)
     if again is not inputs:
         compiled(*again)
-        assert found[0].gm is found[1].gm, "compiled again for other sizes"
-    return found[-1]
+        assert captured[0].gm is captured[1].gm, "compiled again for other sizes"
+    return captured[-1]
 
 
 # ---------------------------------------------------------------- reading
@@ -159,7 +159,7 @@ def _wide(value: Any) -> Any:
 
 def symbol_values(captured: Captured, sizes: Sizes) -> dict[str, int]:
     """The value of every symbolic size that a placeholder shows."""
-    found: dict[str, int] = {}
+    values: dict[str, int] = {}
     nodes = [n for n in captured.gm.graph.nodes if n.op == "placeholder"]
     for node, value in zip(nodes, captured.values):
         fake = fake_value(node)
@@ -171,8 +171,8 @@ def symbol_values(captured: Captured, sizes: Sizes) -> dict[str, int]:
             if isinstance(index, Poly) and len(index.terms) == 1:
                 ((monomial, coefficient),) = index.terms.items()
                 if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Symbol):
-                    found[monomial[0].key] = int(number)
-    return found
+                    values[monomial[0].key] = int(number)
+    return values
 
 
 @dataclass
@@ -269,8 +269,8 @@ def meanings(captured: Captured) -> tuple[list[Meaning], list[Site]]:
     with torch.no_grad():
         wide.run(*(_wide(v.clone()) if isinstance(v, torch.Tensor) else v for v in captured.values))
     sizes = symbol_values(captured, reader.sizes)
-    found = [Meaning(s, wide.results[s.node], wide.sources[s.node], sizes) for s in good]
-    return found, [s for s in sites if s.described is None or s.refusal]
+    made = [Meaning(s, wide.results[s.node], wide.sources[s.node], sizes) for s in good]
+    return made, [s for s in sites if s.described is None or s.refusal]
 
 
 def check(
@@ -279,9 +279,9 @@ def check(
 ) -> list[Meaning]:  # fmt: skip
     """Captures, reads, and checks that each of ``sites`` attentions was read as what the graph computes."""
     captured = capture(function, inputs, dialect, dynamic, run)
-    found, missed = meanings(captured)
+    good, missed = meanings(captured)
     assert not missed, f"not read: {[(s.node.name, s.refusal) for s in missed]}\n{captured.gm.graph}"
-    assert len(found) == sites, f"{len(found)} sites instead of {sites}\n{captured.gm.graph}"
-    for meaning in found:
+    assert len(good) == sites, f"{len(good)} sites instead of {sites}\n{captured.gm.graph}"
+    for meaning in good:
         meaning.check()
-    return found
+    return good

@@ -42,15 +42,15 @@ def description(program: Program, *inputs: Tensor) -> Attention:
     return described(program, *inputs)[0].attention
 
 
-def source_names(found: Described) -> dict[str, str]:
+def source_names(description: Described) -> dict[str, str]:
     """The node behind each operand."""
-    a = found.attention
-    return {n: found.nodes[getattr(a, n).source].name for n in ("query", "key", "value")}
+    a = description.attention
+    return {n: description.nodes[getattr(a, n).source].name for n in ("query", "key", "value")}
 
 
 def sizes(a: Attention) -> dict[str, list[int]]:
     axes = {"batch": a.batch, "heads": a.heads, "rows": a.rows, "value_dim": a.value_dim}
-    return {name: [int(x.size) for x in found] for name, found in axes.items()}  # type: ignore[call-overload]
+    return {name: [int(x.size) for x in ordered] for name, ordered in axes.items()}  # type: ignore[call-overload]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,25 +106,25 @@ def test_operands_are_followed_back_to_what_the_program_was_given() -> None:
         return plain(q, k.contiguous(), v)
 
     inputs = [randn(2, 8, 18, seed=n) for n in range(3)]
-    found, _ = described(program, *inputs)
-    assert source_names(found) == {"query": "l_q_", "key": "l_k_", "value": "l_v_"}
-    (copy,) = found.copies  # as written: a transposed view of the copy, which is no longer read
+    description, _ = described(program, *inputs)
+    assert source_names(description) == {"query": "l_q_", "key": "l_k_", "value": "l_v_"}
+    (copy,) = description.copies  # as written: a transposed view of the copy, which is no longer read
     assert [n.name for n in copy.all_input_nodes] == ["contiguous"]
 
 
 def test_an_operand_that_is_not_a_view_of_its_source_is_traced_back_less_far() -> None:
-    found, _ = described(lambda q, k, v: plain(q, k * k.sum(-1, keepdim=True), v), *qkv())
-    assert source_names(found)["key"] == "mul", "a factor that differs from key to key"
-    found, _ = described(lambda q, k, v: plain(q * q.sum(-1, keepdim=True), k, v), *qkv())
-    assert source_names(found)["query"] == "l_q_" and len(found.attention.factors) == 1
-    found, _ = described(lambda q, k, v: plain(q * q[:, :, :1], k, v), *qkv())
-    assert source_names(found)["query"] == "mul", "a factor that differs along the head dim"
+    description, _ = described(lambda q, k, v: plain(q, k * k.sum(-1, keepdim=True), v), *qkv())
+    assert source_names(description)["key"] == "mul", "a factor that differs from key to key"
+    description, _ = described(lambda q, k, v: plain(q * q.sum(-1, keepdim=True), k, v), *qkv())
+    assert source_names(description)["query"] == "l_q_" and len(description.attention.factors) == 1
+    description, _ = described(lambda q, k, v: plain(q * q[:, :, :1], k, v), *qkv())
+    assert source_names(description)["query"] == "mul", "a factor that differs along the head dim"
 
     def cropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return plain(q, k.reshape(2, 2, -1)[..., 1:-7].reshape(2, 2, 15, 8), v)
 
-    found, _ = described(cropped, *qkv(2, 2, 8, 16, 8)[:2], randn(2, 2, 15, 8))
-    assert source_names(found)["key"] != "l_k_", "its rows begin in the middle of rows"
+    description, _ = described(cropped, *qkv(2, 2, 8, 16, 8)[:2], randn(2, 2, 15, 8))
+    assert source_names(description)["key"] != "l_k_", "its rows begin in the middle of rows"
 
 
 def test_numbers_on_operands_are_part_of_the_scale() -> None:
@@ -177,10 +177,10 @@ def test_a_mask_that_is_not_a_view_of_its_source_is_loaded_as_written() -> None:
         folded = m.reshape(-1)[2:22].reshape(4, 5)
         return ((q @ k.mT) + folded).softmax(-1) @ v
 
-    found, _ = described(program, *qkv(2, 2, 4, 5, 8), randn(5, 5))
-    assert found.attention.mask.bias is not None
-    (load,) = loads(found.attention.mask.bias)
-    assert found.nodes[load.source].name.startswith("folded"), "two rows of the matrix are no dimension of it"
+    description, _ = described(program, *qkv(2, 2, 4, 5, 8), randn(5, 5))
+    assert description.attention.mask.bias is not None
+    (load,) = loads(description.attention.mask.bias)
+    assert description.nodes[load.source].name.startswith("folded"), "two rows of the matrix are no dimension of it"
     whole, _ = described(lambda q, k, v, m: ((q @ k.mT) + m.reshape(-1).reshape(4, 5)).softmax(-1) @ v,
                          *qkv(2, 2, 4, 5, 8), randn(4, 5))  # fmt: skip
     assert whole.attention.mask.bias is not None

@@ -141,8 +141,8 @@ def test_named(name: str, spelling: str) -> None:
 def test_however_it_is_hidden(name: str, hide: str) -> None:
     make = next(iter(NAMED[name].values()))
     q, k, v = qkv(q_len=N, kv_len=N)
-    found = check(lambda q, k, v: attend(HIDE[hide](scores(q, k), make(N, N)), v), (q, k, v), "export")[0].attention
-    assert (str(found.mask), found.mask.never_empty) == (name, True)
+    mask = check(lambda q, k, v: attend(HIDE[hide](scores(q, k), make(N, N)), v), (q, k, v), "export")[0].attention
+    assert (str(mask.mask), mask.mask.never_empty) == (name, True)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -422,10 +422,10 @@ GIVEN: dict[str, Callable[[int], dict[str, Tensor]]] = {
 
 
 def config(implementation: str) -> transformers.PreTrainedConfig:
-    found = transformers.MistralConfig(sliding_window=4)
-    found.attention_chunk_size = 4
-    found._attn_implementation = implementation
-    return found
+    settings = transformers.MistralConfig(sliding_window=4)
+    settings.attention_chunk_size = 4
+    settings._attn_implementation = implementation
+    return settings
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -38,8 +38,8 @@ def axes_of(reader: Reader, node: Node) -> tuple[Axis, ...]:
 def evaluated(reader: Reader, expression: Expr, axes: Sequence[Axis], values: dict[Node, Any]) -> Tensor:
     """The expression at every index, of the values that its sources have."""
     sources = [torch.as_tensor(values[n]) for n in reader.source_nodes]
-    found = Evaluation(tuple(axes), sources, {}).expression(expression)
-    return found.expand([int(a.size) for a in axes])  # type: ignore[arg-type]
+    value = Evaluation(tuple(axes), sources, {}).expression(expression)
+    return value.expand([int(a.size) for a in axes])  # type: ignore[arg-type]
 
 
 def element(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Expr, Reader]:
@@ -48,12 +48,12 @@ def element(program: Callable[..., Tensor], *inputs: Tensor) -> tuple[Expr, Read
     reader, result = reader_of(gm), result_of(gm)
     axes = axes_of(reader, result)
     end = len(reader.order)
-    found = reader.element(result, tuple(axis_index(a) if a.size != 1 else 0 for a in axes), end)
+    expression = reader.element(result, tuple(axis_index(a) if a.size != 1 else 0 for a in axes), end)
     run = Kept(gm)
     (value,) = run.run(*[x.clone() for x in inputs])
     expected = value.double() if value.is_floating_point() else value
-    torch.testing.assert_close(evaluated(reader, found, axes, run.env).to(expected.dtype), expected)
-    return found, reader
+    torch.testing.assert_close(evaluated(reader, expression, axes, run.env).to(expected.dtype), expected)
+    return expression, reader
 
 
 def rows_and_columns() -> tuple[Tensor, Tensor]:
@@ -103,8 +103,8 @@ ARITHMETIC: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ARITHMETIC)
 def test_index_arithmetic_is_read_as_indices(name: str) -> None:
-    found, _ = element(ARITHMETIC[name], randn(2))
-    assert not loads(found), found
+    value, _ = element(ARITHMETIC[name], randn(2))
+    assert not loads(value), value
 
 
 def steps_then_more(x: Tensor) -> Tensor:
@@ -136,13 +136,13 @@ LOADING: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
 @pytest.mark.parametrize("name", LOADING)
 def test_what_is_not_is_loaded_from_as_far_back_as_it_is_known(name: str) -> None:
     program, expected = LOADING[name]
-    found, reader = element(program, randn(4, 4))
-    assert {reader.source_nodes[x.source].name for x in loads(found)} == expected
+    value, reader = element(program, randn(4, 4))
+    assert {reader.source_nodes[x.source].name for x in loads(value)} == expected
 
 
 def test_trunc_is_not_floor() -> None:
-    found, reader = element(lambda x: torch.div(x, 0.5, rounding_mode="trunc"), randn(4, 4))
-    assert isinstance(found, Load) and reader.source_nodes[found.source].name != "l_x_"
+    value, reader = element(lambda x: torch.div(x, 0.5, rounding_mode="trunc"), randn(4, 4))
+    assert isinstance(value, Load) and reader.source_nodes[value.source].name != "l_x_"
 
 
 # ---------------------------------------------------------------- time
@@ -188,17 +188,17 @@ def forms(program: Callable[[Tensor], Tensor], x: Tensor, *, factors: bool = Tru
     gm = captured(program, x)
     reader, node = reader_of(gm), result_of(gm)
     position = tuple(axis_index(a) for a in axes_of(reader, node))
-    found = operand(reader, node, position, len(reader.order), Region.ambient(), factors)
+    made = operand(reader, node, position, len(reader.order), Region.ambient(), factors)
     run = Kept(gm)
     (value,) = run.run(x.detach().clone())
-    for form in found:  # each way gives the same elements
+    for form in made:  # each way gives the same elements
         source = reader.source(form.node)
         elements = evaluated(reader, Load(source, form.position), axes_of(reader, node), run.env) * form.scale
         for factor, inverse in form.factors:
             other = evaluated(reader, factor, axes_of(reader, node), run.env)
             elements = elements / other if inverse else elements * other
         torch.testing.assert_close(elements, value.double(), rtol=1e-5, atol=1e-5)
-    return [(f.node.name.removeprefix("l_").removesuffix("_"), f.scale, len(f.factors)) for f in found]
+    return [(f.node.name.removeprefix("l_").removesuffix("_"), f.scale, len(f.factors)) for f in made]
 
 
 def test_every_way_to_see_an_operand() -> None:

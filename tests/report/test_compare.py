@@ -115,9 +115,9 @@ def test_layers_with_the_same_change_are_one_row() -> None:
 
 
 def test_json_has_both_records() -> None:
-    found = json.loads(Report([site()]).compare(Report([left()])).to_json())
-    assert (found["same"], found["changed"], found["worse"]) == (0, 1, 1)
-    (change,) = found["changes"]
+    document = json.loads(Report([site()]).compare(Report([left()])).to_json())
+    assert (document["same"], document["changed"], document["worse"]) == (0, 1, 1)
+    (change,) = document["changes"]
     assert (change["before"]["target"], change["after"]["outcome"]) == ("sdpa", "left")
 
 

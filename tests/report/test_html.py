@@ -106,28 +106,28 @@ def collected() -> tuple[Report, Collection]:
 def test_a_page_is_well_formed_and_loads_nothing(collected: tuple[Report, Collection]) -> None:
     full = Report([site(), site(outcome="left", target=None), site(kind="near miss", outcome="left", target=None)])
     for text in (page(collected[0], collected[1].graphs), full.to_html(), Report().to_html()):
-        found = Page(text)
-        assert not found.faults
-        loading = [(t, a) for t, a in found.elements if t in ("script", "link", "img", "iframe", "object", "embed")]
+        html = Page(text)
+        assert not html.faults
+        loading = [(t, a) for t, a in html.elements if t in ("script", "link", "img", "iframe", "object", "embed")]
         assert [a.get("src") for t, a in loading if t == "script"] == [None]
-        for _, attrs in found.elements:
+        for _, attrs in html.elements:
             for name in ("href", "src", "action", "data", "srcset"):
                 assert attrs.get(name, "#").startswith(("#", "data:,")), attrs
         assert "url(" not in text.replace("url(#hatch)", "") and "@import" not in text
 
 
 def test_the_page_allows_only_its_own_script(collected: tuple[Report, Collection]) -> None:
-    found = Page(page(collected[0], collected[1].graphs))
-    policy = next(a["content"] for t, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
-    digest = base64.b64encode(hashlib.sha256(found.inside["script"].encode()).digest()).decode()
+    html = Page(page(collected[0], collected[1].graphs))
+    policy = next(a["content"] for t, a in html.elements if a.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(html.inside["script"].encode()).digest()).decode()
     assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
-    assert not any(name.startswith("on") for _, attrs in found.elements for name in attrs)
+    assert not any(name.startswith("on") for _, attrs in html.elements for name in attrs)
 
 
 def test_a_report_alone_has_no_graphs_and_no_pictures() -> None:
-    found = Page(Report([site()], graphs=1).to_html())
-    assert not found.having("code") and not found.having("mask")
-    assert found.having("plot") and found.having("formula")
+    html = Page(Report([site()], graphs=1).to_html())
+    assert not html.having("code") and not html.having("mask")
+    assert html.having("plot") and html.having("formula")
 
 
 def test_what_a_site_knows_is_on_the_page() -> None:
@@ -151,9 +151,9 @@ def test_what_a_site_knows_is_on_the_page() -> None:
 
 
 def test_equal_layers_are_one_entry() -> None:
-    found = Page(Report([site(module=f"layers.{n}.attn", node=f"n{n}") for n in range(12)]).to_html())
-    (entry,) = found.having("site")
-    assert "layers.*.attn" in found.text and "layers.7.attn" in entry["data-text"] and "×12" in found.text
+    html = Page(Report([site(module=f"layers.{n}.attn", node=f"n{n}") for n in range(12)]).to_html())
+    (entry,) = html.having("site")
+    assert "layers.*.attn" in html.text and "layers.7.attn" in entry["data-text"] and "×12" in html.text
 
 
 def test_the_totals_count_every_call() -> None:
@@ -207,10 +207,10 @@ def test_text_of_a_model_or_a_stored_report_is_only_text(stored: bool) -> None:
     if stored:
         report = Report.from_dict(report.to_dict())
     for text in (report.to_html(), report._repr_html_(), report.compare(Report())._repr_html_()):
-        found = Page(text)
+        html = Page(text)
         assert "<script" not in markup(text).lower() and "<img" not in text.lower()
-        assert not found.faults and not any(name.startswith("on") for _, attrs in found.elements for name in attrs)
-        assert EVIL in found.text and "49" not in found.text
+        assert not html.faults and not any(name.startswith("on") for _, attrs in html.elements for name in attrs)
+        assert EVIL in html.text and "49" not in html.text
 
 
 def test_code_of_a_model_is_only_text(collected: tuple[Report, Collection]) -> None:
@@ -255,10 +255,10 @@ def test_what_a_site_removed_and_added_is_marked(collected: tuple[Report, Collec
     assert "scaled_dot_product_attention" not in graph.before and "scaled_dot_product_attention" in graph.after
     assert "softmax: " in graph.before and "softmax: " not in graph.after
     assert "# File: " in graph.before and "test_html.py" in graph.before
-    found = Page(page(report, collection.graphs))
-    assert found.having("gone") and found.having("come")
-    tags = {attrs["href"] for attrs in found.having("tag")}
-    assert tags == {"#site-1"} and any(attrs.get("id") == "site-1" for _, attrs in found.elements)
+    html = Page(page(report, collection.graphs))
+    assert html.having("gone") and html.having("come")
+    tags = {attrs["href"] for attrs in html.having("tag")}
+    assert tags == {"#site-1"} and any(attrs.get("id") == "site-1" for _, attrs in html.elements)
 
 
 def test_lines_stand_beside_each_other() -> None:
@@ -327,7 +327,7 @@ def test_numbers_are_short(number: float, text: str) -> None:
 def test_a_notebook_gets_a_small_table_without_scripts() -> None:
     report = Report([site(where=f"m.py:{n} in f", module="") for n in range(30)], graphs=1)
     text = report._repr_html_()
-    found = Page(text)
-    assert not found.faults and "script" not in found.inside and "style" not in found.inside
-    assert len([t for t, _ in found.elements if t == "tr"]) == 21 and "and 10 more rows" in found.text
+    html = Page(text)
+    assert not html.faults and "script" not in html.inside and "style" not in html.inside
+    assert len([t for t, _ in html.elements if t == "tr"]) == 21 and "and 10 more rows" in html.text
     assert len(text) < 40_000 and "no attention found" in Report()._repr_html_()

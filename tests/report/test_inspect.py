@@ -208,8 +208,8 @@ def test_functions_whose_names_are_alike_get_a_file_each(tmp_path: Path, monkeyp
             made = FunctionType(program.__code__.replace(co_name=name, co_firstlineno=number + 1), globals())
             torch.compiler.reset()
             torch.compile(made, backend="eager")(*qkv(1, 1, 4, 4, 4))
-    found = {link for link in links(tmp_path) if link.startswith("other/")}
-    assert len({link.lower() for link in found}) == len(names), found
+    files = {link for link in links(tmp_path) if link.startswith("other/")}
+    assert len({link.lower() for link in files}) == len(names), files
 
 
 def test_the_folder_is_the_one_that_was_named_when_the_block_began(

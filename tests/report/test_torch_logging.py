@@ -172,6 +172,6 @@ def test_the_bisector_finds_the_site(quiet_torch: None) -> None:
         bisected = [site for site in report.sites if "in negative" in site.where]
         return not any(site.outcome == "rewritten" for site in bisected)
 
-    found = CompilerBisector.do_bisect(is_right)
-    assert (found.backend, found.subsystem) == ("inductor", "pre_grad_passes")
-    assert "by_hand.py" in found.debug_info and "in negative" in found.debug_info
+    result = CompilerBisector.do_bisect(is_right)
+    assert (result.backend, result.subsystem) == ("inductor", "pre_grad_passes")
+    assert "by_hand.py" in result.debug_info and "in negative" in result.debug_info

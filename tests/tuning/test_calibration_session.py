@@ -42,8 +42,8 @@ def run(*args: str) -> Any:
 
 
 def reported() -> dict[str, Any]:
-    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    (finding,) = (f for f in found["machine"] if f["what"] == "calibration of cpu")
+    document = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (finding,) = (f for f in document["machine"] if f["what"] == "calibration of cpu")
     return dict(finding)
 
 
@@ -83,10 +83,10 @@ def test_the_doctor_says_when_and_for_which_versions(monkeypatch: pytest.MonkeyP
 def test_json_has_every_constant_with_its_built_in_value(monkeypatch: pytest.MonkeyPatch) -> None:
     _reading(monkeypatch, spread=0.6)
     result = run("--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1 and found["busy"] and not found["kept"]
-    assert {row["name"] for row in found["constants"]} == {probe.name for probe in cpu.PROBES}
-    assert all(row["taken_for"] and row["measured"] for row in found["constants"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 1 and document["busy"] and not document["kept"]
+    assert {row["name"] for row in document["constants"]} == {probe.name for probe in cpu.PROBES}
+    assert all(row["taken_for"] and row["measured"] for row in document["constants"])
 
 
 @pytest.mark.parametrize("name", ["cuda:0", "meta", "H100"])
@@ -113,16 +113,16 @@ def test_a_gpus_calls_are_queued_behind_a_sleeping_kernel(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
-    found = clock.read(lambda: done.append("call"), EventClock(), block_s=1e-6)
+    reading = clock.read(lambda: done.append("call"), EventClock(), block_s=1e-6)
     assert done[:5] == ["call", "wait", "sleep", "call", "wait"]
-    assert done.count("sleep") == 1 + clock.ROUNDS and found.host_us is not None
+    assert done.count("sleep") == 1 + clock.ROUNDS and reading.host_us is not None
 
 
 def test_readings_that_differ_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     waits = iter([0.0, 0.0] + [0.002, 0.05] * 10)
-    found = clock.read(lambda: time.sleep(next(waits)), clock.Clock(), block_s=0.0)
-    assert 1900 < found.us < 45_000 and found.spread > 0.5
+    reading = clock.read(lambda: time.sleep(next(waits)), clock.Clock(), block_s=0.0)
+    assert 1900 < reading.us < 45_000 and reading.spread > 0.5
 
 
 def test_with_one_thread_other_load_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

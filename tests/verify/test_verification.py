@@ -156,8 +156,8 @@ def test_a_site_that_is_wrong_is_left_loudly_and_the_model_is_right(monkeypatch:
     torch._dynamo.reset()
     backend = attn_pass.wrap("aot_eager", choose="fused", verify="graph")
     with attn_pass.record() as report, pytest.warns(AttnPassWarning, match=r"test_verification.py:\d+.*sdpa.*mismatch"):
-        found = torch.compile(plain, backend=backend)(*inputs)
-    torch.testing.assert_close(found, plain(*inputs))
+        result = torch.compile(plain, backend=backend)(*inputs)
+    torch.testing.assert_close(result, plain(*inputs))
     (site,) = report.sites
     assert site.outcome == "left" and site.reason.startswith("verification failed: as sdpa")
     assert site.verified_error is None and site.refusals["sdpa"] == site.reason

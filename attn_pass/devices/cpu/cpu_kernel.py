@@ -171,14 +171,14 @@ def _score(a: Attention) -> tuple[str, tuple[Expr, ...]]:
     """
     if not a.not_affine:
         return "", ()
-    found: list[Expr] = []
+    operands: list[Expr] = []
 
     def number_of(e: Expr) -> int:
-        if e not in found:
-            found.append(e)
-        return found.index(e)
+        if e not in operands:
+            operands.append(e)
+        return operands.index(e)
 
-    return written(multiplied_once(a.modified), number_of), tuple(found)
+    return written(multiplied_once(a.modified), number_of), tuple(operands)
 
 
 def _refusal_of_score(a: Attention) -> str | None:

@@ -105,15 +105,15 @@ def _by_sizes(a: Attention, bounds: Bounds, condition: Expr) -> Bounds | None:
 
 def _by_values(a: Attention, bounds: Bounds, condition: Expr) -> Bounds:
     """The bounds with any other condition in them: by a run-time value, or as the rest of the mask."""
-    found = None if a.valid is None else a.valid.of(condition)
+    bounded = None if a.valid is None else a.valid.of(condition)
     rest = replace(bounds, rest=apply("and", bounds.rest, condition))
-    if found is None:
+    if bounded is None:
         return rest
-    for limit in found.limits:
+    for limit in bounded.limits:
         used = {axis for _, term in limit.terms for axis in expression_axes(term)}
         if limit.with_row:
             return (used <= set(a.batch) and _shifted(bounds, limit)) or rest
-        says_all = found.exact and expression_axes(limit.value) <= set(a.batch)
+        says_all = bounded.exact and expression_axes(limit.value) <= set(a.batch)
         bounds = replace(bounds, rest=bounds.rest if says_all else rest.rest)
         if limit.is_upper:
             bounds = replace(bounds, ends=(*bounds.ends, limit.value))

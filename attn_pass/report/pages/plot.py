@@ -60,7 +60,7 @@ def plots(sites: Iterable[tuple[int, SiteReport]]) -> list[Plot]:
         gflops, gbytes = _number(site.rates.get("gflops")), _number(site.rates.get("gbytes"))
         if gflops and gbytes and _place(site, "leave") is not None:
             by_rates.setdefault((str(site.rates.get("device", "")), gflops, gbytes), []).append((number, site))
-    return [_plot(*rates, found) for rates, found in by_rates.items()]
+    return [_plot(*rates, points) for rates, points in by_rates.items()]
 
 
 def _plot(device: str, gflops: float, gbytes: float, sites: list[tuple[int, SiteReport]]) -> Plot:

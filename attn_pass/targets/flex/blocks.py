@@ -354,7 +354,7 @@ def _of_several(
         start, end, full_start, full_end = span(option, firsts, *sides.sizes, count, do, of_keys=False)
         seen.append(inside(start, end))
         full.append(inside(full_start, full_end))
-    any_seen, all_full = (_any(plan, found) for found in (seen, full))
+    any_seen, all_full = (_any(plan, table) for table in (seen, full))
     if not isinstance(sides.blocks[0], int):  # the row of blocks there is room for, and none
         there = call(aten.lt.Tensor, firsts, plan.call(aten.full.default, [], plan.size(sides.lengths[0])))
         there = call(aten.unsqueeze.default, there, 1)

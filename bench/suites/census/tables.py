@@ -40,8 +40,8 @@ def _export_cells(label: str, rows: Sequence[Row]) -> Row:
         ran = [row for row in rows if row["stage"] == stage and "sites" in row]
         sites = sum(row["sites"].get("hand", 0) for row in ran)
         changed = sum(row.get("rewritten", 0) for row in ran)
-        found = {"sites": sites, "rewritten": changed, "%": percent(changed, sites)}
-        cells |= {f"{title}{of_stage}": cell for title, cell in found.items()}
+        counted = {"sites": sites, "rewritten": changed, "%": percent(changed, sites)}
+        cells |= {f"{title}{of_stage}": cell for title, cell in counted.items()}
     return cells | _bad(rows)
 
 

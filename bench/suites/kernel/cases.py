@@ -61,8 +61,8 @@ class Case:
         return torch.as_tensor(self.keep(i, j))
 
     def share_kept(self) -> float:
-        found = self.kept()
-        return 1.0 if found is None else float(found.double().mean())
+        share = self.kept()
+        return 1.0 if share is None else float(share.double().mean())
 
     def bias(self) -> Tensor | None:
         """(1, H, L, S), what is added beside the mask."""
@@ -130,12 +130,12 @@ class Few:
 
     def exact(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """In float64, one row of the batch at a time: it takes much memory."""
-        found = []
+        parts = []
         for q, k, v in zip(*inputs):
             q = q.double().unflatten(0, (KV_HEADS, self.rows))[:, :, 0]
             weights = (q @ k.double().mT / math.sqrt(self.dim)).softmax(-1)
-            found.append((weights @ v.double()).flatten(0, 1)[:, None])
-        return torch.stack(found)
+            parts.append((weights @ v.double()).flatten(0, 1)[:, None])
+        return torch.stack(parts)
 
 
 FEW: tuple[Few, ...] = (

@@ -90,7 +90,7 @@ def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], round
         torch.set_num_threads(count)
         runs: dict[str, Run] = {OURS: run, **others.runs()}
         taken = timed({LEAST: least, AGAIN: run, **runs}, rounds, count)
-        errors = {name: relative_error(found(), exact) for name, found in runs.items()}
+        errors = {name: relative_error(result(), exact) for name, result in runs.items()}
         mine = taken[OURS]
         alone = mine if count == 1 else alone
         wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype] * (1 if name == OURS else 10)]
@@ -116,12 +116,12 @@ def measured(case: Case | Few, dtype: torch.dtype, threads: Sequence[int], round
 
 def _threads(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({int(number) for number in text.split(",")}))
+        counts = tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
-        found = ()
-    if not found or found[0] < 1:
+        counts = ()
+    if not counts or counts[0] < 1:
         raise typer.BadParameter(f"{text!r} is no list of numbers like 1,2", param_hint="--threads")
-    return found
+    return counts
 
 
 def main(

@@ -111,8 +111,8 @@ def _shared(ov: Any, tensor: Tensor, element: Any) -> Any:
 
 def onnx_runtime(case: Case | Few, inputs: tuple[Tensor, ...]) -> Run | None:
     """`MultiHeadAttention`, which its fusions make, in float32: operands (B, L, H D), as it wants them."""
-    found = find_spec("onnx") is not None and find_spec("onnxruntime") is not None
-    if not found or not _is_plain(case, inputs) or inputs[0].dtype != torch.float32:
+    installed = find_spec("onnx") is not None and find_spec("onnxruntime") is not None
+    if not installed or not _is_plain(case, inputs) or inputs[0].dtype != torch.float32:
         return None
     import onnx
     import onnxruntime

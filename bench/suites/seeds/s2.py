@@ -30,7 +30,7 @@ def without_copies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def programs(setting: Setting) -> list[Program]:
     """Both sizes; on a CPU the second with fewer heads, and in quick runs both with smaller batches."""
-    found = []
+    listed = []
     for (batch, heads, length, dim), reported in SIZES:
         if setting.on_cpu:
             heads = min(heads, CPU_HEADS) if length > 256 else heads
@@ -39,8 +39,8 @@ def programs(setting: Setting) -> list[Program]:
         hand = "scaled_dot_product_attention without the copies"
         told: dict[str, Any] = {"reported": reported, "tolerance": setting.tolerance}
         given = partial(operands, batch, length, heads, dim, seed=length)
-        found.append(of_function(name, copied_call, given, without_copies, hand=hand, **told))
-    return found
+        listed.append(of_function(name, copied_call, given, without_copies, hand=hand, **told))
+    return listed
 
 
 def tables(bench: Bench) -> Iterator[Table]:

@@ -80,12 +80,12 @@ def _hand(half: bool, device: str) -> nn.Module:
 
 def programs(setting: Setting) -> list[Program]:
     """Float32 as users of a CPU run it; in half autocast, which the report has, on GPUs and in full runs."""
-    found = []
+    listed = []
     for half in (False, True):
         if half and setting.quick and setting.on_cpu:
             continue
         dtype = "bfloat16 autocast" if half else "float32"
-        found.append(
+        listed.append(
             Program(
                 f"q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), {dtype}",
                 partial(_make, half),
@@ -99,7 +99,7 @@ def programs(setting: Setting) -> list[Program]:
                 reported=REPORTED,
             )
         )
-    return found
+    return listed
 
 
 def tables(bench: Bench) -> Iterator[Table]:

@@ -66,10 +66,10 @@ def correctness(shape: tuple[int, int, int, int] = (1, 5, 512, 128)) -> Table:
         for dtype in ("float32", "bfloat16"):
             given = [jax.numpy.asarray(x, dtype) for x in (query, key, value)]
             call = Call(kind, scale, Blocks(256, 256), lower, upper, interpret=True)
-            found = np.asarray(jax.jit(forward(call))(*given), np.float64)
+            result = np.asarray(jax.jit(forward(call))(*given), np.float64)
             wide = [torch.tensor(np.asarray(x, np.float64)) for x in given]
             exact = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=keep, scale=scale)
-            error = float(np.abs(found - exact.numpy()).max())
+            error = float(np.abs(result - exact.numpy()).max())
             part.rows.append({"kernel": name, "dtype": dtype, "largest_error": float(f"{error:.2g}")})
     return part
 

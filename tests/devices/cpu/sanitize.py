@@ -67,10 +67,10 @@ def here(sanitizer: str, name: str) -> None:
     build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1])
     build.of_this_machine = lambda: tuple(s for s in source.ALL if s.name == name)
     torch.set_num_threads(4)
-    found = [text for dtype in drawn.DTYPES for text in drawn.failures(dtype, COUNT, seed=11)]
-    found += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
-    if found:
-        raise SystemExit("\n".join(found))
+    failed = [text for dtype in drawn.DTYPES for text in drawn.failures(dtype, COUNT, seed=11)]
+    failed += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def sets_here() -> list[str]:

@@ -36,8 +36,8 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: 
         scores = scores + bias.double()
 
     def each(name: str, otherwise: int) -> Tensor:
-        found = given.get(name)
-        return (torch.tensor([otherwise]) if found is None else found).expand(batch)[:, None, None]
+        entry = given.get(name)
+        return (torch.tensor([otherwise]) if entry is None else entry).expand(batch)[:, None, None]
 
     at = torch.arange(kv_len)[None, None]
     position = torch.arange(q_len)[None, :, None] + each("shift", 0)
@@ -131,7 +131,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> list[str]:
     """Drawn calls that come out wrong, in words; a share of them with a score function."""
-    rng, found = random.Random(seed), []
+    rng, faults = random.Random(seed), []
     torch.manual_seed(seed)
     for n in range(count):
         operands, given = draw(rng, dtype, scored)
@@ -143,8 +143,8 @@ def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> 
             wrong = difference(OPERATOR(*operands, **given), expected)
         if wrong > ERRORS[dtype]:
             shapes = [tuple(x.shape) for x in operands[:3]]
-            found.append(f"{dtype} {seed}.{n}: {wrong:.1e} {shapes} scale {operands[3]} {sorted(given)}")
-    return found
+            faults.append(f"{dtype} {seed}.{n}: {wrong:.1e} {shapes} scale {operands[3]} {sorted(given)}")
+    return faults
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

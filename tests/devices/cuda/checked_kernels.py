@@ -60,9 +60,9 @@ def run(inputs: decode_operator.Inputs) -> Results:
 
 
 if __name__ == "__main__":
-    found = {RIGHT: self_check.first_difference(run, torch.device("cpu"))}
+    first = {RIGHT: self_check.first_difference(run, torch.device("cpu"))}
     for name, mistake in MISTAKES.items():
         module = with_mistake(*mistake)
         decode_operator.attend, decode_operator.join = module.attend, module.join
-        found[name] = self_check.first_difference(run, torch.device("cpu"))
-    sys.stdout.write(json.dumps(found) + "\n")
+        first[name] = self_check.first_difference(run, torch.device("cpu"))
+    sys.stdout.write(json.dumps(first) + "\n")

@@ -128,9 +128,14 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], An
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    found = {}
+    compiled_kernels = {}
     for name in sys.argv[2:] or list(PROGRAMS):
         graph = lowered(capability, *PROGRAMS[name])
         kernels = {n: compiled(capability, *text) for n, text in graph.kernels.items()}
-        found[name] = {**asdict(graph), "calls": graph.calls, "allocated": graph.allocated, "kernels": kernels}
-    sys.stdout.write("\n" + json.dumps(found, default=str) + "\n")
+        compiled_kernels[name] = {
+            **asdict(graph),
+            "calls": graph.calls,
+            "allocated": graph.allocated,
+            "kernels": kernels,
+        }
+    sys.stdout.write("\n" + json.dumps(compiled_kernels, default=str) + "\n")

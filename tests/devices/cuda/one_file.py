@@ -35,7 +35,7 @@ def by_hand(causal: bool = False, window: int | None = None) -> Callable[[Tensor
 def emitted() -> list[str | None]:
     """The targets of programs that are executed and compared with float64: odd head dims, one row, a causal mask."""
     sizes = ({}, {"q_len": 31, "kv_len": 67, "dim": 20}, {"q_len": 1, "kv_len": 5}, {"heads": 1, "batch": 1})
-    found = []
+    targets = []
     with torch.no_grad():
         for causal in (False, True):
             for of in sizes:
@@ -43,8 +43,8 @@ def emitted() -> list[str | None]:
                     continue
                 inputs = qkv(**of, dtype=FP16)
                 report = same(by_hand(causal), *inputs, rewritten=1, device="H200", targets=("toy",))
-                found.append(report.sites[0].target)
-    return found
+                targets.append(report.sites[0].target)
+    return targets
 
 
 def decided(device: str, dtype: torch.dtype = FP16, grad: bool = False, **mask: bool | int) -> dict[str, object]:

@@ -49,8 +49,8 @@ def lowered(capability: int) -> dict[str, dict[str, Any]]:
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()[-1]
 
-    found: dict[str, dict[str, Any]] = json.loads(once(f"decode on {capability}", run))
-    return found
+    document: dict[str, dict[str, Any]] = json.loads(once(f"decode on {capability}", run))
+    return document
 
 
 def kernels(capability: int, function: str, program: str | None = None) -> Iterator[dict[str, Any]]:
@@ -63,12 +63,12 @@ def kernels(capability: int, function: str, program: str | None = None) -> Itera
 @pytest.mark.parametrize("capability", list(SHARED))
 def test_they_fit(capability: int) -> None:
     """Shared memory within what a block may have, no register spilled, products on the tensor cores."""
-    found = list(kernels(capability, "attend"))
+    tight = list(kernels(capability, "attend"))
     asked = {(k["constants"]["DIM"], k["constants"]["MASK"]) for k in kernels(capability, "attend", LARGE)}
     assert asked == {(128, 1), (128, 2), (256, 0), (256, 1), (256, 2)}
-    assert len(found) >= (20 if capability == 90 else 6)
+    assert len(tight) >= (20 if capability == 90 else 6)
     spilled = SPILLED.get((VERSION, capability), 0)
-    for kernel in found:
+    for kernel in tight:
         assert kernel["shared"] <= SHARED[capability] and kernel["spilled"] <= spilled, kernel["constants"]
         assert re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", kernel["ptx"])
         assert kernel["signature"]["scale"] == "fp64"  # a Python float, whatever a launch in eager mode makes of it
@@ -94,7 +94,7 @@ def test_a_mask_is_read_ahead_of_the_product_and_once_for_rows_that_share_it() -
     for kernel in of_one_row:
         product = re.search(r"wgmma\.mma_async|mma\.sync", kernel["ptx"])
         assert product is not None
-        loads = [found.start() for found in re.finditer(r"ld\.global\.b(8|16) ", kernel["ptx"])]
+        loads = [match.start() for match in re.finditer(r"ld\.global\.b(8|16) ", kernel["ptx"])]
         assert loads and max(loads) < product.start(), kernel["constants"]
     (dynamic,) = kernels(90, "attend", "dynamic, a mask of one row")
     assert dynamic["constants"]["ONE_MASK_ROW"] and dynamic["constants"]["MASK"] == 1
@@ -137,9 +137,9 @@ def room(capability: int) -> Room:
 
 @inductor
 def test_two_blocks_fit_a_multiprocessor_where_the_splits_are_counted_for_two() -> None:
-    found = [k for k in kernels(90, "attend", "shapes") if k["constants"]["DIM"] <= 128 and not k["constants"]["MASK"]]
-    assert len(found) == 4
-    for kernel in found:
+    tight = [k for k in kernels(90, "attend", "shapes") if k["constants"]["DIM"] <= 128 and not k["constants"]["MASK"]]
+    assert len(tight) == 4
+    for kernel in tight:
         assert 2 * (kernel["shared"] + KIB) <= 228 * KIB
 
 

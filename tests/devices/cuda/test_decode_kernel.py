@@ -26,19 +26,19 @@ def _interpreted() -> dict[str, dict[str, float]]:
         [sys.executable, "-m", "bench.gpu.interpreted"], capture_output=True, text=True, check=False, cwd=root
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    document: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return document
 
 
 def test_the_kernel_is_right_on_every_case() -> None:
     """Against float64; the weights are rounded to half precision before the second product, as fused kernels do."""
-    found = _interpreted()
-    assert len(found) > 40
-    wrong = {n: row for n, row in found.items() if not row["kernel"] <= 2 * row["plain"] + 1e-4}
+    errors = _interpreted()
+    assert len(errors) > 40
+    wrong = {n: row for n, row in errors.items() if not row["kernel"] <= 2 * row["plain"] + 1e-4}
     assert not wrong
-    assert not {n: row for n, row in found.items() if not max(row["lse, kernel"], row["lse, plain"]) <= 2e-6}
-    assert sum(row["one mask row"] for row in found.values()) >= 5
-    assert max(row["splits"] for row in found.values()) > 32 and min(row["splits"] for row in found.values()) == 1
+    assert not {n: row for n, row in errors.items() if not max(row["lse, kernel"], row["lse, plain"]) <= 2e-6}
+    assert sum(row["one mask row"] for row in errors.values()) >= 5
+    assert max(row["splits"] for row in errors.values()) > 32 and min(row["splits"] for row in errors.values()) == 1
 
 
 def test_splits_fill_the_device_and_no_more() -> None:

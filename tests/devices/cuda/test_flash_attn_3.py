@@ -296,9 +296,9 @@ def test_a_short_sequence_is_not_worth_its_python() -> None:
 def test_the_schemas_are_upstreams() -> None:
     source = stand_in.upstream_source("flash_api_stable.cpp")
     for name, schema in stand_in.SCHEMAS.items():
-        found = re.search(rf'm\.def\("{name}\((.*?)\);', source, re.DOTALL)
-        assert found is not None
-        assert "".join(re.findall(r'"([^"]*)"', f'"{name}({found[1]}')) == schema
+        match = re.search(rf'm\.def\("{name}\((.*?)\);', source, re.DOTALL)
+        assert match is not None
+        assert "".join(re.findall(r'"([^"]*)"', f'"{name}({match[1]}')) == schema
     for name, schema in stand_in.PYTHON_SCHEMAS.items():
         assert str(getattr(torch.ops.flash_attn_3, name).default._schema) == f"flash_attn_3::{schema}"
     with stand_in.present() as interface:

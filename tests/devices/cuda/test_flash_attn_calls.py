@@ -104,10 +104,10 @@ def test_the_stand_in_computes_what_is_documented_and_its_gradients(name: str, l
     call, exact = called(SETTINGS[name])
     inputs = [x.requires_grad_() for x in operands(*LENGTHS[lengths], kv_heads=2)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    found, wanted = call(*inputs), exact(*wide)
+    result, wanted = call(*inputs), exact(*wide)
     upstream = randn(*wanted.shape, seed=9)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-3)
-    gradients = torch.autograd.grad(found, inputs, upstream.to(HALF))
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-3, atol=1e-3)
+    gradients = torch.autograd.grad(result, inputs, upstream.to(HALF))
     for a, b in zip(gradients, torch.autograd.grad(wanted, wide, upstream.double())):
         torch.testing.assert_close(a.double(), b, rtol=5e-3, atol=5e-3)
 

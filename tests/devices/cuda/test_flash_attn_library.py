@@ -264,15 +264,15 @@ def test_inductor_compiles_the_forward_and_the_backward(entry: str) -> None:
     torch._dynamo.reset()
     with attn_pass.record() as report:
         if entry == "backend":
-            found = torch.compile(fn, backend="attn_pass", options=options)(*ours)
+            result = torch.compile(fn, backend="attn_pass", options=options)(*ours)
         else:
             with attn_pass.enabled(**options):
-                found = torch.compile(fn)(*ours)
-        found.float().sum().backward()
+                result = torch.compile(fn)(*ours)
+        result.float().sum().backward()
     wanted = fn(*eager)
     wanted.float().sum().backward()
     assert [s.target for s in report.sites] == ["flash_attn"]
-    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=4e-3)
+    torch.testing.assert_close(result, wanted, rtol=1e-2, atol=4e-3)
     for a, b in zip(ours, eager):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-2, atol=4e-3)
 

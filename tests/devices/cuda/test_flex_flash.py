@@ -241,8 +241,8 @@ def test_what_torch_calls_is_what_the_package_takes(
     plain = re.sub(r"\{\{.*?\}\}", "0", re.sub(r"\{%.*?%\}", "", text))
     calls = re.findall(rf"(?<!import ){function}\((?:[^()]|\([^()]*\))*\)", plain)
     assert calls
-    for found in calls:
-        call = ast.parse(found, mode="eval").body
+    for seen in calls:
+        call = ast.parse(seen, mode="eval").body
         assert isinstance(call, ast.Call)
         assert takes[: len(call.args)] == operands[: len(call.args)] and len(call.args) == len(operands)
         assert {k.arg for k in call.keywords if k.arg} <= set(takes[len(call.args) :])

@@ -43,9 +43,9 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
 
 
 def shown(given: Call, multiple: int = 8) -> Any:
-    found = own_check.shown(given, multiple)
-    assert found is not None
-    return found.parameters()
+    seen = own_check.shown(given, multiple)
+    assert seen is not None
+    return seen.parameters()
 
 
 def test_torch_is_shown_the_operands_as_the_kernel_gets_them() -> None:

@@ -36,9 +36,9 @@ def test_every_mistake_in_the_kernel_is_seen() -> None:
     line = [sys.executable, str(Path(__file__).with_name("checked_kernels.py"))]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop(RIGHT) is None
-    assert set(found) == set(MISTAKES) and all(found.values()), found
+    document: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    assert document.pop(RIGHT) is None
+    assert set(document) == set(MISTAKES) and all(document.values()), document
 
 
 class Kernel:
@@ -138,13 +138,13 @@ def test_an_invalid_record_is_measured_again(monkeypatch: pytest.MonkeyPatch, no
 
 def test_threads_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = use(monkeypatch, Kernel())
-    found: list[str | None] = []
-    threads = [threading.Thread(target=lambda: found.append(self_check.failure(CPU))) for _ in range(4)]
+    answers: list[str | None] = []
+    threads = [threading.Thread(target=lambda: answers.append(self_check.failure(CPU))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [None] * 4 and kernel.calls == 5
+    assert answers == [None] * 4 and kernel.calls == 5
 
 
 def test_it_runs_on_real_tensors_in_the_middle_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,15 +82,15 @@ def test_layouts_of_many_wide_heads_stay_heads_first_in_inference() -> None:
     inputs = [x.to("meta") for x in heads_last(1, 256, 2, 3, 256)]
     site = reported(plain, *inputs, targets=(FIA,))
     assert site.target == FIA
-    found: list[str] = []
+    layouts: list[str] = []
 
     def run(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        found.extend(str(n.kwargs["input_layout"]) for n in gm.graph.nodes if "input_layout" in n.kwargs)
+        layouts.extend(str(n.kwargs["input_layout"]) for n in gm.graph.nodes if "input_layout" in n.kwargs)
         return gm.forward
 
     backend = attn_pass.wrap(run, device="Ascend910B", choose="fused", on_error="raise", targets=(FIA,))
     torch.compile(plain, backend=backend)(*inputs)
-    assert found == ["BNSD"]  # 256 * 256 is over 65535
+    assert layouts == ["BNSD"]  # 256 * 256 is over 65535
 
 
 # ---------------------------------------------------------------- one mask for a graph
@@ -103,10 +103,10 @@ def test_one_compressed_mask_for_all_sites() -> None:
         return q
 
     inputs = qkv(2, 2, 8, 8, 16, dtype=BF16)
-    found = calls(program, *inputs)
-    assert [c["sparse_mode"] for c in found] == [2, 4, 2, 4]
-    assert len({c["atten_mask"] for c in found}) == 1
-    mask = found[0]["atten_mask"].meta["example_value"]
+    called = calls(program, *inputs)
+    assert [c["sparse_mode"] for c in called] == [2, 4, 2, 4]
+    assert len({c["atten_mask"] for c in called}) == 1
+    mask = called[0]["atten_mask"].meta["example_value"]
     assert (tuple(mask.shape), mask.dtype) == ((2048, 2048), torch.bool)
     same(program, *inputs, rewritten=4, device="Ascend910B")
 
@@ -119,8 +119,8 @@ def test_one_boolean_mask_for_all_layers() -> None:
         return q
 
     inputs = (*qkv(2, 2, 6, 6, 16), torch.arange(6) < torch.tensor([3, 6])[:, None, None, None])
-    found = calls(program, *inputs, assume_nonempty_rows=True)
-    assert len(found) == 3 and len({c["atten_mask"] for c in found}) == 1
+    called = calls(program, *inputs, assume_nonempty_rows=True)
+    assert len(called) == 3 and len({c["atten_mask"] for c in called}) == 1
     same(program, *inputs, rewritten=3, device="Ascend910B")
 
 

@@ -49,14 +49,14 @@ def site(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> attn_pass.S
     """The report of the one call; on meta tensors, where the stand-in would raise on what is not documented."""
     options = {"device": "Ascend910B", "choose": "fused", "on_error": "raise", **options}
     meta = [x if x.dim() == 2 and x.size(-1) == 2048 else x.to("meta") for x in inputs]
-    (found,) = attn_pass.explain(fn, *meta, attn_pass_options=options).sites
-    return found
+    (decided,) = attn_pass.explain(fn, *meta, attn_pass_options=options).sites
+    return decided
 
 
 def left(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> str:
     """Why the call is left; empty where it is read and rewritten by force."""
-    found = site(fn, *inputs, **options)
-    return found.reason if found.outcome == "left" else ""
+    decided = site(fn, *inputs, **options)
+    return decided.reason if decided.outcome == "left" else ""
 
 
 MANY, ONE = qkv(2, 4, 6, 9, 16, dtype=BF16), qkv(2, 4, 1, 9, 16, dtype=BF16)
@@ -245,10 +245,10 @@ TRIANGLES: dict[str, tuple[Made, str]] = {
 @pytest.mark.parametrize("name", list(TRIANGLES))
 def test_the_triangle_is_checked_where_it_is_created(name: str) -> None:
     mask, why = TRIANGLES[name]
-    found = site(calling(FA3, mask, sparse_mode=2), *MANY)
-    assert why in found.reason and (found.outcome == "left") == bool(why)
+    decided = site(calling(FA3, mask, sparse_mode=2), *MANY)
+    assert why in decided.reason and (decided.outcome == "left") == bool(why)
     if not why:
-        assert found.mask == "causal" and not found.assumptions
+        assert decided.mask == "causal" and not decided.assumptions
 
 
 def test_the_inference_operator_takes_it_in_more_ranks_and_bytes_of_a_sign() -> None:
@@ -353,16 +353,16 @@ def test_a_row_without_a_key_is_zero_and_nothing_is_assumed() -> None:
     mask = torch.zeros(6, 9, dtype=torch.bool)
     mask[2] = True
     for options in ({}, {"numerics": "strict"}):
-        found = site(calling(FA3, inner_precise=2), *MANY, mask, **options)
-        assert found.outcome == "rewritten" and not found.assumptions
+        decided = site(calling(FA3, inner_precise=2), *MANY, mask, **options)
+        assert decided.outcome == "rewritten" and not decided.assumptions
 
 
 def test_a_causal_call_is_predicted_at_what_it_costs() -> None:
     inputs = shaped((2, 8, 4096, 128), (2, 8, 4096, 128))
     times = []
     for given in ({}, {"mask": triangle, "sparse_mode": 2}):
-        found = site(calling(FA3, head_num=8, **given), *inputs, choose="cheapest")
-        times.append(found.predicted_us["leave"])
+        decided = site(calling(FA3, head_num=8, **given), *inputs, choose="cheapest")
+        times.append(decided.predicted_us["leave"])
     assert 0 < times[1] < 0.7 * times[0]
 
 

@@ -72,9 +72,9 @@ def test_the_operator_computes_what_was_written(name: str, dtype: torch.dtype, t
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend=attn_pass.wrap("eager", choose="fused", on_error="raise"))
     with torch.no_grad(), attn_pass.record() as report:
-        found = compiled(*(x.to("npu") for x in inputs)).cpu().double()
+        result = compiled(*(x.to("npu") for x in inputs)).cpu().double()
     assert len(report.rewritten) == 1
-    assert (found.nan_to_num(0.0) - truth).abs().max() <= 2 * eager + 4 * torch.finfo(dtype).eps
+    assert (result.nan_to_num(0.0) - truth).abs().max() <= 2 * eager + 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -87,6 +87,6 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(fn, backend=attn_pass.wrap("aot_eager", choose="fused", on_error="raise"))
     leaves = [x.to("npu").requires_grad_() for x in inputs]
-    for found, wanted in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), truth, strict=True):
+    for result, wanted in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), truth, strict=True):
         limit = 64 * torch.finfo(dtype).eps * max(1.0, float(wanted.abs().max()))
-        assert (found.cpu().double() - wanted).abs().max() <= limit
+        assert (result.cpu().double() - wanted).abs().max() <= limit

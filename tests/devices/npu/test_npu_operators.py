@@ -251,8 +251,8 @@ def exported(fn: Program, *inputs: Tensor, lowest: int, **options: Any) -> tuple
 @pytest.mark.parametrize("fn", [banded(None, 0), turned])
 def test_exported_programs(fn: Program, target: str) -> None:
     q, k, v = qkv(2, 4, 6, 9, 16, dtype=BF16)
-    program, found = exported(fn, q, k, v, lowest=3, targets=(target,))
-    assert found == target
+    program, report = exported(fn, q, k, v, lowest=3, targets=(target,))
+    assert report == target
     for rows in (3, 6, 9):
         q = randn(2, 4, rows, 16, dtype=BF16)
         with torch.no_grad():
@@ -267,8 +267,8 @@ def test_an_exported_program_may_be_run_with_one_row_whatever_it_says() -> None:
         for fn in (banded(None, 0, aligned="first"), banded(2, None)):
             assert "one query row or more" in exported(fn, q, k, v, lowest=lowest, targets=(FIA,))[1]
         for fn, target in ((banded(None, 0, aligned="first"), FUSION), (plain, FIA), (turned, FIA)):
-            program, found = exported(fn, q, k, v, lowest=lowest, targets=(target,))
-            assert found == target
+            program, report = exported(fn, q, k, v, lowest=lowest, targets=(target,))
+            assert report == target
             with torch.no_grad():
                 assert (program.module()(q[:, :, :1], k, v) - fn(q[:, :, :1], k, v)).abs().max() < 0.05
 
@@ -287,12 +287,12 @@ def test_a_model_as_it_is_with_padding_on_the_left() -> None:
         model = model.to(dtype)
         torch._dynamo.reset()
         with torch.set_grad_enabled(dtype == FP32), attn_pass.record() as report:
-            found = torch.compile(model, backend=backend)(ids, attention_mask=kept, labels=ids)
+            result = torch.compile(model, backend=backend)(ids, attention_mask=kept, labels=ids)
             expected = model(ids, attention_mask=kept, labels=ids)
         assert [s.target for s in report.sites] == [target] * 2
-        assert (found.logits - expected.logits).abs().max() < (0.02 if dtype == BF16 else 1e-5)
+        assert (result.logits - expected.logits).abs().max() < (0.02 if dtype == BF16 else 1e-5)
     weight = model.model.layers[0].self_attn.k_proj.weight
-    gradients = [torch.autograd.grad(out.loss, weight)[0] for out in (found, expected)]
+    gradients = [torch.autograd.grad(out.loss, weight)[0] for out in (result, expected)]
     assert (gradients[0] - gradients[1]).abs().max() < 1e-5 * gradients[1].abs().max()
 
 
@@ -314,6 +314,6 @@ class Layer(torch.nn.Module):
 def test_inductor_compiles_it(dtype: torch.dtype) -> None:
     model, x = Layer().to(dtype).eval(), randn(2, 9, 64, dtype=dtype)
     with torch.no_grad(), attn_pass.record() as report:
-        found = torch.compile(model, backend=attn_pass.backend, options={"device": "Ascend910B", "choose": "fused"})(x)
-        assert (found - model(x)).abs().max() < (1e-5 if dtype == FP32 else 0.03)
+        result = torch.compile(model, backend=attn_pass.backend, options={"device": "Ascend910B", "choose": "fused"})(x)
+        assert (result - model(x)).abs().max() < (1e-5 if dtype == FP32 else 0.03)
     assert [s.target for s in report.sites] == [FUSION if dtype == FP32 else FIA]

@@ -115,9 +115,9 @@ def test_both_sides_of_a_rule(number: int) -> None:
 
 def test_every_rule_has_a_row() -> None:
     def failing(operator: str, given: dict[str, Any]) -> set[int]:
-        found = case(operator, given)
+        reason = case(operator, given)
         return {
-            n for n, rule in enumerate(RULES) if operator in getattr(rule, "of", (operator,)) and not rule.holds(found)
+            n for n, rule in enumerate(RULES) if operator in getattr(rule, "of", (operator,)) and not rule.holds(reason)
         }
 
     assert set().union(*(failing(operator, refused) for operator, _, refused, _ in SIDES)) == set(range(len(RULES)))
@@ -168,7 +168,7 @@ def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan
     """The kind of mask, ``inner_precise``, and whether fully masked rows are replaced."""
     causal = Structure(axis_index(Axis("j", 9)), axis_index(Axis("i", rows)), (Band(None, 0),))
     made = attention(q_len=rows, kv_len=9, never_empty=never_empty, structure=causal, keep=KEEP)
-    found = mask_plan(made, Setting(A2, "compile"), operator)
-    assert (found.kind, found.inner_precise, found.repaired) == plan
+    mask = mask_plan(made, Setting(A2, "compile"), operator)
+    assert (mask.kind, mask.inner_precise, mask.repaired) == plan
     folded = replace(made, mask=replace(made.mask, structure=replace(causal, row=axis_index(Axis("b", 2)))))
     assert mask_plan(folded, Setting(A2, "compile"), operator).kind == "boolean"

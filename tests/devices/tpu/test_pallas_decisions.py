@@ -204,9 +204,9 @@ def test_what_a_generation_has_of_memory_and_what_a_matrix_takes_of_it() -> None
     # 2048 x 1024 fit on a v6e without a matrix, and in 64 MiB with one of float32, which is fetched ahead.
     assert blocks_for(FLASH, "TPU v6e", Sizes(16384, 16384, 256, 4, biased=False)) is not None
     for size in (Sizes(16384, 16384, 128, 2, biased=True), Sizes(16384, 16384, 256, 4, biased=True)):
-        found = blocks_for(FLASH, "TPU v6e", size)
-        assert found is not None and found.rows * found.keys < 2048 * 1024
-        assert vmem(found.rows, found.keys, size) <= 32 << 20
+        blocks = blocks_for(FLASH, "TPU v6e", size)
+        assert blocks is not None and blocks.rows * blocks.keys < 2048 * 1024
+        assert vmem(blocks.rows, blocks.keys, size) <= 32 << 20
 
 
 def test_a_wider_operand_has_smaller_tiles() -> None:

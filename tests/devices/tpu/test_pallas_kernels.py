@@ -159,11 +159,11 @@ def test_what_runs_elsewhere_is_what_the_kernel_computes(name: str) -> None:
     tensors = qkv(2, 4, *lengths, 16, kv_heads=4 if call.kind == "flash" else 2)
     bias, kept = given.get("bias"), given.get("kept")
     with interpreted():
-        found = operators._run(call, False, tensors, bias, kept)
-    torch.testing.assert_close(found, operators.elsewhere(call, False, tensors, bias, kept), atol=2e-5, rtol=0)
+        result = operators._run(call, False, tensors, bias, kept)
+    torch.testing.assert_close(result, operators.elsewhere(call, False, tensors, bias, kept), atol=2e-5, rtol=0)
     if not call.blocks.rows_back:
         return
-    grad = randn(*found.shape, seed=7)
+    grad = randn(*result.shape, seed=7)
     with interpreted():
         ours = operators._run(call, True, (grad, *tensors), bias, kept)
     wanted = operators.elsewhere(call, True, (grad, *tensors), bias, kept)
@@ -207,8 +207,8 @@ def test_products_have_the_requested_precision(kind: str, back: bool, precision:
 def test_torch_xla_s_own_precision_is_the_kernels(asked: str, dtype: torch.dtype) -> None:
     backends = types.SimpleNamespace(get_mat_mul_precision=lambda: asked)
     with mock.patch.object(torch_xla, "importlib", mock.Mock(import_module=lambda name: backends)):
-        found = torch_xla._precision(dtype)
-    assert found == ("highest" if dtype == torch.float32 and asked != "default" else "default")
+        precision = torch_xla._precision(dtype)
+    assert precision == ("highest" if dtype == torch.float32 and asked != "default" else "default")
 
 
 def test_splash_scales_the_query_in_float32() -> None:
@@ -218,9 +218,9 @@ def test_splash_scales_the_query_in_float32() -> None:
     scale, q = 1.004, qkv(1, 2, 128, 128, 16, dtype=BF16)[0]
     with mock.patch.object(library, "make_splash_mha", lambda *a, **k: lambda query, key, value: query):
         query = to_jax(q)
-        found = kernels.forward(Call("splash", scale, Blocks(128, 128)))(query, query, query)
-    assert torch.equal(to_torch(found, BF16), (q.float() * scale).to(BF16))
-    assert not torch.equal(to_torch(found, BF16), q * torch.tensor(scale, dtype=BF16))
+        result = kernels.forward(Call("splash", scale, Blocks(128, 128)))(query, query, query)
+    assert torch.equal(to_torch(result, BF16), (q.float() * scale).to(BF16))
+    assert not torch.equal(to_torch(result, BF16), q * torch.tensor(scale, dtype=BF16))
 
 
 def test_one_thread_interprets_while_another_does_not() -> None:

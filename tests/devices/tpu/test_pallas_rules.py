@@ -55,8 +55,8 @@ def test_what_a_setting_or_a_description_forbids(name: str) -> None:
     attention, setting = considered(added, *bias) if has_bias else considered(by_hand)
     attention, setting = changed(attention, setting)
     with mock.patch.object(pallas, "find_spec", lambda name: None if name in absent else object()):
-        found = PallasFlash().consider(attention, "as written", setting)
-    assert reason in found.reason if reason else isinstance(found, Offer), found
+        answer = PallasFlash().consider(attention, "as written", setting)
+    assert reason in answer.reason if reason else isinstance(answer, Offer), answer
 
 
 def test_what_an_offer_is_costed_for() -> None:

@@ -88,9 +88,9 @@ def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ign
         with FileLock(folder / f"{library.name}.lock"):
             if not library.exists():
                 _build(text, command, library)
-    found = ctypes.CDLL(str(library)).attend
-    found.restype = None
-    return found
+    attend = ctypes.CDLL(str(library)).attend
+    attend.restype = None
+    return attend
 
 
 def _build(text: str, command: tuple[str, ...], library: Path) -> None:
