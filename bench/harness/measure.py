@@ -23,6 +23,7 @@ from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, pr
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 LIMIT_S = 1800.0
+_TIMES_EAGERS = 2.0  # the error of eager that is allowed where nothing else is known
 LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
 
 
@@ -69,7 +70,7 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         yield failed_row(name, way, failure)
 
 
-def row_of(program: str, way: str, taken: Sequence[float], error: float, tolerance: float) -> Row:
+def row_of(program: str, way: str, taken: Sequence[float], error: float, tolerance: float | None) -> Row:
     """What every row has: of a program run in one way, the microseconds it took and its error."""
     times = {f"p{which}_us": percentile(taken, which) for which in (10, 90)}
     facts = {"program": program, "way": way, "stage": way, "status": "ok", "error": error, "tolerance": tolerance}
@@ -167,6 +168,8 @@ def judged(rows: list[Row]) -> list[Row]:
             row["over_stock"] = base["median_us"] / row["median_us"]
             row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
             row["verdict"] = verdict(row["over_stock"], base["p10_us"] / row["p10_us"], row["noise"])
+        if row["tolerance"] is None:
+            row["tolerance"] = _TIMES_EAGERS * by_way[w.EAGER]["error"] if w.EAGER in by_way else 0.0
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
     return rows

@@ -16,9 +16,9 @@ Built = tuple[nn.Module, Tensors]
 Extra = Callable[[nn.Module, Tensors, Path], Callable[..., Any]]
 
 
-def doubled(inputs: Tensors) -> Tensors:
-    """The inputs in float64, as leaves that want a gradient where they did."""
-    return tuple(x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
+def doubled(inputs: Tensors, dtype: torch.dtype = torch.float64) -> Tensors:
+    """The inputs in a wider dtype, as leaves that want a gradient where they did."""
+    return tuple(x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs)
 
 
 class Function(nn.Module):
@@ -39,10 +39,11 @@ class Program:
     `make(device)` returns the module and its inputs, the same numbers on every call. `by_hand` makes the best form a
     specialist writes, for the same inputs; `hand` says what it is. `kept` is the share of the scores that the masks
     keep, which is all a floor may count. `others` are more inputs the answers are checked on; `reference` computes the
-    answer in float64 where running the module on doubles would not; without `float64`, which may take too long, the
-    answer is eager's. `dtype` is that of the products where the first input has another. `trains`: a call is a forward
-    and a backward, its answer the gradients of the inputs that want one. `extra` are variants of its own, by name:
-    given the module, the inputs and a folder, each makes something to call.
+    answer in float64 where running the module on doubles would not; without `float64`, which may take too long, it
+    is computed in float32. `tolerance` is relative to the largest value; None: twice the error of eager, in half
+    precision after many layers. `dtype` is that of the products where the first input has another. `trains`: a call is
+    a forward and a backward, its answer the gradients of the inputs that want one. `extra` are variants of its own, by
+    name: given the module, the inputs and a folder, each makes something to call.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Program:
     kept: float = 1.0
     others: Sequence[Callable[[str], Tensors]] = ()
     reference: Callable[..., torch.Tensor] | None = None
-    tolerance: float = 1e-5
+    tolerance: float | None = 1e-5
     dtype: torch.dtype | None = None
     reported: str = ""
     float64: bool = True
@@ -65,9 +66,8 @@ class Program:
         if self.reference is not None:
             return self.reference(*inputs)
         module, _ = self.make(device)
-        if not self.float64:
-            return self.call(module)(*inputs)
-        return self.call(module.double())(*doubled(inputs))
+        exact = torch.float64 if self.float64 else torch.float32
+        return self.call(module.to(exact))(*doubled(inputs, exact))
 
     def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What one call is: the program itself, or a training step of it."""

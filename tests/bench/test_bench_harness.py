@@ -264,6 +264,13 @@ def test_without_a_second_stock_row_nothing_is_judged() -> None:
     assert rows[1]["verdict"] == "no A/A row" and math.isnan(rows[1]["noise"])
 
 
+@pytest.mark.parametrize(("error", "is_wrong"), [(0.7, False), (0.9, True)])
+def test_without_a_tolerance_twice_the_error_of_eager_is_allowed(error: float, is_wrong: bool) -> None:
+    rows = [row(way, 1.0) | {"error": 0.4, "tolerance": None} for way in (w.EAGER, w.STOCK, w.STOCK_AGAIN)]
+    rows = measure.judged([*rows, row(w.PASS, 1.0) | {"error": error, "tolerance": None}])
+    assert (rows[-1]["verdict"] == "WRONG") == is_wrong
+
+
 def test_a_wrong_answer_is_one_without_stock_too() -> None:
     failed = {"program": "p", "way": w.STOCK, "status": "failed", "error_text": "x"}
     assert measure.judged([row(w.PASS, 1.0) | {"error": 1.0}, failed])[0]["verdict"] == "WRONG"
