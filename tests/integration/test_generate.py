@@ -48,12 +48,12 @@ def counted(graphs: list[torch.fx.GraphModule]) -> attn_pass.entries.dynamo.Wrap
 
 def compiles_of(run: Callable[[], torch.Tensor], graphs: list[torch.fx.GraphModule], wanted: torch.Tensor) -> list[int]:
     """Of two runs, each of which must have eager's tokens."""
-    found = []
+    collected = []
     for _ in range(2):
         before = len(graphs)
         assert torch.equal(run(), wanted)
-        found.append(len(graphs) - before)
-    return found
+        collected.append(len(graphs) - before)
+    return collected
 
 
 STATIC = {"cache_implementation": "static", "max_cache_len": CACHE}

@@ -108,5 +108,5 @@ def test_from_cpp(package: Path, every_token: tuple[list[Tensor], list[Tensor]],
     done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for number, wanted in enumerate(every_token[1]):
-        (found,) = torch.load(tmp_path / f"{number}_out.pt", weights_only=False)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        (result,) = torch.load(tmp_path / f"{number}_out.pt", weights_only=False)
+        torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)

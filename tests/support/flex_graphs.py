@@ -59,7 +59,7 @@ class Blockwise(torch.fx.Interpreter):
         assert not full & partial
         if lists[6] is not None:  # a backward asks for the same blocks by their keys
             turned = [blocks_of(*lists[n : n + 2], lists[1], keys_in_block) for n in (8, 6)]
-            assert [{(r, k) for k, r in found} for found in turned] == [full, partial]
+            assert [{(r, k) for k, r in pairs} for pairs in turned] == [full, partial]
         for blocks, is_full in ((full, True), (partial, False)):
             for row, col in blocks:
                 i = torch.arange(row * rows_in_block, min((row + 1) * rows_in_block, query.size(2)))

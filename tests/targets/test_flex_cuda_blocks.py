@@ -23,9 +23,9 @@ def test_the_blocks_are_the_ones_that_count(name: str, grad: bool) -> None:
     torch._dynamo.reset()
     backend = attn_pass.wrap(blockwise, choose="fused", on_error="raise", **ON_CUDA)
     with attn_pass.record() as report:
-        found = torch.compile(fn, backend=backend, dynamic=False)(*leaves)
+        result = torch.compile(fn, backend=backend, dynamic=False)(*leaves)
     assert [s.target for s in report.sites] == ["flex"]
-    torch.testing.assert_close(found, fn(*inputs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(result, fn(*inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_blocks_hold_every_kept_pair_and_full_ones_no_other(number: int) -> None
                 own, other, count = (keys, rows, 5) if of_keys else (rows, keys, 11)
                 for n in range(count):
                     pairs = itertools.product(range(block * own, (block + 1) * own), range(n * other, (n + 1) * other))
-                    found = [all(kept(p, *((y, x) if of_keys else (x, y))) for p in parts) for x, y in pairs]
-                    assert start <= n < end or not any(found), (parts, block, n)
-                    assert not full_start <= n < full_end or all(found), (parts, block, n)
+                    all_kept = [all(kept(p, *((y, x) if of_keys else (x, y))) for p in parts) for x, y in pairs]
+                    assert start <= n < end or not any(all_kept), (parts, block, n)
+                    assert not full_start <= n < full_end or all(all_kept), (parts, block, n)
 
 
 def test_one_band_has_no_block_too_many() -> None:
@@ -85,8 +85,10 @@ def test_one_band_has_no_block_too_many() -> None:
                 (part,), block * 16, 16, 8, 11, flex_blocks.INTEGERS, of_keys=False
             )
             for n in range(11):
-                found = [kept(part, i, j) for i in range(block * 16, block * 16 + 16) for j in range(n * 8, n * 8 + 8)]
-                assert (start <= n < end, full_start <= n < full_end) == (any(found), all(found))
+                all_kept = [
+                    kept(part, i, j) for i in range(block * 16, block * 16 + 16) for j in range(n * 8, n * 8 + 8)
+                ]
+                assert (start <= n < end, full_start <= n < full_end) == (any(all_kept), all(all_kept))
 
 
 def test_the_share_counts_what_is_visited() -> None:

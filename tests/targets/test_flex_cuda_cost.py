@@ -161,7 +161,7 @@ def test_a_long_window_is_chosen_by_cost() -> None:
 # ---- the tuner
 
 
-def measured_by(found: Callable[[Sequence[str]], dict[str, float]], **shape: int) -> tuple[Any, list[str]]:
+def measured_by(clock: Callable[[Sequence[str]], dict[str, float]], **shape: int) -> tuple[Any, list[str]]:
     """The call that is emitted where forms are timed like that, and the labels that were to be timed."""
     from attn_pass.entries import transaction
     from attn_pass.options import make_options
@@ -172,7 +172,7 @@ def measured_by(found: Callable[[Sequence[str]], dict[str, float]], **shape: int
 
     def measure(_: Any, labels: Sequence[str]) -> dict[str, float]:
         asked.extend(labels)
-        return {"leave": 100.0, **found(labels)}
+        return {"leave": 100.0, **clock(labels)}
 
     def compile_as(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         options = make_options(device="H200", on_error="raise")
@@ -203,13 +203,13 @@ def test_the_worker_gives_a_form_by_its_label() -> None:
     from attn_pass.planner.choose import only
 
     label = measured_by(lambda labels: dict.fromkeys(labels, 50.0))[1][-1]
-    found: list[Any] = []
+    seen: list[Any] = []
 
     def compile_as(gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         from attn_pass.entries import transaction
         from attn_pass.options import make_options
 
-        found.append(
+        seen.append(
             transaction.decide(gm, make_options(device="H200"), "compile", "inductor", measure=only(label)).report
         )
         return gm.forward
@@ -217,7 +217,7 @@ def test_the_worker_gives_a_form_by_its_label() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(grouped, backend=compile_as, dynamic=False)(*qkv(heads=4, kv_heads=2, **BIG))
-    assert found[0].sites[0].outcome == "rewritten" and label in found[0].sites[0].reason
+    assert seen[0].sites[0].outcome == "rewritten" and label in seen[0].sites[0].reason
 
 
 def test_without_measuring_no_block_sizes_are_considered() -> None:
