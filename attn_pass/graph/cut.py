@@ -21,6 +21,7 @@ from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute, called_bodies
 from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.graph.writes import may_draw
+from attn_pass.model.dtype_name import dtype_name
 
 _MOST = 250  # nodes: a part that reads more is not separate
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -371,7 +372,7 @@ def _input(node: Node, number: Number, value: torch.Tensor | None, requires_grad
     return Input(
         _plain(held.shape, number),
         _plain(held.stride(), number),
-        str(held.dtype).removeprefix("torch."),
+        dtype_name(held.dtype),
         str(held.device),
         requires_grad,
         value,

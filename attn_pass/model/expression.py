@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Axis, Index, axes, divide, is_at_most, is_less, is_nonnegative, substitute, terms_of
 from attn_pass.model.operations import COMPARISONS, OPERATIONS
 
@@ -77,7 +78,7 @@ class Apply:
         known = OPERATIONS.get(self.op)
         if known is not None and known.infix:
             return f"({self.args[0]} {known.infix} {self.args[1]})"
-        name = f"{self.op}<{str(self.dtype).removeprefix('torch.')}>" if self.dtype else self.op
+        name = f"{self.op}<{dtype_name(self.dtype)}>" if self.dtype else self.op
         return f"{name}({', '.join(str(a) for a in self.args)})"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import Apply, Expr, Load, children
 from attn_pass.model.index import Axis
 from attn_pass.model.structure import Structure
@@ -38,7 +39,7 @@ def formula_of(a: Attention) -> dict[str, str]:
     for number in sorted({n for e in read if e is not None for n in _sources(e)}):
         tensor = a.sources[number]
         sizes = ", ".join(index_source(n, names, False) for n in tensor.shape)
-        formula[f"t{number}"] = f"({sizes}) {str(tensor.dtype).removeprefix('torch.')}, {tensor.kind}"
+        formula[f"t{number}"] = f"({sizes}) {dtype_name(tensor.dtype)}, {tensor.kind}"
     return formula
 
 

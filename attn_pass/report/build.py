@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index, product
 from attn_pass.patterns.base import Site
 from attn_pass.report.places import module_path, source_line
@@ -26,7 +27,7 @@ def record_of(site: Site, count: int) -> SiteReport:
         count=count,
         module=module_path(site.node.meta),
         node=result.name,
-        dtype="" if value is None else str(value.dtype).removeprefix("torch."),
+        dtype="" if value is None else dtype_name(value.dtype),
         device="" if value is None else str(value.device.type),
     )
     if site.described is not None:

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
 from attn_pass.targets.base import Setting
 
@@ -45,11 +46,6 @@ def refusal(constraints: Iterable[Constraint[_Case]], case: _Case) -> str | None
     """Why a case is refused; None if it is taken."""
     failed = first_failed(constraints, case)
     return None if failed is None else failed.why(case)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As torch calls it, without its own name: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- rows that many kernels have ----

@@ -10,8 +10,9 @@ import torch
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.device import Device
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
-from attn_pass.targets.constraints import Constraint, dtype_name, sizes_of
+from attn_pass.targets.constraints import Constraint, sizes_of
 
 HALF = (torch.float16, torch.bfloat16)
 Version = tuple[int, int]

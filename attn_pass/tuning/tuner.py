@@ -23,6 +23,7 @@ from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.extract import Program, extract
 from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.options import LEAVE, Options
 from attn_pass.planner.choose import Measured
 from attn_pass.targets.base import Setting
@@ -84,7 +85,7 @@ class Tuner:
             "options": asdict(self._options),
             "labels": list(labels),
             "threads": torch.get_num_threads(),
-            "autocast": None if autocast is None else [place.setting.device.type, _name(autocast)],
+            "autocast": None if autocast is None else [place.setting.device.type, dtype_name(autocast)],
             "grad": any(i.requires_grad for i in program.inputs),
             "seconds": _SECONDS,
             "megabytes": _half_the_memory(),
@@ -136,7 +137,3 @@ def _digests(program: Program) -> list[str]:
 def _half_the_memory() -> int:
     """Megabytes: half of what the machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 21 if hasattr(os, "sysconf") else 8192
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from attn_pass.graph.edit import Value
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import Const, Expr, Load, walk
 from attn_pass.model.index import Poly, Symbol, atoms, product
 from attn_pass.model.reference import Evaluation, reference
@@ -287,7 +288,7 @@ class _Trial:
         s = self.subject
         device = self.memory[0].device.type
         dtype = s.region.autocast_dtype(device)
-        autocast = None if dtype is None else (device, str(dtype).removeprefix("torch."))
+        autocast = None if dtype is None else (device, dtype_name(dtype))
         try:
             path = reproduce.write(self.part, self.memory, why=why, where=s.where, target=s.target, autocast=autocast)
             shown = f"reproduce it with {path}"

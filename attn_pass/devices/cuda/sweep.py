@@ -20,6 +20,7 @@ from attn_pass.devices.cuda import points
 from attn_pass.devices.cuda.points import Point
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts, of_type
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.tuning.clock import Clock, Reading, Run, read
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -124,7 +125,7 @@ def _plain(device: Device, at: torch.device) -> Iterator[tuple[str, Callable[[],
         return make
 
     for dtype in _HALVES:
-        yield f"matmul_gflops, {_name(dtype)}", product(dtype, _SIDE)
+        yield f"matmul_gflops, {dtype_name(dtype)}", product(dtype, _SIDE)
     yield "matmul_gflops, float32", product(torch.float32, _SIDE // 2)
     yield "memory_gbytes", copy(_STREAM_BYTES)
     yield "cache_gbytes", copy(device.cache_bytes // 4)
@@ -175,10 +176,10 @@ def _rates(device: Device, readings: Readings) -> dict[str, Any]:
     us = {name: reading.us for name, reading in readings.plain.items()}
     fields: dict[str, Any] = {"matmul_gflops": {}}
     for dtype in (*_HALVES, torch.float32):
-        name = f"matmul_gflops, {_name(dtype)}"
+        name = f"matmul_gflops, {dtype_name(dtype)}"
         if name in us:
             side = _SIDE if dtype in _HALVES else _SIDE // 2
-            fields["matmul_gflops"][_name(dtype)] = 2 * side**3 / us[name] / 1e3
+            fields["matmul_gflops"][dtype_name(dtype)] = 2 * side**3 / us[name] / 1e3
     for name, size in (("memory_gbytes", _STREAM_BYTES), ("cache_gbytes", device.cache_bytes // 4)):
         if name in us:
             fields[name] = 2 * size / us[name] / 1e3
@@ -227,7 +228,3 @@ def _share_of(point: Point) -> str:
     if point.q_len <= 64:
         return "few_rows"
     return "narrow" if point.dim <= 64 else "wide" if point.dim > 128 else "prefill"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

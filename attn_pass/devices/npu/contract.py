@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
 from attn_pass.targets import constraints
-from attn_pass.targets.constraints import Constraint, dtype_name
+from attn_pass.targets.constraints import Constraint
 
 BYTES = (torch.bool, torch.uint8)
 _HALF = (torch.float16, torch.bfloat16)

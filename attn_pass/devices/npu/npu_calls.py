@@ -22,6 +22,7 @@ from attn_pass.devices.npu.contract import CallFacts, mask_letters, mask_words, 
 from attn_pass.devices.npu.triangle import SIDE, check_triangle
 from attn_pass.graph.values import memory_order, tensor_value
 from attn_pass.model.attention import AsWritten
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import TRUE, Const, Dot, Expr, Load, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, divide_exactly, product
 from attn_pass.patterns.base import Site, check_window, failed, first_result, operator_name, refused
@@ -309,8 +310,8 @@ class _Mask:
             )
         value = tensor_value(given.mask)
         if value is None or value.dtype not in met.limits.mask_dtypes:
-            taken = ", ".join(str(d).removeprefix("torch.") for d in met.limits.mask_dtypes)
-            kind = "no tensor" if value is None else f"of {str(value.dtype).removeprefix('torch.')}"
+            taken = ", ".join(dtype_name(d) for d in met.limits.mask_dtypes)
+            kind = "no tensor" if value is None else f"of {dtype_name(value.dtype)}"
             raise Unreadable(f"its mask is {kind}: the operator takes {taken}, and no float mask", node)
         if given.mode in (0, 1) or met.decodes:
             kept = apply("not", self._masked(given.mask, value, position, met))

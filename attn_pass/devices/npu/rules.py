@@ -14,11 +14,12 @@ import torch
 from attn_pass.devices.device import Device
 from attn_pass.devices.npu.generations import GENERATIONS, INFERENCE, TRAINING, TRAINING_V1, UNKNOWN
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import loads
 from attn_pass.model.index import Index, is_less, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, Constraint, dtype_name
+from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, Constraint
 
 HALF = (torch.float16, torch.bfloat16)
 FUSION = (TRAINING, TRAINING_V1)

@@ -14,8 +14,9 @@ import torch
 
 from attn_pass.devices.tpu.kernels import SMALLEST_SCALE, Blocks
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.targets import constraints
-from attn_pass.targets.constraints import Constraint, dtype_name
+from attn_pass.targets.constraints import Constraint
 from attn_pass.targets.kernel_rules import known_or
 
 FLASH, SPLASH = "pallas_flash", "pallas_splash"

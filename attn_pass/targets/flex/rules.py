@@ -13,11 +13,12 @@ import torch
 
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.model.attention import Attention
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
 from attn_pass.model.index import Axis, Index, axes, is_nonnegative, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint, dtype_name
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint
 from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32, template_name
 from attn_pass.targets.masks import mask_kind
