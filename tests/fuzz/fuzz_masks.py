@@ -58,6 +58,10 @@ def _ones(c: Any) -> Tensor:
     return torch.ones(c.l, c.s, dtype=torch.bool)
 
 
+def _of_batch(c: Any, t: Tensor) -> Tensor:
+    return t.view(-1, *[1] * (len(c.lead) + 1))
+
+
 LEAVES: dict[str, Leaf] = {
     "causal": Leaf((
         lambda c, t, n: torch.ones(c.l, c.s, dtype=torch.bool).tril(),
@@ -144,10 +148,42 @@ LEAVES: dict[str, Leaf] = {
         lambda c, t, n: _keys(c)[None] < t[: c.l].view(-1, 1) + 1,
         lambda c, t, n: (_keys(c) <= t[: c.l, None]) & (_keys(c) > t[: c.l, None] - n - 2),
     ), "positions"),
+    "left padding beside a cache": Leaf((
+        lambda c, t, n: _keys(c) >= _of_batch(c, t) - 1,
+        lambda c, t, n: (_keys(c) + n >= _of_batch(c, t)) & (_keys(c) <= _of_batch(c, t) + n),
+        lambda c, t, n: (_keys(c) >= _of_batch(c, t) - n) & (_keys(c) <= _rows(c) + _of_batch(c, t)),
+    ), "lengths"),
+    "nothing valid": Leaf((  # in some rows of the batch, or of the query
+        lambda c, t, n: _keys(c) < _of_batch(c, t) - n - 1,
+        lambda c, t, n: _keys(c) <= _rows(c) + _of_batch(c, t) - n - 3,
+    ), "lengths"),
+    "ring buffer": Leaf((
+        lambda c, t, n: (t - _keys(c)) % c.s < n + 1,
+        lambda c, t, n: (_keys(c) <= t) | (t >= n + 1),
+        lambda c, t, n: (_keys(c) <= t) | ((_keys(c) > t) & (t >= n)),
+    ), "position"),
+    "several ranges": Leaf((
+        lambda c, t, n: ((_keys(c) <= t) & (_keys(c) > t - n - 1)) | (_keys(c) == 0),
+        lambda c, t, n: (_keys(c) <= _rows(c) + t - 2) | (_keys(c) < n + 1),
+        lambda c, t, n: ((_keys(c) - t).abs() <= n) | (_keys(c) <= t - 3),
+        lambda c, t, n: ((_keys(c) >= t) & (_keys(c) < t + 2)) | ((_keys(c) > t - 4) & (_keys(c) < t - 1)),
+        lambda c, t, n: (_keys(c) <= t) | (_keys(c) == c.s - 1 - n),
+    ), "position"),
+    "rows of a triangle": Leaf((  # of a cache of masks, at the positions of the queries
+        lambda c, t, n: torch.ones(c.s, c.s, dtype=torch.bool).tril()[t[: c.l]],
+        lambda c, t, n: torch.index_select(torch.ones(c.s, c.s, dtype=torch.bool).tril(n), 0, t[: c.l]),
+        lambda c, t, n: torch.ones(c.s, c.s, dtype=torch.bool).triu(1).logical_not()[(t - c.s)[: c.l]],
+        lambda c, t, n: (torch.arange(c.s) <= torch.arange(c.s)[:, None])[t[: c.l], :],
+    ), "row numbers"),
     "documents": Leaf((
         lambda c, t, n: t[: c.l, None] == t[None, : c.s],
     ), "documents"),
 }  # fmt: skip
+
+CACHES = (
+    "position", "lengths", "causal from a position", "window of a cache", "positions of queries", "several ranges",
+    "left padding beside a cache", "ring buffer", "nothing valid", "rows of a triangle", "padding",
+)  # fmt: skip
 
 BRANCHES: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "and": (operator.and_, torch.logical_and, lambda a, b: a * b, lambda a, b: ~(~a | ~b)),

@@ -165,6 +165,7 @@ class Program:
             "lengths": lambda: (rand(lead[0] if lead else 1) * s).long() + 1,
             "position": lambda: (rand() * s).long(),
             "positions": lambda: (rand(l) * s).long(),
+            "row numbers": lambda: (rand(l) * s).long(),
             "documents": lambda: (rand(max(l, s)) * 2).long().cumsum(0),
         }
         return made[kind]()

@@ -4,7 +4,7 @@ Programs come in batches, one hypothesis seed each; a batch that fails is shrunk
 on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws the same programs again.
 
 With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, and every site that the target takes
-goes to it.
+goes to it. With ``--caches`` all masks are those of caches: positions, lengths, windows, ring buffers, left padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import replace
 from unittest import mock
 
 from fuzz_property import NoProgram, Tally, Wrong, check
-from fuzz_strategy import Case, cases
+from fuzz_strategy import Case, cached, cases
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 from hypothesis.internal.conjecture import providers
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,15 +84,21 @@ def on_target(name: str) -> Callable[[Case], Case]:
     return lambda case: replace(case, dialect="dynamo", grad=False, choose="fused", targets=(name,))
 
 
-def main(count: int, first: int, target: str = "") -> int:
+def main(count: int, first: int, target: str = "", *, caches: bool = False) -> int:
     """Runs ``count`` programs; returns how many batches failed."""
     alone = f", all for {target}" if target else ""
+    alone += ", all over caches" if caches else ""
+    to_target = on_target(target)
+
+    def change(case: Case) -> Case:
+        return to_target(cached(case) if caches else case)
+
     print(f"seed {first}, {count} programs in batches of {BATCH}{alone}", flush=True)
     tally, failed, started = Tally(), 0, time.perf_counter()
     for done in range(0, count, BATCH):
         number = first + done // BATCH
         try:
-            batch(number, min(BATCH, count - done), tally, change=on_target(target))
+            batch(number, min(BATCH, count - done), tally, change=change)
         except Wrong as error:
             failed += 1
             print(f"\n==== seed {number}: {error}\n", flush=True)
@@ -118,7 +124,8 @@ if __name__ == "__main__":
     parser.add_argument("count", type=int, help="programs")
     parser.add_argument("seed", type=int, nargs="?", help="of the first batch; drawn where it is not given")
     parser.add_argument("--target", default="", help="the one target that is asked")
+    parser.add_argument("--caches", action="store_true", help="masks over caches alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     first = random.SystemRandom().randrange(10**8) if asked.seed is None else asked.seed
-    sys.exit(min(1, main(asked.count, first, asked.target)))
+    sys.exit(min(1, main(asked.count, first, asked.target, caches=asked.caches)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fuzz_graphs import DIALECTS
-from fuzz_masks import BRANCHES, LEAVES, Mask
+from fuzz_masks import BRANCHES, CACHES, LEAVES, Mask
 from fuzz_parts import GROUPS, INF, LAYOUTS, Row, Table
 from fuzz_program import LOWEST, SCORES, TABLES, Program, Step, text
 from hypothesis import strategies as st
@@ -111,6 +111,24 @@ def windowed(case: Case) -> Case:
         case.program, q_len=67, kv_len=67, score=(step,), call=False, dropout=0.0, enable_gqa=False, causal=False
     )
     return replace(case, program=program, later=None, choose="first", targets=("local",))
+
+
+def cached(case: Case) -> Case:
+    """The case with masks over caches in the place of all others, and one where it has none."""
+    p = case.program
+    score = tuple(replace(s, mask=_over_a_cache(s.mask, p.seed)) if s.mask else s for s in p.score)
+    if not any(s.mask for s in score):
+        first = Mask(CACHES[(p.seed + 3 * p.q_len + p.kv_len) % len(CACHES)], p.kv_len, p.seed)
+        score = (Step("mask: masked_fill", mask=first), *score[: 0 if p.call else None])
+    product = replace(p.product, mask=_over_a_cache(p.product.mask, p.seed)) if p.product.mask else p.product
+    return replace(case, program=replace(p, score=score, product=product, causal=False))
+
+
+def _over_a_cache(mask: Mask, seed: int) -> Mask:
+    if mask.parts:
+        return replace(mask, parts=tuple(_over_a_cache(part, seed + n) for n, part in enumerate(mask.parts)))
+    number = 5 * mask.way + 3 * mask.n + seed + len(mask.name)
+    return mask if mask.name in ("first", *CACHES) else replace(mask, name=CACHES[number % len(CACHES)])
 
 
 def called(case: Case) -> Case:

@@ -22,7 +22,7 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from attn_pass.devices.cpu import cost
+from attn_pass.devices.cpu import cost, masked_out
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.devices.cpu.key_bounds import Bounds, bounds_of, with_keep
@@ -50,6 +50,7 @@ class CpuPlan:
     captured: tuple[Expr, ...]
     fully_masked: str
     with_logarithm: bool
+    inspects: bool = False  # it is told which keys an added mask rules out, which is found at run time
 
 
 class CpuKernel:
@@ -77,6 +78,7 @@ class CpuKernel:
             captured,
             _fully_masked(attention),
             with_logarithm=setting.wants_logarithm and gives_logarithm,
+            inspects=masked_out.is_inspected(attention, setting),
         )
         return Offer(
             self.name,
@@ -132,6 +134,8 @@ class CpuKernel:
             given["keep"] = _kept(lower, decided.bounds.rest)
         if a.mask.bias is not None:
             given["bias"] = additive_mask(lower, setting)
+        if decided.inspects:
+            given["keep"] = masked_out.kept(lower)
         if decided.score:
             read = [_in_float32(lower, e, lower.mask_groups()) for e in decided.captured]
             given |= {"score": decided.score, "captured": read}

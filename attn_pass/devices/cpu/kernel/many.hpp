@@ -30,10 +30,24 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
   pack_keys<T>(rows_at<T>(a.k, b, hk, panel * PANEL), a.k.stride, n, a.D, space, keys);
   *finite = pack_values<T>(rows_at<T>(a.v, b, hk, panel * PANEL), a.v.stride, n, a.DV, j.ldv, space, values);
 }
+// Whether a row of a batch entry may keep a key of a panel. Where `keep` differs from head to head nobody looks.
+inline bool may_keep(const Many& j, i64 b, i64 panel) {
+  const Args& a = j.a;
+  const i64 first = a.shift.at(b, 0), last = first + a.L - 1;  // positions of the rows
+  const i64 lo = std::max<i64>({0, a.start, a.starts.at(b, 0), first - a.before});
+  const i64 hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), last + a.after + 1});
+  if (panel * PANEL >= hi || (panel + 1) * PANEL <= lo) return false;
+  if (!j.words || j.word_stride[1]) return true;
+  const u64* words = j.words + b * j.word_stride[0] + panel;
+  for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)
+    if (words[i * j.word_stride[2]]) return true;
+  return false;
+}
 template <class T> void pack_task(const void* job, i64 task) {
   const Many& j = *static_cast<const Many*>(job);
   char* room = task_arena().take(j.parts_of_task) + j.at_room;
   const i64 bh = task / j.panels, panel = task % j.panels;
+  if (!may_keep(j, bh / j.a.HK, panel)) return;
   pack_panel<T>(j, bh / j.a.HK, bh % j.a.HK, panel, j.keys + task * j.key_panel, j.values + task * j.value_panel, j.finite + task, room);
 }
 
@@ -111,7 +125,8 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       }
       i32* to_keys = reinterpret_cast<i32*>(memory + j.at_keys) + p * j.key_panel;
       i32* to_values = reinterpret_cast<i32*>(memory + j.at_values) + p * j.value_panel;
-      pack_panel<T>(j, b, hk, w0 + p, to_keys, to_values, finite + p, memory + j.at_room);
+      finite[p] = 1;
+      if (may_keep(j, b, w0 + p)) pack_panel<T>(j, b, hk, w0 + p, to_keys, to_values, finite + p, memory + j.at_room);
       keys[p] = to_keys, values[p] = to_values;
     }
     for (i64 x = 0; x < count; ++x) strips[x].active = 0;
