@@ -229,3 +229,40 @@ def test_exported(name: str) -> None:
 
     assert reported(program.graph_module) == spelling.exported
     compare(spelling, run)
+
+
+def test_sliding_layers_beside_full_ones() -> None:
+    """transformers counts the tokens of a sliding layer in Python as well: their masks follow from sizes."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 50, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    config = transformers.Qwen2Config(**sizes, **heads, **window)
+    assert config.layer_types == ["full_attention", "sliding_attention"]
+    model, graphs = transformers.Qwen2ForCausalLM(config).eval(), list[torch.fx.GraphModule]()
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm
+
+    def step(ids: Tensor, cache: object) -> Tensor:
+        return model(ids, past_key_values=cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+
+    def tokens(run: Callable[[Tensor, object], Tensor]) -> tuple[list[int], Tensor]:
+        cache, made = transformers.StaticCache(config=config, max_cache_len=64), list[int]()
+        logits = model(torch.arange(9)[None], past_key_values=cache, use_cache=True).logits[:, -1]
+        for _ in range(9):  # past the window
+            made.append(int(logits.argmax()))
+            logits = run(torch.tensor([[made[-1]]]), cache)
+        return made, logits
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend=attn_pass.wrap(seen, **OPTIONS), fullgraph=True)
+    with torch.no_grad():
+        (wanted, scores), (got, same_scores) = tokens(step), tokens(compiled)
+    torch.testing.assert_close(same_scores, scores, atol=1e-5, rtol=1e-5)
+    assert got == wanted
+    for gm in graphs:
+        full, sliding = [set(n.kwargs) for n in gm.graph.nodes if "attn_pass.attention" in str(n.target)]
+        assert "ends" in full and not {"keep", "bias"} & (full | sliding)
