@@ -23,21 +23,28 @@ class Measured:
 
 ROWS = (
     Measured(
-        "one query a row, keys and values shared by 1000 rows (pytorch#151287), AOTInductor",
-        "seeds-cpu",
+        "one query per row, keys and values shared by 1000 rows (pytorch#151287), AOTInductor",
+        "seeds-s4-cpu",
         "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), float32",
+        "AOTInductor",
+    ),
+    Measured(
+        "the same with bfloat16 autocast",
+        "seeds-s4-cpu",
+        "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), bfloat16 autocast",
         "AOTInductor",
     ),
     Measured("causal attention by hand", "variants-cpu", "causal"),
     Measured("a sliding window of 256 by hand", "variants-cpu", "sliding window 256"),
     Measured("a soft cap, causal, by hand", "variants-cpu", "soft cap, causal"),
+    Measured("documents of 300, causal, by hand", "variants-cpu", "documents of 300, causal"),
     Measured("no mask, by hand", "variants-cpu", "full"),
     Measured("GPT-2 small, 1 x 1024 tokens", "models-cpu", "GPT-2 small, 1 x 1024"),
     Measured("Llama, 4 layers, 1 x 2048 tokens", "models-cpu", "Llama, 4 layers, 32/8 heads, 1 x 2048"),
     Measured("BERT base, 8 x 512 tokens, padded", "models-cpu", "BERT base, 8 x 512, padded"),
     Measured("ViT-B/16, 8 images", "models-cpu", "ViT-B/16, 8 x 197"),
 )
-COMMANDS = {"seeds-cpu": "python -m bench seeds", "variants-cpu": "python -m bench variants",
+COMMANDS = {"seeds-s4-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
             "models-cpu": "python -m bench models"}  # fmt: skip
 
 

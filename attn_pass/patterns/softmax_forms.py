@@ -58,10 +58,14 @@ class SoftmaxForm:
 
 def read_softmax(reader: Reader, node: Node) -> Softmax | None:
     """The softmax a node computes; None when it is none."""
-    call, value = reader.result_call(node), tensor_value(node)
-    if call is None or value is None or value.dim() == 0 or call.in_place:
+    call = reader.result_call(node)
+    forms = () if call is None else _BY_OPERATION.get(call.op, ())
+    if call is None or not forms or call.in_place:
         return None
-    read = (form.read(reader, node, call) for form in FORMS if form.op == call.op)
+    value = tensor_value(node)
+    if value is None or value.dim() == 0:
+        return None
+    read = (form.read(reader, node, call) for form in forms)
     return next((softmax for softmax in read if softmax is not None), None)
 
 
@@ -202,3 +206,4 @@ FORMS = (
     SoftmaxForm("e * (1 / sum(e))", "mul", _times_inverse),
     SoftmaxForm("normalize(e, p=1)", "normalize", _normalised),
 )
+_BY_OPERATION = {op: tuple(form for form in FORMS if form.op == op) for op in {form.op for form in FORMS}}

@@ -23,6 +23,7 @@ from attn_pass.reading.views import VIEWS, Position, view_of
 from attn_pass.reading.vocabulary import Call, tensor_dims, understand
 
 _MOST_STACKED = 64
+_MAY_MULTIPLY = PRODUCTS | {"linear", "sum"}
 
 
 class GraphReader(ABC):
@@ -101,7 +102,9 @@ class GraphReader(ABC):
     def product(self, node: Node) -> Product | None:
         """The product a node computes, if it is one."""
         call = self.result_call(node)
-        if call is None or any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
+        if call is None or call.op not in _MAY_MULTIPLY:
+            return None
+        if any(self.is_reshaped_in_place(n) for n in node.all_input_nodes):
             return None
         if call.op == "sum":
             return self._product_of_sum(node, call)
@@ -109,6 +112,8 @@ class GraphReader(ABC):
 
     def is_product(self, node: Node, call: Call) -> bool:
         """Whether the call of a node is a product of two tensors."""
+        if call.op not in _MAY_MULTIPLY:
+            return False
         if call.op == "linear":
             # By a weight that is computed; layers of a model would make each softmax of their results a near miss.
             weight = call["other"]
