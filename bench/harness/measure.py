@@ -23,7 +23,7 @@ from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, pr
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 LIMIT_S = 1800.0
-_TIMES_EAGERS = 2.0  # the error of eager that is allowed where nothing else is known
+_TIMES_KNOWN = 2.0  # so many times the error of eager, or of stock, is allowed if a program has no tolerance
 LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
 
 
@@ -169,7 +169,8 @@ def judged(rows: list[Row]) -> list[Row]:
             row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
             row["verdict"] = verdict(row["over_stock"], base["p10_us"] / row["p10_us"], row["noise"])
         if row["tolerance"] is None:
-            row["tolerance"] = _TIMES_EAGERS * by_way[w.EAGER]["error"] if w.EAGER in by_way else 0.0
+            known = by_way.get(w.EAGER) or by_way.get(w.base_of(row["way"]))
+            row["tolerance"] = 0.0 if known is None else _TIMES_KNOWN * known["error"]
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
     return rows

@@ -65,8 +65,17 @@ def test_a_row_sees_its_own_length_and_no_more(form: str) -> None:
 def test_one_graph_serves_every_position_and_is_right() -> None:
     rows = list(decode.measured(CASE, (64, 256), 1, 1))
     assert len(rows) == 2 * 2 * 3 and max(row["error"] for row in rows) < 1e-4
-    assert all(row["took"] == "cpu_kernel" for row in rows if row["way"] == w.PASS)
+    passed = [row for row in rows if row["way"] == w.PASS]
+    assert all(row["took"] == "cpu_kernel (valid_range)" for row in passed)
+    assert all(row["read_bytes"] <= 1.5 * row["valid_bytes"] for row in passed if row["position"] == 256)
     assert all(row["share"] > 0 for row in rows if row["stage"] == decode.STEP)
+
+
+def test_attention_alone_is_judged_by_the_cache_it_read() -> None:
+    """A step in float32 would put another key at its position than the step in bfloat16 did."""
+    case = decode.Case("sdpa", torch.bfloat16, 1)
+    rows = [row for row in decode.measured(case, (64,), 1, 1) if row["stage"] == decode.ALONE]
+    assert max(row["error"] for row in rows) < 2e-2
 
 
 def test_a_graph_for_one_position_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
