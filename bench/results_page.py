@@ -29,6 +29,7 @@ class Run:
 
 RUNS = (
     Run("seeds-cpu", "the five field reports"),
+    Run("seeds-s4-cpu", "field report S4, with the CPU kernel"),
     Run("variants-cpu", "masks and score functions by hand"),
     Run("forms-cpu", "common forms, by hand and as calls"),
     Run("cases-cpu", "collected cases that must be fast"),
@@ -40,6 +41,7 @@ SCALING = "S5.2: speedup over the sequence length"
 CURVE = "never-slower"
 OTHERS = (
     ("never-slower.md", "a grid of 164 shapes: stock, the pass, and every form that the pass could have taken"),
+    ("never-slower-intel.md", "the same on another processor, by the constants of the first one"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),

@@ -14,6 +14,7 @@ from torch import nn
 import attn_pass
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
+from attn_pass.poor_cases import half_precision
 from bench.harness.programs import Program, Tensors
 from bench.harness.timing import Candidate, compiled
 
@@ -33,7 +34,9 @@ AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
 
 def form_of(site: attn_pass.SiteReport) -> str:
     """The form a site was given, as the planner calls it."""
-    return LEAVE if site.target is None else label(site.target, " + ".join(site.poor_cases))
+    if site.target is None:
+        return LEAVE
+    return label(site.target, " + ".join(name for name in site.poor_cases if name != half_precision.NAME))
 
 
 def base_of(way: str) -> str:

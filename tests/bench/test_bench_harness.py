@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+import attn_pass
 from bench import results_page
 from bench.__main__ import app
 from bench.harness import baseline, command, document, floors, measure, plots, timing
@@ -264,8 +265,8 @@ def test_without_a_second_stock_row_nothing_is_judged() -> None:
     assert rows[1]["verdict"] == "no A/A row" and math.isnan(rows[1]["noise"])
 
 
-@pytest.mark.parametrize(("error", "is_wrong"), [(0.7, False), (0.9, True)])
-def test_without_a_tolerance_twice_the_error_of_eager_is_allowed(error: float, is_wrong: bool) -> None:
+@pytest.mark.parametrize(("error", "is_wrong"), [(1.1, False), (1.3, True)])
+def test_without_a_tolerance_three_times_the_error_of_eager_is_allowed(error: float, is_wrong: bool) -> None:
     rows = [row(way, 1.0) | {"error": 0.4, "tolerance": None} for way in (w.EAGER, w.STOCK, w.STOCK_AGAIN)]
     rows = measure.judged([*rows, row(w.PASS, 1.0) | {"error": error, "tolerance": None}])
     assert (rows[-1]["verdict"] == "WRONG") == is_wrong
@@ -420,3 +421,13 @@ def test_pictures_do_not_change_when_nothing_did(tmp_path: Path) -> None:
     for name in ("a", "b"):
         plots.save(plots.speed_up(scaling()), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_the_form_of_a_site_is_the_planners_label() -> None:
+    """Cases that a kernel itself does away with are no part of it."""
+    site = attn_pass.SiteReport(
+        outcome="rewritten", reason="", target="cpu_kernel", poor_cases=("grouped_heads", "half_precision")
+    )
+    assert w.form_of(site) == "cpu_kernel (grouped_heads)"
+    site.mark_left("as requested")
+    assert w.form_of(site) == "leave"

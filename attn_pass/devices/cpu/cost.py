@@ -46,7 +46,9 @@ _TASK = 50_000.0
 _PACKED = 25.0  # an element of keys or values that is packed
 _ROW = 20.0  # an element of a row of the query or the result
 _WIDE = 0.85  # of the gain with head dims over 128
+_FEW_KEYS = 0.6  # of the gain where a panel is not half full; in bfloat16 torch's kernel is as slow
 _FEW_ELEMENT, _FEW_SCORE = 16.0, 120.0  # with few rows: an element of keys or values, and a score
+_FEW_ROW = 15_000.0  # a row of them, whatever the keys
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
@@ -62,6 +64,8 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
         gain /= _GAINS["avx512"][problem.dtype]
     elif max(problem.head_dim, problem.value_dim) > 128:
         gain *= _WIDE
+    elif problem.kv_len <= _HALF_PANEL and problem.dtype != torch.bfloat16:
+        gain *= _FEW_KEYS
     work = (_few if few else _many)(problem, rows, heads, share)
     work += share * problem.scores * _each_score(a, problem)
     tasks = heads * -(-problem.kv_len // 256) if few else heads * -(-rows // _ROWS)
@@ -95,7 +99,8 @@ def _many(p: Problem, rows: int, heads: int, share: float) -> float:
 
 def _few(p: Problem, rows: int, heads: int, share: float) -> float:
     keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
-    return heads * share * keys * (_FEW_ELEMENT * (p.head_dim + p.value_dim) + _FEW_SCORE * rows)
+    reading = share * keys * (_FEW_ELEMENT * (p.head_dim + p.value_dim) + _FEW_SCORE * rows)
+    return heads * (reading + _FEW_ROW * rows)
 
 
 def _each_score(a: Attention, p: Problem) -> float:
