@@ -69,7 +69,8 @@ def test_generated_programs_through_dynamo_and_export(through: str) -> None:
             case.later is None and not case.program.is_random and (through == "compile" or not case.grad)
         ),
     )
-    assert tally.counts["plain, rewritten"] > 10, tally.counts
+    rewritten = tally.counts["plain, rewritten"] + tally.counts["near misses, rewritten"]
+    assert rewritten > 10, tally.counts
 
 
 @pytest.mark.parametrize("case", FOUND, ids=[name for name, _ in FOUND])

@@ -97,7 +97,7 @@ def test_padding_by_captured_lengths() -> None:
     def mask(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j < lengths[b]) & (j <= i)
 
-    assert site_of(made_inside(mask, 2), *qkv(2, 2, N, N)).mask == "causal and padding"
+    assert site_of(made_inside(mask, 2), *qkv(2, 2, N, N)).mask == "causal and run-time range"
     site_of(flex(blocks(mask, batch=2)), *qkv(2, 2, N, N))
 
 

@@ -62,7 +62,7 @@ def test_each_rule_on_both_sides() -> None:
     assert "dropout 0.1" in reason(with_dropout, *qkv(grad=True))
     assert "head dim is below 16" in reason(take[0], *qkv(dim=15))
     assert "head dim is below 16" in reason(take[0], *qkv(value_dim=8))
-    assert "or are over 256" in reason(take[0], *qkv(dim=257))
+    assert "or over 256" in reason(take[0], *qkv(dim=257))
     assert reason(take[0], *qkv(dim=24, value_dim=256)) == ""
     assert "without a mask" in reason(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, *qkv())
     assert "without a mask" in reason(masked(causal), *qkv())
@@ -128,7 +128,7 @@ def test_rules_about_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         refusal(replace(case_of(softcap, *qkv(), monkeypatch=monkeypatch), setting=_on(case, "xpu"))) or ""
     )
     monkeypatch.setattr(rules, "TORCH_VERSION", (2, 10))
-    assert "from torch 2.11 on" in refused()
+    assert "needs torch 2.11 or newer" in refused()
 
 
 def _on(case: Case, kind: str) -> Any:

@@ -78,7 +78,7 @@ def test_another_device_is_not_measured_here() -> None:
     inputs = qkv(2, 8, 300, 300, 64, dtype=torch.bfloat16)
     with torch.no_grad():
         site = attn_pass.explain(grouped, *inputs, attn_pass_options={"device": "A100", "tune": True}).sites[0]
-    assert "no A100 to measure on" in site.reason
+    assert "no A100 here to measure on" in site.reason
 
 
 def _jobs(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:

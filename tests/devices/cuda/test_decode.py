@@ -176,4 +176,4 @@ def test_prefill_is_not_split() -> None:
 
 
 def test_no_other_device_takes_it() -> None:
-    assert "not for cpu" in _taken("cpu", 1, 32, 8, 4096, 128).refusals["decode"]
+    assert "does not run on cpu devices" in _taken("cpu", 1, 32, 8, 4096, 128).refusals["decode"]
