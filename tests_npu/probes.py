@@ -89,7 +89,7 @@ def _configurations(step: int) -> Iterator[tuple[Any, ...]]:
 
 def dispatch(step: int = 1) -> Any:
     """What torch's own call ends in, beside what attn_pass says it does."""
-    family = device_for(torch.device("npu")).family
+    family = device_for(torch.device("npu")).generation
     wrong: list[str] = []
     count, operators = 0, set()
     with fake():
@@ -114,7 +114,7 @@ def dispatch(step: int = 1) -> Any:
             operators.add(found)
             if found != said:
                 wrong.append(f"{one}: {found or 'unfused'}, said {said or 'unfused'}")
-    return {"count": count, "wrong": wrong, "operators": sorted(operators), "family": family}
+    return {"count": count, "wrong": wrong, "operators": sorted(operators), "generation": family}
 
 
 def arguments() -> Any:
@@ -213,7 +213,7 @@ def device() -> Any:
     """What attn_pass makes of the name the runtime gives."""
     here = device_for(torch.device("npu"))
     wrapped = repr(attn_pass.wrap("npu"))  # torchair's backend, by the name torch_npu registers
-    return {"name": here.name, "family": here.family, "kernels": here.kernels, "wrapped": wrapped}
+    return {"name": here.name, "generation": here.generation, "kernels": here.kernels, "wrapped": wrapped}
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_torch_s_own_call_goes_where_attn_pass_says(
 ) -> None:
     told = ask(f"dispatch:{step}", soc)
     assert told["wrong"] == []
-    assert (told["family"], told["operators"]) == (family, operators)
+    assert (told["generation"], told["operators"]) == (family, operators)
     assert told["count"] >= (1000 if step == 1 else 100)
 
 
@@ -95,7 +95,7 @@ def test_a_training_step_on_the_device(ask: Ask) -> None:
 )
 def test_the_name_the_runtime_gives(ask: Ask, soc: str, family: str) -> None:
     told = ask("device", soc)
-    assert told["family"] == family
+    assert told["generation"] == family
     assert told["wrapped"] == "attn_pass.wrap('npu')"
 
 
