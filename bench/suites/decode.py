@@ -24,7 +24,7 @@ import attn_pass
 from bench.harness import variants as w
 from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
 from bench.harness.console import plain_console, teller
-from bench.harness.document import Column, Row, Table
+from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.timing import compiled, in_turns, relative_error
@@ -240,16 +240,7 @@ def _forms(report: attn_pass.Report) -> str:
 
 # ---------------------------------------------------------------- the command
 
-_TIMES = (
-    Column("program", "program"),
-    Column("variant", "way"),
-    Column("median ms", "median_us", ".3f", 1e-3),
-    Column("p10 ms", "p10_us", ".3f", 1e-3),
-    Column("speedup", "over_stock", ".2f"),
-    Column("noise", "noise", ".0%"),
-    Column("verdict", "verdict"),
-    Column("tokens/s", "rate", ".1f"),
-)
+_TIMES = (*STANDARD[:4], *STANDARD[5:8], Column("tokens/s", "rate", ".1f"))
 _CACHE = (
     Column("valid MiB", "valid_bytes", ".1f", 2.0**-20),
     Column("read MiB", "read_bytes", ".1f", 2.0**-20),

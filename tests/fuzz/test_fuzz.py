@@ -62,15 +62,14 @@ def test_generated_programs_through_dynamo_and_export(through: str) -> None:
     tally = Tally()
     batch(
         100,
-        50,  # a program that Dynamo or export writes costs as much as five that are written directly
+        100,  # a program that Dynamo or export writes costs as much as five that are written directly
         tally,
         through,
         accepts=lambda case: (
             case.later is None and not case.program.is_random and (through == "compile" or not case.grad)
         ),
     )
-    rewritten = tally.counts["plain, rewritten"] + tally.counts["near misses, rewritten"]
-    assert rewritten > 10, tally.counts
+    assert tally.counts["plain, rewritten"] > 10, tally.counts
 
 
 @pytest.mark.parametrize("case", FOUND, ids=[name for name, _ in FOUND])

@@ -8,24 +8,12 @@ from typing import Any
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, randn, same
+from flex_programs import capped, positions, softcap
 from torch import nn
 
 import attn_pass
 
 Tensor = torch.Tensor
-CAP = 5.0
-
-
-def capped(q: Tensor, k: Tensor) -> Tensor:
-    return torch.tanh(q @ k.mT * 0.25 / CAP) * CAP
-
-
-def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return capped(q, k).softmax(-1) @ v
-
-
-def positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))[None]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
