@@ -111,6 +111,11 @@ def no_new_guards(shape_env: Any) -> Iterator[list[str]]:
         del shape_env._check_frozen
 
 
+def takes_guards(shape_env: Any) -> bool:
+    """Whether a guard that is asked for now is kept: the environment is neither frozen nor told to drop guards."""
+    return not (shape_env.frozen or shape_env._suppress_guards_tls())
+
+
 def context_parallel_is_active() -> bool:
     """Whether a context-parallel region is open: calls of scaled_dot_product_attention are ring attention in it then.
 

@@ -19,7 +19,7 @@ from attn_pass.graph.subgraphs import Body, bodies
 from attn_pass.graph.values import MAY_BE_ZERO, Sizes
 from attn_pass.model.formula import formula_of
 from attn_pass.options import Options, Runner
-from attn_pass.patterns import calls, composite, joined_scores, softmax
+from attn_pass.patterns import calls, composite, joined_scores, one_length, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.random_ops import DropoutSites
@@ -80,6 +80,8 @@ def rewrite_graph(
         emissions=[] if emissions is None else emissions,
         without=without or {},
     )
+    if program == "compile":
+        one_length.settle(gm.graph)
     region = Region.ambient() if program == "compile" else Region()
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
     report.seconds += time.perf_counter() - started

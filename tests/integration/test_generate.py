@@ -84,19 +84,25 @@ def test_a_static_cache_by_a_compile_config(name: str, form: str, more: dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "more", "cache", "graphs_wanted"),
+    ("name", "form", "more", "cache", "graphs_wanted"),
     [
-        ("Llama", {}, STATIC, 2),
-        ("Llama", {}, {}, 3),
-        ("Mistral", WINDOW, STATIC, 3),
-        ("Mistral", WINDOW, {}, 4),
+        ("Llama", "eager", {}, STATIC, 2),
+        ("Llama", "eager", {}, {}, 3),
+        ("Llama", "sdpa", {}, {}, 3),
+        ("Mistral", "eager", WINDOW, STATIC, 3),
+        ("Mistral", "eager", WINDOW, {}, 4),
+        ("Mistral", "sdpa", WINDOW, {}, 5),
     ],
 )
-def test_a_compiled_forward(name: str, more: dict[str, Any], cache: dict[str, Any], graphs_wanted: int) -> None:
+def test_a_compiled_forward(
+    name: str, form: str, more: dict[str, Any], cache: dict[str, Any], graphs_wanted: int
+) -> None:
     """One graph is the prompt's; a dynamic cache has one for the first token and one for any length."""
     torch._dynamo.reset()
-    model, graphs = model_of(name, "eager", **more), []  # type: ignore[var-annotated]
+    model, graphs = model_of(name, form, **more), []  # type: ignore[var-annotated]
     given = {"max_new_tokens": TOKENS, "do_sample": False, **cache}
     wanted = model.generate(PROMPT, **given)
     model.forward = torch.compile(model.forward, backend=counted(graphs))
     assert compiles_of(lambda: model.generate(PROMPT, **given), graphs, wanted) == [graphs_wanted, 0]
+    calls = [n for gm in graphs for n in gm.graph.nodes if "attn_pass.attention" in str(n.target)]
+    assert len(calls) == 2 * graphs_wanted
