@@ -17,6 +17,7 @@ from attn_pass.model.expression import (
     rewrite_indices,
 )
 from attn_pass.model.index import Axis, Index, Poly, Quotient, axes, axis_index, is_at_most, is_less, terms_of
+from attn_pass.model.ring_buffers import age_of_slot
 from attn_pass.model.structure import ORDER, Band, Chunk, Either, Keys, Opaque, Part, Structure, row_index
 
 RANGE = "run-time range"
@@ -196,6 +197,8 @@ def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
     ranges = _ranged(condition, key, row, keys)
     if ranges is not None:
         return ranges
+    if age_of_slot(condition, keys) is not None:
+        return "ring buffer"
     if loads(condition) and not used & of_rows:
         return "padding" if keys in used else "dense"
     if loads(condition) and keys not in used:

@@ -57,35 +57,69 @@ class Limit:
         return Limit(self.is_upper, self.with_row, 0, self.terms).value
 
 
+@dataclass(frozen=True)
+class Sum:
+    """``offset + terms``: a sum as the part that is index arithmetic, and the other terms."""
+
+    offset: Index = 0
+    terms: tuple[Term, ...] = ()
+
+    def minus(self, other: Sum) -> Sum:
+        """The difference."""
+        return Sum(self.offset - other.offset, (*self.terms, *((-sign, term) for sign, term in other.terms)))
+
+    def reduced(self) -> Sum:
+        """The same without terms that cancel; only for sums of integers, where nothing is rounded."""
+        terms: list[Term] = []
+        for sign, term in self.terms:
+            if (-sign, term) in terms:
+                terms.remove((-sign, term))
+            else:
+                terms.append((sign, term))
+        return Sum(self.offset, tuple(terms))
+
+    def is_of_integers(self, dtype_of: Callable[[Load], torch.dtype]) -> bool:
+        """Whether all terms are."""
+        return all(is_integer(term, dtype_of) for _, term in self.terms)
+
+    @property
+    def value(self) -> Expr:
+        """The sum as an expression."""
+        return Limit(True, False, self.offset, self.terms).value
+
+
 def limit_of(
     condition: Expr, keys: Axis, rows: tuple[Axis, ...], dtype_of: Callable[[Load], torch.dtype]
 ) -> Limit | None:
     """The bound on the key that a comparison with something only the program knows is; None where it is none."""
-    compared = _compared(condition)
-    if compared is None:
+    comparison = compared(condition)
+    if comparison is None:
         return None
-    small, large, least = compared
-    margin, terms = _sum(large, 1)
-    less, more = _sum(small, -1)
-    margin, terms = margin + less - least, (*terms, *more)
-    of_integers = all(_is_integer(term, dtype_of) and keys not in expression_axes(term) for _, term in terms)
-    if not terms or not of_integers:
+    small, large, least = comparison
+    margin = summed(large).minus(summed(small))
+    if not margin.is_of_integers(dtype_of):
         return None
-    key, row = axis_index(keys), row_index(rows)
+    margin, key = margin.reduced(), axis_index(keys)
+    if not margin.terms or any(keys in expression_axes(term) for _, term in margin.terms):
+        return None
     for sign in (1, -1):  # margin + sign * key is free of the key: an upper bound, or a lower one
-        rest = margin + sign * key
-        if keys in axes(rest):
-            continue
-        bound, signed = sign * rest, tuple((sign * s, term) for s, term in terms)
-        moves = row != 0 and not axes(bound - row) & axes(row)
-        return Limit(sign > 0, moves, bound - row if moves else bound, signed)
+        rest = margin.offset - least + sign * key
+        if keys not in axes(rest):
+            bound = Sum(sign * rest, tuple((sign * s, term) for s, term in margin.terms))
+            return limit_on_key(bound, row_index(rows), is_upper=sign > 0)
     return None
 
 
-def _compared(condition: Expr) -> tuple[Expr, Expr, int] | None:
+def limit_on_key(bound: Sum, row: Index, *, is_upper: bool) -> Limit:
+    """A bound in which the key does not occur, as one that moves with the row where it does."""
+    moves = row != 0 and not axes(bound.offset - row) & axes(row)
+    return Limit(is_upper, moves, bound.offset - row if moves else bound.offset, bound.terms)
+
+
+def compared(condition: Expr) -> tuple[Expr, Expr, int] | None:
     """``(x, y, n)`` of a condition that, in integers, is ``y - x >= n``."""
     if isinstance(condition, Apply) and condition.op == "not":
-        inner = _compared(condition.args[0])
+        inner = compared(condition.args[0])
         return None if inner is None else (inner[1], inner[0], 1 - inner[2])
     if not isinstance(condition, Apply) or condition.op not in ("le", "lt", "ge", "gt"):
         return None
@@ -94,19 +128,19 @@ def _compared(condition: Expr) -> tuple[Expr, Expr, int] | None:
     return (first, second, least) if condition.op in ("le", "lt") else (second, first, least)
 
 
-def _sum(value: Expr, sign: int) -> tuple[Index, tuple[Term, ...]]:
-    """A sum as the part that is index arithmetic, and the other terms."""
+def summed(value: Expr, sign: int = 1) -> Sum:
+    """A value, or where ``sign`` is -1 its negative, as a sum."""
     index = as_index(value)
     if index is not None:
-        return sign * index, ()
+        return Sum(sign * index)
     if isinstance(value, Apply) and value.op in ("add", "sub", "neg"):
         signs = {"add": (sign, sign), "sub": (sign, -sign), "neg": (-sign,)}[value.op]
-        parts = [_sum(arg, s) for arg, s in zip(value.args, signs)]
-        return sum((i for i, _ in parts), start=0), tuple(t for _, ts in parts for t in ts)
-    return 0, ((sign, value),)
+        parts = [summed(arg, s) for arg, s in zip(value.args, signs)]
+        return Sum(sum((p.offset for p in parts), start=0), tuple(t for p in parts for t in p.terms))
+    return Sum(0, ((sign, value),))
 
 
-def _is_integer(value: Expr, dtype_of: Callable[[Load], torch.dtype]) -> bool:
+def is_integer(value: Expr, dtype_of: Callable[[Load], torch.dtype]) -> bool:
     """Whether a value is computed in integers alone, in which no comparison depends on a rounding."""
     if isinstance(value, Const):
         return type(value.value) is int
@@ -118,4 +152,4 @@ def _is_integer(value: Expr, dtype_of: Callable[[Load], torch.dtype]) -> bool:
         return False
     if value.op == "cast" and value.dtype not in _WIDE:
         return False
-    return all(_is_integer(arg, dtype_of) for arg in (value.args[1:] if value.op == "where" else value.args))
+    return all(is_integer(arg, dtype_of) for arg in (value.args[1:] if value.op == "where" else value.args))

@@ -15,6 +15,7 @@ from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import Apply, Expr, Load, apply, as_index, expression_axes, index_value, loads
 from attn_pass.model.index import Axis, Index, is_at_most
 from attn_pass.model.key_limits import Limit, limit_of
+from attn_pass.model.ring_buffers import ring_limits
 from attn_pass.model.structure import Band, Keys, row_index
 
 DtypeOf = Callable[[Load], torch.dtype]
@@ -71,6 +72,9 @@ def _bounded(condition: Expr, keys: Axis, rows: tuple[Axis, ...], dtype_of: Dtyp
     limit = limit_of(condition, keys, rows, dtype_of)
     if limit is not None:
         return Bounded(condition, (limit,))
+    of_ring, exact = ring_limits(condition, keys, rows, dtype_of)
+    if of_ring:
+        return Bounded(condition, of_ring, exact)
     if not isinstance(condition, Apply) or condition.op != "or":
         return None
     options = [_Option(conjuncts(arg), keys, rows, dtype_of) for arg in condition.args]

@@ -161,6 +161,10 @@ LEAVES: dict[str, Leaf] = {
         lambda c, t, n: (t - _keys(c)) % c.s < n + 1,
         lambda c, t, n: (_keys(c) <= t) | (t >= n + 1),
         lambda c, t, n: (_keys(c) <= t) | ((_keys(c) > t) & (t >= n)),
+        lambda c, t, n: t - (t - _keys(c)) % c.s >= 0,
+        lambda c, t, n: (t - (t - _keys(c)) % c.s >= 0) & (t - (t - _keys(c)) % c.s > t - n - 1),
+        lambda c, t, n: (_keys(c) - t) % c.s >= c.s - n - 1,
+        lambda c, t, n: (_rows(c) + t - _keys(c)) % (c.s + n) <= _rows(c) + t,
     ), "position"),
     "several ranges": Leaf((
         lambda c, t, n: ((_keys(c) <= t) & (_keys(c) > t - n - 1)) | (_keys(c) == 0),

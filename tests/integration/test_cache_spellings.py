@@ -35,6 +35,8 @@ def triangle() -> Tensor:
 class Attention(nn.Module):
     """Projections to grouped heads, and a cache of (B, Hkv, S, D) that `update` writes at positions."""
 
+    tokens = CACHE  # of a whole run
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -124,6 +126,29 @@ class XTransformers(Attention):
         return torch.einsum("bhij,bhjd->bhid", attn, v).transpose(1, 2).flatten(2)
 
 
+class Ring(Attention):
+    """A window of the size of the cache, which is written at ``position % size``."""
+
+    tokens = CACHE + 7
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        k, v = (cache.index_copy_(2, position % CACHE, new) for cache, new in ((self.keys, k), (self.values, v)))
+        return self.attend(q, k, v, self.mask(position))
+
+    def mask(self, position: Tensor) -> Tensor:
+        held = position[:, None] - (position[:, None] - torch.arange(CACHE)) % CACHE  # the position in each slot
+        return held >= 0
+
+
+class WindowOfRing(Ring):
+    """The window is smaller than the buffer."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        age = (position[:, None] - torch.arange(CACHE)) % CACHE
+        return (age <= position[:, None]) & (age < 16)
+
+
 class Turned(GptFast):
     """A neighbour: the triangle keeps one key more, the last of the cache."""
 
@@ -156,14 +181,16 @@ SPELLINGS = {
     "torchtune": Spelling(TorchTune, {"keep"}, {"keep"}),
     "transformers' functions": Spelling(ByArange, {"ends"}, {"ends"}),
     "x-transformers": Spelling(XTransformers, {"ends"}, {"ends"}),
+    "a ring": Spelling(Ring, {"ends"}, {"ends"}),
+    "a window of a ring": Spelling(WindowOfRing, {"starts", "ends", "keep"}, {"starts", "ends", "keep"}),
     "a later key": Spelling(Turned, {"keep"}, {"keep"}, clean=True),
     "a prefix": Spelling(Prefix, {"keep"}, {"keep"}, clean=True),
 }
 
 
 def steps(module: Attention) -> list[Tensor]:
-    """A prompt of one token at each position, to the end of the cache."""
-    return [torch.randn(BATCH, 1, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(CACHE)]
+    """A prompt of one token at each position, to the end of the cache, and of a ring beyond it."""
+    return [torch.randn(BATCH, 1, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(module.tokens)]
 
 
 def reported(gm: torch.fx.GraphModule) -> set[str]:

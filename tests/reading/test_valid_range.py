@@ -43,7 +43,11 @@ MASKS: dict[str, tuple[Mask, Tensor, tuple[int, int], str]] = {
         "run-time range or keys from 0 to 0",
     ),
     "two windows": (lambda p: ((keys() - p).abs() <= 2) | (keys() == p), POSITION, (0, 0), "padding"),
-    "ring": (lambda p: (p - keys()) % 50 < 20, POSITION, (0, 0), "padding"),
+    "ring": (lambda p: (p - keys()) % 50 < 20, POSITION, (1, 1), "ring buffer"),
+    "ring of queries": (lambda p: (p[:, None] - keys()) % 50 < 20, EACH, (1, 1), "ring buffer"),
+    "ring by what its slots hold": (lambda p: p - (p - keys()) % 50 >= 0, POSITION, (0, 1), "ring buffer"),
+    "ring that is smaller": (lambda p: (p - keys()) % 49 < 20, POSITION, (0, 0), "ring buffer"),
+    "ages of floats": (lambda p: (p * 1.0 - keys()) % 50 < 20, POSITION, (0, 0), "ring buffer"),
     "ring that fills up": (lambda p: (keys() <= p) | (p >= 49), POSITION, (0, 1), "run-time range or dense"),
     "padding": (lambda p: p[:50] > 3, torch.arange(60) % 9, (0, 0), "padding"),
     "fixed": (lambda p: keys() <= 11, POSITION, (0, 0), "prefix (12)"),
@@ -113,5 +117,5 @@ def test_not_where_it_is_not_allowed() -> None:
 
 
 def test_a_mask_without_one_has_no_such_form() -> None:
-    site = explained(attend(MASKS["ring"][0]), *qkv(2, 3, 5, 50), POSITION)
+    site = explained(attend(MASKS["padding"][0]), *qkv(2, 3, 5, 50), MASKS["padding"][1])
     assert not any("valid_range" in name for name in (*site.refusals, *site.predicted_us))

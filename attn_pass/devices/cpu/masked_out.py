@@ -20,12 +20,18 @@ from attn_pass.targets.base import Setting
 from attn_pass.targets.lower import Lowering
 
 _WIDE = (torch.float32, torch.bfloat16)  # their lowest numbers absorb a score in float32
-_SHARE = 8  # the mask is read if it is at most such a part of keys and values
+_SHARE = 8  # a few rows: the mask is read if it is at most such a part of keys and values
 _ONCE = 8  # bytes of an element: it is read and compared once, and its truth value is read by every layer
+_LEAST_PRODUCTS = 1024  # many rows: multiplications for an element of a mask that all heads share
 
 
 def is_inspected(a: Attention, setting: Setting) -> bool:
-    """Whether the kernel is told which keys the mask rules out: a decode step with an added mask of the program's."""
+    """Whether the kernel is told which keys the mask rules out: an added mask of the program's, cheap beside the rest.
+
+    For a few rows what counts is reading keys and values; for many, the products, of which all heads' together belong
+    to one element of the mask. With 1,024 of them the comparison takes at most a tenth of a layer's time, and it serves
+    all layers.
+    """
     bias = a.mask.bias
     if bias is None or a.mask.keep is not None or a.not_affine or setting.numerics == "strict":
         return False
@@ -37,8 +43,10 @@ def is_inspected(a: Attention, setting: Setting) -> bool:
         return False
     mask_bytes = product(x.size for x in axes - {a.keys}) * _ONCE  # for each key
     key_bytes = product(x.size for x in (*a.batch, *a.kv_heads)) * (a.head_dim + a.value_head_dim)
-    few = is_at_most(a.q_len * a.groups, FEW_ROWS)
-    return few and is_at_most(_SHARE * mask_bytes, key_bytes * a.compute_dtype.itemsize)
+    if is_at_most(a.q_len * a.groups, FEW_ROWS):
+        return is_at_most(_SHARE * mask_bytes, key_bytes * a.compute_dtype.itemsize)
+    is_shared = not axes & set(a.heads)
+    return is_shared and is_at_most(_LEAST_PRODUCTS, a.query_heads * (a.head_dim + a.value_head_dim))
 
 
 def _loaded(bias: Expr) -> Load | None:

@@ -26,6 +26,16 @@ def rows(q: Tensor) -> Tensor:
     return torch.arange(q.shape[-2])[:, None]
 
 
+def _age(k: Tensor, position: Tensor) -> Tensor:
+    """How many steps ago each slot of a ring buffer was written, for each row of the batch."""
+    return (position[:, None, None, None] - keys(k)) % k.shape[-2]
+
+
+def _written(k: Tensor, position: Tensor) -> Tensor:
+    """The position that a slot of a ring buffer holds; negative where none was written."""
+    return position - (position - keys(k)) % k.shape[-2]
+
+
 # What is kept, of (q, k, what the program knows), and the bounds that say all of it.
 EXACT: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
     "a position": (lambda q, k, p: keys(k) <= p, POSITION, 1, {"ends"}),
@@ -49,6 +59,13 @@ EXACT: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
         POSITION,
         5,
         {"shift", "after", "before"},
+    ),
+    "a ring by what its slots hold": (lambda q, k, p: _written(k, p) >= 0, POSITION, 1, {"ends"}),
+    "a ring of each row of the batch": (
+        lambda q, k, n: _age(k, n) <= n[:, None, None, None],
+        LENGTHS,
+        1,
+        {"ends"},
     ),
     "a prefix and a position": (lambda q, k, p: (keys(k) >= 2) & (keys(k) <= p), POSITION, 1, {"start", "ends"}),
 }
@@ -106,6 +123,21 @@ HULLS: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
         {"ends", "keep"},
     ),
     "a ring buffer that fills up": (lambda q, k, p: (keys(k) <= p) | (p >= 49), POSITION, 1, {"ends", "keep"}),
+    "a ring buffer": (lambda q, k, p: (keys(k) - p) % 50 >= 30, POSITION, 1, {"starts", "ends", "keep"}),
+    "the newest of a ring": (lambda q, k, p: (p - keys(k)) % 50 < 20, POSITION, 1, {"starts", "ends", "keep"}),
+    "a ring and a number of slots": (
+        lambda q, k, n: _age(k, n) < n[:, None, None, None] - 1,
+        LENGTHS,
+        1,
+        {"starts", "ends", "keep"},
+    ),
+    "a ring of queries": (lambda q, k, p: (p[:, None] - keys(k)) % 50 < 6, QUERIES, 5, {"starts", "ends", "keep"}),
+    "a window of a ring": (
+        lambda q, k, p: (_written(k, p) >= 0) & (_written(k, p) > p - 8),
+        POSITION,
+        1,
+        {"starts", "ends", "keep"},
+    ),
 }
 # What looks like a bound, and keeps keys outside of it.
 NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
@@ -115,7 +147,10 @@ NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
     "not below": (lambda q, k, p: ~(keys(k) * keys(k) <= p), POSITION, 1, {"keep"}),
     "twice the key": (lambda q, k, p: keys(k) * 2 <= p, POSITION, 1, {"keep"}),
     "a number for each key": (lambda q, k, p: keys(k) <= p.repeat(10)[: k.shape[-2]], QUERIES, 1, {"keep"}),
-    "a ring buffer": (lambda q, k, p: (keys(k) - p) % 50 >= 30, POSITION, 1, {"keep"}),
+    "a ring larger than the cache is not full": (lambda q, k, p: (p - keys(k)) % 49 <= p, POSITION, 1, {"keep"}),
+    "the age of a scaled slot": (lambda q, k, p: (p - 2 * keys(k)) % 50 <= 20, POSITION, 1, {"keep"}),
+    "an age in float": (lambda q, k, p: (p * 1.0 - keys(k)) % 50 <= 20, POSITION, 1, {"keep"}),
+    "the least age": (lambda q, k, p: (p - keys(k)) % 50 >= p - 2, POSITION, 1, {"keep"}),
     "a float": (lambda q, k, p: keys(k) <= p * 0.9, POSITION, 1, {"keep"}),
     "a byte that wraps around": (lambda q, k, p: keys(k) <= p.to(torch.uint8) + 250, POSITION, 1, {"keep"}),
 }

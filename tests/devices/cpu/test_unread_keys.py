@@ -131,8 +131,23 @@ def test_a_mask_of_numbers_is_inspected_once_for_all_layers() -> None:
     assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
 
 
+@pytest.mark.parametrize("number", [LOWEST, -1e9])
+@pytest.mark.parametrize("name", [n for n in KEPT if "rows" not in n and "row with" not in n])
+def test_a_mask_of_numbers_beside_many_rows_is_inspected(name: str, number: float) -> None:
+    """A chunk of a prompt over a cache, whose mask is made once for all layers."""
+    rows = torch.arange(70) <= torch.arange(20)[:, None] + 9
+    mask = added(KEPT[name] & rows, number)
+    mask = mask if mask.dim() == 4 else mask[None, None]
+    q, k, v = qkv(2, 8, 20, 70, 64, kv_heads=8)
+    with torch.no_grad():
+        same(attend, q * 3, k * 3, v, mask, rewritten=2, targets=("cpu_kernel",))
+    calls = [n for n in nodes(q, k, v, mask) if "attn_pass.attention" in str(n.target)]
+    assert len(calls) == 2 and calls[0].kwargs["keep"] is calls[1].kwargs["keep"]
+
+
 WHOLE = {
-    "many rows": (20, 4, 64, torch.zeros(1, 1, 20, 70)),
+    "many rows of few heads": (20, 4, 64, torch.zeros(1, 1, 20, 70)),
+    "many rows of each head": (20, 16, 64, torch.zeros(1, 16, 20, 70)),
     "large beside the keys": (16, 1, 16, torch.zeros(1, 1, 16, 70)),
     "large in each head": (4, 4, 16, torch.zeros(1, 4, 4, 70)),
 }
