@@ -10,6 +10,7 @@ import tempfile
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import once
 import pytest
@@ -60,6 +61,47 @@ def pytest_configure() -> None:
     guards.profile_guard_manager = lambda *_: 0.0
     utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
     _ops.Callable = typing.Callable  # the same to all but `[...]`, which this one remembers
+    _compute_symbolic_shapes_directly()
+    _keep_no_records_of_compiles()
+
+
+def _compute_symbolic_shapes_directly() -> None:
+    """Torch remembers results of fake tensors. Among symbolic sizes it takes longer to compare than to compute again.
+
+    Tracing a small program with dynamic sizes takes half the time without that memory.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    remembered = FakeTensorMode._cached_dispatch_impl
+
+    def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if mode.shape_env is not None and mode.shape_env.var_to_range:
+            return mode._dispatch_impl(func, types, args, kwargs)
+        return remembered(mode, func, types, args, kwargs)
+
+    FakeTensorMode._cached_dispatch_impl = dispatch
+
+
+def _keep_no_records_of_compiles() -> None:
+    """A compile writes all options of torch as JSON for a log nobody reads, and makes six tensors of random states."""
+    from torch._decomp import decompositions_for_rng
+    from torch._dynamo import utils
+
+    for name in ("dynamo", "compiler", "functorch"):
+        for function in (f"_get_{name}_config_for_logging", f"_{name}_config_for_logging"):
+            if hasattr(utils, function):
+                setattr(utils, function, lambda: None)
+    torch._dynamo.config.run_gc_after_compile = False
+    assert callable(utils._scrubbed_inductor_config_for_logging)
+    utils._scrubbed_inductor_config_for_logging = lambda: None
+    nothing = torch.tensor(())
+
+    def reset(state: decompositions_for_rng.PhiloxState) -> None:
+        state.seed = state.base_offset = nothing
+        state.relative_offset = 0
+        state.offset_advanced_at_least_once = False
+
+    decompositions_for_rng.PhiloxState.reset = reset
 
 
 def pytest_collection_finish() -> None:
