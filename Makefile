@@ -10,12 +10,13 @@ SITE := .venv-docs
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
 	@echo "make test-browser  open the HTML report in a headless Chromium, where there is one"
+	@echo "make test-runtimes  export to ONNX Runtime and OpenVINO and run the results, in .venv-runtimes"
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
 	@echo "make test-xla  run the tests of torch_xla on its CPU device, in .venv-xla (torch 2.9, several GB)"
@@ -58,6 +59,17 @@ test: $(STAMP)
 # Skips without a Chromium (Debian: apt-get install chromium; or CHROMIUM=path).
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest tests_on/browser $(ARGS)
+
+# An environment of its own: the runtimes bring backends of torch.compile and libraries of OpenMP.
+.venv-runtimes/.attn_pass_ready: constraints.txt constraints-runtimes.txt
+	test -x .venv-runtimes/bin/python || $(PYTHON) -m venv .venv-runtimes
+	.venv-runtimes/bin/python -m pip install -c constraints.txt torch
+	.venv-runtimes/bin/python -m pip install -c constraints.txt -c constraints-runtimes.txt \
+	    onnx onnxscript onnxruntime openvino transformers pytest rich typer jinja2
+	touch $@
+
+test-runtimes: .venv-runtimes/.attn_pass_ready
+	OMP_NUM_THREADS=1 .venv-runtimes/bin/python -m pytest tests_on/runtimes $(ARGS)
 
 # An environment of its own: torch_npu asks for one version of torch, and makes plain `import torch` load it. Without
 # what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_npu/stub_libraries.py).

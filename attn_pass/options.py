@@ -71,6 +71,8 @@ class Options:
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
+        runtime: decide for a runtime that the program is exported to ("onnx", "openvino"): attention becomes the call
+            that its exporter translates, in the form that it runs. It comes before `device`.
 
     Raises:
         OptionError: a value is not accepted; the message states the given value and the accepted ones.
@@ -88,6 +90,7 @@ class Options:
     assume_nonempty_rows: bool = False
     shield: bool = True
     device: str | None = None
+    runtime: str | None = None
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():
@@ -178,6 +181,9 @@ _RENAMED = {
 }
 
 
+_NAMED = {"device": 'a device such as "cpu" or "cuda:0"', "runtime": 'a runtime such as "onnx" or "openvino"'}
+
+
 def _checked(name: str, hint: Any, value: Any) -> Any:
     """The value as the field stores it, or an OptionError that says what the field accepts."""
     if name == "rules":
@@ -203,7 +209,7 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
         if kind is str:
             if isinstance(value, str) and value.strip():
                 return value.strip()
-            raise _rejected(name, value, 'a device such as "cpu" or "cuda:0", or None')
+            raise _rejected(name, value, f"{_NAMED[name]}, or None")
     raise AssertionError(f"field {name} of Options has a type without a check: {hint}")
 
 

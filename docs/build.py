@@ -61,6 +61,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "../README.md": {"numbers": lambda: table(measured.numbers)},
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
+    "howto/runtimes.md": {"rules": lambda: table(named.runtimes)},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
     "catalogue.md": {

@@ -175,7 +175,7 @@ def rules() -> Iterator[str]:
     """Rows of the table of rules."""
     yield "| kernel | asks about | torch's call checks it | where it is from | known wrong |"
     yield "|---|---|---|---|---|"
-    kernels = [row for family in families() for row in family.kernel_rules.items()]
+    kernels = [row for family in families() if not family.is_runtime for row in family.kernel_rules.items()]
     for kernel, of in kernels:
         for rule in of.rules:
             cells = (f"`{kernel}`", rule.name, _checked(rule), _linked(rule.source), _linked(rule.known_wrong))

@@ -1,8 +1,10 @@
-"""The lists of targets and devices in usage.md."""
+"""The lists of targets, devices and runtimes in the pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import torch
 
 from attn_pass.devices.registry import families
 from attn_pass.targets.registry import built_in
@@ -13,7 +15,7 @@ def targets() -> Iterator[str]:
     yield "| for | targets |"
     yield "|---|---|"
     own = {target.name: family.name for family in families() for target in family.targets()}
-    for family in families():
+    for family in (f for f in families() if f.targets()):
         yield f"| {family.name} | {_listed(name for name, of in own.items() if of == family.name)} |"
     yield f"| several | {_listed(target.name for target in built_in() if target.name not in own)} |"
 
@@ -25,6 +27,16 @@ def devices() -> Iterator[str]:
     for family in families():
         if family.names:
             yield f"| {family.name} | {_listed(family.names)} |"
+
+
+def runtimes() -> Iterator[str]:
+    """Rows: a runtime, and what its attention operator is asked about before a site is handed to it."""
+    yield "| runtime | name | asks about | where it is from |"
+    yield "|---|---|---|---|"
+    for family in (f for f in families() if f.is_runtime):
+        for kernel in family.kernel_rules.values():
+            for rule in kernel.rules:
+                yield f'| {family.here(torch.device("cpu")).name} | `"{family.name}"` | {rule.name} | {rule.source} |'
 
 
 def _listed(names: Iterator[str] | tuple[str, ...]) -> str:

@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "assume_nonempty_rows": False,
         "shield": True,
         "device": None,
+        "runtime": None,
     }
 
 

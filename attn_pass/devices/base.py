@@ -55,6 +55,9 @@ class Family:
             On devices without rules in this project Inductor keeps its patterns.
         encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
             where it takes no mask; elsewhere it writes the attention out.
+        broadcasts_masks: torch's call takes a mask there that has one row or one key for all.
+        is_runtime: it is no device but a runtime that programs are exported to (`Options.runtime`).
+        dynamo_backends: the backends of torch.compile that hand graphs to this runtime.
         takes_composites: calls of torch's modules and of libraries that hide attention are expanded.
         clock: times a call.
         calibrated: the devices that ``attn-pass calibrate`` measures, in words: "CUDA devices"; "" for none.
@@ -76,6 +79,9 @@ class Family:
     merges_equal_calls = False
     keeps_inductors_patterns_off = False
     encoder_kernel_calls_sdpa = False
+    broadcasts_masks = True
+    is_runtime = False
+    dynamo_backends: tuple[str, ...] = ()
     takes_composites = False
     clock: Clock = Clock()
     calibrated = ""

@@ -15,7 +15,10 @@ GROUP = "attn_pass.devices"
 """The entry-point group third parties register families in."""
 
 # Loaded on demand, so that code that queries a device depends on none of them.
-_BUILT_IN = tuple(f"attn_pass.devices.{name}.family" for name in ("cuda", "npu", "tpu", "cpu"))
+_BUILT_IN = (
+    *(f"attn_pass.devices.{name}.family" for name in ("cuda", "npu", "tpu", "cpu")),
+    *(f"attn_pass.devices.runtimes.{name}" for name in ("onnx", "openvino")),
+)
 _NONE = Family()
 
 
@@ -64,12 +67,24 @@ def named(name: str) -> Device | None:
     return next((device for device in known if device is not None), None)
 
 
-def device_for(tensors: torch.device, asked: str | None = None) -> Device:
-    """The device to decide for: the requested one, or the one of the tensors, with its calibration.
+def runtimes() -> tuple[str, ...]:
+    """The runtimes that programs are exported to, by name."""
+    return tuple(family.name for family in families() if family.is_runtime)
+
+
+def runtime_of(backend: str) -> str | None:
+    """The runtime that a backend of torch.compile hands graphs to; None for one that is no runtime."""
+    return next((f.name for f in families() if f.is_runtime and backend in f.dynamo_backends), None)
+
+
+def device_for(tensors: torch.device, asked: str | None = None, runtime: str | None = None) -> Device:
+    """The device to decide for: a runtime's, the requested one, or the one of the tensors, with its calibration.
 
     ``asked`` is a device as torch names it or one that `is_known`. A device that is not present has no kernels, unless
     it is requested by name.
     """
+    if runtime is not None:
+        return of_type(runtime).here(tensors)
     if asked is None:
         return of_type(tensors.type).here(tensors)
     return named(asked) or _asked(torch.device(asked))

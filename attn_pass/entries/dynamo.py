@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor
+from attn_pass.devices.registry import runtime_of
 from attn_pass.entries.inductor import compile_under, inductor_patches
 from attn_pass.entries.transaction import compile_rewritten
 from attn_pass.errors import OptionError
@@ -122,7 +123,7 @@ def wrap(backend: str | Backend, **options: Any) -> Wrapped:
 
     Args:
         backend: any backend that torch.compile accepts. The `mode` and `options` of torch.compile go to it.
-        options: fields of `attn_pass.Options`.
+        options: fields of `attn_pass.Options`. A backend that hands graphs to a runtime ("openvino") sets `runtime`.
 
     Raises:
         OptionError: an option is unknown, has a value that is not accepted, or `backend` is not a backend.
@@ -132,6 +133,8 @@ def wrap(backend: str | Backend, **options: Any) -> Wrapped:
             f"wrap takes a Dynamo backend by name ('aot_eager', 'openxla', ...) or a callable (graph, inputs) -> "
             f"callable, got {backend!r} ({type(backend).__name__}); torch._dynamo.list_backends() names the known ones"
         )
+    if isinstance(backend, str) and (runtime := runtime_of(backend)) is not None:
+        options = {"runtime": runtime, **options}
     return Wrapped(backend, make_options(**options), options)
 
 

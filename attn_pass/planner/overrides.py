@@ -17,10 +17,11 @@ from attn_pass.targets.registry import all_targets
 
 
 def check_names(options: Options) -> None:
-    """Raises `OptionError` for an unknown target, poor case or device."""
+    """Raises `OptionError` for an unknown target, poor case, runtime or device."""
     _check_known("target", options.targets or (), [t.name for t in all_targets()])
     _check_targets("target in a rule", [name for _, names in options.rules for name in names])
     _check_known("poor case", options.poor_cases or (), list(CASES))
+    _check_known("runtime", () if options.runtime is None else (options.runtime,), registry.runtimes())
     if options.device is not None and not registry.is_known(options.device):
         try:
             torch.device(options.device)

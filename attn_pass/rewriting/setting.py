@@ -22,8 +22,9 @@ def device_of(context: GraphContext, attention: Attention) -> Device:
 
 
 def device_on(context: GraphContext, device: torch.device) -> Device:
-    """What is known of the device that tensors there are on, or of the one that the options name."""
-    return device_for(device, context.run.options.device)
+    """What is known of the device that tensors there are on, or of the device or runtime that the options name."""
+    options = context.run.options
+    return device_for(device, options.device, options.runtime)
 
 
 def made_of(context: GraphContext, described: Described) -> Ancestry | None:

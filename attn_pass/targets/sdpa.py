@@ -183,6 +183,8 @@ class Sdpa:
         target = sdpa_function(plan)
         if mask is not None:
             mask, empty = repaired(lower, mask, decided.mask, setting, decided.kernel)
+            if not family_of(setting.device).broadcasts_masks:
+                mask = plan.call(aten.expand.default, mask, [-1, -1, plan.size(a.q_len), plan.size(a.kv_len)])
         causal = decided.mask.kind == "causal"
         asked = query if empty is None else empty.queried(query)
         out: Value = plan.call(target, asked, key, value, mask, a.dropout, causal, **arguments)

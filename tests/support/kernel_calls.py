@@ -16,7 +16,9 @@ from attn_pass.model.index import Axis, Index, Poly, Symbol, axis_index
 from attn_pass.model.mask import Mask
 from attn_pass.targets.kernel_rules import Call
 
-KERNELS = {kernel: rules for family in families() for kernel, rules in family.kernel_rules.items()}
+KERNELS = {
+    kernel: rules for family in families() if not family.is_runtime for kernel, rules in family.kernel_rules.items()
+}
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 H200 = registry.by_name("H200")

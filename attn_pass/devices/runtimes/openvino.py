@@ -1,0 +1,37 @@
+"""OpenVINO: ``openvino.convert_model`` turns torch's call into its own ``ScaledDotProductAttention``.
+
+The rows were tried with OpenVINO 2026.4 on the CPU (docs/howto/runtimes.md). Grouped heads with two key heads and more
+end in an error there when the model is compiled; repeated, they run. A row that is fully masked with -inf gives NaN, as
+products and a softmax do, where torch's call gives 0. With one query row the operator took 1.2 to 1.5 times what
+products and a softmax take, so such sites are left.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.devices.runtimes.runtime import HALF, Runtime, groups_rule, table
+from attn_pass.model.attention import Attention
+from attn_pass.targets.kernel_rules import dtype_rule
+
+
+class OpenVino(Runtime):
+    """``openvino.convert_model(program)``, and the backend of torch.compile."""
+
+    name = "openvino"
+    types = ("openvino",)
+    product = "OpenVINO"
+    dynamo_backends = ("openvino",)
+    kernel_rules = table(
+        dtype_rule(torch.float32, torch.float64, *HALF),
+        groups_rule("openvino 2026.4: src/common/snippets, 'Incompatible MatMul batch dimension'"),
+    )
+    one_row = (1.4, 1.4)
+    packages = (("openvino", "runs what openvino.convert_model converts", "pip install openvino"),)
+
+    def takes_as_written(self, attention: Attention) -> bool:
+        """Not with grouped heads."""
+        return attention.groups == 1
+
+
+FAMILY = OpenVino()

@@ -1,0 +1,162 @@
+"""Runtimes as families: what is decided for them, on both sides of every row, and that the result is the attention.
+
+What the runtimes make of it is tested where they are installed (tests_on/runtimes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import qkv, randn, same
+from exported_programs import PROGRAMS, Exported
+from torch import Tensor
+
+import attn_pass
+from attn_pass.devices import registry
+from attn_pass.errors import OptionError
+
+CALL = torch.ops.aten.scaled_dot_product_attention.default
+RUNTIMES = ("onnx", "openvino")
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def rewritten(case: Exported, runtime: str, **options: Any) -> tuple[torch.export.ExportedProgram, attn_pass.Report]:
+    program = case.program()
+    return program, attn_pass.rewrite(program, runtime=runtime, on_error="raise", **options)
+
+
+def call_of(program: torch.export.ExportedProgram) -> torch.fx.Node:
+    (call,) = program.graph_module.graph.find_nodes(op="call_function", target=CALL)
+    return call
+
+
+def shape(node: object) -> tuple[int, ...]:
+    assert isinstance(node, torch.fx.Node)
+    return tuple(node.meta["val"].shape)
+
+
+def test_they_are_families() -> None:
+    assert registry.runtimes() == RUNTIMES
+    assert registry.runtime_of("openvino") == "openvino" and registry.runtime_of("inductor") is None
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_it_becomes_is_the_attention(name: str, runtime: str) -> None:
+    case = PROGRAMS[name]
+    program, report = rewritten(case, runtime)
+    assert len(report.sites) == 1
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        for case in ("causal", "a bias for every head", "torch's call with padding"):
+            inputs = [x.to(dtype) if x.is_floating_point() else x for x in PROGRAMS[case].inputs]
+            same(PROGRAMS[case].function, *inputs, rewritten=1, runtime="onnx")
+
+
+def test_a_mask_has_every_row_and_key_for_onnx() -> None:
+    for name in ("a bias for every key", "padding", "torch's call with padding"):
+        program, report = rewritten(PROGRAMS[name], "onnx")
+        assert len(report.rewritten) == 1, name
+        assert shape(call_of(program).args[3])[2:] == (7, 7), name
+
+
+def test_a_mask_that_has_them_stays() -> None:
+    def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
+
+    case = Exported(full, (*qkv(2, 4, 7, 7), randn(1, 4, 7, 7, seed=5)))
+    program, report = rewritten(case, "onnx")
+    assert report.sites[0].outcome == "left" and shape(call_of(program).args[3]) == (1, 4, 7, 7)
+
+
+def test_a_mask_is_broadcast_where_the_runtime_does_it() -> None:
+    program, _ = rewritten(PROGRAMS["a bias for every key"], "openvino")
+    assert shape(call_of(program).args[3])[2:] == (1, 7)
+
+
+def test_grouped_heads() -> None:
+    """ONNX has them; for OpenVINO the queries of a group become rows, and keys are not repeated either way."""
+    onnx, _ = rewritten(PROGRAMS["grouped heads"], "onnx")
+    assert call_of(onnx).kwargs["enable_gqa"] is True and shape(call_of(onnx).args[1])[1] == 2
+    openvino, report = rewritten(PROGRAMS["grouped heads"], "openvino")
+    assert report.sites[0].poor_cases == ("grouped_heads",) and "sdpa" not in report.sites[0].predicted_us
+    assert "enable_gqa" not in call_of(openvino).kwargs
+    assert [shape(x)[1:3] for x in call_of(openvino).args[:2]] == [(2, 14), (2, 7)]
+
+
+def test_a_call_that_the_runtime_takes_stays() -> None:
+    for runtime in RUNTIMES:
+        assert rewritten(PROGRAMS["torch's call"], runtime)[1].sites[0].outcome == "left", runtime
+    assert rewritten(PROGRAMS["torch's call with grouped heads"], "onnx")[1].sites[0].outcome == "left"
+    assert rewritten(PROGRAMS["torch's call with grouped heads"], "openvino")[1].sites[0].outcome == "rewritten"
+
+
+def test_a_call_of_rank_3_gets_the_rank_that_the_exporter_asks_for() -> None:
+    program, report = rewritten(PROGRAMS["torch's call of rank 3"], "onnx")
+    assert len(report.rewritten) == 1 and len(shape(call_of(program).args[0])) == 4
+
+
+def test_one_row_is_left_where_products_were_faster() -> None:
+    assert rewritten(PROGRAMS["one row, grouped heads"], "onnx")[1].sites[0].outcome == "rewritten"
+    assert rewritten(PROGRAMS["one row, grouped heads"], "openvino")[1].sites[0].outcome == "left"
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.5, training=True) @ v
+
+
+def without_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1)[:, :2], v, scale=0.0)
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (2.0 * torch.tanh(q @ k.mT / 2.0)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "reason"),
+    [
+        (dropped, {}, "dropout 0.5: the operator has none"),
+        (without_scale, {}, "the scores are multiplied by 0.0"),
+        (capped, {}, "tanh (a soft cap)"),
+        (by_hand, {"kv_len": 0, "q_len": 3}, "a size is 0"),
+    ],
+)
+def test_it_says_why_not(function: Callable[..., Tensor], inputs: dict[str, int], reason: str) -> None:
+    for runtime in RUNTIMES:
+        program = Exported(function, qkv(**inputs)).program()
+        (site,) = attn_pass.rewrite(program, runtime=runtime, choose="fused").sites
+        assert site.outcome == "left" and reason in site.refusals["sdpa"], site.refusals
+
+
+def test_gradients_are_not_for_a_runtime() -> None:
+    (site,) = attn_pass.explain(by_hand, *qkv(grad=True), attn_pass_options={"runtime": "onnx"}).sites
+    assert site.outcome == "left" and "runs without gradients" in site.refusals["sdpa"]
+
+
+def test_wrap_knows_the_runtime_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.backends import registry as backends
+
+    for table in (backends._BACKENDS, backends._COMPILER_FNS):
+        monkeypatch.setitem(table, "openvino", lambda graph, inputs: graph)
+    assert attn_pass.wrap("openvino").options.runtime == "openvino"
+    assert attn_pass.wrap("openvino", runtime="onnx").options.runtime == "onnx"
+    assert attn_pass.wrap("aot_eager").options.runtime is None
+
+
+def test_a_runtime_that_nobody_knows() -> None:
+    with pytest.raises(OptionError, match="unknown runtime 'onx'; did you mean 'onnx'"):
+        attn_pass.explain(by_hand, *qkv(), attn_pass_options={"runtime": "onx"})
+    with pytest.raises(OptionError, match='a runtime such as "onnx"'):
+        attn_pass.explain(by_hand, *qkv(), attn_pass_options={"runtime": 3})
