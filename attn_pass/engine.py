@@ -25,6 +25,7 @@ from attn_pass.patterns.opaque import Opaque
 from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Selection
 from attn_pass.planner.overrides import check_names
+from attn_pass.planner.stock import AskStock
 from attn_pass.reading.describe import Described
 from attn_pass.report.build import place_of, record_of
 from attn_pass.report.pages import collect
@@ -55,14 +56,16 @@ def rewrite_graph(
     compile_site: CompileSite | None = None,
     emissions: list[Emission] | None = None,
     without: Mapping[str, str] | None = None,
+    ask_stock: AskStock | None = None,
 ) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
     becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker,
     ``compile_site`` compiles a rewritten site for ``verify="kernel"``. The targets in ``without`` are refused for the
-    reason given with them. One `SiteReport` a site is appended to ``report``, and one `Emission` to ``emissions`` for
-    each that a target replaced. With ``options.on_error == "warn"`` a failure leaves its site as it was.
+    reason given with them. ``ask_stock`` tells what stock makes of a site, for the report. One `SiteReport` a site is
+    appended to ``report``, and one `Emission` to ``emissions`` for each that a target replaced. With
+    ``options.on_error == "warn"`` a failure leaves its site as it was.
     """
     check_names(options)
     started = time.perf_counter()
@@ -79,6 +82,7 @@ def rewrite_graph(
         compile_site=compile_site if options.verify == "kernel" else None,
         emissions=[] if emissions is None else emissions,
         without=without or {},
+        ask_stock=ask_stock,
     )
     if program == "compile":
         one_length.settle(gm.graph)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 
 
@@ -33,9 +34,22 @@ class AttnPassWarning(UserWarning):
     """A site or a graph was left unchanged because something in attn_pass failed (``on_error="warn"``)."""
 
 
+def own_version() -> str:
+    """The version of the package that is installed."""
+    try:
+        return importlib.metadata.version("attn-pass")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (run from a source tree that is not installed)"
+
+
 def first_line(error: Exception) -> str:
     """The first line of a message, cut to the width of a table."""
-    return (str(error).splitlines() or [""])[0][:200]
+    return first_line_of(str(error))
+
+
+def first_line_of(text: str) -> str:
+    """The first line of a text, cut to the width of a table."""
+    return (text.splitlines() or [""])[0][:200]
 
 
 def cause_of(error: BaseException) -> str:

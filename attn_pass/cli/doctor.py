@@ -14,6 +14,7 @@ from attn_pass.devices import calibration_store
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.explain import explain
+from attn_pass.errors import own_version
 from attn_pass.targets.registry import all_targets
 
 
@@ -50,6 +51,7 @@ class Finding:
 
 def packages() -> Iterator[Finding]:
     """Of every package its version, or how to get it."""
+    yield Finding("attn_pass", own_version(), "this package")
     for package in known_packages():
         try:
             version = importlib.metadata.version(package.name)

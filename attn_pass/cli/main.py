@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import enum
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attn_pass.errors import AttnPassError
+from attn_pass.cli.failing import FAILED, Traceback, fail, failing
+from attn_pass.cli.given import Option, checked_options
+from attn_pass.cli.programs import built, in_mode
+from attn_pass.errors import AttnPassError, own_version
 
 if TYPE_CHECKING:
     from attn_pass.report.pages.collect import Collection
     from attn_pass.report.record import Report
-    from attn_pass.report.site import SiteReport
-
-_FAILED, _BAD_INPUT = 1, 2
 
 
 class FailOn(str, enum.Enum):
@@ -31,6 +28,7 @@ class FailOn(str, enum.Enum):
 
     left = "left"
     near_miss = "near-miss"
+    none = "none"
 
 
 class FailOnChange(str, enum.Enum):
@@ -40,12 +38,27 @@ class FailOnChange(str, enum.Enum):
     worse = "worse"
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attn_pass {own_version()}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     help="Show how attn_pass reads the attention of a PyTorch model, and how it would rewrite it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Show how attn_pass reads the attention of a PyTorch model, and how it would rewrite it."""
 
 
 @app.command()
@@ -66,7 +79,8 @@ def explain(
         ),
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show why each target refused a site, even if the site is rewritten.")
+        bool,
+        typer.Option("--verbose", help="Show why each target refused, also those of other devices and of sites taken."),
     ] = False,
     choose: Annotated[
         str | None,
@@ -75,6 +89,7 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help='Decide for this device, present or not: "cpu", "cuda:0", "H200".')
     ] = None,
+    option: Option = None,
     training: Annotated[
         bool | None,
         typer.Option(
@@ -86,8 +101,15 @@ def explain(
     aot: Annotated[bool, typer.Option("--aot", help="Decide as aot_compile would.")] = False,
     fail_on: Annotated[
         FailOn | None,
-        typer.Option(help="Exit with status 1 if an attention site is left; near-miss: also if there is a near miss."),
+        typer.Option(
+            help="Exit with status 1 if an attention site is left; near-miss: also if there is a near miss; none: if "
+            "no attention was found."
+        ),
     ] = None,
+    expect: Annotated[
+        int | None, typer.Option(min=0, help="Exit with status 1 unless this many attention sites were found.")
+    ] = None,
+    show_traceback: Traceback = False,
 ) -> None:
     """Print what each attention of a model would become and why, or what each attention of a package became.
 
@@ -97,33 +119,29 @@ def explain(
 
     collection = Collection()
     if html is not None and not html.resolve().parent.is_dir():
-        _fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
-    try:
+        fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
+    of_choice = {"--choose": choose, "--device": device, "--option": option or None}
+    with failing(show_traceback):
         of_capture = {"--training/--inference": training, "--dynamic": dynamic or None, "--aot": aot or None}
         if target.endswith(".pt2"):
-            of_choice = {"--choose": choose, "--device": device}
             _refuse({**of_choice, **of_capture}, f"{target} is already compiled, so these options have no effect")
             report = importlib.import_module("attn_pass").package_report(target)
         else:
             from torch.export import ExportedProgram
 
-            from attn_pass.options import make_options
-
-            options = {name: value for name, value in (("choose", choose), ("device", device)) if value is not None}
-            make_options(**options)  # checked before a model is built
-            model, args, kwargs = _built(target)
+            options = checked_options(option, choose=choose, device=device)  # before a model is built
+            model, args, kwargs = built(target)
             if isinstance(model, ExportedProgram):
                 _refuse(of_capture, f"{target} gives a program that is already exported")
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
-            with _mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
+            with in_mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
-    except AttnPassError as error:
-        _fail(str(error))
     if html is not None:
         _write_page(html, report, collection)
     typer.echo(report.to_json() if as_json else report.table(verbose=verbose))
-    if fail_on is not None and any(_fails(site, fail_on) for site in report.sites):
-        raise typer.Exit(_FAILED)
+    if sentence := _why_failed(report, fail_on, expect):
+        typer.echo(f"attn-pass: {sentence}", err=True)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -144,7 +162,7 @@ def compare(
     typer.echo(comparison.to_json() if as_json else str(comparison))
     failing = {None: (), FailOnChange.changed: comparison.changed, FailOnChange.worse: comparison.worse}[fail_on]
     if failing:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -192,13 +210,13 @@ def calibrate(
         with _progress(as_json) as heard:
             outcome = session.calibrate(at, seconds, heard, keep_if_busy=keep_if_busy)
     except AttnPassError as error:
-        _fail(str(error))
+        fail(str(error))
     if as_json:
         typer.echo(json.dumps(session.as_json(outcome), indent=2))
     else:
         _print_calibration(session.changes(outcome), session.summary_lines(outcome), outcome.failed)
     if not outcome.kept:
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 @contextmanager
@@ -232,11 +250,7 @@ def version(
     """Print the versions of attn_pass, torch and Python."""
     import torch
 
-    try:
-        own = importlib.metadata.version("attn-pass")
-    except importlib.metadata.PackageNotFoundError:
-        own = "unknown (run from a source tree that is not installed)"
-    versions = {"attn_pass": own, "torch": str(torch.__version__), "python": sys.version.split()[0]}
+    versions = {"attn_pass": own_version(), "torch": str(torch.__version__), "python": sys.version.split()[0]}
     typer.echo(json.dumps(versions) if as_json else "\n".join(f"{name} {number}" for name, number in versions.items()))
 
 
@@ -255,11 +269,11 @@ def _stored(path: str) -> Report:
             return package_report(path)
         return Report.from_dict(json.loads(Path(path).read_bytes()))
     except AttnPassError as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:
-        _fail(f"{path} cannot be read: {error.strerror or error}")
+        fail(f"{path} cannot be read: {error.strerror or error}")
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        _fail(f"{path} is not a report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
+        fail(f"{path} is not a report that attn-pass explain --json wrote: {type(error).__name__}: {error}")
 
 
 def _write_page(path: Path, report: Report, collection: Collection) -> None:
@@ -268,99 +282,23 @@ def _write_page(path: Path, report: Report, collection: Collection) -> None:
     try:
         path.write_text(page(report, collection.graphs), encoding="utf-8")
     except OSError as error:
-        _fail(f"--html {path} cannot be written: {error.strerror or error}")
-
-
-def _built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """(model, args, kwargs) from the function that ``file.py:function`` or ``module:function`` names."""
-    where, colon, name = target.rpartition(":")
-    if not colon or not where or not name:
-        _fail(f"{target!r} does not name a function: give file.py:function or module:function")
-    function = getattr(_loaded(where), name, None)
-    if not callable(function):
-        _fail(f"{where} has no function {name!r}: define one that returns (model, args) or (model, args, kwargs)")
-    try:
-        made = function()
-    except (Exception, SystemExit) as error:
-        _fail(f"{target} raised {type(error).__name__}: {error}")
-    return _unpacked(target, made)
-
-
-def _unpacked(target: str, made: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Check what the function returned; a single tensor or a list may stand for the tuple of arguments."""
-    import torch
-
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        _fail(f"{target} returned {_kind(made)}; return (model, args) or (model, args, kwargs)")
-    args = made[1]
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not isinstance(args, tuple | list):
-        _fail(f"{target} returned {_kind(args)} as args; return a tuple of the model's positional inputs")
-    kwargs = made[2] if len(made) == 3 and made[2] is not None else {}
-    if not isinstance(kwargs, Mapping):
-        _fail(f"{target} returned {_kind(kwargs)} as kwargs; return a dict of the model's keyword inputs")
-    for name in kwargs:
-        if not isinstance(name, str) or name.startswith("attn_pass_"):
-            _fail(f"{target} returned kwargs with the key {name!r}; return a dict of the model's keyword inputs")
-    return made[0], tuple(args), dict(kwargs)
+        fail(f"--html {path} cannot be written: {error.strerror or error}")
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:
     """Ends with a sentence if any of these options was given."""
     if ignored := [name for name, value in given.items() if value is not None]:
-        _fail(f"{why}: leave out {', '.join(ignored)}")
+        fail(f"{why}: leave out {', '.join(ignored)}")
 
 
-def _loaded(where: str) -> ModuleType:
-    """The module at a path ending in .py, or of a dotted name looked up from the current directory."""
-    path = Path(where)
-    if path.suffix == ".py":
-        if not path.is_file():
-            _fail(f"there is no file {where} (looked from {Path.cwd()})")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            _fail(f"{where} cannot be imported as Python")
-        module = importlib.util.module_from_spec(spec)
-        folder = str(path.resolve().parent)
-    else:
-        spec, module, folder = None, None, str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        if spec is None or spec.loader is None or module is None:
-            return importlib.import_module(where)
-        sys.modules.setdefault(path.stem, module)  # dataclasses and pickling look the module up by name
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        _fail(f"{where} cannot be imported: {type(error).__name__}: {error}")
-    return module
-
-
-@contextmanager
-def _mode(model: Any, training: bool | None) -> Iterator[None]:
-    """Gradients and the model's mode for training or inference; None changes nothing."""
-    import torch
-
-    if training is None:
-        yield
-        return
-    if isinstance(model, torch.nn.Module):
-        model.train(training)
-    with torch.set_grad_enabled(training):
-        yield
-
-
-def _fails(site: SiteReport, what: FailOn) -> bool:
-    """Whether the command fails because of this site."""
-    return site.outcome == "left" and (what is FailOn.near_miss or site.kind == "attention")
-
-
-def _kind(value: Any) -> str:
-    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"{type(value).__name__}{size}"
-
-
-def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"attn-pass: {sentence}", err=True)
-    raise typer.Exit(_BAD_INPUT)
+def _why_failed(report: Report, fail_on: FailOn | None, expect: int | None) -> str:
+    """Why the command fails because of what was found; "" where it does not."""
+    found = [site for site in report.sites if site.kind == "attention"]
+    broken = f"; there are {len(report.graph_breaks)} graph breaks" if report.graph_breaks else ""
+    if expect is not None and len(found) != expect:
+        return f"--expect {expect}: {len(found)} attention sites were found{broken}"
+    if fail_on is FailOn.none:
+        return "" if found else f"--fail-on none: no attention was found{broken}"
+    misses = report.sites if fail_on is FailOn.near_miss else found
+    number = sum(site.outcome == "left" for site in misses) if fail_on is not None else 0
+    return f"--fail-on {fail_on.value}: {number} left" if fail_on is not None and number else ""

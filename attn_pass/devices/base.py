@@ -48,6 +48,7 @@ class Family:
         masks_in_compute_dtype: kernels read an additive mask in the dtype of their operands, not in float32.
         takes_any_mask_strides: torch's kernels read a mask whose rows overlap in memory.
         logarithm_of_torch_call: the operator that torch's call dispatches to also gives the log-sum-exp, with any mask.
+        fused_operators: torch's fused operators there, as they stand in a traced graph, and the kernels that they are.
         same_call: from a kernel that programs call directly to the target that emits the same call.
         widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
         merges_equal_calls: a compiler may merge two calls with dropout.
@@ -74,6 +75,7 @@ class Family:
     masks_in_compute_dtype = False
     takes_any_mask_strides = False
     logarithm_of_torch_call = False
+    fused_operators: Mapping[str, str] = {}
     same_call: Mapping[str, str] = {}
     widens_unfused_half = False
     merges_equal_calls = False

@@ -129,7 +129,7 @@ def processor(cores: int, instruction_set: str = "avx512") -> Device:
     core = _CORES.get(instruction_set, _AVX512)
     return Device(
         type="cpu",
-        name=f"cpu, {cores} cores",
+        name=f"cpu, {cores} core{'' if cores == 1 else 's'}",
         cores=cores,
         matmul_gflops={k: v * cores for k, v in core.matmul_gflops.items()},
         fused_gflops={k: v * cores for k, v in core.fused_gflops.items()},

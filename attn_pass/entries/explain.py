@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.snapshot import Snapshot
+from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
+from attn_pass.report.pages.times import time_now
 from attn_pass.report.record import Report
+from attn_pass.report.text import duration
 
 
 def explain(
@@ -52,7 +56,9 @@ def explain(
         model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None)
     if isinstance(model, ExportedProgram):
         known = known_values(model, options)
-        report = decide(Snapshot(model.graph_module).module(), options, "aoti", "inductor", known).report
+        report = decide(
+            Snapshot(model.graph_module).module(), options, "aoti", "inductor", known, ask_stock=StockAsker()
+        ).report
     else:
         report = _captured(model, args, kwargs, options, attn_pass_dynamic)
     publish(report, compiled=False)
@@ -78,20 +84,39 @@ class _Reader:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.report = Report()
+        self.ask_stock = StockAsker()
         self.error: AttnPassError | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
             known = known_buffers(gm, example_inputs, self.options)
-            self.report.extend(decide(Snapshot(gm).module(), self.options, "compile", "inductor", known).report)
+            copied = Snapshot(gm).module()
+            decision = decide(copied, self.options, "compile", "inductor", known, ask_stock=self.ask_stock)
+            self._give_hints(decision.report, gm, example_inputs)
+            self.report.extend(decision.report)
         except AttnPassError as error:  # raised here it would reach the user as an error of Dynamo's
             self.error = self.error or error
         return gm.forward
 
+    def _give_hints(self, report: Report, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        """Where the values of buffers would say what is kept: decides once more with them, and tells the outcome."""
+        if self.options.assume_constant_buffers or all(site.mask == "none" for site in report.sites):
+            return
+        options = replace(self.options, assume_constant_buffers=True)
+        known = known_buffers(gm, example_inputs, options)
+        if not any(known.values()):
+            return
+        assumed = decide(Snapshot(gm).module(), options, "compile", "inductor", known).report
+        for site, other in zip(report.sites, assumed.sites):
+            if other.mask != site.mask and other.node == site.node:
+                now, then = time_now(site), time_now(other)
+                gain = f", predicted {duration(then)} instead of {duration(now)}" if now and then else ""
+                fixed = f"{', '.join(other.fixed)} is" if len(other.fixed) == 1 else "buffers are"
+                site.hint = f"if {fixed} constant, assume_constant_buffers=True makes the mask {other.mask}{gain}"
+
 
 def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, dynamic: bool) -> Report:
     from torch._dynamo import config
-    from torch._dynamo.utils import counters
 
     if not callable(model):
         raise CaptureError(
@@ -100,13 +125,13 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
         )
     name = _name(model)
     reader = _Reader(options)
-    breaks = Counter(counters["graph_break"])
     settings: dict[str, Any] = {"dynamic": True} if dynamic else {}
     compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **settings, **_isolation())
     try:
         # Earlier calls had other shapes: no reason to be dynamic here.
-        with config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):
+        with breaks_noted() as noted, config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):
             compiled(*args, **kwargs)
+        reader.report.graph_breaks = tuple(noted)
     except Exception as error:
         raise CaptureError(
             f"{name} could not be captured: {in_one_line(error)}\nCheck that it runs eagerly with these inputs "
@@ -116,8 +141,7 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     if reader.error is not None:
         raise reader.error
     if not reader.report.graphs:
-        reasons = Counter(counters["graph_break"]) - breaks
-        why = "; ".join(reason.splitlines()[0] for reason in reasons) or (
+        why = "; ".join(reader.report.graph_breaks) or (
             "it computes nothing on tensors, or torch.compile is disabled for it (torch.compiler.disable, "
             "torch.compiler.set_stance, TORCHDYNAMO_DISABLE)"
         )

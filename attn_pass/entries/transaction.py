@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass import engine
+from attn_pass.entries.breaks import break_after
 from attn_pass.entries.inductor import compiled_site
 from attn_pass.entries.retry import (
     Failure,
@@ -23,6 +24,7 @@ from attn_pass.entries.retry import (
     warn_failed,
 )
 from attn_pass.entries.snapshot import Snapshot, tracing_state
+from attn_pass.entries.stock import StockAsker
 from attn_pass.errors import OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import KNOWN_TENSORS
@@ -57,6 +59,7 @@ def decide(
     known: Mapping[str, Any] | None = None,
     measure: Callable[..., Any] | None = None,
     without: Mapping[str, str] | None = None,
+    ask_stock: StockAsker | None = None,
 ) -> Decision:
     """Rewrite a root graph in place. If attn_pass has a defect, the graph stays unchanged, with one warning.
 
@@ -68,6 +71,7 @@ def decide(
         known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
         measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
         without: targets that are not to be taken, and why.
+        ask_stock: tells what stock makes of a site, see `attn_pass.entries.stock`.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -75,6 +79,7 @@ def decide(
     """
     torch_logging.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
+    asked = 0.0 if ask_stock is None else ask_stock.seconds
     original = Snapshot(gm)
     emissions: list[Emission] = []
     gm.meta |= known or {}
@@ -90,8 +95,9 @@ def decide(
                 compile_site=functools.partial(compiled_site, options),
                 emissions=emissions,
                 without=without,
+                ask_stock=ask_stock,
             )
-        aside = collected.seconds
+        aside = collected.seconds + (0.0 if ask_stock is None else ask_stock.seconds - asked)
     except Exception as error:
         is_raised = isinstance(error, OptionError) or options.on_error == "raise"
         if report.rewritten or not is_raised:  # the nodes of a graph that is as it was stay themselves
@@ -104,6 +110,7 @@ def decide(
         for name in known or {}:
             gm.meta.pop(name, None)
     report.seconds, report.graphs = time.perf_counter() - began - aside, 1
+    report.graph_breaks = break_after(gm)
     gm.meta[DECIDED] = True
     if changed:
         torch_logging.trace_graph("after", gm)

@@ -13,6 +13,7 @@ from attn_pass.model.expression import Apply, Const, Expr, walk
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
+from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import valid_range
 from attn_pass.report.text import duration
 from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
@@ -59,6 +60,7 @@ class Choice:
     takes: tuple[Selection, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
+    other_devices: tuple[str, ...] = ()  # targets among them that are for other devices
     why_none: str = ""  # the refusal to report if there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
@@ -125,6 +127,7 @@ def choose(
     measure: Measure | None = None,
     elsewhere: Sequence[Length] = (),
     without: Mapping[str, str] | None = None,
+    stock: Stock | None = None,
 ) -> Choice:
     """Chooses among the offers that all allowed targets make for all forms of the attention.
 
@@ -132,7 +135,8 @@ def choose(
     the allowed targets that offers, `LEAVE` among them, whatever it costs. ``forms`` come with the names of the poor
     cases that were applied to get them. With ``measure`` the best by prediction are measured, and what is fastest then
     is taken. With ``elsewhere``, other lengths the program is for, what is predicted to lose least at any is taken. The
-    targets in ``without`` are refused for the reason that is given with them.
+    targets in ``without`` are refused for the reason that is given with them. ``stock``, where it is known, is what
+    gains are told against; it is not chosen by.
     """
     if refusal := _guard_refusal(attention, setting):
         return Choice(reason=refusal)
@@ -159,6 +163,7 @@ def choose(
         timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True)
     else:
         timed = _predicted_at(attention, forms, targets, setting, choice.predicted_us, elsewhere, remark)
+        timed = replace(timed, stock=stock)
     _take(choice, timed, candidates, attention, setting, prefer)
     return choice
 
@@ -181,6 +186,7 @@ class _Timed:
     is_measured: bool = False
     lengths: str = ""  # those compared, in words; empty for one
     remark: str = ""
+    stock: Stock | None = None
 
     def rank(self, offer: Offer) -> tuple[float, float]:
         """The least comes first."""
@@ -195,8 +201,10 @@ class _Timed:
         """Both times."""
         name, leaving, (_, time) = _label(offer), self.times[LEAVE], self.rank(offer)
         how = "measured" if self.is_measured else "predicted"
-        faster = f" ({leaving / time:.3g}x)" if 0 < time < math.inf else ""
-        words = f"{how} {duration(leaving)} as written, {duration(time)} with {name}{faster}{self.remark}"
+        before = leaving if self.stock is None else self.stock.us
+        was = f"{duration(leaving)} as written" if self.stock is None else self.stock.in_words(leaving)
+        faster = f" ({before / time:.3g}x)" if 0 < time < math.inf else ""
+        words = f"{how} {was}, {duration(time)} with {name}{faster}{self.remark}"
         if self.lengths:
             worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
             words += f"; {self.lengths}, at worst {worst} the time of the best form"
@@ -327,6 +335,7 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     }
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
+    choice.other_devices = tuple(name for name in other_devices if name in choice.refusals)
     of_form = {label(name, valid_range.NAME): valid_range.REFUSAL for name in of_ranges if name not in choice.refusals}
     choice.refusals = choice.refusals | of_form
     return offers

@@ -14,7 +14,7 @@ from attn_pass.report.json_schema import check_fields
 from attn_pass.report.pages.compare import Comparison, compared
 from attn_pass.report.pages.html import fragment, page
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import COLUMNS, counted, plain_table, row_key, row_of
+from attn_pass.report.text import COLUMNS, counted, plain_table, printable, row_key, row_of
 
 LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
 
@@ -27,11 +27,14 @@ class Report:
         sites: one SiteReport per site; other threads may be adding, so add by `append` and `extend`.
         seconds: the time of attn_pass itself, in seconds.
         graphs: the number of root graphs.
+        graph_breaks: where Dynamo stopped and why, "file.py:12 in forward: ...": what runs eagerly there is in no
+            graph, and attention in it is not in `sites`.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
     seconds: float = 0.0
     graphs: int = 0
+    graph_breaks: tuple[str, ...] = ()
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -62,6 +65,7 @@ class Report:
             self.sites.extend(site for site in other.sites if id(site) not in known)
             self.seconds += other.seconds
             self.graphs += other.graphs
+            self.graph_breaks = tuple(dict.fromkeys((*self.graph_breaks, *other.graph_breaks)))
 
     def mark_left(self, reason: str) -> None:
         """Record that the whole graph was left after all: every site that had changed is left for this reason."""
@@ -69,13 +73,14 @@ class Report:
             site.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"graphs", "seconds", "rewritten", "left" (counts), "fixed_constants", "sites" (dicts)}, ready for JSON."""
+        """{"graphs", "seconds", "rewritten", "left" (counts), "graph_breaks", "fixed_constants", "sites" (dicts)}."""
         with LOCK:
             return {
                 "graphs": self.graphs,
                 "seconds": self.seconds,
                 "rewritten": len(self.rewritten),
                 "left": len(self.left),
+                "graph_breaks": list(self.graph_breaks),
                 "fixed_constants": list(self.fixed_constants),
                 "sites": [site.to_dict() for site in self.sites],
             }
@@ -84,9 +89,10 @@ class Report:
     def from_dict(cls, stored: Mapping[str, Any]) -> Report:
         """The inverse of `to_dict`; raises TypeError, ValueError, KeyError or AttributeError for anything else."""
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
-        counts = {name: stored[name] for name in ("seconds", "graphs")}
-        check_fields(cls, counts)
-        return cls(sites=sites, **counts)
+        values = {name: stored[name] for name in ("seconds", "graphs")}
+        values["graph_breaks"] = tuple(stored.get("graph_breaks", ()))
+        check_fields(cls, values)
+        return cls(sites=sites, **values)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -97,7 +103,7 @@ class Report:
         took = f"{counted(self.graphs, 'graph')}, {self.seconds:.3f} s in attn_pass"
         sites = tuple(self.sites)
         if not sites:
-            return f"attn_pass: no attention found ({took})"
+            return f"attn_pass: no attention found{self._breaks()} ({took})"
         outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
         shown = ", ".join(f"{number} {name}" for number, name in outcomes if number)
         misses = sum(site.kind == "near miss" for site in sites)
@@ -105,7 +111,11 @@ class Report:
         if misses:
             near = counted(misses, "near miss", "near misses")
             what = near if misses == len(sites) else f"{what} and {near}"
-        return f"attn_pass: {what}: {shown} ({took})"
+        return f"attn_pass: {what}: {shown}{self._breaks()} ({took})"
+
+    def _breaks(self) -> str:
+        number = len(self.graph_breaks)
+        return f"; {counted(number, 'graph break')}, around which attention would not be seen" if number else ""
 
     def groups(self) -> list[list[SiteReport]]:
         """The sites, grouped so that sites that differ only in their layer are together."""
@@ -122,12 +132,13 @@ class Report:
             verbose: show why each target refused a site, even if the site is rewritten.
         """
         groups = self.groups()
+        broken = [f"graph break: {printable(text)}" for text in self.graph_breaks]
         if not groups:
-            return self.summary()
+            return "\n".join([self.summary(), *broken])
         lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
             lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
-        return "\n".join([self.summary(), *lines])
+        return "\n".join([self.summary(), *lines, *broken])
 
     def __str__(self) -> str:
         return self.table()

@@ -26,14 +26,19 @@ class SiteReport:
         count: calls of the shared body the site is in (1 outside shared bodies).
         shapes: sizes of "query", "key" and "value"; a symbolic size is shown by its name.
         dtype, device: those of the result, "bfloat16", "cuda".
+        decided_for: the device that the options name in place of that one; "" where they name none.
         mask: the name of the mask ("none", "causal", "sliding window (3, 0)", "causal and padding", "dense").
         poor_cases: names of the poor cases whose variant was taken.
         refusals: by target, the reason why it refused the site.
+        other_devices: names of the targets that refused because they are for other devices.
         assumptions: assumptions, and differences from eager that the numerics contract allows.
         fixed: names of the buffers and constants whose values were relied on: they are part of the compiled code.
         score_mod: the emitted score function as Python source; ``t0`` and so on are tensors of the program. Empty if
             there is none.
         predicted_us: predicted time in microseconds of each offer, including "leave".
+        stock: the kernel that stock Inductor ends in, by its own attention patterns if they match: "cpu flash",
+            "unfused"; "" if that was not looked at, as while compiling.
+        stock_us: its predicted microseconds; None where it is not known. Gains are those over stock.
         measured_us: measured time of each measured form, including "leave"; empty without `Options.tune`.
         verified_error: largest absolute difference from the original; None if the site was not verified.
         not_verified: why verification was requested but not possible; "" otherwise.
@@ -44,6 +49,7 @@ class SiteReport:
             second of its memory. Empty if nothing was decided.
         roofline: "flops", "bytes" moved and predicted "us" of "leave" and of the target that was taken; the first two
             are absent for forms that are several kernels. Symbolic sizes have their traced values.
+        hint: an option that would make the site cheaper, and what it promises; "" for none.
         module: path of the module ("model.layers.0.self_attn"), "" if unknown.
         node: name of the graph node in which the site ends.
     """
@@ -58,19 +64,24 @@ class SiteReport:
     shapes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
     dtype: str = ""
     device: str = ""
+    decided_for: str = ""
     mask: str = "none"
     poor_cases: tuple[str, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
+    other_devices: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     score_mod: str = ""
     predicted_us: dict[str, float] = field(default_factory=dict)
+    stock: str = ""
+    stock_us: float | None = None
     measured_us: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
     not_verified: str = ""
     formula: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float | str] = field(default_factory=dict)
     roofline: dict[str, dict[str, float]] = field(default_factory=dict)
+    hint: str = ""
     module: str = ""
     node: str = ""
 
@@ -82,6 +93,17 @@ class SiteReport:
         self.poor_cases, self.assumptions, self.fixed = (), (), ()
         self.verified_error, self.not_verified, self.score_mod = None, "", ""
         self.roofline = {name: point for name, point in self.roofline.items() if name == "leave"}
+
+    @property
+    def stock_by_pattern(self) -> bool:
+        """Whether stock runs something else than what is written: one of Inductor's attention patterns matches."""
+        leaving = self.predicted_us.get("leave")
+        return self.stock_us is not None and leaving is not None and abs(self.stock_us - leaving) > 0.1
+
+    @property
+    def baseline(self) -> str:
+        """What gains are told against, in words: "stock" where that is known, else the site "as written"."""
+        return "as written" if self.stock_us is None or self.measured_us else "with stock"
 
     @property
     def became(self) -> str:
@@ -105,7 +127,7 @@ class SiteReport:
         """The inverse of `to_dict`, without fields of other versions and numbers that JSON cannot represent."""
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in stored.items() if name in known}
-        for name in ("poor_cases", "assumptions", "fixed"):
+        for name in ("poor_cases", "assumptions", "fixed", "other_devices"):
             values[name] = tuple(values.get(name, ()))
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
         for name in ("predicted_us", "measured_us"):
@@ -122,6 +144,7 @@ class ReportView(Protocol):
     sites: list[SiteReport]
     seconds: float
     graphs: int
+    graph_breaks: tuple[str, ...]
 
     @property
     def rewritten(self) -> list[SiteReport]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,10 @@ from attn_pass.report.site import SiteReport
 
 _TABLE_WIDTH = 160
 _BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
+
+_LAYER_PATH = re.compile(r"\b[A-Za-z_]\w*(?:\.\w+)*\.\d+(?:\.\w+)+")  # "layers.0.attn.tril"
+
+_TENSOR = re.compile(r"\bt\d+\b")
 
 COLUMNS = (
     ("sites", None),
@@ -58,23 +63,35 @@ def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     if site.count > 1:
         number += f" ({site.count} calls)"
     module = common_module([member.module for member in group])
+    why = "\n".join(_why(site, verbose))
+    if len(group) > 1:
+        for name in (*site.fixed, *_LAYER_PATH.findall(site.hint)):
+            why = why.replace(name, without_numbers(name))
     return (
         number,
         site.became,
         site.form,
         "\n".join(filter(None, (site.where, module))),
-        "\n".join(filter(None, (*shape_lines(site), f"{site.dtype} {site.device}".strip()))),
+        "\n".join(filter(None, (*shape_lines(site), place_and_dtype(site)))),
         site.mask,
-        "\n".join(_why(site, verbose)),
+        why,
     )
 
 
 def row_key(site: SiteReport) -> str:
-    """Equal for sites whose rows may be shown as one: all fields but the layer they are in."""
+    """Equal for sites whose rows may be shown as one: all fields but the layer and the buffers they are of."""
     fields = site.to_dict()
     del fields["node"], fields["module"]
+    numbers: dict[str, str] = {}
+    for name in ("formula", "score_mod"):  # in which tensors are called by their number in the whole program
+        text = json.dumps(fields[name])
+        fields[name] = _TENSOR.sub(lambda tensor: numbers.setdefault(tensor[0], f"t{len(numbers)}"), text)
+    fields["hint"] = _LAYER_PATH.sub(lambda path: without_numbers(path[0]), site.hint)
     fields["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
-    return json.dumps(fields, sort_keys=True) + "/".join(_pattern(site.module))
+    text = json.dumps(fields, sort_keys=True)
+    for name in site.fixed:
+        text = text.replace(json.dumps(name)[1:-1], without_numbers(name))
+    return text + "/".join(_pattern(site.module))
 
 
 def printable(text: str) -> str:
@@ -94,6 +111,17 @@ def common_module(modules: Sequence[str]) -> str:
     """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*parts, strict=True))
+
+
+def place_and_dtype(site: SiteReport) -> str:
+    """ "float32 cpu", or "float32 cpu, decided for H200"."""
+    here = f"{site.dtype} {site.device}".strip()
+    return f"{here}, decided for {site.decided_for}" if site.decided_for else here
+
+
+def without_numbers(path: str) -> str:
+    """A path with its layers' numbers left open: "layers.*.tril"."""
+    return ".".join(_pattern(path))
 
 
 def shape_lines(site: SiteReport) -> list[str]:
@@ -116,9 +144,14 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
         yield f"score function: {site.score_mod.partition('return ')[2]}"
     if site.assumptions:
         yield f"assumed: {'; '.join(site.assumptions)}"
+    if site.hint:
+        yield f"hint: {site.hint}"
     if site.predicted_us:
-        cheapest_first = sorted(site.predicted_us.items(), key=lambda offer: offer[1])
-        yield "predicted us: " + ", ".join(f"{name} {time:.4g}" for name, time in cheapest_first)
+        times = dict(site.predicted_us)
+        if site.stock_by_pattern and site.stock_us is not None:
+            times[f"stock ({site.stock})"] = site.stock_us
+        cheapest_first = sorted(times.items(), key=lambda offer: offer[1])
+        yield "predicted: " + ", ".join(f"{name} {duration(time)}" for name, time in cheapest_first)
     if site.verified_error is not None:
         yield f"verified: error {site.verified_error:.2g}"
     if site.not_verified:
@@ -126,7 +159,8 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
     if verbose or site.outcome == "left":
         same: dict[str, list[str]] = {}
         for target, why in site.refusals.items():
-            same.setdefault(why, []).append(target)
+            if verbose or target not in site.other_devices:
+                same.setdefault(why, []).append(target)
         yield from (f"{', '.join(targets)}: {why}" for why, targets in same.items() if why != site.reason)
 
 

@@ -17,12 +17,14 @@ from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Choice, choose, score_product_cost
 from attn_pass.planner.lengths import lengths
 from attn_pass.planner.overrides import rule_for
+from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import variants
 from attn_pass.reading.describe import Described
 from attn_pass.report.build import record_of
 from attn_pass.report.site import SiteReport
 from attn_pass.rewriting.context import GraphContext
 from attn_pass.rewriting.setting import device_of, made_of, setting_of
+from attn_pass.rewriting.stock import stock_of
 from attn_pass.targets.base import Setting
 from attn_pass.tuning.tuner import TuningSite
 
@@ -46,6 +48,7 @@ class Decision:
     made_of: Ancestry | None
     written: AsWritten
     rule: tuple[str, tuple[str, ...]] | None
+    stock: Stock | None = None
 
     @property
     def by_rule(self) -> str:
@@ -91,6 +94,9 @@ def decision_for(context: GraphContext, site: Site, described: Described, record
     is_parts = site.opaque is None or site.opaque.written is None
     if run.measure is not None and rule is None and not site.needed_as_well and is_parts:
         measure = functools.partial(run.measure, _tuning_site(context, site, described, setting))
+    stock = None
+    with run.details(record):
+        stock = stock_of(context, site, described, setting, written)
     choice = choose(
         attention,
         variants(attention, run.options.poor_cases),
@@ -101,8 +107,9 @@ def decision_for(context: GraphContext, site: Site, described: Described, record
         measure=measure,
         elsewhere=lengths(attention, setting, written, copied),
         without=run.without,
+        stock=stock,
     )
-    return Decision(choice, setting, parts, written, rule)
+    return Decision(choice, setting, parts, written, rule, stock)
 
 
 def _as_written(context: GraphContext, site: Site, described: Described, copied: int) -> AsWritten:

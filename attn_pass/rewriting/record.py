@@ -22,14 +22,17 @@ from attn_pass.verify import Verified
 def record_choice(run: Run, site: Site, described: Described, decision: Decision, record: SiteReport) -> None:
     """What was offered, predicted and measured, and the reason for as long as nothing is taken."""
     choice = decision.choice
-    record.refusals = choice.refusals
+    record.refusals, record.other_devices = choice.refusals, choice.other_devices
     record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
     record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
+    if decision.stock is not None:
+        record.stock, record.stock_us = decision.stock.kernel, round(decision.stock.us, 1)
     with run.details(record):
         attention, setting = described.attention, decision.setting
         record.rates = roofline.rates(setting.device, attention)
         if (as_it_is := choice.predicted_us.get(LEAVE)) is not None:
             record.roofline[LEAVE] = roofline.as_left(attention, decision.written, setting, as_it_is)
+    record.decided_for = "" if run.options.device is None else decision.setting.device.name
     record.reason = choice.reason + decision.by_rule
     if site.needed_as_well:
         place = place_of(site.refused_at, site.node)

@@ -14,6 +14,7 @@ from attn_pass.graph.values import Sizes
 from attn_pass.options import Options, Runner
 from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Measured
+from attn_pass.planner.stock import AskStock
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
 from attn_pass.tuning.tuner import TuningSite
@@ -36,6 +37,7 @@ class Run:
     compile_site: CompileSite | None = None
     emissions: list[Emission] = field(default_factory=list)
     without: Mapping[str, str] = field(default_factory=dict)
+    ask_stock: AskStock | None = None
 
     @contextmanager
     def details(self, record: SiteReport) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -360,3 +361,76 @@ def test_compare_rejects_files_that_are_not_reports(content: str | None, sentenc
     result = run("compare", str(path), report_file(tmp_path, "a.json", FUSED))
     assert result.exit_code == 2 and sentence in result.stderr and "x.json" in result.stderr
     assert run("compare", str(tmp_path / "no.pt2"), str(path)).exit_code == 2
+
+
+# ---------------------------------------------------------------- what a pipeline asks
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "code"),
+    [
+        (0, ("--fail-on", "none"), 1),
+        (1, ("--fail-on", "none"), 0),
+        (1, ("--expect", "1"), 0),
+        (1, ("--expect", "2"), 1),
+        (0, ("--expect", "0"), 0),
+        (1, ("--expect", "1", "--fail-on", "left"), 1),
+    ],
+)
+def test_the_number_of_sites_is_what_a_pipeline_expects(
+    found: int, asked: tuple[str, ...], code: int, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = [SiteReport(outcome="left", reason="a reason")] * found
+    sites += [SiteReport(kind="near miss", outcome="left", reason="no attention")]  # which is none
+    report = Report(sites, graphs=1, graph_breaks=("m.py:3 in f: print",))
+    monkeypatch.setattr(attn_pass, "explain", lambda *args, **kwargs: report, raising=False)
+    result = run("explain", f"{model_file}:build", *asked)
+    assert result.exit_code == code, result.output
+    assert ("attn-pass: --" in result.stderr) == bool(code)
+    assert "graph break" in result.stdout
+
+
+def test_any_option_reaches_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
+    asked = (
+        *("--option", "assume_constant_buffers=true", "--option", "targets=sdpa, flex"),
+        *("--option", 'rules={"*cross": "sdpa"}', "--choose", "fused"),
+    )
+    assert run("explain", f"{model_file}:build", *asked).exit_code == 0
+    assert called[0]["own"]["options"] == {
+        "assume_constant_buffers": True,
+        "targets": ("sdpa", "flex"),
+        "rules": {"*cross": "sdpa"},
+        "choose": "fused",
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (("--option", "assume_constant_buffer=true"), "did you mean 'assume_constant_buffers'"),
+        (("--option", "choose"), "give name=value"),
+        (("--option", "choose=fused", "--option", "choose=first"), "is given twice"),
+        (("--option", "choose=fused", "--choose", "fused"), "are both given"),
+        (("--option", "rules={"), "is no JSON"),
+        (("--option", "tune=maybe"), "accepted: True or False"),
+    ],
+)
+def test_an_option_that_is_wrong_is_a_sentence(asked: tuple[str, ...], sentence: str, model_file: Path) -> None:
+    result = run("explain", f"{model_file}:broken", *asked)  # before the model is built
+    assert result.exit_code == 2 and sentence in result.stderr and "no weights" not in result.stderr
+
+
+def test_the_traceback_is_shown_where_it_is_asked_for(model_file: Path) -> None:
+    plain = run("explain", f"{model_file}:broken")
+    assert plain.exit_code == 2 and "Traceback" not in plain.stderr
+    told = run("explain", f"{model_file}:broken", "--traceback")
+    assert told.exit_code == 2
+    assert "Traceback (most recent call last)" in told.stderr and told.stderr.endswith(plain.stderr)
+
+
+def test_the_version_is_known_before_any_command() -> None:
+    shown = run("--version")
+    assert shown.exit_code == 0 and shown.stdout.startswith("attn_pass ")
+    assert shown.stdout.split()[1] in run("version").stdout
+    again = subprocess.run([sys.executable, "-m", "attn_pass", "--version"], capture_output=True, text=True)
+    assert again.returncode == 0 and again.stdout == shown.stdout

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
+from attn_pass.report.record import Report
 
 
 @pytest.fixture(autouse=True)
@@ -231,3 +232,103 @@ def test_threads_explain_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert reports == [1, 1]
+
+
+# ---- what Dynamo did not show ----
+
+
+class Printing(torch.nn.Module):
+    """Stops Dynamo in the middle, at a line of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.softmax(-1)
+        print("between")
+        return y @ x
+
+
+PRINTED = f"test_explain.py:{Printing.forward.__code__.co_firstlineno + 2} in forward: "
+
+
+def test_graph_breaks_are_counted_and_quoted() -> None:
+    report = attn_pass.explain(Printing(), torch.randn(4, 4))
+    (told,) = report.graph_breaks
+    assert told.startswith(PRINTED) and "print" in told
+    assert report.summary().startswith("attn_pass: no attention found; 1 graph break, around which")
+    assert told in str(report) and told in report.to_html().replace("&#39;", "'").replace("&lt;", "<")
+    assert Report.from_dict(report.to_dict()).graph_breaks == report.graph_breaks
+    whole = attn_pass.explain(Model(), ones())
+    assert whole.graph_breaks == () and "break" not in str(whole)
+
+
+def test_a_branch_on_values_is_told_in_words() -> None:
+    def branching(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    (told,) = attn_pass.explain(branching, ones()).graph_breaks
+    assert told.endswith("in branching: a branch depends on the values of a tensor")
+
+
+def test_what_is_compiled_tells_its_breaks_too() -> None:
+    with attn_pass.record() as report:
+        torch.compile(Printing(), backend=attn_pass.wrap("eager"))(torch.randn(4, 4))
+    assert report.graphs == 2 and [told.startswith(PRINTED) for told in report.graph_breaks] == [True]
+
+
+# ---- options that would help ----
+
+
+class Masked(torch.nn.Module):
+    """nanoGPT's attention: the mask is a slice of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tril", torch.ones(256, 256).tril())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.mT / 8).masked_fill(self.tril[: q.size(-2), : q.size(-2)] == 0, float("-inf"))
+        return scores.softmax(-1) @ v
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Masked(), Masked()])
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q = layer(q, k, v)
+        return q
+
+
+def test_a_mask_in_a_buffer_names_the_option_that_reads_it() -> None:
+    inputs = tuple(torch.randn(2, 4, 200, 64) for _ in range(3))
+    report = attn_pass.explain(Layers(), *inputs)
+    assert [site.mask for site in report.sites] == ["dense", "dense"]
+    assert report.sites[0].hint.startswith(
+        "if layers.0.tril is constant, assume_constant_buffers=True makes the mask causal, predicted "
+    )
+    assert len(report.groups()) == 1 and "if layers.*.tril is constant" in " ".join(str(report).split())
+    assumed = attn_pass.explain(Layers(), *inputs, attn_pass_options={"assume_constant_buffers": True})
+    assert [(site.mask, site.hint) for site in assumed.sites] == [("causal", "")] * 2
+    assert len(assumed.groups()) == 1 and "buffer layers.*.tril keeps" in " ".join(str(assumed).split())
+
+
+def test_a_row_says_which_device_was_decided_for() -> None:
+    x = torch.randn(1, 2, 64, 64)
+    report = attn_pass.explain(torch.nn.functional.scaled_dot_product_attention, x, x, x)
+    assert "decided for" not in str(report)
+    other = attn_pass.explain(
+        torch.nn.functional.scaled_dot_product_attention, x, x, x, attn_pass_options={"device": "H200"}
+    )
+    assert "float32 cpu, decided for" in " ".join(str(other).split()) and "H200" in other.sites[0].decided_for
+
+
+def test_reasons_of_other_devices_are_for_the_verbose() -> None:
+    report = attn_pass.explain(dropped, *(torch.randn(2, 4, 32, 16) for _ in range(3)))
+    assert report.sites[0].outcome == "left"
+    assert "flex: " in str(report) and "flash_attn: " not in str(report)
+    assert "flash_attn: " in report.table(verbose=True)
+
+
+def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout((q @ k.mT / 4).softmax(-1), 0.1) @ v

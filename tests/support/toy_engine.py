@@ -93,6 +93,7 @@ class Toy:
         compile_site: object = None,
         emissions: object = None,
         without: object = None,
+        ask_stock: object = None,
     ) -> bool:
         self.programs.append(program)
         self.options.append(options)

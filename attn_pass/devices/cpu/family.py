@@ -31,6 +31,7 @@ class Cpu(Family):
     name = "cpu"
     types = ("cpu",)
     kernel_rules = {"cpu flash": CPU_FLASH}
+    fused_operators = {"_scaled_dot_product_flash_attention_for_cpu": "cpu flash"}
     forms = frozenset(("local", "recompute", "decomposed"))
     flex_template = "cpp"
     takes_any_mask_strides = True

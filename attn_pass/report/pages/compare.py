@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attn_pass.report.pages.html import rendered
-from attn_pass.report.pages.times import time_taken, times_of
+from attn_pass.report.pages.times import baseline_us, time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
 from attn_pass.report.text import common_module, duration, plain_table
 
@@ -216,9 +216,9 @@ def _cell(change: Change, side: int) -> str:
     outcome = site.became
     if site.poor_cases:
         outcome += f" ({', '.join(site.poor_cases)})"
-    leaving, taken = times_of(site).get("leave"), time_taken(site)
+    leaving, taken = baseline_us(site), time_taken(site)
     how = "measured" if site.measured_us else "predicted"
-    times = "" if leaving is None else f"{how} {duration(leaving)} as written"
+    times = "" if leaving is None else f"{how} {duration(leaving)} {site.baseline}"
     times += "" if taken is None else f", {duration(taken)} as taken"
     reason = "" if times and site.reason.startswith(f"{leaving or 0:.0f} us") else site.reason
     return "\n".join(filter(None, (outcome, times, reason)))

@@ -15,9 +15,9 @@ from attn_pass.report.pages.graphs import GraphRecord, change_of
 from attn_pass.report.pages.picture import WORDS, Picture
 from attn_pass.report.pages.plot import plots, short
 from attn_pass.report.pages.side_by_side import Run, side_by_side
-from attn_pass.report.pages.times import form_taken, times_of
+from attn_pass.report.pages.times import baseline_us, form_taken, shown_times, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, printable, shape_lines
+from attn_pass.report.text import common_module, place_and_dtype, printable, shape_lines
 
 if TYPE_CHECKING:
     import jinja2
@@ -35,7 +35,7 @@ class Entry:
         number: what it is called on the page, from 1.
         sites: the records; the first stands for all.
         module: one path for all.
-        us, us_after: of one call, as it was and as it is; None where that is not known.
+        us, us_after: of one call, by stock where that is known or else as written, and as it is; None if unknown.
         taken: the label of what was taken, "" where nothing was.
         how: "measured" or "predicted", whichever the two are.
         times: (label, microseconds, share of the slowest) of every form, fastest first.
@@ -101,6 +101,8 @@ def page(report: ReportView, collected: Sequence[GraphRecord] = ()) -> str:
         outcomes=_counts(report),
         targets=sorted({e.site.target for e in entries if e.site.target}),
         totals=_totals(entries),
+        baseline=_baseline(entries),
+        how=_how(entries),
         plots=plots(shown),
         graphs=graphs,
     )
@@ -124,19 +126,19 @@ def entries_of(report: ReportView, collected: Sequence[GraphRecord]) -> list[Ent
         site = group[0]
         changes = [change_of(collected, s) for s in group]
         picture = next((c.picture for c in changes if c is not None and c.picture is not None), None)
-        times = times_of(site)
-        slowest = max(times.values(), default=1.0) or 1.0
+        times, shown = times_of(site), shown_times(site)
+        slowest = max(shown.values(), default=1.0) or 1.0
         entries.append(
             Entry(
                 number,
                 tuple(group),
                 common_module([member.module for member in group]),
                 tuple(shape_lines(site)),
-                times.get("leave"),
+                baseline_us(site),
                 times.get(form_taken(site)),
                 form_taken(site),
                 "measured" if site.measured_us else "predicted",
-                tuple((label, time, time / slowest) for label, time in times.items()),
+                tuple((label, time, time / slowest) for label, time in shown.items()),
                 picture,
             )
         )
@@ -150,11 +152,22 @@ def _counts(report: ReportView) -> list[tuple[str, int]]:
 
 
 def _totals(entries: list[Entry]) -> dict[str, float]:
-    """Over all calls: microseconds as stock and now where both are known, and bytes saved."""
+    """Over all calls: microseconds before and now where both are known, and bytes saved."""
     timed = [e for e in entries if e.us is not None and e.site.kind != "near miss"]
     before = sum(e.calls * (e.us or 0.0) for e in timed)
     after = sum(e.calls * (e.us if e.us_after is None else e.us_after) for e in timed if e.us is not None)
     return {"before": before, "after": after, "bytes": sum(e.calls * e.site.bytes_saved for e in entries)}
+
+
+def _baseline(entries: list[Entry]) -> str:
+    """What the total is told against: stock where that is known of every site."""
+    words = {e.site.baseline for e in entries if e.us is not None and e.site.kind != "near miss"}
+    return words.pop() if len(words) == 1 else "as written, or with stock where that was looked at"
+
+
+def _how(entries: list[Entry]) -> str:
+    """Whether the times of the total were measured or predicted."""
+    return " and ".join(sorted({e.how for e in entries if e.us is not None and e.site.kind != "near miss"}))
 
 
 def _graph(number: int, graph: GraphRecord, entries: list[Entry]) -> GraphView:
@@ -190,6 +203,7 @@ def _environment() -> jinja2.Environment:
         "quantity": _quantity,
         "size": _size,
         "plain": printable,
+        "place_and_dtype": place_and_dtype,
     }
     script, style = (_own(name) for name in ("script.js", "style.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

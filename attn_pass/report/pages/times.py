@@ -14,6 +14,21 @@ def times_of(site: SiteReport) -> dict[str, float]:
     return dict(sorted(finite.items(), key=lambda item: item[1]))
 
 
+def baseline_us(site: SiteReport) -> float | None:
+    """Microseconds that gains are told against: measured as written, else predicted of stock, else as written."""
+    times = times_of(site)
+    return times.get("leave") if site.measured_us or site.stock_us is None else site.stock_us
+
+
+def shown_times(site: SiteReport) -> dict[str, float]:
+    """The times of the page's table, fastest first: each form, the site as written, and stock where it differs."""
+    names = {"leave": "unfused" if site.stock_by_pattern else site.baseline}
+    times = {names.get(label, label): time for label, time in times_of(site).items()}
+    if site.stock_by_pattern and not site.measured_us and site.stock_us is not None:
+        times[f"with stock ({site.stock})"] = site.stock_us
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
 def form_taken(site: SiteReport) -> str:
     """The label of what was taken: the best form its target offered. "" for a site that is left, or without times."""
     if site.target is None:
@@ -24,3 +39,8 @@ def form_taken(site: SiteReport) -> str:
 def time_taken(site: SiteReport) -> float | None:
     """Microseconds of what was taken; None for a site that is left, or without times."""
     return times_of(site).get(form_taken(site))
+
+
+def time_now(site: SiteReport) -> float | None:
+    """Microseconds of the site as it is now: of what was taken, or as it is written; None without times."""
+    return times_of(site).get(form_taken(site) or "leave")

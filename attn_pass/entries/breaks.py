@@ -1,0 +1,59 @@
+"""Graph breaks: where Dynamo stopped, so that what runs eagerly there is not taken for a program without attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.fx import GraphModule
+
+from attn_pass.errors import first_line_of
+from attn_pass.report.places import source_line
+
+_JUMP = "generic_jump"  # Dynamo's word for a branch whose condition is a tensor
+
+
+def break_after(gm: GraphModule) -> tuple[str, ...]:
+    """The break that ended a Dynamo graph, as "file.py:12 in forward: reason"; empty where the graph ends by itself."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return _words([reason] if reason is not None and reason.graph_break else [])
+
+
+@contextmanager
+def breaks_noted() -> Iterator[list[str]]:
+    """A list that is filled, at the end, with the breaks of everything that Dynamo traced inside, each once."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    before = len(graph_break_reasons)
+    noted: list[str] = []
+    try:
+        yield noted
+    finally:
+        noted.extend(_words(graph_break_reasons[before:]))
+
+
+def _words(reasons: Iterable[Any]) -> tuple[str, ...]:
+    """One for each place: Dynamo notes some twice, for the function and for what calls it."""
+    by_place = {_where(reason): _why(str(reason.reason)) for reason in reasons}
+    return tuple(f"{where}: {why}" for where, why in by_place.items())
+
+
+def _where(reason: Any) -> str:
+    frames = [f'  File "{f.filename}", line {f.lineno}, in {_own_name(f.name)}' for f in reason.user_stack or ()]
+    return source_line({"stack_trace": "\n".join(frames)})
+
+
+def _own_name(function: str) -> str:
+    """The function that a resumed part of it belongs to: "forward" for "torch_dynamo_resume_in_forward_at_12"."""
+    resumed = function.removeprefix("torch_dynamo_resume_in_")
+    return function if resumed == function else resumed.rpartition("_at_")[0]
+
+
+def _why(reason: str) -> str:
+    if reason.startswith(_JUMP):
+        return "a branch depends on the values of a tensor"
+    lines = [line.strip() for line in reason.splitlines()]
+    explained = next((line for line in lines if line.startswith("Explanation:")), "")
+    told = f"{first_line_of(reason)} ({explained.removeprefix('Explanation:').strip().rstrip('.')})"
+    return told if explained else first_line_of(reason)

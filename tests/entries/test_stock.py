@@ -1,0 +1,138 @@
+"""What stock makes of a site is what Inductor makes of it: the prediction beside Inductor's own count of matches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
+from torch.nn import functional as F
+
+import attn_pass
+
+Tensor = torch.Tensor
+B, H, S, D = 2, 4, 24, 16
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / D**0.5).softmax(-1) @ v
+
+
+def multiplied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).softmax(-1) @ v
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (q @ k.mT / 4.0 + mask).softmax(-1) @ v
+
+
+def commuted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return (mask + q @ k.mT / 4.0).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.ones(S, S, dtype=torch.bool).triu(1)
+    return (q @ k.mT / 4.0).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
+def bert(x: Tensor, y: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+    q, k, v = (t.view(B, S, H, D).permute(0, 2, 1, 3) for t in (x, y, z))
+    return (q @ k.mT / 4.0 + mask).softmax(-1) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT / 4.0).tanh() * 5.0).softmax(-1) @ v
+
+
+def squared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[0], k[0], v[0])  # rank 3: torch writes it out
+
+
+def heads(number: int = 3, **more: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(B, H, S, D, **more) for _ in range(number))
+
+
+def flat() -> tuple[Tensor, ...]:
+    return tuple(torch.randn(B, S, H * D) for _ in range(3))
+
+
+FORMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "divided": (by_hand, heads()),
+    "multiplied": (multiplied, heads()),
+    "half": (by_hand, heads(dtype=torch.float16)),
+    "bfloat16": (by_hand, heads(dtype=torch.bfloat16)),
+    "mask on the right": (added, (*heads(), torch.randn(B, 1, S, S))),
+    "mask on the left": (commuted, (*heads(), torch.randn(B, 1, S, S))),
+    "causal": (causal, heads()),
+    "BERT": (bert, (*flat(), torch.randn(B, 1, 1, S))),
+    "soft cap": (capped, heads()),
+    "rank 3": (squared, heads()),
+    "training": (by_hand, heads(requires_grad=True)),
+}
+
+
+def matches(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> int:
+    """How many attention patterns Inductor counts, up to where it would generate code."""
+
+    def no_code(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        return make_boxed_func(gm.forward)
+
+    def backend(gm: Any, example_inputs: Any) -> Any:
+        return compile_fx(gm, example_inputs, inner_compile=no_code)
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.compile(function, backend=backend)(*inputs)
+    return int(counters["inductor"]["fuse_attention"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_stock_is_said_to_run_is_what_its_patterns_make_of_it(form: str) -> None:
+    function, inputs = FORMS[form]
+    matched = matches(function, inputs)
+    counters.clear()
+    (site,) = attn_pass.explain(function, *inputs).sites
+    assert not counters["inductor"]  # asking leaves no trace
+    assert site.stock == ("cpu flash" if matched else "unfused")
+    assert site.stock_by_pattern == bool(matched)
+    if matched:
+        assert "unfused, " in site.reason and "with stock (cpu flash)" in site.reason
+
+
+def test_gains_are_those_over_stock() -> None:
+    (site,) = attn_pass.explain(by_hand, *heads(requires_grad=True), attn_pass_options={"targets": ["sdpa"]}).sites
+    taken = site.predicted_us["sdpa"]
+    assert site.stock_us is not None and site.predicted_us["leave"] > site.stock_us
+    assert f"({site.stock_us / taken:.3g}x)" in site.reason and "(1x)" in site.reason  # the very call that stock makes
+
+
+def test_a_call_that_reaches_a_kernel_is_stock_itself() -> None:
+    (site,) = attn_pass.explain(F.scaled_dot_product_attention, *heads()).sites
+    assert (site.stock, site.stock_us) == ("cpu flash", site.predicted_us["leave"])
+    assert " with stock, " in site.reason and "unfused" not in site.reason
+
+
+@pytest.mark.parametrize("options", [{"attn_pass_dynamic": True}, {"attn_pass_options": {"device": "H200"}}])
+def test_what_was_not_asked_is_not_said(options: dict[str, Any]) -> None:
+    (site,) = attn_pass.explain(by_hand, *heads(), **options).sites
+    assert (site.stock, site.stock_us) == ("", None) and "stock" not in site.reason
+
+
+def test_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_pass.entries import stock
+
+    asked = []
+    ask = stock.ask_inductor
+    monkeypatch.setattr(stock, "ask_inductor", lambda part, region: asked.append(part) or ask(part, region))
+
+    def three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(3):
+            q = by_hand(q, k, v)
+        return q
+
+    assert [site.stock for site in attn_pass.explain(three, *heads()).sites] == ["cpu flash"] * 3
+    assert len(asked) == 1
