@@ -13,7 +13,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from attn_pass.entries.shield import POST_SLOT, PRE_SLOT
 from attn_pass.graph.cut import Cut
 from attn_pass.graph.regions import Region
 from attn_pass.planner.stock import FusedCall
@@ -96,6 +95,8 @@ def _joint_passes(graph: GraphModule) -> None:
     from torch._inductor import config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+    from attn_pass.entries.shield import POST_SLOT, PRE_SLOT
+
     with config.patch({PRE_SLOT: None, POST_SLOT: None}):
         joint_graph_passes(graph)
 
@@ -114,9 +115,9 @@ def _counters_kept() -> Iterator[None]:
 
 
 def _call(node: Node) -> FusedCall:
-    name = str(node.target).removeprefix("aten.").removesuffix(".default")
-    arguments = torch.ops.aten.__getattr__(name).default._schema.arguments
-    given = dict(zip((a.name for a in arguments), node.args)) | dict(node.kwargs)
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target._schema.name.removeprefix("aten::")
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args)) | dict(node.kwargs)
     mask = given.get("attn_mask", given.get("attn_bias"))
     if not isinstance(mask, Node):
         return FusedCall(name)
