@@ -21,11 +21,14 @@ from bench.harness.timing import Candidate, compiled
 EAGER = "eager"
 STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"
 NO_PATTERNS = "compile, stock without patterns"
+STOCK_FROZEN, PASS_FROZEN = "compile, stock, frozen", "compile, attn_pass, frozen"
 PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
 DECOMPOSED, PACKAGE_PASS = "AOTInductor, decomposed", "AOTInductor, attn_pass"
 PACKAGE_HAND = "AOTInductor, by hand"
 
 COMPILED = (EAGER, STOCK, STOCK_AGAIN, PASS, HAND)
+FROZEN = (STOCK_FROZEN, PASS_FROZEN)
+"""With Inductor's ``freezing``, which folds weights into the code and packs those of linear layers."""
 PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
 
 AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
@@ -101,9 +104,18 @@ _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     STOCK_AGAIN: lambda shop: compiled(shop.module),
     NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
     PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
+    STOCK_FROZEN: lambda shop: _frozen(shop, compiled(shop.module)),
+    PASS_FROZEN: lambda shop: _frozen(shop, compiled(shop.module, backend=attn_pass.backend)),
     HAND: lambda shop: compiled(shop.by_hand()),
 }
 _FILES = {PACKAGE: "stock", DECOMPOSED: "decomposed", PACKAGE_PASS: "attn_pass", PACKAGE_HAND: "by_hand"}
+
+
+def _frozen(shop: Workshop, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled with ``freezing``. As an option of one compile it does nothing: Dynamo asks for it too (torch 2.13)."""
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        run(*shop.inputs)
+    return run
 
 
 def package(way: str, module: nn.Module, inputs: Tensors, shapes: Any, path: Path) -> None:

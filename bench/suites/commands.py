@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
         masks, "Masks and score functions by hand: eager, stock, the pass, and the form a specialist writes."
     ),
     "forms": _command(forms, "Common forms at common sizes, by hand and as calls: eager, stock, the pass."),
-    "models": _command(models, "Whole models at real sizes: eager, stock, the pass.", times=9),
+    "models": _command(models, "Whole models at real sizes: eager, stock, the pass, both frozen.", models.WAYS, 9),
     "training": _command(training, "Training steps, forward and backward: eager, stock, the pass."),
     "peers": _command(
         peers,

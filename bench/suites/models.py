@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench.harness import variants as w
 from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.suites.zoo import Called, library, padding, pixels, ready, timm_model, tokens
 
 TITLE = "Whole models"
+WAYS = (*w.COMPILED, *w.FROZEN)
 # Of the largest value, after as many layers. Random weights carry the rounding of bfloat16 on from layer to layer.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: None}
 

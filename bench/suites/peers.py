@@ -1,8 +1,9 @@
 """Peers on three whole models: `make bench-peers`, or `python -m bench peers [--json FILE]` where they are installed.
 
-Stock Inductor with and without its patterns, the library's own SDPA and FlexAttention under stock Inductor, ONNX
-Runtime as it is and with its attention fusion, OpenVINO; all on the model with attention written out, but for the two
-of the library. Float32, the same number of threads, the same inputs.
+Stock Inductor with and without its patterns, with ``freezing``, the library's own SDPA and FlexAttention under stock
+Inductor; ONNX Runtime as it is, with its attention fusion and after `attn_pass.rewrite`; OpenVINO as it is and after
+it. All on the model with attention written out, but for the two of the library. Float32, the same number of threads,
+the same inputs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import attn_pass
 from bench.harness import variants as w
 from bench.harness.programs import Built, Program, Setting, Tensors
 from bench.harness.timing import compiled
@@ -26,7 +28,11 @@ from bench.suites.models import TOLERANCES, bert, gpt2_body, made, small_bert, v
 TITLE = "Peers on whole models"
 SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
 ORT, ORT_FUSED, OPENVINO = "ONNX Runtime", "ONNX Runtime, attention fusion", "OpenVINO"
-WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, SDPA, FLEX, ORT, ORT_FUSED, OPENVINO)
+ORT_PASS, OPENVINO_PASS = "attn_pass, then ONNX Runtime", "attn_pass, then OpenVINO"
+WAYS = (
+    *(w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, *w.FROZEN, SDPA, FLEX),
+    *(ORT, ORT_FUSED, ORT_PASS, OPENVINO, OPENVINO_PASS),
+)
 PEERS: Mapping[str, Callable[..., Built]] = {
     "BERT base, 4 x 384, padded": partial(bert, batch=4, length=384),
     "GPT-2 small, 1 x 1024": gpt2_body,
@@ -52,6 +58,23 @@ def _onnx(module: nn.Module, inputs: Tensors, folder: Path) -> Path:
     if not path.exists():
         _exported(module, inputs).save(str(path), external_data=True)
     return path
+
+
+def _rewritten(module: nn.Module, inputs: Tensors, runtime: str) -> tuple[Any, str]:
+    """The exported program with its attention as the runtime takes it, and what became of it."""
+    program = torch.export.export(module, inputs)
+    report = attn_pass.rewrite(program, runtime=runtime)
+    return program, f"{len(report.rewritten)} of {len(report.sites)} sites"
+
+
+def _onnx_runtime_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    program, took = _rewritten(module, inputs, "onnx")
+    path = folder / "rewritten.onnx"
+    with contextlib.redirect_stdout(io.StringIO()):
+        torch.onnx.export(program, opset_version=23, dynamo=True).save(str(path), external_data=True)
+    run = _session(path)
+    run.took = took  # type: ignore[attr-defined]
+    return run
 
 
 def _session(path: Path) -> Callable[..., Any]:
@@ -95,17 +118,30 @@ def _listed(counts: Mapping[str, int]) -> str:
 def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     import openvino
 
+    return _in_openvino(openvino.Core().read_model(_onnx(module, inputs, folder)), "")
+
+
+def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    import openvino
+
+    program, took = _rewritten(module, inputs, "openvino")
+    return _in_openvino(openvino.convert_model(program), f"{took}, ")
+
+
+def _in_openvino(converted: Any, took: str) -> Callable[..., Any]:
+    import openvino
+
     core = openvino.Core()
     # By default it may compute in bfloat16 where the processor has it.
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    model = core.compile_model(core.read_model(_onnx(module, inputs, folder)), "CPU", settings)
+    model = core.compile_model(converted, "CPU", settings)
     kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(model([x.numpy() for x in tensors])[0])
 
     # Its CPU plugin fuses attention into a subgraph of its own, whose inside it does not tell.
-    run.took = f"{kinds.count('Softmax')} softmaxes left, {kinds.count('Subgraph')} subgraphs"  # type: ignore[attr-defined]
+    run.took = f"{took}{kinds.count('Softmax')} softmaxes left, {kinds.count('Subgraph')} subgraphs"  # type: ignore[attr-defined]
     return run
 
 
@@ -121,7 +157,9 @@ def programs(setting: Setting) -> list[Program]:
                 FLEX: partial(_library, make, "flex_attention"),
                 ORT: _onnx_runtime,
                 ORT_FUSED: _onnx_runtime_fused,
+                ORT_PASS: _onnx_runtime_after_pass,
                 OPENVINO: _openvino,
+                OPENVINO_PASS: _openvino_after_pass,
             },
         )
         for name, make in (QUICK if setting.quick else PEERS).items()
