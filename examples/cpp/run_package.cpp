@@ -4,8 +4,10 @@
 // prints what attn_pass did to the model, which the package holds as JSON. A package that is named several times in a row
 // is loaded once: state it keeps in buffers, such as a cache, goes on from one run to the next.
 
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/torch.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <fstream>
 #include <iostream>
@@ -24,7 +26,7 @@ std::vector<char> read(const std::string& path) {
 
 std::vector<at::Tensor> load(const std::string& path) {
   std::vector<at::Tensor> tensors;
-  const at::IValue values = torch::pickle_load(read(path));
+  const at::IValue values = torch::jit::pickle_load(read(path));
   for (const at::IValue& value : values.toListRef()) {
     tensors.push_back(value.toTensor());
   }
@@ -32,7 +34,7 @@ std::vector<at::Tensor> load(const std::string& path) {
 }
 
 void save(const std::vector<at::Tensor>& tensors, const std::string& path) {
-  std::vector<char> bytes = torch::pickle_save(at::IValue(tensors));
+  std::vector<char> bytes = torch::jit::pickle_save(at::IValue(tensors));
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 

@@ -1,4 +1,4 @@
-"""Packages run by a C++ program, without Python: the numbers are eager's, and the report is in the package."""
+"""A package run by a C++ program, without Python: the numbers are eager's, and the report is in the package."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, randn
+from cpp_runner import run_package
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils.cpp_extension import include_paths, library_paths
+from torch.utils.cpp_extension import library_paths
 
 import attn_pass
 
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)
-
-SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "run_package.cpp"
 
 
 class Plain(nn.Module):
@@ -71,86 +70,99 @@ def three(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tensor, ...]:
     return randn(*q, seed=1), randn(*k, seed=2), randn(*k, seed=3)
 
 
-BATCH, LENGTH, KEYS = Dim("batch", min=1, max=2048), Dim("length", min=2, max=1024), Dim("keys", min=2, max=4096)
-# The model, example inputs, dynamic shapes, other inputs, and what it has to become.
-CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any, tuple[Tensor, ...], str]] = {
-    "plain": (Plain(), three((2, 4, 20, 16), (2, 4, 30, 16)), None, three((2, 4, 20, 16), (2, 4, 30, 16)), "sdpa"),
-    "causal": (Causal(), (randn(2, 40, 32),), ({1: LENGTH},), (randn(2, 77, 32),), "sdpa"),
+BATCH, KEYS = Dim("batch", min=1, max=2048), Dim("keys", min=2, max=4096)
+LENGTH, ROWS = Dim("length", min=2, max=1024), Dim("rows", min=2, max=1024)
+# The model, example inputs, dynamic shapes, other inputs, and what it has to become: the target, the poor cases.
+CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any, tuple[Tensor, ...], tuple[str, list[str]]]] = {
+    "plain": (
+        Plain(),
+        three((2, 4, 20, 16), (2, 4, 30, 16)),
+        (None, None, None),
+        three((2, 4, 20, 16), (2, 4, 30, 16)),
+        ("sdpa", []),
+    ),
+    "causal": (Causal(), (randn(2, 40, 32),), ({1: LENGTH},), (randn(2, 77, 32),), ("sdpa", [])),
     "S4": (
         SharedKeys(),
         three((100, 4, 1, 32), (1, 4, 256, 32)),
         ({0: BATCH}, None, None),
         three((37, 4, 1, 32), (1, 4, 256, 32)),
-        "cpu_kernel",
+        ("cpu_kernel", ["shared_kv"]),
     ),
     "capped window": (
         CappedWindow(),
         three((1, 2, 200, 32), (1, 2, 200, 32)),
-        ({2: LENGTH}, {2: LENGTH}, {2: LENGTH}),
+        ({2: ROWS}, {2: ROWS}, {2: ROWS}),
         three((1, 2, 333, 32), (1, 2, 333, 32)),
-        "cpu_kernel",
+        ("cpu_kernel", []),
     ),
     "decode": (
         Decode(),
         three((2, 8, 1, 32), (2, 2, 100, 32)),
         (None, {2: KEYS}, {2: KEYS}),
         three((2, 8, 1, 32), (2, 2, 257, 32)),
-        "sdpa",
+        ("sdpa", ["grouped_heads"]),
     ),
 }
 
 
+class Together(nn.Module):
+    """All of them, in one package: a compile each would take a minute of a core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(model for model, *_ in CASES.values())
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        rest, results = list(inputs), []
+        for model, (_, examples, *_) in zip(self.models, CASES.values()):
+            results.append(model(*rest[: len(examples)]))
+            rest = rest[len(examples) :]
+        return tuple(results)
+
+
+def together(part: int) -> tuple[Any, ...]:
+    """One part of every case: the inputs of `Together`, or their dynamic shapes."""
+    return tuple(x for case in CASES.values() for x in case[part])  # type: ignore[union-attr, misc]
+
+
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example, built against the torch that is installed; of its libraries none is Python's."""
-    built = tmp_path_factory.mktemp("cpp") / "run_package"
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("package") / "together.pt2"
+    options = {"choose": "fused", "on_error": "raise"}
+    model = Together().eval()
+    attn_pass.aot_compile(model, together(1), dynamic_shapes=(together(2),), package_path=path, options=options)
+    sites = attn_pass.package_report(path).sites
+    assert [(site.target, list(site.poor_cases)) for site in sites] == [becomes for *_, becomes in CASES.values()]
+    return path
+
+
+def test_no_library_is_python_s() -> None:
     (libraries,) = library_paths()[:1]
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = ["g++", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", str(SOURCE), "-o", str(built)]
-    command += [f"-I{path}" for path in include_paths()]
-    command += [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    needs = subprocess.run(["ldd", str(built)], capture_output=True, text=True, check=True).stdout
+    needs = subprocess.run(["ldd", str(run_package())], capture_output=True, text=True, check=True).stdout
     assert "libtorch_cpu" in needs and "python" not in needs.replace(str(libraries), "")
-    return built
 
 
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("packages")
-    made = {}
-    for name, (model, inputs, shapes, _, target) in CASES.items():
-        path = folder / f"{name.replace(' ', '_')}.pt2"
-        # The wrapper's C++ has nothing to do with attention.
-        quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-        options = {"choose": "fused", "on_error": "raise", **quick}
-        attn_pass.aot_compile(model.eval(), inputs, dynamic_shapes=shapes, package_path=path, options=options)
-        (site,) = attn_pass.package_report(path).sites
-        assert site.target == target, name
-        made[name] = path
-    return made
-
-
-def test_the_numbers_are_eager_s(program: Path, packages: dict[str, Path], tmp_path: Path) -> None:
+def test_the_numbers_are_eager_s(package: Path, tmp_path: Path) -> None:
+    """Run twice as it was loaded, with the inputs it was exported for and with others; and loaded once more."""
+    again = Path(shutil.copy(package, tmp_path / "again.pt2"))
+    runs = [(package, 1), (package, 3), (again, 3)]
     arguments = []
-    for name, path in packages.items():
-        for number, at in enumerate((1, 3)):
-            stem = tmp_path / f"{path.stem}_{number}"
-            torch.save([x.clone() for x in CASES[name][at]], f"{stem}_in.pt")  # type: ignore[union-attr]
-            arguments += [str(path), f"{stem}_in.pt", f"{stem}_out.pt"]
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    for number, (path, part) in enumerate(runs):
+        torch.save([x.clone() for x in together(part)], tmp_path / f"{number}_in.pt")
+        arguments += [str(path), str(tmp_path / f"{number}_in.pt"), str(tmp_path / f"{number}_out.pt")]
+    done = subprocess.run([run_package(), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, path in packages.items():
-        model = CASES[name][0].double()
-        for number, at in enumerate((1, 3)):
-            (loaded,) = torch.load(tmp_path / f"{path.stem}_{number}_out.pt", weights_only=False)
-            with torch.no_grad():
-                want = model(*(x.double() for x in CASES[name][at]))  # type: ignore[union-attr]
-            torch.testing.assert_close(loaded.double(), want, atol=2e-5, rtol=2e-5)
+    model = Together().double()
+    for number, (_, part) in enumerate(runs):
+        loaded = torch.load(tmp_path / f"{number}_out.pt", weights_only=False)
+        with torch.no_grad():
+            wanted = model(*(x.double() for x in together(part)))
+        for result, want in zip(loaded, wanted, strict=True):
+            torch.testing.assert_close(result.double(), want, atol=2e-5, rtol=2e-5)
 
 
-def test_it_prints_what_was_done(program: Path, packages: dict[str, Path]) -> None:
-    done = subprocess.run([program, "--report", packages["S4"]], capture_output=True, text=True, check=True)
+def test_it_prints_what_was_done(package: Path) -> None:
+    done = subprocess.run([run_package(), "--report", package], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
-    assert [site["poor_cases"] for site in report["sites"]] == [["shared_kv"]]
+    assert [site["poor_cases"] for site in report["sites"]] == [cases for *_, (_, cases) in CASES.values()]

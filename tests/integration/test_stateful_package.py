@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cpp_runner import run_package
 from torch import Tensor, nn
-from torch.utils.cpp_extension import include_paths, library_paths
 
 import attn_pass
 
 CACHE, HEADS, DIM = 70, 2, 16
-SOURCE = Path(__file__).parents[2] / "examples" / "cpp" / "run_package.cpp"
 
 
 class Step(nn.Module):
@@ -95,17 +94,11 @@ def test_nothing_copies_the_cache(package: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_from_cpp(package: Path, every_token: tuple[list[Tensor], list[Tensor]], tmp_path: Path) -> None:
-    program, (libraries,) = tmp_path / "run_package", library_paths()[:1]
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    command = ["g++", "-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={abi}", str(SOURCE), "-o", str(program)]
-    command += [f"-I{path}" for path in include_paths()]
-    command += [f"-L{libraries}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{libraries}"]
-    subprocess.run(command, capture_output=True, check=True)
     arguments = []
     for number, token in enumerate(every_token[0]):
         torch.save([token.clone()], tmp_path / f"{number}_in.pt")
         arguments += [package, tmp_path / f"{number}_in.pt", tmp_path / f"{number}_out.pt"]
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([run_package(), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     for number, wanted in enumerate(every_token[1]):
         (result,) = torch.load(tmp_path / f"{number}_out.pt", weights_only=False)

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a thread block may have
 IN_HALF = ("half precision", "few queries, half precision")  # on every GPU; the others on Hopper alone
-IN_INFERENCE = ("one query", "dense bias", "few queries, half precision")
+IN_INFERENCE = ("prefix", "alibi", "one query", "dense bias", "few queries, half precision")
 # Bytes on the stack, in tiles of torch's own: for float32 with bounds checked on both sides, and in a backward.
 SPILLED = {(90, "odd sizes"): 312, (100, "half precision"): 600}
 DECODING = ("one query", IN_HALF[1])
