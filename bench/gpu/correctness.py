@@ -247,7 +247,8 @@ def decode_case(env: Environment, case: decode_cases.Case) -> Row:
 
     q, k, v, mask = decode_cases.inputs_of(case, env.device)
     right, _ = decode_cases.exact_with_lse(q, k, v, mask, case)
-    given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case, env.device))
+    of_batch = decode_cases.lengths_of(case, env.device), decode_cases.starts_of(case, env.device)
+    given = (q, k, v, mask, case.scale, case.causal, case.window, *of_batch, case.mean)
     result, plain = decode(*given), reference(*given)
     return _judged(decode_cases.error(result, right), decode_cases.error(plain, right), case.dtype)
 

@@ -51,6 +51,8 @@ class Case:
     layout: Layout = field(default=_dense)
     scale: float = 0.125
     lengths: tuple[int, ...] = ()  # valid keys of each batch row
+    starts: tuple[int, ...] = ()  # and the first of them
+    mean: bool = False  # of all values, where a row keeps no key
 
 
 CASES = (
@@ -103,6 +105,20 @@ CASES = (
     Case("lengths and window", lengths=(600, 90), q_len=3, causal=True, window=70, kv_len=700, cores=32),
     Case("lengths and a mask", lengths=(211, 64), mask="boolean", q_len=5),
     Case("lengths and an added mask", lengths=(211, 64), mask="shared", dtype=torch.bfloat16),
+    Case("one length for all rows", lengths=(77,), q_len=2, cores=64),
+    Case("causal from behind the last key", lengths=(304, 299), q_len=6, causal=True),
+    Case("causal from far behind it", lengths=(1 << 30, 320), q_len=6, causal=True, window=25),
+    Case("starts", starts=(5, 211), q_len=2, cores=64),
+    Case("a range", lengths=(211, 64), starts=(130, -3), cores=64),
+    Case("a range of nothing", lengths=(64, 300), starts=(64, 400), q_len=3),
+    Case("starts and causal", lengths=(130, 65), starts=(126, 7), q_len=6, causal=True),
+    Case("starts and a window", lengths=(600, 90), starts=(545, 0), q_len=3, causal=True, window=70, kv_len=700),
+    Case("starts and a mask", starts=(211, 64), mask="boolean", q_len=5, dtype=torch.bfloat16),
+    Case("the mean where nothing is valid", lengths=(64, 300), starts=(64, 40), q_len=3, mean=True, cores=64),
+    Case("the mean of rows before the first key", lengths=(3, 65), q_len=5, causal=True, mean=True, cores=64),
+    Case("the mean behind a window", lengths=(340, 90), q_len=3, causal=True, window=30, mean=True, cores=64),
+    Case("the mean beside a range", lengths=(211, -1), starts=(40, 0), mean=True, dtype=torch.bfloat16),
+    Case("the mean of no row", lengths=(211, 77), starts=(40, 0), q_len=2, mean=True, cores=64),
 )
 
 
@@ -141,33 +157,62 @@ def inputs_of(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, 
 
 def lengths_of(case: Case, device: str = "cpu") -> Tensor | None:
     """The valid keys of each batch row, as the operator takes them; None for all."""
-    return torch.tensor(case.lengths, dtype=torch.int32, device=device) if case.lengths else None
+    return _numbers(case.lengths, device)
+
+
+def starts_of(case: Case, device: str = "cpu") -> Tensor | None:
+    """The first valid key of each batch row, as the operator takes them; None for the first there is."""
+    return _numbers(case.starts, device)
+
+
+def _numbers(numbers: tuple[int, ...], device: str) -> Tensor | None:
+    return torch.tensor(numbers, dtype=torch.int32, device=device) if numbers else None
 
 
 def _beyond(case: Case) -> Tensor | None:
-    """Which keys are not valid, (B, 1, S)."""
-    lengths = lengths_of(case)
-    return None if lengths is None else torch.arange(case.kv_len) >= lengths[:, None, None]
+    """Which keys are not read, (B, 1, S)."""
+    if not case.lengths and not case.starts:
+        return None
+    keys, each = torch.arange(case.kv_len), torch.zeros(case.batch, 1, 1, dtype=torch.int64)
+    lengths, starts = lengths_of(case), starts_of(case)
+    end = each + (case.kv_len if lengths is None else lengths[:, None, None])
+    valid = (keys < end) & (keys >= each + (0 if starts is None else starts[:, None, None]))
+    return None if case.mean and _keeps_none(case).any() else ~valid
+
+
+def _keeps_none(case: Case) -> Tensor:
+    """Which rows keep no key by other means than a mask, (B, 1, L)."""
+    lengths, starts = lengths_of(case), starts_of(case)
+    each = torch.zeros(case.batch, 1, 1, dtype=torch.int64)
+    end = each + (case.kv_len if lengths is None else lengths[:, None, None])
+    newest, oldest = end - 1 + 0 * torch.arange(case.q_len), each + (0 if starts is None else starts[:, None, None])
+    if case.causal:
+        newest = end - case.q_len + torch.arange(case.q_len)
+        if case.window >= 0:
+            oldest = torch.maximum(oldest, newest - case.window)
+    return newest.clamp(max=case.kv_len - 1) < oldest.clamp(min=0)
 
 
 def exact_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
     """The result and the logarithm of the sum of exponentials in float64, 0 and -inf in a fully masked row."""
     groups = case.heads // case.kv_heads
     q, k, v = (x.double() for x in (q, k, v))
-    beyond = _beyond(case)
-    valid = torch.full((case.batch, 1, 1, 1), case.kv_len, device=q.device)
+    beyond, lengths, starts = _beyond(case), lengths_of(case), starts_of(case)
     if beyond is not None:
-        beyond = beyond.to(q.device)
-        k, v = (torch.where(beyond[..., None], 0.0, x) for x in (k, v))
-        valid = (~beyond).sum(-1)[..., None, None]
+        k, v = (torch.where(beyond.to(q.device)[..., None], 0.0, x) for x in (k, v))
     scores = torch.einsum("bhgqd,bhkd->bhgqk", q.unflatten(1, (case.kv_heads, groups)), k).flatten(1, 2) * case.scale
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
     rows, keys = (torch.arange(n, device=q.device) for n in (case.q_len, case.kv_len))
-    scores = torch.where(keys < valid, scores, -torch.inf)
+    end = torch.full((1, 1, 1, 1), case.kv_len) if lengths is None else lengths[:, None, None, None].long()
+    start = torch.zeros_like(end) if starts is None else starts[:, None, None, None].long()
+    end, start = end.to(q.device), start.to(q.device)
+    scores = torch.where((keys < end) & (keys >= start), scores, -torch.inf)
     if case.causal:
-        ago = rows[:, None] + valid - case.q_len - keys
+        ago = rows[:, None] + end - case.q_len - keys
         scores = torch.where((ago >= 0) & ((ago <= case.window) | (case.window < 0)), scores, -torch.inf)
+    if case.mean:
+        scores = torch.where(_keeps_none(case).to(q.device)[..., None], 0.0, scores)
     weights = scores.softmax(-1).nan_to_num(0.0)
     out = torch.einsum("bhgqk,bhkd->bhgqd", weights.unflatten(1, (case.kv_heads, groups)), v).flatten(1, 2)
     return out, scores.logsumexp(-1)

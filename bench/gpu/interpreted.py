@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder
 
 from attn_pass.devices.cuda.decode_operator import Inputs, Room, launched, numbers_for, reference_with_lse
-from bench.gpu.decode_cases import CASES, Case, error, error_of_lse, exact_with_lse, inputs_of, lengths_of
+from bench.gpu.decode_cases import CASES, Case, error, error_of_lse, exact_with_lse, inputs_of, lengths_of, starts_of
 
 _dot = InterpreterBuilder.create_dot
 
@@ -62,7 +62,8 @@ _JOINED: set[tuple[Any, ...]] = set()  # kinds of joins that ran without the log
 def run(case: Case) -> dict[str, float]:
     """The largest errors of the kernel, and of the plain operators, against float64."""
     q, k, v, mask = inputs_of(case)
-    inputs = Inputs(q, k, v, mask, case.scale, case.causal, case.window, lengths_of(case))
+    given = (case.scale, case.causal, case.window, lengths_of(case), starts_of(case), case.mean)
+    inputs = Inputs(q, k, v, mask, *given)
     tiles, splits = numbers_for(inputs, Room(case.shared_bytes), case.cores)
     parts = launched(inputs, tiles, splits, with_lse=True, wrap=lambda kernel: kernel)
     kind = (case.dtype, splits > 1, splits > 32, bool(case.lengths), case.mask == "empty")

@@ -25,7 +25,6 @@ from torch.fx import Node
 from attn_pass.devices.cpu import cost, masked_out
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
-from attn_pass.devices.cpu.key_bounds import Bounds, bounds_of, with_keep
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Apply, Expr
@@ -34,6 +33,8 @@ from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
+from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, bounds_of, with_keep
+from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
@@ -129,7 +130,7 @@ class CpuKernel:
         key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
         given: dict[str, object] = {"fully_masked": decided.fully_masked}
-        given |= decided.bounds.given(lower)
+        given |= _bounded(lower, decided.bounds)
         if decided.bounds.rest != TRUE:
             given["keep"] = _kept(lower, decided.bounds.rest)
         if a.mask.bias is not None:
@@ -146,6 +147,21 @@ class CpuKernel:
         both = plan.call(operator.WITH_LSE, query, key, value, a.scale, **given)
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
         return lower.result(plan.call(getitem, both, 0))
+
+
+def _bounded(lower: Lowering, bounds: Bounds) -> dict[str, object]:
+    """The bounds as the operator's arguments."""
+    sizes = {
+        "before": None if bounds.lower is None else -1 * bounds.lower,
+        "after": bounds.upper,
+        "start": bounds.first,
+        "end": None if bounds.last is None else bounds.last + 1,
+    }
+    given: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
+    if bounds.shift is not None:
+        given["shift"] = for_batch(lower, bounds.shift, aten.amax.default)
+    first, end = first_key(lower, bounds.starts), end_of_keys(lower, bounds.ends)
+    return given | {name: value for name, value in (("starts", first), ("ends", end)) if value is not None}
 
 
 def _kept(lower: Lowering, condition: Expr) -> Value:
@@ -216,9 +232,6 @@ def _gives_logarithm(a: Attention) -> bool:
     return bool(a.score_rows) and set(rows) == set(row_axes) and len(rows) == len(row_axes) and masks
 
 
-_VALID = 0.5  # of the keys, where only the program knows how many are: a cache fills up
-
-
 def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
     problem = problem_of(a, setting.hint)
     if a.mask.bias is None:
@@ -226,5 +239,5 @@ def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
     # Beside a bias whose fully masked rows average all keys nothing is skipped.
     skips = a.mask.bias is None or a.mask.never_empty
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
-    share *= _VALID if bounds.at_run_time else 1.0
+    share *= VALID_SHARE if bounds.at_run_time else 1.0
     return cost.microseconds(a, problem, setting.device, share)

@@ -6,11 +6,13 @@ and all heads of a KV head share one pass over its keys and values.
 
 Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
 together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
-multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. An
+multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. The
+number of keys may be symbolic. Of a cache of which a part is valid only that part is read: its range is a number or two
+for each row of the batch, which the kernel loads, so that one graph, and one CUDA graph, serves every position. An
 attention sink is applied afterwards, by the logarithm of the sum of exponentials that the kernel returns with its
-result. The number of keys may be symbolic.
+result.
 
-On a GPU that is present the kernel first computes five tiny cases, once for each GPU, driver and version, and is
+On a GPU that is present the kernel first computes six tiny cases, once for each GPU, driver and version, and is
 refused if one of them is wrong. It has not run on a GPU yet: the tests run it under Triton's interpreter, and compile
 it as Inductor passes it to Triton. On other devices the operator computes plain products.
 """
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda.decode_range import DecodeRange, range_of
 from attn_pass.devices.cuda.flash import Flash
 from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.devices.device import Device, Shares
@@ -37,6 +40,7 @@ from attn_pass.model.expression import Load
 from attn_pass.model.index import Axis, Index, axis_index, divide, substitute
 from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_infinity
 from attn_pass.targets.problem import problem_of
@@ -49,17 +53,19 @@ _VECTOR = 16  # elements: for a stride that is not a multiple of them Triton loa
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """The kernel's mask: a causal band, of ``window`` keys unless that is -1, or a tensor."""
+    """The kernel's mask: a causal band, of ``window`` keys unless that is -1, or a tensor; and which keys are valid."""
 
     causal: bool = False
     window: int = -1
     mask: MaskKind = "none"
+    valid: DecodeRange | None = None
 
 
 class Decode(CudaKernel):
     """`torch.ops.attn_pass.decode`."""
 
     name = "decode"
+    takes_valid_range = True
     sweeps = ("decoding",)
     shares = {  # with many rows taken to multiply at FlashAttention's rate
         generation: Shares(of_flash.prefill, one_row=0.80, few_rows=0.80)
@@ -84,8 +90,13 @@ class Decode(CudaKernel):
             return Refusal(self.name, reason, other_device=self.name not in setting.device.kernels)
         problem = problem_of(attention, setting.hint)
         decided = _plan(attention, setting)
-        if decided.causal:
+        if isinstance(decided, Refusal):
+            return decided
+        if decided.mask == "none":
             problem = replace(problem, mask_elements=0)
+        if decided.valid is not None:
+            valid = max(1, int(VALID_SHARE * problem.kv_len))
+            problem = replace(problem, kv_len=valid, mask_elements=int(VALID_SHARE * problem.mask_elements))
         if decided.window >= 0:
             problem = replace(problem, kv_len=min(problem.kv_len, decided.window + problem.q_len))
         joining = 0.0 if attention.sink is None else setting.device.kernel_us
@@ -135,7 +146,9 @@ class Decode(CudaKernel):
         value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
         query, key, value = (dense_last(plan, x) for x in (query, key, value))
         mask = mask_tensor(lower, decided.mask, setting)
-        arguments = (query, key, value, mask, a.scale, decided.causal, decided.window)
+        arguments = [query, key, value, mask, a.scale, decided.causal, decided.window]
+        if decided.valid is not None:
+            arguments += [*decided.valid.given(lower), decided.valid.mean]
         if a.sink is None:
             return lower.result(plan.call(torch.ops.attn_pass.decode.default, *arguments))
         both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)
@@ -188,8 +201,17 @@ def _failed_check(a: Attention, setting: Setting) -> str | None:
     return None if why is None else f"the split-KV kernel failed its check on this device: {why}"
 
 
-def _plan(a: Attention, setting: Setting) -> DecodePlan:
-    """A band that ends ``kv_len - q_len`` keys after the row's own is an argument; any other mask is a tensor."""
+def _plan(a: Attention, setting: Setting) -> DecodePlan | Refusal:
+    """A band that ends ``kv_len - q_len`` keys after the row's own is an argument; any other mask is a tensor.
+
+    So is what a range of valid keys does not say.
+    """
+    if a.valid is not None:
+        valid = range_of(a, setting, KERNEL.name)
+        if isinstance(valid, Refusal):
+            return valid
+        kind = "none" if valid.says_all else mask_kind(a, setting)
+        return DecodePlan(valid.causal, valid.window, "additive" if kind == "causal" else kind, valid)
     band = band_of(a)
     if band is not None and band.upper == a.kv_len - a.q_len:
         if band.lower is None:

@@ -60,6 +60,8 @@ class Inputs:
     causal: bool = False
     window: int = -1
     lengths: Tensor | None = None
+    starts: Tensor | None = None
+    mean: bool = False
 
     @property
     def has_one_mask_row(self) -> bool:
@@ -150,6 +152,8 @@ def decode(
     causal: bool = False,
     window: int = -1,
     lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    mean: bool = False,
 ) -> Tensor:
     """``softmax(scale * query @ key.T + mask) @ value`` for few query rows.
 
@@ -162,13 +166,17 @@ def decode(
         causal: keys are kept up to ``i + S - L``, aligned to the last key; with ``lengths`` to the last valid one of
             the batch row, up to ``i + lengths[b] - L``.
         window: with ``causal`` the number of keys kept before that one, itself not counted; -1 for all.
-        lengths: (B,), int32: how many keys of each batch row are valid; those at or beyond it are never read. Taken
-            as 0 where negative and as S where larger. None for all.
+        lengths: (B,), int32: how many keys of each batch row are valid; those at or beyond it are not read. May be
+            negative, which is none, or larger than S, by which causal rows are aligned all the same; within 2**30.
+            None for all.
+        starts: (B,), int32: the first key of each batch row that is valid; those before it are not read. None for 0.
+        mean: a row that keeps no key by lengths, starts, causal and window is the mean of all values, as if its scores
+            had been replaced by one number, and then all keys are read; not beside a mask.
 
     Returns:
-        (B, H, L, Dv), contiguous. A fully masked row is 0.
+        (B, H, L, Dv), contiguous. A fully masked row is 0, but for ``mean``.
     """
-    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
+    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths, starts, mean)
     return _computed(inputs, with_lse=False)[0]
 
 
@@ -182,6 +190,8 @@ def decode_with_lse(
     causal: bool = False,
     window: int = -1,
     lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    mean: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The result of `decode`, and each row's logarithm of the sum of exponentials of its scores.
 
@@ -191,7 +201,7 @@ def decode_with_lse(
     Returns:
         The result (B, H, L, Dv), and (B, H, L) in float32 to base e; -inf for a fully masked row.
     """
-    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths)
+    inputs = Inputs(query, key, value, mask, scale, causal, window, lengths, starts, mean)
     out, lse = _computed(inputs, with_lse=True)
     assert lse is not None
     return out, lse
@@ -247,20 +257,20 @@ def launched(
 
 def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
     """The arguments of `attend` that describe the call, by name."""
-    query, key, value, mask, lengths = inputs.query, inputs.key, inputs.value, inputs.mask, inputs.lengths
+    query, key, value, mask = inputs.query, inputs.key, inputs.value, inputs.mask
     batch, heads, q_len, dim = query.shape
     kv_heads, kv_len, value_dim = key.size(1), key.size(2), value.size(3)
+    torch._check(mask is None or not inputs.mean, lambda: "mean=True is given beside a mask; give one of them")
     if mask is not None:
         mask = mask.expand(batch, heads, q_len, kv_len)
-    if lengths is not None:
-        torch._check_type(lengths.dtype == torch.int32, lambda: f"lengths are {lengths.dtype}; int32 is expected")
-        lengths = lengths.expand(batch)
+    lengths, starts = _of_batch(inputs.lengths, "lengths", batch), _of_batch(inputs.starts, "starts", batch)
     return {
         "query": query,
         "key": key,
         "value": value,
         "mask": mask,
         "lengths": lengths,
+        "starts": starts,
         "scale": inputs.scale,
         "q_len": q_len,
         "kv_len": kv_len,
@@ -271,6 +281,7 @@ def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
         **{f"v{n}": s for n, s in enumerate(value.stride()[:3])},
         **{f"m{n}": s for n, s in enumerate((0, 0, 0, 0) if mask is None else mask.stride())},
         "l0": 0 if lengths is None else lengths.stride(0),
+        "s0": 0 if starts is None else starts.stride(0),
         "KV_HEADS": kv_heads,
         "GROUPS": heads // kv_heads,
         "DIM": dim,
@@ -282,9 +293,18 @@ def _arguments(inputs: Inputs, tiles: Tiles) -> dict[str, object]:
         "MASK": 0 if mask is None else 2 if mask.dtype == torch.bool else 1,
         "ONE_MASK_ROW": inputs.has_one_mask_row,
         "LENGTHS": lengths is not None,
+        "STARTS": starts is not None,
         "CAUSAL": inputs.causal,
         "WINDOWED": inputs.causal and inputs.window >= 0,
+        "MEAN": inputs.mean,
     }
+
+
+def _of_batch(numbers: Tensor | None, name: str, batch: int) -> Tensor | None:
+    if numbers is None:
+        return None
+    torch._check_type(numbers.dtype == torch.int32, lambda: f"{name} are {numbers.dtype}; int32 is expected")
+    return numbers.expand(batch)
 
 
 def power(size: int) -> int:
@@ -301,9 +321,11 @@ def reference(
     causal: bool = False,
     window: int = -1,
     lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    mean: bool = False,
 ) -> Tensor:
     """`decode` in plain operators: what the operator is on devices without the kernel."""
-    return reference_with_lse(Inputs(query, key, value, mask, scale, causal, window, lengths))[0]
+    return reference_with_lse(Inputs(query, key, value, mask, scale, causal, window, lengths, starts, mean))[0]
 
 
 def reference_with_lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -313,17 +335,22 @@ def reference_with_lse(inputs: Inputs) -> tuple[Tensor, Tensor]:
     rows, at = torch.arange(q_len, device=query.device)[:, None], torch.arange(kv_len, device=query.device)
     key, value = (x.repeat_interleave(groups, 1).float() for x in (key, value))
     scores = (query.float() * inputs.scale) @ key.transpose(-1, -2)
-    last: Tensor = rows + (kv_len - q_len)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.float()
-    if inputs.lengths is not None:
-        lengths = inputs.lengths.clamp(0, kv_len)[:, None, None, None]
-        last = rows + lengths - q_len
-        scores = torch.where(at < lengths, scores, float("-inf"))
-        value = torch.where(at[:, None] < lengths, value, 0.0)  # whatever lies there, NaN too, is not read
-    if inputs.causal:
-        scores = torch.where(at > last, float("-inf"), scores)
-        if inputs.window >= 0:
-            scores = torch.where(at < last - inputs.window, float("-inf"), scores)
+    if inputs.causal or inputs.lengths is not None or inputs.starts is not None:
+        length = kv_len if inputs.lengths is None else inputs.lengths[:, None, None, None]
+        start = 0 if inputs.starts is None else inputs.starts[:, None, None, None]
+        valid = ((at >= start) & (at < length)).view(-1, 1, 1, kv_len)
+        kept, last = valid, rows + length - q_len
+        if inputs.causal:
+            kept = kept & (at <= last)
+            if inputs.window >= 0:
+                kept = kept & (at >= last - inputs.window)
+        scores = torch.where(kept, scores, float("-inf"))
+        if inputs.mean:
+            keeps_none = ~kept.any(-1, keepdim=True)
+            scores = torch.where(keeps_none, 0.0, scores)
+            valid = valid | keeps_none.any(2, keepdim=True)
+        value = torch.where(valid.transpose(-1, -2), value, 0.0)  # whatever lies elsewhere, NaN too, is not read
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
     return (weights @ value).to(query.dtype), scores.logsumexp(-1)

@@ -13,6 +13,7 @@ def attend(
     value,
     mask,
     lengths,
+    starts,
     partial,
     tops,
     totals,
@@ -36,6 +37,7 @@ def attend(
     m2,
     m3,
     l0,
+    s0,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
@@ -47,8 +49,10 @@ def attend(
     MASK: tl.constexpr,
     ONE_MASK_ROW: tl.constexpr,
     LENGTHS: tl.constexpr,
+    STARTS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
     """One KV head of one batch row, one block of packed query rows, one split of the keys.
 
@@ -56,7 +60,8 @@ def attend(
     (splits, B, H, L, Dv) gets the softmax over this split's keys times the values, ``tops`` the highest score (base 2),
     -inf where a row keeps no key, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
     of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean; ONE_MASK_ROW: it is the
-    same for all rows of a KV head. LENGTHS: only so many keys of each batch row are there.
+    same for all rows of a KV head. LENGTHS: only so many keys of each batch row are there; STARTS: and none before.
+    MEAN: a row that keeps no key by these, or by CAUSAL, weighs all keys alike.
     """
     batch = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -76,14 +81,33 @@ def attend(
     k_base = key + batch64 * k0 + kv_head64 * k1
     v_base = value + batch64 * v0 + kv_head64 * v1
 
-    length = kv_len
+    end = kv_len  # where the last row is aligned, which may lie outside of the cache
     if LENGTHS:
-        length = tl.minimum(tl.maximum(tl.load(lengths + batch64 * l0), 0), kv_len)
-    blocks = tl.cdiv(length, BLOCK_KEYS)
+        end = tl.load(lengths + batch64 * l0)
+    length = tl.minimum(tl.maximum(end, 0), kv_len)
+    start = 0
+    if STARTS:
+        start = tl.maximum(tl.load(starts + batch64 * s0), 0)
+    read_from, read_to = start, length
+    if MEAN:
+        newest, oldest = length - 1 + at * 0, start + at * 0
+        if CAUSAL:
+            newest = tl.minimum(newest, at + (end - q_len))
+        if WINDOWED:
+            oldest = tl.maximum(oldest, at + (end - q_len) - window)
+        keeps_none = newest < oldest
+        reads_all = tl.max((keeps_none & real).to(tl.int32), 0) > 0
+        read_from = tl.where(reads_all, 0, read_from)
+        read_to = tl.where(reads_all, kv_len, read_to)
+    blocks = tl.cdiv(read_to, BLOCK_KEYS)
     # The last key any row sees is the last one; the first one of a window is the first row's.
-    start = tl.maximum(length - q_len - window, 0) // BLOCK_KEYS if WINDOWED else 0
-    each = tl.cdiv(blocks - start, splits)
-    first = start + split * each
+    skipped = read_from
+    if WINDOWED:
+        of_window = tl.maximum(end - q_len - window, read_from)
+        skipped = tl.where(reads_all, 0, of_window) if MEAN else of_window
+    before = skipped // BLOCK_KEYS
+    each = tl.cdiv(tl.maximum(blocks - before, 0), splits)
+    first = before + split * each
     last = tl.minimum(first + each, blocks)
 
     top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -93,7 +117,9 @@ def attend(
     scale2 = tl.cast(scale, tl.float32) * 1.4426950408889634
     for block in range(first, last):
         keys = block * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-        inside = keys < length
+        inside = keys < read_to
+        if STARTS:
+            inside = inside & (keys >= read_from)
         keys64 = keys.to(tl.int64)
         # Ahead of the product, which hides how long it takes.
         if MASK:
@@ -115,10 +141,14 @@ def attend(
         if MASK == 2:
             kept = kept & (given != 0)
         if CAUSAL:
-            distance = at[:, None] + (length - q_len) - keys[None, :]
+            distance = at[:, None] + (end - q_len) - keys[None, :]
             kept = kept & (distance >= 0)
             if WINDOWED:
                 kept = kept & (distance <= window)
+        if MEAN:
+            valid = (keys >= start) & (keys < length)
+            kept = (kept & valid[None, :]) | (keeps_none[:, None] & inside[None, :] & real[:, None])
+            scores = tl.where(keeps_none[:, None], 0.0, scores)
         scores = tl.where(kept, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)

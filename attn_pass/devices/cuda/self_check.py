@@ -1,7 +1,7 @@
 """Checks the decode kernel on the GPU that is present: tiny cases against the reference, once per machine.
 
 Triton compiles the kernel for a GPU, driver and version that may never have been tested. The first offer on a device
-therefore runs the kernel on five shapes that go through every branch, and a kernel that gives wrong numbers, or raises,
+therefore runs the kernel on six shapes that go through every branch, and a kernel that gives wrong numbers, or raises,
 is not used there. The result is cached on disk, keyed by everything it depends on, including the kernel's own source.
 """
 
@@ -50,6 +50,8 @@ class Case:
     causal: bool = False
     window: int = -1
     lengths: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    mean: bool = False
 
 
 CASES = (
@@ -58,6 +60,18 @@ CASES = (
     Case("an added mask with a fully masked row", 4, 2, 3, 520, 80, torch.bfloat16, mask="rows"),
     Case("a window", 4, 4, 5, 900, 32, torch.float16, causal=True, window=130),
     Case("lengths, causal", 6, 2, 4, 640, 64, torch.float16, causal=True, lengths=(530, 0)),
+    Case(
+        "a range, and the mean without one",
+        4,
+        2,
+        2,
+        640,
+        64,
+        torch.bfloat16,
+        lengths=(530, 9),
+        starts=(70, 9),
+        mean=True,
+    ),
 )
 
 
@@ -105,7 +119,8 @@ def _record(device: torch.device) -> tuple[dict[str, str | None], bool]:
 def operator(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The operator, as it is launched on the inputs' device."""
     i = inputs
-    out, lse = decode_with_lse(i.query, i.key, i.value, i.mask, i.scale, i.causal, i.window, i.lengths)
+    of_range = (i.causal, i.window, i.lengths, i.starts, i.mean)
+    out, lse = decode_with_lse(i.query, i.key, i.value, i.mask, i.scale, *of_range)
     return out, lse
 
 
@@ -153,15 +168,21 @@ def inputs_of(case: Case) -> Inputs:
     if not case.lengths:
         return inputs
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    beyond = (torch.arange(case.kv_len) >= lengths[:, None])[:, None, :, None]
+    starts = torch.tensor(case.starts, dtype=torch.int32) if case.starts else torch.zeros_like(lengths)
+    at = torch.arange(case.kv_len)
+    valid = (at >= starts[:, None]) & (at < lengths[:, None])
+    beyond = ~(valid | (case.mean & ~valid.any(-1, keepdim=True)))[:, None, :, None]
     key, value = (torch.where(beyond, torch.nan, x) for x in (key, value))
-    return replace(inputs, key=key, value=value, lengths=lengths)
+    return replace(
+        inputs, key=key, value=value, lengths=lengths, starts=starts if case.starts else None, mean=case.mean
+    )
 
 
 def _moved(inputs: Inputs, device: torch.device) -> Inputs:
-    mask, lengths = (None if x is None else x.to(device) for x in (inputs.mask, inputs.lengths))
+    given = (inputs.mask, inputs.lengths, inputs.starts)
+    mask, lengths, starts = (None if x is None else x.to(device) for x in given)
     query, key, value = (x.to(device) for x in (inputs.query, inputs.key, inputs.value))
-    return replace(inputs, query=query, key=key, value=value, mask=mask, lengths=lengths)
+    return replace(inputs, query=query, key=key, value=value, mask=mask, lengths=lengths, starts=starts)
 
 
 def _facts(device: torch.device) -> dict[str, str]:

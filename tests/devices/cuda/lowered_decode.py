@@ -80,6 +80,7 @@ def of_large_tiles(*inputs: Tensor) -> list[Tensor]:
     made = [decode(few, k, v, one_row, 0.1), decode(many, k, v, added, 0.1), decode(many, k, v, kept, 0.1)]
     some, many, k, v, added, kept = wide
     made += [decode(many, k, v, None, 0.1, True, 300, lengths), decode(many, k, v, added, 0.1)]
+    made += [decode(many, k, v, None, 0.1, True, 300, lengths, lengths, True)]
     return [*made, decode(some, k, v, kept, 0.1)]
 
 
@@ -95,6 +96,18 @@ def large_tiles() -> list[Tensor]:
 
 def of_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Any:
     return decode_with_lse(q, k, v, None, 0.125, True, 300, lengths)
+
+
+def in_a_cache(q: Tensor, k: Tensor, v: Tensor, position: Tensor, padding: Tensor) -> Tensor:
+    """A few rows over a cache: causal from a position, behind left padding, filled with a number."""
+    keys, rows = (torch.arange(x.size(2), device=q.device) for x in (k, q))
+    keep = (keys <= rows.view(-1, 1) + position) & (keys >= padding.view(-1, 1, 1, 1))
+    return torch.where(keep, q @ k.mT * 0.125, torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def cache_inputs() -> list[Tensor]:
+    position, padding = (torch.empty(n, dtype=torch.int64, device="cuda") for n in ((), (1,)))
+    return [query(8), *keys_and_values(128), position, padding]
 
 
 def query(heads: int = 32, rows: int = 4, dim: int = 128) -> Tensor:
@@ -121,6 +134,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], An
         lambda: [query(), *keys_and_values(128, dynamic=True), torch.empty(1, dtype=torch.int32, device="cuda")],
         None,
     ),
+    "a cache": (in_a_cache, cache_inputs, by_pass),
     "large tiles": (of_large_tiles, large_tiles, None),
     "sink": (with_sink, lambda: [query(8), *keys_and_values(128), on_gpu(8)], by_pass),
 }

@@ -52,7 +52,8 @@ def test_it_is_the_same_function_on_the_cpu() -> None:
     """The operators off CUDA, on each case, against float64."""
     for case in decode_cases.CASES:
         q, k, v, mask = decode_cases.inputs_of(case)
-        given = (q, k, v, mask, case.scale, case.causal, case.window, decode_cases.lengths_of(case))
+        of_batch = decode_cases.lengths_of(case), decode_cases.starts_of(case)
+        given = (q, k, v, mask, case.scale, case.causal, case.window, *of_batch, case.mean)
         out, lse = decode_with_lse(*given)
         right, right_lse = decode_cases.exact_with_lse(q, k, v, mask, case)
         assert decode_cases.error(out, right) <= (1e-2 if case.dtype == torch.bfloat16 else 2e-3), case.name

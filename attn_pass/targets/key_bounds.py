@@ -1,4 +1,4 @@
-"""The parts of a mask that become bounds of the CPU kernel's loops: keys outside of them are not read.
+"""The parts of a mask that become bounds of a kernel's loop over the keys: keys outside of them are not read.
 
 Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges. Bounds that are known at run
 time (`poor_cases/valid_range.py`) are a number for each row of the batch: how many keys of a cache are valid, where
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attn_pass.graph.edit import aten
 from attn_pass.model.added_masks import kept_in_place_of_added
 from attn_pass.model.attention import Attention
 from attn_pass.model.conditions import conjuncts, structure_of
@@ -19,8 +18,8 @@ from attn_pass.model.index import Index, is_at_most
 from attn_pass.model.key_limits import Limit
 from attn_pass.model.structure import Band, Keys
 from attn_pass.targets.base import Setting
-from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
-from attn_pass.targets.lower import Lowering
+
+VALID_SHARE = 0.5  # of the keys, where only the program knows how many are: a cache fills up
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,6 @@ class Bounds:
     def at_run_time(self) -> bool:
         """Whether some bound is a value that the program computes."""
         return self.shift is not None or bool(self.starts or self.ends)
-
-    def given(self, lower: Lowering) -> dict[str, object]:
-        """The operator's arguments."""
-        sizes = {
-            "before": None if self.lower is None else -1 * self.lower,
-            "after": self.upper,
-            "start": self.first,
-            "end": None if self.last is None else self.last + 1,
-        }
-        given: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
-        if self.shift is not None:
-            given["shift"] = for_batch(lower, self.shift, aten.amax.default)
-        first, end = first_key(lower, self.starts), end_of_keys(lower, self.ends)
-        return given | {name: value for name, value in (("starts", first), ("ends", end)) if value is not None}
 
 
 def with_keep(a: Attention) -> Attention:
