@@ -82,12 +82,12 @@ class SizeNodes:
         self.dimensions: dict[Index, tuple[Node, int]] = {}
         for node in gm.graph.nodes:
             value = None if node in on_trial else fake_value(node)
-            if isinstance(value, torch.SymInt):
-                self.integers.setdefault(sizes.index(value), node)
-            elif isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt):
+                    if type(size) is not int:
                         self.dimensions.setdefault(sizes.index(size), (node, dim))
+            elif isinstance(value, torch.SymInt):
+                self.integers.setdefault(sizes.index(value), node)
 
 
 class Plan:

@@ -65,6 +65,8 @@ class Sizes:
 
     def index(self, size: Any) -> Index:
         """A size as an index; an expression that is not a polynomial becomes one opaque symbol."""
+        if type(size) is int:
+            return size
         if isinstance(size, int) and not isinstance(size, torch.SymInt):
             return int(size)
         node = size.node

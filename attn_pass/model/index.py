@@ -13,7 +13,7 @@ guard is added to any shape environment.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -39,6 +39,17 @@ class Axis:
 
     key: str
     size: Index
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.key, self.size)))
+
+    def __hash__(self) -> int:
+        """Computed once: axes are members of sets and keys of dictionaries thousands of times in a small model."""
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Axis], tuple[str, Index]]:
+        return Axis, (self.key, self.size)  # another process hashes strings otherwise
 
     def __str__(self) -> str:
         return self.key
@@ -202,7 +213,7 @@ def atoms(index: Index) -> Iterator[Atom]:
 
 def axes(*indices: Index) -> set[Axis]:
     """The axes that any of the indices depends on."""
-    return {a for index in indices if isinstance(index, Poly) for a in index.axes}
+    return set().union(*[index.axes for index in indices if type(index) is Poly])
 
 
 # ---------------------------------------------------------------- ranges
