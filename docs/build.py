@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ import decisions
 import measured
 import named
 import rooms
+import torch
 
 from attn_pass import poor_cases
 from attn_pass.devices.cpu import facts
@@ -75,6 +77,18 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
 }
 
 
+@contextmanager
+def two_threads() -> Iterator[None]:
+    """What is predicted depends on the threads torch has: the pages show it for two, wherever they are built."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@two_threads()
 def built(name: str) -> str:
     """A page with every marked part written anew."""
     page = (HERE / name).read_text()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from attn_pass.devices.device import Device
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.model.structure import Part
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.flex.blocks import share
 from attn_pass.targets.problem import mask_bytes_read, problem_of
@@ -58,8 +60,12 @@ def _kept(attention: Attention, setting: Setting) -> float:
     """The share of the scores that positions keep, in blocks of a 64th of either length; 1 where they say nothing."""
     parts = attention.mask.structure.parts
     lengths = setting.hint(attention.q_len), setting.hint(attention.kv_len)
-    if not parts or 0 in lengths:
-        return 1.0
+    return 1.0 if not parts or 0 in lengths else _share(parts, lengths)
+
+
+@lru_cache(maxsize=256)
+def _share(parts: tuple[Part, ...], lengths: tuple[int, int]) -> float:
+    """The same for all layers of a model, and asked for twice at each site."""
     return share(parts, *lengths, (-(-lengths[0] // _PARTS), -(-lengths[1] // _PARTS)))
 
 
