@@ -2,6 +2,7 @@
 
 `torch.compile(model, backend=attn_pass.backend)` and `attn_pass.aot_compile(model, args)` rewrite and compile;
 `attn_pass.explain(model, *inputs)` reports the decisions and their reasons without compiling;
+`attn_pass.benchmark(model, *inputs)` measures the gain, and `attn_pass.check` any backend's correctness;
 `attn_pass.inspect(folder)` writes everything about a compilation to a folder.
 """
 
@@ -20,6 +21,8 @@ from attn_pass.errors import (
     RewriteError,
     VersionError,
 )
+from attn_pass.measuring.benchmark import benchmark
+from attn_pass.measuring.checking import check
 from attn_pass.options import Options
 from attn_pass.report.history import record, reports
 from attn_pass.report.pages.inspect import inspect
@@ -41,6 +44,8 @@ __all__ = [
     "VersionError",
     "aot_compile",
     "backend",
+    "benchmark",
+    "check",
     "enabled",
     "explain",
     "inspect",

@@ -32,6 +32,7 @@ from attn_pass.report.pages import collect
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
 from attn_pass.report.torch_logging import is_bisected_away
+from attn_pass.rewriting.check import compare_compiled
 from attn_pass.rewriting.composites import give_arguments
 from attn_pass.rewriting.context import GraphContext, Surroundings
 from attn_pass.rewriting.decision import Partners, decision_for, stays
@@ -57,6 +58,7 @@ def rewrite_graph(
     emissions: list[Emission] | None = None,
     without: Mapping[str, str] | None = None,
     ask_stock: AskStock | None = None,
+    checks: str = "",
 ) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
 
@@ -65,7 +67,8 @@ def rewrite_graph(
     ``compile_site`` compiles a rewritten site for ``verify="kernel"``. The targets in ``without`` are refused for the
     reason given with them. ``ask_stock`` tells what stock makes of a site, for the report. One `SiteReport` a site is
     appended to ``report``, and one `Emission` to ``emissions`` for each that a target replaced. With
-    ``options.on_error == "warn"`` a failure leaves its site as it was.
+    ``options.on_error == "warn"`` a failure leaves its site as it was. With ``checks``, the name of the backend that
+    ``compile_site`` is, nothing is rewritten: its code for each site is compared with what was read.
     """
     check_names(options)
     started = time.perf_counter()
@@ -79,10 +82,11 @@ def rewrite_graph(
         DropoutSites(gm.graph),
         runner=runner,
         measure=measure,
-        compile_site=compile_site if options.verify == "kernel" else None,
+        compile_site=compile_site if options.verify == "kernel" or checks else None,
         emissions=[] if emissions is None else emissions,
         without=without or {},
         ask_stock=ask_stock,
+        checks=checks,
     )
     if program == "compile":
         one_length.settle(gm.graph)
@@ -168,7 +172,7 @@ class _Rewriting:
                 self.run.complain(record, "a site could not be read and is left as it was", site.error)
             return False
         try:
-            if alone := self.partners.why_left(site):
+            if not self.run.checks and (alone := self.partners.why_left(site)):
                 record.reason = alone
                 return False
             return self._rewrite_site(site, record)
@@ -188,6 +192,9 @@ class _Rewriting:
             joined_scores.as_read(context.joined, site),
             collect.site(context.gm.graph, record, picture, on_trial),
         ):
+            if site.composite is not None and self.run.checks:
+                record.reason = record.not_verified = "it is one call of a library, which is not compiled alone"
+                return False
             if site.composite is not None:
                 return give_arguments(context, site, site.composite, record)
             assert site.described is not None
@@ -210,6 +217,8 @@ class _Rewriting:
 
     def _replace(self, site: Site, described: Described, record: SiteReport) -> bool:
         """Chooses for a site, and takes the first of what was chosen that can be emitted."""
+        if self.run.checks:
+            return self._check(site, described, record)
         if reason := stays(self.context, site, described.attention):
             record.reason = reason
             return False
@@ -239,6 +248,26 @@ class _Rewriting:
                 self.run.dropout_sites.add(self.context.now(site.node), decision.made_of, site.node)
             return True
         return False
+
+    def _check(self, site: Site, described: Described, record: SiteReport) -> bool:
+        """Compares a backend's code for a site with its meaning; the site stays as it is."""
+        try:
+            compare_compiled(self.context, site, described, record, functools.partial(self._check_smaller, site))
+        except Mismatch as error:
+            record.refusals[self.run.checks] = record.reason = str(error)
+        return False
+
+    def _check_smaller(self, site: Site, gm: GraphModule) -> float:
+        """Compares the code for a smaller form of a site."""
+        run = replace(self.run, report=Report(), sizes=Sizes(), dropout_sites=DropoutSites(gm.graph))
+        around = Surroundings(site.region, is_body=self.context.around.is_body)
+        _Rewriting(GraphContext(run, gm, around)).rewrite()
+        sites = run.report.sites
+        if len(sites) == 1 and sites[0].refusals:
+            raise Mismatch(sites[0].reason)
+        if len(sites) != 1 or sites[0].verified_error is None:
+            raise CannotExtract("with a shorter length it is not one site that can be run")
+        return sites[0].verified_error
 
     def _verify_smaller(self, site: Site, take: Selection, gm: GraphModule) -> float:
         """Rewrites a smaller form of a site the same way, and verifies that."""

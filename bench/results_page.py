@@ -50,6 +50,7 @@ OTHERS = (
     ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),
+    ("others.md", "programs that look like attention, as stock Inductor compiles them: what is wrong elsewhere"),
     ("third-party.md", "small models of published packages: rewritten sites, differences from eager"),
     ("versions.md", "the core tests with other versions of torch"),
     ("verify-time.md", 'the time of `verify="graph"`'),

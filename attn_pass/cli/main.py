@@ -1,4 +1,4 @@
-"""The command line: ``explain`` a model or package, ``compare`` two reports, ``calibrate``, ``doctor``, ``version``."""
+"""The command line: ``explain``, ``bench``, ``check``, ``compare``, ``calibrate``, ``doctor``, ``version``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 
 from attn_pass.cli.failing import FAILED, Traceback, fail, failing
 from attn_pass.cli.given import Option, checked_options
+from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
 
@@ -142,6 +143,10 @@ def explain(
     if sentence := _why_failed(report, fail_on, expect):
         typer.echo(f"attn-pass: {sentence}", err=True)
         raise typer.Exit(FAILED)
+
+
+app.command()(bench)
+app.command()(check)
 
 
 @app.command()

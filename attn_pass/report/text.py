@@ -102,7 +102,7 @@ def printable(text: str) -> str:
 def duration(microseconds: float) -> str:
     """A time with its unit: "564 us", "51.7 ms", "1.2 s"."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= size:
+        if microseconds >= 0.9995 * size:  # what rounds to 1,000 of a unit is 1 of the next
             return f"{microseconds / size:.3g} {unit}"
     return f"{microseconds:.3g} us"
 

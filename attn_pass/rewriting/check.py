@@ -49,3 +49,31 @@ def verified(
         context.run.compile_site,
     )
     return verify(subject)
+
+
+def compare_compiled(
+    context: GraphContext,
+    site: Site,
+    described: Described,
+    record: SiteReport,
+    check_smaller: Callable[[GraphModule], float],
+) -> None:
+    """Compares what a backend compiles of a site, as it is written, with what was read of it. Raises `Mismatch`."""
+    subject = Subject(
+        site.node,
+        described,
+        context.around_node(site.node),
+        context.sizes,
+        site.region,
+        context.values,
+        wants_gradient if described.attention.needs_grad else lambda _: False,
+        None,
+        context.run.checks,
+        record.where,
+        value_key(site.node),
+        check_smaller,
+        context.run.compile_site,
+    )
+    outcome = verify(subject)
+    record.verified_error, record.not_verified = outcome.error, outcome.reason
+    record.reason = outcome.reason or f"compiled by {context.run.checks}, it computes what it means"

@@ -38,6 +38,7 @@ class Run:
     emissions: list[Emission] = field(default_factory=list)
     without: Mapping[str, str] = field(default_factory=dict)
     ask_stock: AskStock | None = None
+    checks: str = ""  # the backend whose code for each site is compared with what was read; nothing is rewritten
 
     @contextmanager
     def details(self, record: SiteReport) -> Iterator[None]:

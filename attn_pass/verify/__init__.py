@@ -58,7 +58,7 @@ class Subject:
     region: Region
     known: Mapping[Node, torch.Tensor]
     needs_grad: Callable[[Node], bool]
-    new: Value
+    new: Value | None  # None where the site as it is written is compiled by another backend, and that is looked at
     target: str
     where: str
     key: str  # in a node's meta: where fake values are
@@ -218,9 +218,9 @@ class _Trial:
         """
         original = self._run(self.part.original)
         meant = self._meant(original)
-        assert self.part.rewritten is not None
+        changed = self.part.original if self.part.rewritten is None else self.part.rewritten
         try:
-            outcome = self._run(self._compiled(self.part.rewritten))
+            outcome = self._run(self._compiled(changed))
         except CannotExtract as error:
             self._tell(f"it fails where the original does not ({error})")
         if wrong := compare.wrong_result(outcome, original, meant):

@@ -19,6 +19,11 @@ _LEAST = (
 _EXACT = 1e-7  # float64 by two ways
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """What sums in another order may differ by in results of a dtype, as a share of the largest; 0 for other types."""
+    return _UNITS.get(dtype, 0.0)
+
+
 def wrong_reading(as_written: Outcome, wide: Outcome | None, meant: Outcome) -> str:
     """Why the description is not what the program computes; "" where it is.
 

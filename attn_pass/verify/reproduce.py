@@ -18,8 +18,8 @@ VARIABLE = "ATTN_PASS_VERIFY_DIR"
 
 _HEAD = '''"""{title}
 
-The attention at {where}, as it was written and as attn_pass would have rewritten it ({target}), on the inputs beside
-this file. Needs torch alone, and what the programs name: python {name}.py
+The attention at {where}, as it was written and {changed}, on the inputs beside this file. Needs torch alone, and what
+the programs name: python {name}.py
 """
 
 import math
@@ -33,6 +33,11 @@ from torch import device
 _operator, NoneType = operator, type(None)
 
 '''
+
+_COMPILED = """
+def Rewritten():
+    return torch.compile(Original(), backend={backend!r})
+"""
 
 _TAIL = '''
 
@@ -78,15 +83,16 @@ def write(
     part: Cut, memory: Sequence[torch.Tensor], *, why: str, where: str, target: str, autocast: tuple[str, str] | None
 ) -> Path:
     """Writes the file and its inputs; returns its path."""
-    assert part.rewritten is not None
-    programs = _as_class("Original", part.original) + "\n\n" + _as_class("Rewritten", part.rewritten)
+    programs = _as_class("Original", part.original) + "\n\n"
+    programs += _COMPILED.format(backend=target) if part.rewritten is None else _as_class("Rewritten", part.rewritten)
     name = f"mismatch_{key_of([programs, why])[:12]}"
     layouts = [(i.shape, i.stride, i.offset, i.requires_grad) for i in part.inputs]
     context = "with torch.enable_grad()"
     if autocast is not None:
         context += f", torch.autocast({autocast[0]!r}, dtype=torch.{autocast[1]})"
     words = {k: w.replace("\\", "/").replace('"', "'") for k, w in (("title", f"Mismatch: {why}."), ("where", where))}
-    text = _HEAD.format(**words, target=target, name=name)
+    rewritten = f"as attn_pass would have rewritten it ({target})"
+    text = _HEAD.format(**words, name=name, changed=rewritten if part.rewritten else f"as {target} compiles it")
     text += programs + "\n" + _TAIL.format(layouts=layouts, autocast=context)
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.py"

@@ -13,11 +13,11 @@ import torch
 
 from attn_pass.devices.cuda.points import PREFILL_KERNELS, Point, prefill
 from attn_pass.devices.registry import of_type
+from attn_pass.measuring.timing import why
 from attn_pass.tuning.clock import read
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.timing import rates
-from bench.harness.timing import why
 
 LENGTHS = (4096, 1024, 16384, 2048, 512, 8192, 256)  # the most telling first
 DIMS = (128, 64, 256)

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import attn_pass
+from attn_pass.measuring.timing import farthest
 from attn_pass.targets.registry import all_targets
 from bench.gpu import decode_cases
 from bench.gpu.environment import Environment, passed, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape, by_hand, call
 from bench.harness.programs import doubled
-from bench.harness.timing import farthest
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NEG_INF = float("-inf")

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attn_pass.measuring.timing import why
 from bench.gpu.environment import Environment
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant, compare, host_us, rates, sets_of
-from bench.harness.timing import why
 
 ROWS = (1, 2, 4, 8, 16, 64)
 KEYS = (32768, 131072, 8192, 2048)  # the longest matter most

@@ -17,8 +17,8 @@ import attn_pass
 from attn_pass.devices import registry
 from attn_pass.devices.cuda import facts as cuda_facts
 from attn_pass.devices.device import Device
+from attn_pass.measuring.timing import compiled
 from bench.harness.environment import device_name, versions
-from bench.harness.timing import compiled
 from bench.harness.variants import form_of
 
 Program = Callable[..., Tensor]

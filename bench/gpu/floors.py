@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from attn_pass.measuring.timing import peak_bytes, why
 from bench.gpu.environment import NAMED, Environment, passed, said, stock
 from bench.gpu.kernels import chosen_by_hand
 from bench.gpu.parts import Case, Column, Part, Row, one_each
 from bench.gpu.shapes import Shape, by_hand, call, exact
 from bench.gpu.timing import Rates, Times, Variant, compare, rates, sets_of
-from bench.harness.timing import peak_bytes, why
 
 FP16, FP32 = torch.float16, torch.float32
 

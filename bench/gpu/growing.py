@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from attn_pass.measuring.timing import why
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
-from bench.harness.timing import why
 from bench.suites import models
 from bench.suites.zoo import library
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_pass.measuring.timing import compiled, why
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
 from bench.gpu.timing import Variant
-from bench.harness.timing import compiled, why
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from attn_pass.measuring.timing import why
 from bench.gpu.environment import Environment
 from bench.gpu.journal import Journal
 from bench.harness.document import Column, Row
-from bench.harness.timing import why
 
 Tell = Callable[[str], None]
 _TRACE = 2500  # characters kept of a traceback

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attn_pass.measuring.timing import why
 from bench.gpu.correctness import compared
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.harness.programs import doubled
-from bench.harness.timing import why
 
 BF16 = torch.bfloat16
 NEG_INF = float("-inf")

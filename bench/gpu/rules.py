@@ -20,6 +20,7 @@ from attn_pass.devices.device import Device
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes
+from attn_pass.measuring.timing import compiled
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.patterns import calls
 from attn_pass.reading.reader import Reader
@@ -27,7 +28,6 @@ from attn_pass.targets.kernel_rules import Call as TableCall
 from attn_pass.targets.torch_call import refusal
 from bench.gpu.environment import Environment
 from bench.gpu.parts import Column, Part, Row, one_each
-from bench.harness.timing import compiled
 
 NAMED = ("H200", "A100", "L4", "B200")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

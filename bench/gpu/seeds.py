@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from attn_pass.measuring.timing import relative_error, why, worst
 from bench.gpu.environment import Environment, passed, said, stock
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.gpu.timing import Variant, compare, host_us
 from bench.harness import variants as w
 from bench.harness.programs import Program, Setting
-from bench.harness.timing import relative_error, why, worst
 from bench.suites.seeds import s2, s3, s4
 
 aten = torch.ops.aten

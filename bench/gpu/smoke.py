@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 import attn_pass
+from attn_pass.measuring.timing import relative_error, worst
 from bench.gpu import correctness, decode_cases, toolchain
 from bench.gpu.environment import Environment, facts, one_line, said
 from bench.gpu.parts import Case, Column, Part, Row
 from bench.harness.programs import Setting
-from bench.harness.timing import relative_error, worst
 from bench.suites.seeds import s4
 
 _CLOCKS = (

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from attn_pass.measuring.timing import interleaved, percentile_10, why
 from bench.gpu.environment import Environment
 from bench.gpu.shapes import Shape
-from bench.harness.timing import interleaved, percentile_10, why
 
 Inputs = tuple[Any, ...]
 Run = Callable[..., Any]

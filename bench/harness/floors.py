@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from bench.harness.timing import in_turns, percentile_10
+from attn_pass.measuring.timing import in_turns, percentile_10
 
 aten = torch.ops.aten
 

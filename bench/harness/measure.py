@@ -13,18 +13,27 @@ from typing import Any
 import torch
 
 import attn_pass
+from attn_pass.measuring.judging import apart, verdict
+from attn_pass.measuring.timing import (
+    Candidate,
+    in_turns,
+    peak_bytes,
+    percentile,
+    private_caches,
+    relative_error,
+    why,
+    worst,
+)
 from bench.harness import variants as w
 from bench.harness.environment import no_notices
 from bench.harness.floors import Rates, count_flops, moved_bytes, name_of
 from bench.harness.process import Task, in_child
 from bench.harness.programs import Function, Program, Setting, program_of
-from bench.harness.timing import Candidate, in_turns, peak_bytes, percentile, private_caches, relative_error, why, worst
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 LIMIT_S = 1800.0
 _TIMES_KNOWN = 3.0  # so many times the error of eager, or of stock, is allowed if a program has no tolerance
-LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
 
 
 def quiet(threads: int) -> None:
@@ -180,19 +189,4 @@ def noise(base: Row, again: Row | None) -> float:
     """How far apart the same code is from itself in this run, as a share; NaN where it ran once."""
     if again is None:
         return math.nan
-    apart = (abs(math.log(base[field] / again[field])) for field in ("median_us", "p10_us"))
-    return max(*apart, LEAST_NOISE)
-
-
-def verdict(median: float, p10: float, around: float) -> str:
-    """In words, of the ratios of medians and of 10th percentiles: within the noise, or where they differ, the same.
-
-    Some code has two speeds, from call to call: then one of the two ratios says so, and the other does not.
-    """
-    if math.isnan(around):
-        return "no A/A row"
-    if min(median, p10) > math.exp(around):
-        return "faster"
-    if max(median, p10) < math.exp(-around):
-        return "slower"
-    return "same"
+    return apart([base[field] / again[field] for field in ("median_us", "p10_us")])

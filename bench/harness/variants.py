@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import attn_pass
+from attn_pass.measuring.timing import Candidate, compiled
 from attn_pass.options import LEAVE
 from attn_pass.planner.choose import label
 from attn_pass.poor_cases import half_precision
 from bench.harness.programs import Program, Tensors
-from bench.harness.timing import Candidate, compiled
 
 EAGER = "eager"
 STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"

@@ -21,11 +21,11 @@ import torch
 import typer
 
 import attn_pass
+from attn_pass.measuring.timing import private_caches
 from bench.harness.command import Json, Only, Quick, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import child, quiet, warm_compiler
-from bench.harness.timing import private_caches
 from bench.suites.zoo import ARCHITECTURES, Built, pixels, ready, timm_model
 
 WAYS = ("stock", "attn_pass")

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from attn_pass.devices.cpu.facts import cpu
+from attn_pass.measuring.timing import compiled, in_turns, percentile_10
 from bench.harness.command import Json, Threads, finish, started
 from bench.harness.console import plain_console
 from bench.harness.document import Column, Table
-from bench.harness.timing import compiled, in_turns, percentile_10
 
 Rate = tuple[str, str, float, float]
 """What, its unit, measured, in use."""

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 import attn_pass
+from attn_pass.measuring.timing import compiled, in_turns, relative_error
 from bench.harness import variants as w
 from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
-from bench.harness.timing import compiled, in_turns, relative_error
 from bench.suites.zoo import library, ready, tokens
 
 TITLE = "Decoding over a static cache"

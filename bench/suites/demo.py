@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.rule import Rule
 
 import attn_pass
+from attn_pass.measuring.timing import relative_error, why
 from bench.harness import floors, variants
 from bench.harness.command import started
 from bench.harness.console import plain_console, show_table, teller
 from bench.harness.document import STANDARD, Column, Row, Table
 from bench.harness.measure import run
 from bench.harness.programs import Setting
-from bench.harness.timing import relative_error, why
 from bench.suites.seeds import s4
 from bench.suites.zoo import ARCHITECTURES, Architecture
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 import attn_pass
+from attn_pass.measuring.timing import in_turns, private_caches, relative_error
 from bench.harness import variants as w
 from bench.harness.command import Json, Rounds, finish, started
 from bench.harness.console import plain_console, teller
@@ -32,7 +33,6 @@ from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
 from bench.harness.floors import name_of
 from bench.harness.measure import child, judged, quiet, row_of
 from bench.harness.programs import Function
-from bench.harness.timing import in_turns, private_caches, relative_error
 from bench.suites.spellings import call, grouped_call
 
 LENGTHS = (1, 2, 8, 64, 512)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from attn_pass.measuring.timing import compiled
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
-from bench.harness.timing import compiled
 from bench.suites.spellings import Keep, below, near, same
 
 TITLE = "Masks and score functions"

@@ -19,6 +19,7 @@ import typer
 
 import attn_pass
 from attn_pass.errors import RewriteError
+from attn_pass.measuring.timing import compiled, in_turns, percentile_10
 from attn_pass.options import LEAVE
 from attn_pass.tuning.worker import backend_for
 from bench.harness import document
@@ -26,7 +27,6 @@ from bench.harness.command import Json, Threads, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
-from bench.harness.timing import compiled, in_turns, percentile_10
 from bench.harness.variants import form_of
 from bench.suites.spellings import by_hand, repeated_kv
 

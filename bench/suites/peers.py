@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 import attn_pass
+from attn_pass.measuring.timing import compiled
 from bench.harness import variants as w
 from bench.harness.programs import Built, Program, Setting, Tensors
-from bench.harness.timing import compiled
 from bench.suites.models import TOLERANCES, bert, gpt2_body, made, small_bert, vit
 
 TITLE = "Peers on whole models"

@@ -24,10 +24,10 @@ import torch
 import typer
 
 import attn_pass
+from attn_pass.measuring.timing import farthest, why
 from bench.harness.command import Device, Json, Only, started
 from bench.harness.console import plain_console, show, teller
 from bench.harness.document import Column, Row, Table
-from bench.harness.timing import farthest, why
 from bench.suites.peer_forms import Form, SuiteError, collect, load
 
 TITLE = "PyTorch's own test of its attention patterns"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import attn_pass
+from attn_pass.measuring.timing import compiled
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
-from bench.harness.timing import compiled
 from bench.suites.spellings import by_hand, call, causal
 
 TITLE = "Training steps"

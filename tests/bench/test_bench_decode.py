@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attn_pass
+from attn_pass.measuring.timing import compiled, relative_error
 from bench.harness import variants as w
-from bench.harness.timing import compiled, relative_error
 from bench.suites import decode
 
 pytest.importorskip("transformers")

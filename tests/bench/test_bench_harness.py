@@ -16,9 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import attn_pass
+from attn_pass.measuring import judging, timing
 from bench import results_page
 from bench.__main__ import app
-from bench.harness import baseline, command, document, floors, measure, plots, timing
+from bench.harness import baseline, command, document, floors, measure, plots
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
@@ -52,7 +53,7 @@ def test_a_program_is_measured_in_every_way(measured: list[dict[str, Any]]) -> N
     for row in measured:
         assert row["status"] == "ok" and row["error"] < 1e-6 and row["verdict"] != "WRONG"
         assert row["p10_us"] <= row["median_us"] <= row["p90_us"]
-        assert row["noise"] >= measure.LEAST_NOISE
+        assert row["noise"] >= judging.LEAST_NOISE
     by_way = {r["way"]: r for r in measured}
     assert by_way[w.STOCK]["over_stock"] == 1.0 and by_way[w.STOCK]["compile_s"] > 0
     assert by_way[w.PASS]["took"] and "took" not in by_way[w.STOCK]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from attn_pass.measuring.timing import relative_error
 from bench.__main__ import app
 from bench.harness import document
-from bench.harness.timing import relative_error
 from bench.suites.kernel import cases, peers
 from bench.suites.kernel import command as bench
 from bench.suites.kernel.read import reader

@@ -15,12 +15,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from attn_pass.measuring.timing import in_turns, percentile_10, relative_error
 from bench.harness.command import Json, Only, Quick, Rounds, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.environment import installed
 from bench.harness.measure import quiet
-from bench.harness.timing import in_turns, percentile_10, relative_error
 from bench.suites.kernel.cases import FEW, MANY, TOLERANCE, Case, Few
 from bench.suites.kernel.peers import AGAIN, OURS, PEERS, SDPA, Peers, Run, ours
 from bench.suites.kernel.read import reader

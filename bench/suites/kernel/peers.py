@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.harness.timing import why
+from attn_pass.measuring.timing import why
 from bench.suites.kernel.cases import CAP, LENGTH, Case, Few
 from bench.suites.spellings import below
 

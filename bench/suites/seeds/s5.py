@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from attn_pass.measuring.timing import compiled, in_turns, percentile, relative_error
 from bench.harness import variants as w
 from bench.harness.document import LEGEND, STANDARD, Column, Row, Table
 from bench.harness.measure import child, judged, quiet, row_of, warm_compiler
 from bench.harness.programs import Extra, Program, Setting, Tensors, of_function
-from bench.harness.timing import compiled, in_turns, percentile, relative_error
 from bench.suites.seeds import npu_model, traffic
 from bench.suites.seeds.common import Bench, operands
 from bench.suites.spellings import by_hand, causal

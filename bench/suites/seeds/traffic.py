@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attn_pass
+from attn_pass.measuring.timing import compiled, tensors
 from bench.harness import variants as w
 from bench.harness.document import Row
 from bench.harness.floors import extent
-from bench.harness.timing import compiled, tensors
 
 HALF = 2  # bytes
 FEW = 4  # heads that Inductor compiles for: what its kernels move grows with the heads, and CPUs are slow in half

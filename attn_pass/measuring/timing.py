@@ -34,8 +34,8 @@ def private_caches(folder: Path) -> Iterator[None]:
 def fresh(program: Runner) -> Runner:
     """The program as a function whose code Dynamo has not seen, so that no two compiles share anything."""
 
-    def copy(*args: Any) -> Any:
-        return program(*args)
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
 
     copy.__code__ = copy.__code__.replace()
     return copy

@@ -1,0 +1,247 @@
+"""`check`: any backend's compiled attention, site by site, against the float64 meaning of what was read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from attn_pass.engine import rewrite_graph
+from attn_pass.entries.breaks import breaks_noted
+from attn_pass.entries.snapshot import Snapshot
+from attn_pass.entries.transaction import known_buffers
+from attn_pass.errors import OptionError
+from attn_pass.measuring.progress import progress
+from attn_pass.measuring.subject import Subject, subject_of
+from attn_pass.measuring.timing import compiled, relative_error, why
+from attn_pass.options import make_options
+from attn_pass.report.record import Report
+from attn_pass.report.site import SiteReport
+from attn_pass.report.text import counted, plain_table, printable, shape_lines
+from attn_pass.verify.compare import rounding
+
+Verdict = Literal["right", "WRONG", "not run"]
+Backend = str | Callable[..., Any]
+
+_COLUMNS = (("verdict", None), ("form", 2), ("where", 7), ("shapes", 7), ("mask", 4), ("error", 3), ("why", 12))
+_SCRIPT = re.compile(r"reproduce it with (\S+)")
+_TIMES_KNOWN = 3.0
+
+
+@dataclass(frozen=True)
+class CheckedSite:
+    """One attention, as the backend compiled it alone.
+
+    Attributes:
+        verdict: "right", "WRONG", or "not run".
+        why: what differs, or why it was not run; "" for a right one.
+        error: largest absolute difference from the program run eagerly; None if it was not run, or is wrong.
+        script: a file that shows the difference with torch and the backend alone; "" if there is none.
+        form, where, module, mask, shapes, dtype: as in `SiteReport`.
+    """
+
+    verdict: Verdict
+    why: str
+    error: float | None
+    script: str
+    form: str
+    where: str
+    module: str
+    mask: str
+    shapes: tuple[str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `attn_pass.check` saw. ``str(check)`` is a table, ``bool(check)`` is False if anything is wrong.
+
+    Attributes:
+        backend: its name.
+        sites: one for each attention that was read.
+        whole: what the whole program's results say: "right", "WRONG" or "not run".
+        whole_error: their largest difference over the largest value of the reference; None where there is none.
+        why: what is to be said of the whole program; "" for a right one.
+        reference: what the whole program was compared with: "float64", or "eager".
+        graph_breaks: where Dynamo stopped: attention there was not seen.
+    """
+
+    backend: str
+    sites: tuple[CheckedSite, ...]
+    whole: Verdict
+    whole_error: float | None
+    why: str
+    reference: str
+    graph_breaks: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[CheckedSite, ...]:
+        """The sites that the backend computes wrongly."""
+        return tuple(site for site in self.sites if site.verdict == "WRONG")
+
+    def __bool__(self) -> bool:
+        return not self.wrong and self.whole != "WRONG"
+
+    def summary(self) -> str:
+        """One line: how many sites are right, wrong and not run, and the whole program."""
+        verdicts = [site.verdict for site in self.sites]
+        counts = [f"{verdicts.count(v)} {v}" for v in ("right", "WRONG", "not run") if v in verdicts]
+        found = f"{counted(len(self.sites), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
+        return f"attn_pass check of {self.backend}: {found}; the whole program: {self.whole}"
+
+    def table(self, width: int | None = None) -> str:
+        """The table as plain text; ``width`` is in characters."""
+        lines = [self.summary()]
+        if self.sites:
+            lines += plain_table(_COLUMNS, [_cells(site) for site in self.sites], width)
+        if self.whole_error is not None:
+            lines.append(f"the whole program: relative error {self.whole_error:.2g} against {self.reference}")
+        lines += [self.why] if self.why else []
+        return printable("\n".join([*lines, *(f"graph break: {text}" for text in self.graph_breaks)]))
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        return {**asdict(self), "right": bool(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The dict of `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False)
+
+
+def check(
+    model: Any,
+    *args: Any,
+    backend: Backend = "inductor",
+    attn_pass_training: bool | None = None,
+    attn_pass_progress: bool = True,
+    **kwargs: Any,
+) -> Check:
+    """Checks what any Dynamo backend makes of a model's attention: each site alone, and the whole program.
+
+    Every attention that attn_pass can read is cut out, compiled by the backend alone, and run on random inputs of the
+    site's shapes, strides and dtypes, with fully masked rows among them; the results are compared with the description
+    that was read, in float64. Nothing is rewritten: the backend gets the code as it is written. Where they differ, a
+    script is written that shows it, with a shorter length if the site is large.
+
+    Args:
+        model: a module or function.
+        args: the model's inputs.
+        backend: the name of a backend ("inductor", "aot_eager", "attn_pass", ...), or a callable (graph, inputs) ->
+            callable.
+        attn_pass_training: run backward, too; by default as `attn_pass.benchmark`.
+        attn_pass_progress: show progress on stderr if it takes longer.
+        kwargs: all other keywords are the model's keyword inputs.
+
+    Raises:
+        CaptureError: the model fails on these inputs.
+        OptionError: ``backend`` is not a backend.
+    """
+    function, name = _backend(backend)
+    subject = subject_of(model, args, kwargs, attn_pass_training, "check")
+    reader = _Reader(function, name)
+    with torch.set_grad_enabled(subject.trains), progress(silent=not attn_pass_progress) as tell:
+        tell("reading the model, and compiling each site")
+        # Earlier calls had other shapes: no reason to be dynamic here.
+        with breaks_noted() as breaks, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            subject.step(compiled(model, dynamic=None, backend=reader))()
+        tell("compiling the whole program")
+        whole, error, words, reference = _whole(subject, function)
+    sites = tuple(_checked(site) for site in reader.report.sites)
+    return Check(name, sites, whole, error, words, reference, tuple(breaks))
+
+
+def _backend(given: Backend) -> tuple[Callable[..., Any], str]:
+    from torch._dynamo.backends.registry import lookup_backend
+
+    if not isinstance(given, str):
+        if not callable(given):
+            raise OptionError(f"check takes a backend by name or as a callable, got {given!r} ({type(given).__name__})")
+        return given, str(getattr(given, "__name__", type(given).__name__))
+    try:
+        return lookup_backend(given), given
+    except Exception as error:
+        raise OptionError(
+            f"{given!r} is not a backend of torch.compile ({type(error).__name__}); torch._dynamo.list_backends() "
+            "names the known ones"
+        ) from None
+
+
+class _Reader:
+    """A Dynamo backend that checks the sites of each graph, and runs the graph as it is."""
+
+    def __init__(self, backend: Callable[..., Any], name: str) -> None:
+        self.backend, self.name, self.report = backend, name, Report()
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        options = make_options(choose="cheapest", on_error="warn", verify="off")
+        copied = Snapshot(gm).module()
+        copied.meta |= known_buffers(gm, example_inputs, options)
+        rewrite_graph(
+            copied,
+            options=options,
+            report=self.report,
+            program="compile",
+            compile_site=self._compile,
+            checks=self.name,
+        )
+        return gm.forward
+
+    def _compile(self, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        """A site alone, by torch.compile, as a user's program would be."""
+        return compiled(module.forward, backend=self.backend)
+
+
+def _checked(site: SiteReport) -> CheckedSite:
+    verdict: Verdict = "right"
+    words = ""
+    if site.refusals:
+        verdict, words = "WRONG", site.reason
+    elif site.verified_error is None:
+        verdict, words = "not run", site.not_verified or site.reason
+    script = _SCRIPT.search(words)
+    return CheckedSite(
+        verdict,
+        words,
+        site.verified_error,
+        script[1] if script else "",
+        site.form,
+        site.where,
+        site.module,
+        site.mask,
+        tuple(shape_lines(site)),
+        site.dtype,
+    )
+
+
+def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, float | None, str, str]:
+    """The whole program by the backend: verdict, relative error, what is to be said, what it was compared with."""
+    eager = subject.results(subject.model)
+    again = subject.results(subject.model, seed=1)
+    if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(eager, again)):
+        return "not run", None, "the whole program draws random numbers, or keeps state between calls", "eager"
+    wide = subject.in_float64_results()
+    reference, against = (eager, "eager") if wide is None else (wide, "float64")
+    try:
+        results = subject.results(compiled(subject.model, dynamic=None, backend=backend))
+    except Exception as failure:
+        return "not run", None, f"the whole program does not compile: {why(failure)}", against
+    error, known = relative_error(results, reference), relative_error(eager, reference)
+    allowed = max(_TIMES_KNOWN * known, *(rounding(t.dtype) for t in eager), 0.0)
+    if error <= allowed:
+        return "right", error, "", against
+    words = f"the whole program: error {error:.2g}, where eager has {known:.2g} and {allowed:.2g} is allowed"
+    return "WRONG", error, words, against
+
+
+def _cells(site: CheckedSite) -> tuple[str, ...]:
+    place = "\n".join(filter(None, (site.where, site.module)))
+    error = "" if site.error is None else f"{site.error:.2g}"
+    return (site.verdict, site.form, place, "\n".join((*site.shapes, site.dtype)), site.mask, error, site.why)

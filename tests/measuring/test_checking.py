@@ -1,0 +1,118 @@
+"""`attn_pass.check`: a right backend is right, a wrong one is found at its site, with a script that shows it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends import registry
+from typer.testing import CliRunner
+
+import attn_pass
+from attn_pass.cli.main import app
+from attn_pass.errors import OptionError
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ATTN_PASS_VERIFY_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    return tmp_path
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    later = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).triu(1)
+    return (q @ k.mT * 0.25).masked_fill(later, float("-inf")).softmax(-1) @ v
+
+
+def without_mask(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that forgets masks."""
+    for node in list(gm.graph.nodes):
+        if node.target == "masked_fill":
+            node.replace_all_uses_with(node.args[0])
+    gm.recompile()
+    return gm.forward
+
+
+def heads(length: int = 24, **more: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(1, 2, length, 16, **more) for _ in range(3))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_right_backend_is_right(grad: bool) -> None:
+    result = attn_pass.check(causal, *heads(requires_grad=grad), backend="aot_eager")
+    (site,) = result.sites
+    assert result and (site.verdict, site.mask, site.why, site.script) == ("right", "causal", "", "")
+    assert site.error is not None and site.error < 1e-5
+    assert (result.whole, result.reference) == ("right", "float64")
+    assert "1 attention site: 1 right; the whole program: right" in str(result)
+
+
+@pytest.mark.parametrize("length", [24, 1500])  # the longer one is run shorter
+def test_a_wrong_backend_is_found_at_its_site(length: int) -> None:
+    result = attn_pass.check(causal, *heads(length), backend=without_mask)
+    (site,) = result.wrong
+    assert not result and result.whole == "WRONG"
+    assert site.error is None and "is allowed" in site.why and site.where.startswith("test_checking.py:")
+    assert Path(site.script).is_file()
+    assert json.loads(result.to_json())["sites"][0]["verdict"] == "WRONG"
+
+
+def test_the_script_shows_the_difference_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    registry.register_backend(without_mask, name="without_mask")
+    (site,) = attn_pass.check(causal, *heads(), backend="without_mask").wrong
+    runpy.run_path(site.script, run_name="__main__")
+    printed = capsys.readouterr().out
+    apart = float(printed.split("largest difference ")[1].split(",")[0])
+    assert apart > 0.01 and "without_mask compiles it" in Path(site.script).read_text()
+
+
+def test_a_program_that_is_wrong_elsewhere_is_told() -> None:
+    def scaled(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = [str(node.target) for node in gm.graph.nodes]
+        if "relu" in " ".join(names):
+            return lambda *given: tuple(x * 1.01 for x in gm.forward(*given))
+        return gm.forward
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.relu(causal(q, k, v))
+
+    result = attn_pass.check(program, *heads(), backend=scaled)
+    assert [site.verdict for site in result.sites] == ["right"] and result.whole == "WRONG" and not result
+
+
+def test_near_misses_are_not_run_and_say_why() -> None:
+    def other_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(0) @ v
+
+    (site,) = attn_pass.check(other_axis, *heads(), backend="eager").sites
+    assert site.verdict == "not run" and site.why
+
+
+@pytest.mark.parametrize("backend", ["no such thing", 3])
+def test_what_is_no_backend_is_an_error(backend: Any) -> None:
+    with pytest.raises(OptionError, match="backend"):
+        attn_pass.check(causal, *heads(), backend=backend)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "check_example.py").write_text(
+        "import torch\n\ndef model():\n    x = torch.randn(1, 2, 16, 8)\n"
+        "    return (lambda q, k, v: (q @ k.mT).softmax(-1) @ v), (x, x, x)\n"
+    )
+    target = f"{tmp_path / 'check_example.py'}:model"
+    shown = CliRunner().invoke(app, ["check", target, "--backend", "eager"])
+    assert shown.exit_code == 0 and "1 right" in shown.stdout, shown.output
+    stored = CliRunner().invoke(app, ["check", target, "--backend", "eager", "--json"])
+    assert json.loads(stored.stdout)["right"] is True
+    missing = CliRunner().invoke(app, ["check", target, "--backend", "nowhere"])
+    assert missing.exit_code == 2 and "is not a backend" in missing.stderr
