@@ -46,11 +46,11 @@ class Bounds:
 
 
 def with_keep(a: Attention) -> Attention:
-    """The same with a keep-condition in the place of an added matrix, where that gives bounds."""
-    with_condition = kept_in_place_of_added(a)
-    if with_condition is None:
-        return a
-    return with_condition if _bounded(with_condition) != Bounds(rest=with_condition.mask.condition or TRUE) else a
+    """The same with a keep-condition in the place of an added matrix of zeros and a number that masks.
+
+    The kernel reads a byte of a key instead of a number, and neither keys nor values where no row of a block keeps any.
+    """
+    return kept_in_place_of_added(a) or a
 
 
 def bounds_of(a: Attention, setting: Setting) -> Bounds:
