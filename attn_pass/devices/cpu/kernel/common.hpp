@@ -54,6 +54,11 @@ struct PerBatch {
 // [starts[b], ends[b]) of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
 // kept counts for nothing, whatever it holds. Where there is a score function it stands in the place of the scaled
 // product, and reads `captured`. A sink is one more score of every row, whose value is zero.
+//
+// With `offsets`, a segment of rows lies behind the other: B is 1, L and S count all rows, and segment b is the rows, of
+// queries, keys and values, from offsets[b] to offsets[b + 1], each of which sees its own segment alone. A row's position,
+// and a key's, is that in its segment; so are those of `bias` and `captured`, whose first dimension is the segment.
+// `keep` lies as the keys do, (1, H, 1, S). Neither a log-sum-exp nor a sink for each row.
 struct Args {
   Operand q, k, v, keep, bias;
   Operand sink;                  // (B, H, L, 1), float32
@@ -62,8 +67,8 @@ struct Args {
   i64 out_stride[4];
   float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials, without a sink; or null
   i64 B, H, HK, L, S, D, DV;
-  i64 before, after, start, end;
-  PerBatch shift, starts, ends;
+  i64 before, after, start, end, segments;
+  PerBatch shift, starts, ends, offsets;
   float scale;
   i32 bias_type, fully_masked, threads, has_score;
 };

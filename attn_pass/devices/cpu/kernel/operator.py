@@ -17,14 +17,14 @@ FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
 _UNBOUNDED = 1 << 60
 NUMBERS = {"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED}
 """The bounds that are numbers, and their defaults."""
-BOUNDS = ("shift", "starts", "ends")
-"""Those that are tensors of a number for each row of the batch."""
+BOUNDS = ("shift", "starts", "ends", "offsets")
+"""Those that are tensors of a number for each row of the batch, or for each border between packed segments."""
 _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 
 _ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
     "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
-    "Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
+    "Tensor? offsets=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
     "str fully_masked='nan')"
 )
 _LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
@@ -49,7 +49,7 @@ class _Args(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64 * 4),
         ("lse", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS)),
+        *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS, "segments")),
         *((name, _PerBatch) for name in BOUNDS),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads", "has_score")),
@@ -60,7 +60,13 @@ def _operand(tensor: Tensor | None, shape: Sequence[int]) -> _Operand:
     if tensor is None:
         return _Operand(None, (ctypes.c_int64 * 4)())
     tensor = tensor.expand(shape)
-    return _Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.stride()))
+    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return _Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
+
+
+def _shape_of(tensor: Tensor | None, scores: Sequence[int], offsets: Tensor | None) -> Sequence[int]:
+    """The shape that a tensor over the scores is seen in; beside packed rows its own, whose ones are broadcast."""
+    return scores if tensor is None or offsets is None else tensor.shape
 
 
 def _per_batch(tensor: Tensor | None, batch: int) -> _PerBatch:
@@ -115,6 +121,10 @@ def attention(
         shift: (B,) or (1,), int64: row ``i`` is at position ``i + shift[b]``; at ``i`` without it.
         starts: (B,) or (1,), int64: the first valid key of each row of the batch.
         ends: (B,) or (1,), int64: one past the last.
+        offsets: (N + 1,), int64, rising from 0 to L: packed rows. B is 1 and S is L; segment ``n`` is the rows, of
+            queries and keys, from ``offsets[n]`` to ``offsets[n + 1]``, and sees itself alone. Positions count from a
+            segment's first row; ``bias`` and ``captured``, of four dimensions, are read at (n, head, position of the
+            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L).
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
         sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).
@@ -136,14 +146,18 @@ def attention(
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
     scores = (batch, heads, q_len, kv_len)
+    offsets = bounds.get("offsets")
+    per_batch = batch if offsets is None else offsets.numel() - 1
     args = _Args(
         q=_operand(query, query.shape),
         k=_operand(key, key.shape),
         v=_operand(value, value.shape),
         keep=_operand(keep, scores),
-        bias=_operand(bias, scores),
+        bias=_operand(bias, _shape_of(bias, scores, offsets)),
         sink=_operand(sink, (*scores[:3], 1)),
-        captured=(_Operand * MOST_CAPTURED)(*(_operand(x, scores) for x in captured or ())),
+        captured=(_Operand * MOST_CAPTURED)(
+            *(_operand(x, _shape_of(x, scores, offsets)) for x in captured or ())
+        ),
         out=out.data_ptr(),
         out_stride=(ctypes.c_int64 * 4)(*out.stride()),
         lse=None if lse is None else lse.data_ptr(),
@@ -155,7 +169,8 @@ def attention(
         D=dim,
         DV=value.size(3),
         **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
-        **{name: _per_batch(bounds.get(name), batch) for name in BOUNDS},
+        segments=per_batch,
+        **{name: _per_batch(bounds.get(name), per_batch + (name == "offsets")) for name in BOUNDS},
         scale=scale,
         bias_type=0 if bias is None else _TYPES[bias.dtype],
         fully_masked=FULLY_MASKED.index(fully_masked),

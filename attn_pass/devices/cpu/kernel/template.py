@@ -93,6 +93,8 @@ class Attention(CppTemplate):
     def _kernel(self) -> str:
         """Which of the two is needed, if the sizes determine it: the other is not compiled then."""
         q, k = (self.operands[name].get_size() for name in ("q", "k"))
+        if "offsets" in self.operands:
+            return "attend_type"
         rows = q[1] * q[2] / k[1] if not any(x.free_symbols for x in (q[1], q[2], k[1])) else None
         return "attend_type" if rows is None else "attend_few" if rows <= 16 else "attend_many"
 
@@ -107,22 +109,26 @@ class _Filled:
         operands, numbers = self.template.operands, self.template.numbers
         q, k, v = (operands[name].get_size() for name in ("q", "k", "v"))
         scores = (q[0], q[1], q[2], k[2])
+        packed = "offsets" in operands
+        borders = operands["offsets"].get_size()[0] if packed else q[0]
+        per_batch = borders - 1 if packed else q[0]
         lines: list[str] = []
         for name in _OPERANDS:
             if name in operands:
-                shape = operands[name].get_size() if name in "qkv" else (*scores[:3], 1) if name == "sink" else scores
+                whole = name in "qkv" or (packed and name not in ("keep", "sink"))
+                shape = operands[name].get_size() if whole else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self._number, _strides(operands[name], shape)))
                 lines.append(f"args.{name} = {{{self._pointer(name)}, {{{strides}}}}};")
         for name in BOUNDS:
             if name in operands:
-                (stride,) = _strides(operands[name], (q[0],))
+                (stride,) = _strides(operands[name], (borders if name == "offsets" else per_batch,))
                 lines.append(f"args.{name} = {{{self._pointer(name)}, {self._number(stride)}}};")
         lines.append(f"args.out = {'out' if _is_wanted(self.out) else 'nullptr'};")
         if _LSE in operands:  # a buffer that is written: to Inductor's arguments it is one that is read
             lines.append(f"args.lse = const_cast<float*>({self.template.argument(operands[_LSE])});")
         for n, stride in enumerate(self.out.get_layout().stride):
             lines.append(f"args.out_stride[{n}] = {self._number(stride)};")
-        sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
+        sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3], "segments": per_batch}
         lines += [f"args.{name} = {self._number(size)};" for name, size in {**sizes, **numbers}.items()]
         lines.append(f"args.scale = {self.template.scale!r}f;")
         return "\n".join(f"  {line}" for line in lines)

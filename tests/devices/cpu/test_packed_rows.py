@@ -1,0 +1,95 @@
+"""Packed rows, ``offsets``: every segment is the attention that it would be alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.devices.cpu.kernel.operator import OPERATOR
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+LENGTHS = [(5, 0, 1, 17), (130, 1, 64, 3), (200,), (1, 1, 1)]
+
+
+def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def _alone(q: Any, k: Any, v: Any, borders: list[int], **given: Any) -> torch.Tensor:
+    """Segment by segment; ``given`` are functions of a segment's number, its first row and its last."""
+    parts = []
+    for n, (a, b) in enumerate(pairwise(borders)):
+        if a < b:
+            now = {name: make(n, a, b) for name, make in given.items()}
+            parts.append(OPERATOR(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], 0.3, **now))
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_segment_is_an_attention_of_its_own(lengths: tuple[int, ...], dtype: torch.dtype, threads: int) -> None:
+    offsets, total = _offsets(lengths), sum(lengths)
+    q = torch.randn(1, total, 6, 24, dtype=dtype).transpose(1, 2)
+    k, v = torch.randn(1, 2, total, 24, dtype=dtype), torch.randn(1, total, 2, 10, dtype=dtype).transpose(1, 2)
+    keep = torch.rand(1, 1, 1, total) < 0.7
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        out = OPERATOR(q, k, v, 0.3, offsets=offsets, keep=keep, after=0, fully_masked="mean")
+    finally:
+        torch.set_num_threads(before)
+    kept = {"keep": lambda n, a, b: keep[..., a:b], "after": lambda *_: 0, "fully_masked": lambda *_: "mean"}
+    alone = _alone(q, k, v, offsets.tolist(), **kept)
+    assert out.shape == (1, 6, total, 10)
+    torch.testing.assert_close(out, alone, rtol=1e-3 if dtype == torch.float32 else 2e-2, atol=1e-5)
+
+
+def test_a_bias_is_read_by_positions_in_the_segment() -> None:
+    lengths = (9, 30, 2)
+    offsets = _offsets(lengths)
+    q, k, v = (torch.randn(1, 4, 41, 16) for _ in range(3))
+    bias, sink = torch.randn(1, 4, 32, 32), torch.randn(1, 4, 1, 1)
+    ends = torch.tensor([4, 29, 2])
+    out = OPERATOR(q, k, v, 0.3, offsets=offsets, bias=bias, sink=sink, ends=ends)
+    alone = _alone(
+        q,
+        k,
+        v,
+        offsets.tolist(),
+        bias=lambda n, a, b: bias[:, :, : b - a, : b - a],
+        sink=lambda *_: sink,
+        ends=lambda n, a, b: ends[n : n + 1],
+    )
+    torch.testing.assert_close(out, alone)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    offsets = _offsets((300, 7, 120))
+    q, k, v = (torch.randn(1, 4, 427, 32) for _ in range(3))
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            results.append(OPERATOR(q, k, v, 0.3, offsets=offsets))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_compiled_with_a_number_of_rows_that_is_known_at_run_time_only() -> None:
+    def program(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        packed = x.index_select(0, rows.flatten().nonzero().squeeze(1)).view(1, -1, 2, 16).transpose(1, 2)
+        offsets = torch.nn.functional.pad(rows.sum(1).cumsum(0), (1, 0))
+        return OPERATOR(packed, packed, packed, 0.3, offsets=offsets)
+
+    x = torch.randn(60, 32)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(program, fullgraph=True)
+        for lengths in ((3, 20, 11), (20, 20, 20), (1, 1, 1)):
+            rows = torch.arange(20) < torch.tensor(lengths)[:, None]
+            torch.testing.assert_close(compiled(x, rows), program(x, rows))
