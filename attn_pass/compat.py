@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterator
@@ -147,3 +148,15 @@ def held_now(node: torch.fx.Node) -> torch.Tensor | None:
 
     held = getattr(node.meta.get("grapharg"), "example", None)
     return held if isinstance(held, torch.Tensor) and not isinstance(held, FakeTensor) else None
+
+
+@contextmanager
+def sizes_at_run_time(shape_env: Any) -> Iterator[None]:
+    """Fake values may have sizes that are known at run time only, from here on; Dynamo's own do not by default.
+
+    Inside, such sizes are nobody's to bind: what is traced again, by AOTAutograd, makes them anew.
+    """
+    if not shape_env.settings.allow_dynamic_output_shape_ops:
+        shape_env.settings = dataclasses.replace(shape_env.settings, allow_dynamic_output_shape_ops=True)
+    with shape_env.ignore_fresh_unbacked_symbols():
+        yield

@@ -7,18 +7,21 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
-from attn_pass.devices.registry import families
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import device_for, families
 from attn_pass.errors import OptionError, RewriteError, first_line
 from attn_pass.graph import allowed
 from attn_pass.graph.cut import CannotExtract
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.regions import Region, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies
-from attn_pass.graph.values import MAY_BE_ZERO, Sizes
+from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
 from attn_pass.model.formula import formula_of
 from attn_pass.options import Options, Runner
+from attn_pass.padding.regions import Graph, take_padding_out
 from attn_pass.patterns import calls, composite, joined_scores, one_length, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.opaque import Opaque
@@ -92,9 +95,30 @@ def rewrite_graph(
         one_length.settle(gm.graph)
     region = Region.ambient() if program == "compile" else Region()
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
+    if changed and options.unpad and program == "compile":
+        _take_padding_out(run, gm, region)
     report.seconds += time.perf_counter() - started
     report.graphs += 1
     return changed
+
+
+def _take_padding_out(run: Run, gm: GraphModule, region: Region) -> None:
+    """Runs what surrounds the attentions without padding, where nobody sees it, and records what came of it."""
+    operators = {family.attention_of_packed_rows() for family in families()} - {None}
+
+    def complain(what: str, error: Exception) -> None:
+        run.complain(None, what, error)
+
+    def device(site: Node) -> Device:
+        value = tensor_value(site)
+        return device_for(torch.device("cpu") if value is None else value.device, run.options.device)
+
+    for operator in operators:
+        regions = take_padding_out(Graph(gm, operator, run.sizes, region, run.options, device), complain)
+        run.report.regions += regions
+        if any(r.outcome == "packed" for r in regions):
+            gm.graph.lint()
+            gm.recompile()
 
 
 class _Rewriting:

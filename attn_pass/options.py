@@ -69,6 +69,9 @@ class Options:
             equal buffers, so masks may be named by their values. Constants and non-persistent buffers of exported
             programs need no such promise.
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
+        assume_padding_unused: nobody uses rows of padding where they are in the model's result (``last_hidden_state``):
+            they are zeros then, and are not computed.
+        unpad: run operations that work row by row without rows of padding, where it is proved that nobody sees them.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
         runtime: decide for a runtime that the program is exported to ("onnx", "openvino"): attention becomes the call
@@ -88,6 +91,8 @@ class Options:
     on_error: OnError = field(default_factory=_from_environment("ATTN_PASS_ON_ERROR", OnError, "warn"))
     assume_constant_buffers: bool = False
     assume_nonempty_rows: bool = False
+    assume_padding_unused: bool = False
+    unpad: bool = True
     shield: bool = True
     device: str | None = None
     runtime: str | None = None

@@ -31,6 +31,8 @@ def test_defaults() -> None:
         "on_error": "warn",
         "assume_constant_buffers": False,
         "assume_nonempty_rows": False,
+        "assume_padding_unused": False,
+        "unpad": True,
         "shield": True,
         "device": None,
         "runtime": None,

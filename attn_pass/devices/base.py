@@ -111,6 +111,13 @@ class Family:
         """A hash of sources that become part of generated code but not of the graph; "" without such."""
         return ""
 
+    def attention_of_packed_rows(self) -> Any:
+        """The operator that computes attention over packed rows (``offsets``), if a graph may have calls of it.
+
+        None for none.
+        """
+        return None
+
     def before_inductor(self) -> None:
         """Registers this family's operators with Inductor before it compiles a graph with them."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from attn_pass.report.json_schema import check_fields
 from attn_pass.report.pages.compare import Comparison, compared
 from attn_pass.report.pages.html import fragment, page
+from attn_pass.report.region import RegionReport
 from attn_pass.report.site import ReportView, SiteReport
 from attn_pass.report.text import COLUMNS, counted, plain_table, printable, row_key, row_of
 
@@ -29,12 +30,14 @@ class Report:
         graphs: the number of root graphs.
         graph_breaks: where Dynamo stopped and why, "file.py:12 in forward: ...": what runs eagerly there is in no
             graph, and attention in it is not in `sites`.
+        regions: one RegionReport per padding mask that attentions of a graph share.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
     seconds: float = 0.0
     graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
+    regions: list[RegionReport] = field(default_factory=list)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -63,6 +66,7 @@ class Report:
         with LOCK:
             known = {id(site) for site in self.sites}
             self.sites.extend(site for site in other.sites if id(site) not in known)
+            self.regions.extend(r for r in other.regions if all(r is not known for known in self.regions))
             self.seconds += other.seconds
             self.graphs += other.graphs
             self.graph_breaks = tuple(dict.fromkeys((*self.graph_breaks, *other.graph_breaks)))
@@ -71,9 +75,14 @@ class Report:
         """Record that the whole graph was left after all: every site that had changed is left for this reason."""
         for site in self.rewritten:
             site.mark_left(reason)
+        for region in self.regions:
+            region.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"graphs", "seconds", "rewritten", "left" (counts), "graph_breaks", "fixed_constants", "sites" (dicts)}."""
+        """{"graphs", "seconds", "rewritten", "left", "graph_breaks", "fixed_constants", "sites", "regions"}.
+
+        "rewritten" and "left" are counts; sites and regions are dicts. Ready for JSON.
+        """
         with LOCK:
             return {
                 "graphs": self.graphs,
@@ -83,6 +92,7 @@ class Report:
                 "graph_breaks": list(self.graph_breaks),
                 "fixed_constants": list(self.fixed_constants),
                 "sites": [site.to_dict() for site in self.sites],
+                "regions": [region.to_dict() for region in self.regions],
             }
 
     @classmethod
@@ -92,7 +102,8 @@ class Report:
         values = {name: stored[name] for name in ("seconds", "graphs")}
         values["graph_breaks"] = tuple(stored.get("graph_breaks", ()))
         check_fields(cls, values)
-        return cls(sites=sites, **values)
+        regions = [RegionReport.from_dict(region) for region in stored.get("regions", ())]
+        return cls(sites=sites, regions=regions, **values)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -138,6 +149,8 @@ class Report:
         lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
             lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
+        for region in tuple(self.regions):
+            lines += region.lines()
         return "\n".join([self.summary(), *lines, *broken])
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from attn_pass.report.json_schema import check_fields
+from attn_pass.report.region import RegionReport
 
 Outcome = Literal["rewritten", "decomposed", "left"]
 Kind = Literal["attention", "near miss"]
@@ -145,6 +146,7 @@ class ReportView(Protocol):
     seconds: float
     graphs: int
     graph_breaks: tuple[str, ...]
+    regions: list[RegionReport]
 
     @property
     def rewritten(self) -> list[SiteReport]:

@@ -76,8 +76,10 @@ def _bounded(a: Attention) -> Bounds:
     for condition in conjuncts(a.mask.deep_condition or TRUE):
         whole = apply("and", whole, condition)
         bounds = _by_sizes(a, bounds, condition) or _by_values(a, bounds, condition)
-    # Where no bound says all of a condition the program's own tensor serves.
-    return replace(bounds, rest=a.mask.keep.condition) if bounds.rest == whole else bounds
+    # Where no bound says all of a condition the program's own tensor serves, unless it repeats a smaller one.
+    own = a.mask.keep.condition
+    repeats = expression_axes(whole) < expression_axes(own)
+    return replace(bounds, rest=own) if bounds.rest == whole and not repeats else bounds
 
 
 def _by_sizes(a: Attention, bounds: Bounds, condition: Expr) -> Bounds | None:

@@ -65,6 +65,11 @@ class Cpu(Family):
 
             del template  # importing it registers the lowering
 
+    def attention_of_packed_rows(self) -> Any:
+        """The kernel of our own."""
+        operator = sys.modules.get("attn_pass.devices.cpu.kernel.operator")
+        return None if operator is None else operator.OPERATOR
+
     def inductor_patches(self, target: str) -> Mapping[str, Any]:
         """No fusion into FlexAttention's C++ template.
 

@@ -24,8 +24,8 @@ _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 _ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
     "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
-    "Tensor? offsets=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', "
-    "str fully_masked='nan')"
+    "Tensor? offsets=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, "
+    "str score='', str fully_masked='nan')"
 )
 _LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 _LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -155,9 +155,7 @@ def attention(
         keep=_operand(keep, scores),
         bias=_operand(bias, _shape_of(bias, scores, offsets)),
         sink=_operand(sink, (*scores[:3], 1)),
-        captured=(_Operand * MOST_CAPTURED)(
-            *(_operand(x, _shape_of(x, scores, offsets)) for x in captured or ())
-        ),
+        captured=(_Operand * MOST_CAPTURED)(*(_operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
         out=out.data_ptr(),
         out_stride=(ctypes.c_int64 * 4)(*out.stride()),
         lse=None if lse is None else lse.data_ptr(),

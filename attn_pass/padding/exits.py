@@ -1,0 +1,200 @@
+"""Where rows leave a region: an operation that gives the same whatever the rows of padding hold.
+
+What an exit reads is part of the region, beside the rows that are kept as keys: the position that is pooled, the rows
+that a mask multiplies with something else than 0, the rows whose label counts. All others it reads as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.padding.layouts import Layout, Rows
+from attn_pass.padding.masks import PaddingMask, mask_of
+from attn_pass.padding.rules import Rules, plain_name
+from attn_pass.reading.vocabulary import Call, understand
+
+Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other than"]
+
+
+FINITE = "a mask multiplies rows of padding with 0"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """An operation behind which rows of padding are not seen, in words, and which rows it does read.
+
+    ``tensor`` is (B,) of "positions", and has the layout ``at`` where it says which rows are read.
+    """
+
+    words: str
+    reads: Kind
+    position: int = 0
+    tensor: Node | None = None
+    at: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an exit is told by: the rows of a region, its mask, its kernel."""
+
+    rules: Rules
+    rows: Rows
+    mask: PaddingMask
+    operator: Any
+    leaving: bool = False  # the user says that rows of padding are not used where they leave the model
+    strict: bool = False  # nothing is said of rows of padding, not that they are finite
+
+
+def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """How the rows of ``node`` leave by ``user``; None where it may see padding."""
+    if user.op == "output":
+        return Exit("by your word nobody uses rows of padding of the result", "nothing") if around.leaving else None
+    if user.op == "call_function" and user.target is around.operator:
+        return _as_keys(user, node, layout, around)
+    if plain_name(user) == "cross_entropy":
+        return _cross_entropy(user, node, layout, around)
+    call = understand(user)
+    rule = None if call is None or call.in_place else _BY_OPERATION.get(call.op)
+    return None if call is None or rule is None else rule(call, node, layout, around)
+
+
+def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """Keys and values of another attention, a cross attention, that masks the same ones."""
+    used = [n for n, argument in enumerate(user.args) if argument is node]
+    in_others = any(node is a for a in user.kwargs.values())
+    if 0 in used or in_others or mask_of(user) != around.mask or layout != Layout(0, 2):
+        return None
+    value = tensor_value(node)
+    whole = value is not None and around.rules.shape(node)[0] == around.rows.batch
+    return Exit("its keys and values of padding are masked in another attention", "nothing") if whole else None
+
+
+def _getitem(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    index = call["index"]
+    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    if call["input"] is not node or layout.merged or any(node is e for e in entries):
+        return None
+    if len(entries) == 2 and layout == (0, 1) and all(isinstance(e, Node) for e in entries):
+        return _gathered(entries[0], entries[1], around)
+    if any(e is Ellipsis or e is None or isinstance(e, Node) for e in entries) or len(entries) <= layout.length:
+        return None
+    if entries[layout.batch] != slice(None):
+        return None
+    entry = entries[layout.length]
+    if type(entry) is int:
+        return _pooled(entry)
+    if isinstance(entry, slice) and entry in (slice(0, 1), slice(None, 1), slice(0, 1, None), slice(None, 1, None)):
+        return _pooled(0)
+    return _pooled(-1) if entry == slice(-1, None) else None
+
+
+def _select(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    dim, index, rank = call["dim"], call["index"], len(around.rules.shape(node))
+    if layout.merged or type(dim) is not int or type(index) is not int or dim % rank != layout.length:
+        return None
+    return _pooled(index)
+
+
+def _pooled(position: int) -> Exit:
+    named = {0: "the first position alone", -1: "the last position alone"}
+    return Exit(f"{named.get(position, f'position {position} alone')} is read", "position", position)
+
+
+def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
+    """``x[arange(B), positions]``: one position of each sequence, found at run time."""
+    values = tensor_value(batch), tensor_value(position)
+    if any(v is None or v.dim() != 1 or v.dtype.is_floating_point for v in values):
+        return None
+    source = _through(batch, ("cast", "copy"))
+    made = understand(source)
+    if made is None or made.op != "arange" or around.rules.shape(batch) != (around.rows.batch,):
+        return None
+    start = {1: 0, 2: made["bounds"][0]}.get(len(made["bounds"]))
+    wanted = around.rules.shape(position) == (around.rows.batch,)
+    if start != 0 or not wanted or values[1] is None or values[1].dtype == torch.bool:
+        return None
+    return Exit("one position of each sequence is read, found at run time", "positions", tensor=position)
+
+
+def _product(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """Times a mask: where that is 0 the product is, whatever finite number is multiplied."""
+    left, right = call["input"], call["other"]
+    other = right if left is node else left
+    if left is right or not isinstance(other, Node) or around.strict:
+        return None
+    return _says(other, layout, around, FINITE, "nonzero")
+
+
+def _filled(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    if call["input"] is not node or call["value"] is node or call["mask"] is node:
+        return None
+    return _says(call["mask"], layout, around, "a mask replaces rows of padding", "zero")
+
+
+def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    condition, yes, no = call["condition"], call["input"], call["other"]
+    if condition is node or (yes is node) == (no is node):
+        return None
+    return _says(condition, layout, around, "a mask replaces rows of padding", "nonzero" if yes is node else "zero")
+
+
+def _says(value: Any, layout: Layout, around: Surroundings, words: str, kind: Kind) -> Exit | None:
+    """The exit that a mask over rows makes: a tensor of truth values or integers, perhaps as floats, and broadcast."""
+    if not isinstance(value, Node) or layout.merged:
+        return None
+    source = _through(value, ("cast", "copy", "expand"))
+    origin = tensor_value(_through(source, ("cast", "copy", "expand", "reshape", "getitem")))
+    if origin is None or origin.is_floating_point() or origin.is_complex():
+        return None
+    at = _rows_alone(around.rules.shape(source), layout, around)
+    same_rank = len(around.rules.shape(source)) == len(around.rules.shape(value))
+    return Exit(words, kind, tensor=source, at=at) if at is not None and same_rank else None
+
+
+def _rows_alone(shape: tuple[Any, ...], layout: Layout, around: Surroundings) -> Layout | None:
+    """Where batch and positions are in a tensor that varies over them alone; counted from the end of a larger shape."""
+    wanted = {layout.batch: around.rows.batch, layout.length: around.rows.length}
+    alone = all(size == wanted.get(dim, 1) for dim, size in enumerate(shape))
+    return layout if alone and len(shape) > max(layout) else None
+
+
+def _cross_entropy(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """A loss without the rows whose label is to be ignored, which are padding by the caller's own word."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, user.args)) | user.kwargs
+    target, ignored = given.get("target"), given.get("ignore_index", -100)
+    if given.get("input") is not node or not isinstance(target, Node) or type(ignored) is not int:
+        return None
+    labels = tensor_value(target)
+    integers = labels is not None and not labels.is_floating_point() and target is not node
+    if not layout.merged or not integers or given.get("reduction", "mean") not in ("mean", "sum"):
+        return None
+    if layout != Layout(0, 0) or len(around.rules.shape(target)) != 1:
+        return None
+    return Exit(f"the loss ignores labels of {ignored}", "other than", ignored, target, Layout(0, 0))
+
+
+def _through(node: Node, operations: tuple[str, ...]) -> Node:
+    """What a node is a cast or a copy of."""
+    call = understand(node)
+    while call is not None and call.op in operations and isinstance(call["input"], Node):
+        node = call["input"]
+        call = understand(node)
+    return node
+
+
+_BY_OPERATION: Mapping[str, Callable[[Call, Node, Layout, Surroundings], Exit | None]] = {
+    "getitem": _getitem,
+    "index": _getitem,
+    "select": _select,
+    "mul": _product,
+    "masked_fill": _filled,
+    "where": _chosen,
+    "method_where": _chosen,
+}

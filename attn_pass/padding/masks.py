@@ -1,0 +1,104 @@
+"""Which keys the attentions of a graph keep: the padding mask that several of them share, and who else looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.padding.layouts import Rows
+
+OTHER_ROWS = "its queries are not the rows that its keys are"
+PER_BATCH = ("starts", "ends")
+
+
+@dataclass(frozen=True)
+class PaddingMask:
+    """The keys that are kept of each sequence: where ``keep``, (B, 1, 1, S), from ``starts`` on and before ``ends``."""
+
+    keep: Node | None = None
+    starts: Node | None = None
+    ends: Node | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The tensors that say it."""
+        return tuple(n for n in (self.keep, self.starts, self.ends) if n is not None)
+
+
+@dataclass
+class Group:
+    """The attentions over the rows of the same sequences that keep the same keys."""
+
+    mask: PaddingMask
+    rows: Rows
+    sites: list[Node] = field(default_factory=list)
+
+
+def groups(graph: Graph, operator: Any, sizes: Sizes) -> tuple[list[Group], dict[Node, str]]:
+    """The attentions that can run on packed rows, by mask; and why the others with a mask cannot."""
+    by_key: dict[Any, Group] = {}
+    refused: dict[Node, str] = {}
+    for node in graph.find_nodes(op="call_function", target=operator, sort=True):
+        mask = mask_of(node)
+        if not mask.nodes:
+            continue
+        if reason := _refusal(node, mask, sizes):
+            refused[node] = reason
+            continue
+        query = tensor_value(node.args[0])
+        assert query is not None
+        shape = sizes.shape(query)
+        rows = Rows(shape[0], shape[2])
+        by_key.setdefault((mask, rows), Group(mask, rows)).sites.append(node)
+    return list(by_key.values()), refused
+
+
+def mask_of(node: Node) -> PaddingMask:
+    """The mask of a call of the kernel."""
+    given = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
+    return PaddingMask(**given)
+
+
+def _node(value: Any) -> Node | None:
+    return value if isinstance(value, Node) else None
+
+
+def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
+    query, key = (tensor_value(n) for n in node.args[:2])
+    if query is None or key is None:
+        return "its operands have no fake values"
+    rows, keys = sizes.shape(query), sizes.shape(key)
+    if rows[2] != keys[2]:
+        return OTHER_ROWS
+    if (value := tensor_value(mask.keep)) is not None and not _is_of_keys(sizes.shape(value), keys[2]):
+        return "its mask differs from query to query, or from head to head"
+    return _refusal_of_arguments(node.kwargs, sizes)
+
+
+def _is_of_keys(shape: tuple[Any, ...], keys: Any) -> bool:
+    return len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] == keys
+
+
+def _refusal_of_arguments(given: Mapping[str, Any], sizes: Sizes) -> str:
+    """Why a call cannot run on packed rows; causal it may be, since packing keeps the order."""
+    if given.get("bias") is not None:
+        return "a bias is added to its scores, by position or from query to query"
+    if any(given.get(name) is not None for name in ("shift", "before", "start", "end", "offsets")):
+        return "its mask counts positions, as a window does"
+    if given.get("after") not in (None, 0):
+        return "its mask counts positions"
+    if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
+        return "its scores depend on positions"
+    return "its sink differs from row to row" if _varies(given.get("sink"), (0, 2), sizes) else ""
+
+
+def _varies(value: Any, dims: Iterable[int], sizes: Sizes) -> bool:
+    tensor = tensor_value(value)
+    if tensor is None:
+        return False
+    shape = (*(1,) * (4 - tensor.dim()), *sizes.shape(tensor))
+    return any(shape[d] != 1 for d in dims)

@@ -1,0 +1,293 @@
+"""The operations that take padding out and put it back: which rows there are, packed operands, and rows in their place.
+
+All sizes but the number of rows are the program's own. That number is known at run time only, so that one program
+serves every batch. A sequence whose keys are all masked is kept whole: its rows average over all of its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from attn_pass.compat import sizes_at_run_time
+from attn_pass.graph.effects import is_pure
+from attn_pass.graph.regions import Region
+from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
+from attn_pass.model.index import Index
+from attn_pass.padding.exits import Exit
+from attn_pass.padding.layouts import Layout, Rows
+from attn_pass.padding.masks import PaddingMask
+
+aten = torch.ops.aten
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom")
+
+
+class CannotPackError(Exception):
+    """A region that is proved cannot be written down, and why."""
+
+
+class Emitter:
+    """Inserts calls into a graph, run on fake values as they are, and can take all of them back."""
+
+    def __init__(self, gm: GraphModule, sizes: Sizes, like: Node, before: Node, region: Region) -> None:
+        self.graph, self.sizes = gm.graph, sizes
+        self.like, self.cursor, self.region = like, before, region
+        self.inserted: list[Node] = []
+        value = tensor_value(like)
+        self._mode: FakeTensorMode = value.fake_mode  # type: ignore[union-attr]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Calls are added in this context; an error takes them back."""
+        with ExitStack() as stack:
+            stack.enter_context(sizes_at_run_time(self._mode.shape_env))
+            stack.enter_context(self._mode)
+            stack.enter_context(enable_python_dispatcher())
+            try:
+                yield
+            except BaseException:
+                for node in reversed(self.inserted):
+                    self.graph.erase_node(node)
+                raise
+
+    @contextmanager
+    def standing(self, before: Node, like: Node, region: Region) -> Iterator[None]:
+        """Calls are inserted in front of a node, as part of what another one was, under its state."""
+        held = self.cursor, self.like, self.region
+        self.cursor, self.like, self.region = before, like, region
+        try:
+            yield
+        finally:
+            self.cursor, self.like, self.region = held
+
+    def call(self, target: Any, *args: Any, op: str = "call_function", **kwargs: Any) -> Node:
+        """One call, with its fake value."""
+        fakes, named = _fakes(args), _fakes(kwargs)
+        with self.region.restore():
+            fake = getattr(fakes[0], target)(*fakes[1:], **named) if op == "call_method" else target(*fakes, **named)
+        with self.graph.inserting_before(self.cursor):
+            node = self.graph.create_node(op, target, args, kwargs)
+        provenance = {k: self.like.meta[k] for k in _PROVENANCE if k in self.like.meta}
+        node.meta = {**provenance, value_key(self.like): fake, **node.meta}
+        self.inserted.append(node)
+        return node
+
+    def size(self, index: Index) -> Any:
+        """A size as an argument: a number, or a node in front of the cursor that holds it."""
+        if isinstance(index, int):
+            return index
+        for node in self.graph.nodes:
+            if node is self.cursor:
+                break
+            value = fake_value(node)
+            if isinstance(value, torch.SymInt) and self.sizes.index(value) == index:
+                return node
+            if isinstance(value, torch.Tensor) and node.op != "output":
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt) and self.sizes.index(size) == index:
+                        return self.call(aten.sym_size.int, node, dim)
+        raise CannotPackError(f"no value holds the size {index}")
+
+    def shape(self, node: Node) -> tuple[Index, ...]:
+        """The shape of a node's tensor."""
+        value = tensor_value(node)
+        assert value is not None
+        return self.sizes.shape(value)
+
+
+class Packing:
+    """The rows of one region: which are there, and operands with and without the others."""
+
+    def __init__(self, emit: Emitter, mask: PaddingMask, rows: Rows, exits: Sequence[Exit], device: Any) -> None:
+        self.emit, self.rows, self._device = emit, rows, device
+        self._at = emit.cursor
+        self._order = {n: i for i, n in enumerate(emit.graph.nodes)}
+        self.batch, self.length = emit.size(rows.batch), emit.size(rows.length)
+        call = emit.call
+        self._kept = self._kept_keys(mask)
+        empty = call(aten.logical_not.default, call(aten.any.dim, self._kept, 1, True))
+        self.there = call(aten.logical_or.default, self._kept, empty)
+        for read in dict.fromkeys((e.reads, e.position, e.tensor, e.at) for e in exits):
+            if (also := self._read(*read)) is not None:
+                self.there = call(aten.logical_or.default, self.there, also)
+        self._flat = call(aten.reshape.default, self.there, [-1])
+        self.index = call(aten.squeeze.dim, call(aten.nonzero.default, self._flat), 1)
+        self.count = call(aten.sym_size.int, self.index, 0)
+        ends = call(aten.cumsum.default, call(aten.sum.dim_IntList, self.there, [1]), 0)
+        self.offsets = call(aten.constant_pad_nd.default, ends, [1, 0], 0)
+        kept = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
+        self.keep = call(aten.reshape.default, kept, [1, 1, 1, self.count])
+        self._packed: dict[tuple[Node, Layout | None, int | None, int | None], Node] = {}
+
+    # ------------------------------------------------------------ which rows
+
+    def _positions(self) -> Node:
+        return self.emit.call(aten.arange.default, self.length, device=self._device)
+
+    def _kept_keys(self, mask: PaddingMask) -> Node:
+        """The mask as (B, S)."""
+        call, shape = self.emit.call, [self.batch, self.length]
+        kept: Node | None = None
+        if mask.keep is not None:
+            kept = call(aten.reshape.default, mask.keep, [-1, self.length])
+        for bound, compare in ((mask.starts, aten.ge.Tensor), (mask.ends, aten.lt.Tensor)):
+            if bound is not None:
+                inside = call(compare, self._positions(), call(aten.reshape.default, bound, [-1, 1]))
+                kept = inside if kept is None else call(aten.logical_and.default, kept, inside)
+        assert kept is not None
+        return call(aten.expand.default, kept, shape)
+
+    def _read(self, kind: str, position: int, tensor: Node | None, at: Layout | None) -> Node | None:
+        """Which rows an exit reads, broadcastable to (B, L); None for none beside those that are kept."""
+        call = self.emit.call
+        if kind == "nothing":
+            return None
+        if kind == "position":
+            where = self._positions()
+            if position < 0:
+                where, position = call(aten.flip.default, where, [0]), -position - 1
+            return call(aten.eq.Scalar, where, position)
+        assert tensor is not None
+        held = self._in_front(tensor, {})
+        if kind == "positions":
+            column = call(aten.reshape.default, held, [-1, 1])
+            counted = call(aten.add.Scalar, column, self.length)
+            column = call(aten.where.self, call(aten.lt.Scalar, column, 0), counted, column)
+            return call(aten.eq.Tensor, self._positions(), column)
+        if kind == "other than":
+            return call(aten.reshape.default, call(aten.ne.Scalar, held, position), [self.batch, self.length])
+        assert at is not None
+        flat = call(aten.ne.Scalar if kind == "nonzero" else aten.eq.Scalar, held, 0)
+        if at.batch > at.length:
+            flat = call(aten.transpose.int, flat, at.batch, at.length)
+        shape = self.emit.shape(held)
+        return call(aten.reshape.default, flat, [self._or_one(shape[d], d == at.batch) for d in (at.batch, at.length)])
+
+    def _or_one(self, size: Index, is_batch: bool) -> Any:
+        return 1 if size == 1 else self.batch if is_batch else self.length
+
+    def _in_front(self, node: Node, copies: dict[Node, Node]) -> Node:
+        """A node in front of the region, computed once more if it stands behind its beginning."""
+        if self._order.get(node, -1) < self._order[self._at]:
+            return node
+        if node not in copies:
+            if node.op not in ("call_function", "call_method") or not is_pure(node):
+                raise CannotPackError(f"{node.name}, which says which rows are read, is computed too late")
+            args, kwargs = mapped(node, lambda n: self._in_front(n, copies))
+            copies[node] = self.emit.call(node.target, *args, op=node.op, **kwargs)
+        return copies[node]
+
+    # ------------------------------------------------------------ operands
+
+    @cached_property
+    def _position_of_row(self) -> Node:
+        return self._of_rows(self._positions())
+
+    @cached_property
+    def _batch_of_row(self) -> Node:
+        numbers = self.emit.call(aten.arange.default, self.batch, device=self._device)
+        return self._of_rows(self.emit.call(aten.unsqueeze.default, numbers, 1))
+
+    def _of_rows(self, numbers: Node) -> Node:
+        """The number that each packed row has, of numbers that are broadcast over all rows."""
+        call = self.emit.call
+        all_rows = call(aten.reshape.default, call(aten.expand.default, numbers, [self.batch, self.length]), [-1])
+        return call(aten.index_select.default, all_rows, 0, self.index)
+
+    def packed(self, node: Node, layout: Layout) -> Node:
+        """A tensor with all rows as the rows that are there."""
+        return self._once((node, layout, None, None), lambda: self._pack(node, layout))
+
+    def spread(self, node: Node, batch: int | None, length: int | None) -> Node:
+        """A tensor that has positions alone, or sequences alone, with the dimension of rows in the place of those."""
+        return self._once((node, None, batch, length), lambda: self._spread(node, batch, length))
+
+    def _once(self, key: Any, make: Callable[[], Node]) -> Node:
+        if key not in self._packed:
+            self._packed[key] = make()
+        return self._packed[key]
+
+    def _pack(self, node: Node, layout: Layout) -> Node:
+        call = self.emit.call
+        if layout.merged:
+            return call(aten.index_select.default, node, layout.batch, self.index)
+        node, order = self._rows_first(node, layout)
+        rest = self._rest(node)
+        flat = call(aten.reshape.default, node, [-1, *rest]) if rest else call(aten.reshape.default, node, [-1])
+        taken = call(aten.unsqueeze.default, call(aten.index_select.default, flat, 0, self.index), 0)
+        return self._back(taken, order)
+
+    def _spread(self, node: Node, batch: int | None, length: int | None) -> Node:
+        call = self.emit.call
+        if batch is None:
+            assert length is not None
+            return call(aten.index_select.default, node, length, self._position_of_row)
+        taken = call(aten.index_select.default, node, batch, self._batch_of_row)
+        return taken if length is None else call(aten.transpose.int, taken, batch, length)
+
+    def unpacked(self, node: Node, layout: Layout) -> Node:
+        """A packed tensor with all rows in their places, and zeros in the places of those that are not there."""
+        call = self.emit.call
+        if layout.merged:
+            taken = call(aten.index_select.default, node, layout.batch, self._where)
+            shape = [-1 if d == layout.batch else 1 for d in range(len(self.emit.shape(node)))]
+            return self._zeroed(taken, call(aten.reshape.default, self._flat, shape))
+        node, order = self._rows_first(node, layout)
+        rest = self._rest(node)
+        taken = call(aten.index_select.default, node, 1, self._where)
+        whole = call(aten.reshape.default, taken, [self.batch, self.length, *rest])
+        there = call(aten.reshape.default, self.there, [self.batch, self.length, *(1 for _ in rest)])
+        return self._back(self._zeroed(whole, there), order)
+
+    @cached_property
+    def _where(self) -> Node:
+        """For every row of the padded tensors the packed row that it is."""
+        number = self.emit.call(aten.cumsum.default, self._flat, 0)
+        return self.emit.call(aten.clamp_min.default, self.emit.call(aten.sub.Tensor, number, 1), 0)
+
+    def prepare(self, spreads: bool, leaves: bool) -> None:
+        """Computes what operands and results need, in front of the region."""
+        for needed, name in ((spreads, "_position_of_row"), (spreads, "_batch_of_row"), (leaves, "_where")):
+            if needed:
+                getattr(self, name)
+
+    def _zeroed(self, value: Node, there: Node) -> Node:
+        held = tensor_value(value)
+        if held is not None and held.dtype == torch.bool:
+            return self.emit.call(aten.logical_and.default, value, there)
+        return self.emit.call(aten.where.ScalarOther, there, value, 0)
+
+    def _rows_first(self, node: Node, layout: Layout) -> tuple[Node, list[int] | None]:
+        if layout == (0, 1):
+            return node, None
+        order = [*layout, *(d for d in range(len(self.emit.shape(node))) if d not in layout)]
+        return self.emit.call(aten.permute.default, node, order), order
+
+    def _back(self, node: Node, order: list[int] | None) -> Node:
+        if order is None:
+            return node
+        return self.emit.call(aten.permute.default, node, [order.index(d) for d in range(len(order))])
+
+    def _rest(self, node: Node) -> list[int]:
+        rest = self.emit.shape(node)[2:]
+        if not all(isinstance(s, int) for s in rest):
+            raise CannotPackError("a size beside the rows is known at run time only")
+        return [s for s in rest if isinstance(s, int)]
+
+
+def mapped(node: Node, by: Callable[[Node], Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node with other nodes in them."""
+    args: Any = torch.fx.node.map_arg(node.args, by)
+    kwargs: Any = torch.fx.node.map_arg(node.kwargs, by)
+    return args, dict(kwargs)
+
+
+def _fakes(value: Any) -> Any:
+    return torch.fx.node.map_arg(value, fake_value)

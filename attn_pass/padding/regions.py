@@ -1,0 +1,146 @@
+"""The regions of one graph: found after its attentions are rewritten, one for each padding mask, each on its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from attn_pass.devices.device import Device
+from attn_pass.errors import first_line
+from attn_pass.graph.effects import Effects
+from attn_pass.graph.regions import Region, Regions
+from attn_pass.graph.values import Sizes
+from attn_pass.options import Options
+from attn_pass.padding.cost import is_product, too_small
+from attn_pass.padding.exits import FINITE, Surroundings
+from attn_pass.padding.masks import OTHER_ROWS, Group, groups
+from attn_pass.padding.packed import CannotPackError
+from attn_pass.padding.rewrite import Rewrite, leaves
+from attn_pass.padding.rules import Rules, plain_name
+from attn_pass.padding.trace import Proof, Trace, ancestors, prove
+from attn_pass.report.places import source_line
+from attn_pass.report.region import RegionReport
+
+ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
+FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
+Complain = Callable[[str, Exception], None]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph whose attentions are rewritten, and what is asked of its regions.
+
+    Attributes:
+        gm: the graph.
+        operator: the attention that takes packed rows.
+        sizes: those of the graph.
+        region: the state around the graph.
+        options: the user's.
+        device: what the attentions run on.
+    """
+
+    gm: GraphModule
+    operator: Any
+    sizes: Sizes
+    region: Region
+    options: Options
+    device: Callable[[Node], Device]
+
+
+def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
+    """Rewrites every region of a graph that is proved, in place; returns a record of each padding mask.
+
+    ``complain`` is told what failed, where something did; the region is left then.
+    """
+    reports = _refused(graph)
+    done: set[Node] = set()
+    while (group := next(_new(graph, done), None)) is not None:
+        done.update(group.sites)
+        record = RegionReport(
+            outcome="left",
+            reason="",
+            where=source_line(group.sites[0].meta),
+            sites=len(group.sites),
+            rows=tuple(s if isinstance(s, int) else str(s) for s in group.rows),
+        )
+        reports.append(record)
+        try:
+            _take_out(graph, group, record)
+        except CannotPackError as error:
+            record.mark_left(str(error))
+        except Exception as error:
+            record.mark_left(f"internal error: {type(error).__name__}: {first_line(error)}")
+            complain("a region is left with its padding", error)
+    return reports
+
+
+def _refused(graph: Graph) -> list[RegionReport]:
+    """The attentions that keep some keys and cannot run on packed rows, by the reason."""
+    by_reason: dict[str, list[Node]] = {}
+    for node, reason in groups(graph.gm.graph, graph.operator, graph.sizes)[1].items():
+        if reason != OTHER_ROWS:
+            by_reason.setdefault(reason, []).append(node)
+    return [
+        RegionReport(outcome="left", reason=reason, where=source_line(nodes[0].meta), sites=len(nodes))
+        for reason, nodes in by_reason.items()
+    ]
+
+
+def _new(graph: Graph, done: set[Node]) -> Iterator[Group]:
+    possible, _ = groups(graph.gm.graph, graph.operator, graph.sizes)
+    return (g for g in possible if done.isdisjoint(g.sites))
+
+
+def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
+    gm, sizes, options = graph.gm, graph.sizes, graph.options
+    strict = options.numerics == "strict"
+    around = Surroundings(Rules(sizes), group.rows, group.mask, graph.operator, options.assume_padding_unused, strict)
+    trace = Trace(group, around, Effects(gm.graph))
+    proof = prove(trace)
+    record.stops = tuple(dict.fromkeys(_stops(trace, proof)))
+    record.operations = dict(Counter(_name(n, group) for n in gm.graph.nodes if n in proof.layouts))
+    if reason := _not_packed(graph, proof, record):
+        record.mark_left(reason)
+        return
+    exits = leaves(proof)
+    rewrite = Rewrite(gm, sizes, Regions(gm.graph, graph.region), trace, proof)
+    rewrite.apply()
+    record.outcome, record.packed = "packed", len(proof.sites)
+    record.reason = f"rows of padding reach no result: {record.packed} attentions run on packed rows"
+    record.entries = tuple(dict.fromkeys(n.name for n in rewrite.entries))
+    record.exits = tuple(dict.fromkeys(f"{leaving.words}{_place(user)}" for _, user, leaving in exits))
+    by_word = any(user.op == "output" for _, user, _ in exits)
+    finite = any(leaving.words == FINITE for *_, leaving in exits)
+    record.assumptions = (*(ASSUMED,) * by_word, *(FINITE_ROWS,) * finite)
+
+
+def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
+    """Why a region that is proved is left as it is; empty where it is not."""
+    if not proof.sites:
+        return record.stops[0] if record.stops else "its attentions have no rows that could be followed"
+    if not any(is_product(node) for node in proof.layouts):
+        return "nothing but the attention itself would run on fewer rows"
+    if graph.options.choose != "cheapest":
+        return ""
+    return too_small(proof, graph.device(proof.sites[0]), graph.sizes.hint)
+
+
+def _stops(trace: Trace, proof: Proof) -> Iterator[str]:
+    """What sees padding behind an attention; what does so before the first one ends no region."""
+    sites = set(proof.group.sites)
+    for node, reason in proof.stops.items():
+        if not sites.isdisjoint(ancestors((node,))):
+            yield reason
+
+
+def _name(node: Node, group: Group) -> str:
+    return "attention" if node in group.sites else plain_name(node) or node.name
+
+
+def _place(user: Node) -> str:
+    where = source_line(user.meta)
+    return "" if where.startswith("unknown") else f" ({where})"

@@ -1,0 +1,158 @@
+"""Writes a proved region down: its operations on packed rows, in the order they had, and exits with all rows again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attn_pass.graph.regions import Regions
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.padding.exits import Exit
+from attn_pass.padding.layouts import Layout
+from attn_pass.padding.masks import PER_BATCH
+from attn_pass.padding.packed import CannotPackError, Emitter, Packing, mapped
+from attn_pass.padding.rules import Rule
+from attn_pass.padding.trace import Proof, Trace
+
+aten = torch.ops.aten
+
+
+class Rewrite:
+    """One region of one graph."""
+
+    def __init__(self, gm: GraphModule, sizes: Sizes, regions: Regions, trace: Trace, proof: Proof) -> None:
+        self.gm, self.sizes, self.regions, self.trace, self.proof = gm, sizes, regions, trace, proof
+        self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        self.anchor = self._anchor()
+        self.new: dict[Node, Node] = {}
+        self.entries: list[Node] = []  # what is packed where the region begins
+
+    def _anchor(self) -> Node:
+        """The node in front of which rows are counted: behind the mask, and behind all inputs."""
+        last = max(self.proof.group.mask.nodes, key=self.order.__getitem__)
+        after = last.next
+        while after.op in ("placeholder", "get_attr"):
+            after = after.next
+        return after
+
+    def apply(self) -> None:
+        """Changes the graph. Raises `CannotPackError`, or what torch raises on fake values, before anything has."""
+        region = [n for n in self.gm.graph.nodes if n in self.proof.layouts]
+        state = self.regions.of(self.anchor)
+        self._check(region, state)
+        first = self.proof.sites[0]
+        emit = Emitter(self.gm, self.sizes, first, self.anchor, state)
+        exits = [e for by_user in self.proof.exits.values() for e in by_user.values()]
+        value = tensor_value(first)
+        assert value is not None
+        replaced: list[tuple[Node, Node, Node]] = []
+        with emit.running():
+            packing = Packing(emit, self.proof.group.mask, self.proof.group.rows, exits, value.device)
+            packing.prepare(self._spreads(region), bool(exits))
+            for node in region:
+                before = self.anchor if self.order[node] < self.order[self.anchor] else node
+                with emit.standing(before, node, self.regions.of(before)):
+                    self.new[node] = self._packed_call(emit, packing, node)
+            for node, by_user in self.proof.exits.items():
+                user = min(by_user, key=self.order.__getitem__)
+                with emit.standing(user, node, self.regions.of(user)):
+                    whole = packing.unpacked(self.new[node], self.proof.layouts[node])
+                replaced += [(user, node, whole) for user in by_user]
+        for user, node, whole in replaced:
+            user.replace_input_with(node, whole)
+        for node in reversed(region):
+            self.gm.graph.erase_node(node)
+
+    def _check(self, region: list[Node], state: Any) -> None:
+        """Raises `CannotPackError` where an operation would have to move to where it means something else."""
+        start = self.order[self.anchor]
+        early = [n for n in region if self.order[n] < start]
+        if any(self.regions.of(n) != state for n in early):
+            raise CannotPackError("it begins under another state, of autocast or gradients, than its mask is made in")
+        users = (u for by_user in self.proof.exits.values() for u in by_user)
+        if any(self.order[u] < start for u in users):
+            raise CannotPackError("rows leave it before its mask is made")
+
+    def _spreads(self, region: list[Node]) -> bool:
+        """Whether some operand lacks the batch or the positions."""
+        return any(
+            self.trace.of_operand(node, rule, operand) is None and dims
+            for node in region
+            if (rule := self.trace.rule(node)) is not None and rule.spreads
+            for operand, dims in rule.flows
+        )
+
+    # ------------------------------------------------------------ one operation
+
+    def _packed_call(self, emit: Emitter, packing: Packing, node: Node) -> Node:
+        rule, layout = self.trace.rule(node), self.proof.layouts[node]
+        assert rule is not None
+        operands = {n: self._operand(emit, packing, node, rule, n) for n, _ in rule.flows}
+        if node in self.proof.group.sites:
+            return self._attention(emit, packing, node, operands)
+        if rule.reshapes:
+            (source,) = operands.values()
+            return emit.call(aten.reshape.default, source, self._shape(node, layout, packing))
+
+        def taken(old: Node) -> Node:
+            return operands.get(old, old)
+
+        args, kwargs = mapped(node, taken)
+        return emit.call(node.target, *args, op=node.op, **kwargs)
+
+    def _operand(self, emit: Emitter, packing: Packing, node: Node, rule: Rule, operand: Node) -> Node:
+        if operand in self.new:
+            return self.new[operand]
+        layout = self.trace.of_operand(node, rule, operand)
+        if layout is not None:
+            self.entries.append(operand)
+            return packing.packed(operand, layout)
+        dims = next(d for flow, d in rule.flows if flow is operand)
+        return self._spread(packing, self.proof.layouts[node], node, operand, dims)
+
+    def _spread(self, packing: Packing, layout: Layout, node: Node, operand: Node, dims: Mapping[int, int]) -> Node:
+        """An operand that lacks the batch, the positions or both."""
+        from_result = {new: old for old, new in dims.items()}
+        batch, length = from_result.get(layout.batch), from_result.get(layout.length)
+        if batch is None and length is None:
+            return operand
+        self.entries.append(operand)
+        if batch is not None and length is None:
+            rules = self.trace.around.rules
+            length = layout.length - len(rules.shape(node)) + len(rules.shape(operand))
+        return packing.spread(operand, batch, length)
+
+    def _shape(self, node: Node, layout: Layout, packing: Packing) -> list[Any]:
+        """The shape of a packed result."""
+        shape: list[Any] = []
+        for dim, size in enumerate(self.trace.around.rules.shape(node)):
+            if dim == layout.length:
+                shape.append(packing.count)
+            elif dim == layout.batch:
+                shape.append(1)
+            elif isinstance(size, int):
+                shape.append(size)
+            else:
+                raise CannotPackError("a size beside the rows is known at run time only")
+        return shape
+
+    def _attention(self, emit: Emitter, packing: Packing, node: Node, operands: Mapping[Node, Node]) -> Node:
+        given: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name not in ("keep", *PER_BATCH)}
+        if given.get("captured"):
+            given["captured"] = [self._of_four(emit, x) for x in given["captured"]]
+        query, key, value = (operands[n] for n in node.args[:3] if isinstance(n, Node))
+        given |= {"keep": packing.keep, "offsets": packing.offsets}
+        return emit.call(node.target, query, key, value, *node.args[3:], **given)
+
+    def _of_four(self, emit: Emitter, node: Any) -> Node:
+        shape = emit.shape(node)
+        missing = 4 - len(shape)
+        return emit.call(aten.reshape.default, node, [*(1 for _ in range(missing)), *shape]) if missing else node
+
+
+def leaves(proof: Proof) -> list[tuple[Node, Node, Exit]]:
+    """Every place where rows leave a region: the value, its user and why that is allowed."""
+    return [(node, user, found) for node, by_user in proof.exits.items() for user, found in by_user.items()]

@@ -1,0 +1,317 @@
+"""Operator by operator: which operations work row by row, and which dimension of an operand is which of the result.
+
+An operation that has a rule gives for each row what it would give for that row alone. What has none mixes rows, as a
+batch norm, a sum over positions and a convolution do, or is not known: a region ends before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.model.index import Index
+from attn_pass.padding.layouts import broadcast
+from attn_pass.reading.pointwise import POINTWISE
+from attn_pass.reading.vocabulary import Call, one_or_many, understand
+
+Shape = tuple[Index, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row-wise operation.
+
+    ``flows`` are the operands whose rows the result's are made of, with the result's dimension for each of theirs;
+    ``whole`` those that are read whole for every row, as weights are.
+    """
+
+    flows: tuple[tuple[Node, Mapping[int, int]], ...]
+    whole: tuple[Node, ...] = ()
+    reshapes: bool = False  # the dimensions follow from the shapes
+    spreads: bool = False  # an operand may lack the batch or the positions: then it is the same for all of them
+
+
+class Rules:
+    """The rules of one graph's nodes."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._known: dict[Node, Rule | None] = {}
+
+    def of(self, node: Node) -> Rule | None:
+        """The rule of a node; None where it may mix rows."""
+        if node not in self._known:
+            self._known[node] = self._rule(node)
+        return self._known[node]
+
+    def shape(self, node: Node) -> Shape:
+        """The shape of a node's tensor, or of the first where it is a list of them."""
+        value = first_tensor(node)
+        return () if value is None else self.sizes.shape(value)
+
+    def _rule(self, node: Node) -> Rule | None:
+        if node.op not in ("call_function", "call_method") or first_tensor(node) is None:
+            return None
+        call = understand(node)
+        if call is not None and not call.in_place:
+            rule = _BY_OPERATION.get(call.op)
+            if rule is not None:
+                return rule(self, node, call)
+            if call.op in _MIXING:
+                return None
+            if call.op in POINTWISE:
+                return self.pointwise(node)
+        if node.kwargs.get("inplace") or "out" in node.kwargs:
+            return None
+        name = plain_name(node)
+        if name in ("layer_norm", "rms_norm"):
+            return self._norm(node)
+        if name == "mean":
+            dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+            held = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+            return self.reduced(node, node.args[0] if node.args else node.kwargs.get("input"), dims, bool(held))
+        return self.pointwise(node) if _is_pointwise(node, name) else None
+
+    def reduced(self, node: Node, source: Any, dims: Any, held: bool) -> Rule | None:
+        """A reduction over ``dims``, which the result has still where they are ``held``."""
+        if not isinstance(source, Node) or dims is None:
+            return None
+        rank, dims = len(self.shape(source)), one_or_many(dims)
+        if not all(type(d) is int for d in dims):
+            return None
+        left = [d for d in range(rank) if d not in {d % rank for d in dims}]
+        return Rule(((source, {d: d if held else n for n, d in enumerate(left)}),))
+
+    def pointwise(self, node: Node) -> Rule | None:
+        """Every element of the result is made of one of each operand, which may be broadcast."""
+        if tensor_value(node) is None:
+            return None
+        shape = self.shape(node)
+        flows = tuple((n, broadcast(self.shape(n), shape)) for n in node.all_input_nodes if tensor_value(n) is not None)
+        return Rule(flows, spreads=True)
+
+    def _norm(self, node: Node) -> Rule | None:
+        normalized = node.kwargs.get("normalized_shape", node.args[1] if len(node.args) > 1 else None)
+        source = node.args[0] if node.args else node.kwargs.get("input")
+        if not isinstance(normalized, (tuple, list, torch.Size)) or not isinstance(source, Node):
+            return None
+        kept = len(self.shape(node)) - len(normalized)
+        return self.keeping(node, source, range(kept))
+
+    def keeping(self, node: Node, source: Any, dims: Any) -> Rule | None:
+        """One operand whose dimensions ``dims`` stay where they are; all others are read whole."""
+        if not isinstance(source, Node):
+            return None
+        whole = tuple(n for n in node.all_input_nodes if n is not source and tensor_value(n) is not None)
+        return Rule(((source, {d: d for d in dims}),), whole)
+
+
+def first_tensor(node: Node) -> torch.Tensor | None:
+    """The fake tensor of a node, or the first of several."""
+    value = fake_value(node)
+    if isinstance(value, (tuple, list)) and value and all(isinstance(v, torch.Tensor) for v in value):
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def plain_name(node: Node) -> str:
+    """What an operation is called in torch."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name.split("::")[1]) if target.namespace in ("aten", "prims") else ""
+    if isinstance(target, str):
+        return target
+    owner = getattr(target, "__module__", "") or ""
+    return str(getattr(target, "__name__", "")) if owner.startswith(("torch", "_operator")) or not owner else ""
+
+
+def _is_pointwise(node: Node, name: str) -> bool:
+    """Whether torch itself says that every element of the result depends on one element of each operand."""
+    target = node.target
+    overloads: list[Any] = [target] if isinstance(target, torch._ops.OpOverload) else []
+    packet = getattr(torch.ops.aten, name, None) if name and not overloads and not name.endswith("_") else None
+    if packet is not None:
+        overloads = [getattr(packet, o) for o in packet.overloads() if not o.endswith("out")]
+    tags = [o.tags for o in overloads]
+    pointwise, random = torch.Tag.pointwise, torch.Tag.nondeterministic_seeded
+    if not tags or not all(pointwise in t and random not in t for t in tags):
+        return False
+    return not any(o._schema.is_mutable for o in overloads)
+
+
+# ---------------------------------------------------------------- by operation
+
+
+def _reshape(rules: Rules, node: Node, call: Call) -> Rule | None:
+    source = call["input"]
+    return Rule(((source, {}),), reshapes=True) if isinstance(source, Node) else None
+
+
+def _same(rules: Rules, node: Node, call: Call) -> Rule | None:
+    return rules.keeping(node, call["input"], range(len(rules.shape(node))))
+
+
+def _dropout(rules: Rules, node: Node, call: Call) -> Rule | None:
+    off = call["training"] is False or call["p"] == 0
+    return _same(rules, node, call) if off else None
+
+
+def _moved(order: Callable[[Call, int], tuple[int, ...] | None]) -> Callable[[Rules, Node, Call], Rule | None]:
+    def rule(rules: Rules, node: Node, call: Call) -> Rule | None:
+        source, dims = call["input"], order(call, len(rules.shape(node)))
+        if dims is None or not isinstance(source, Node):
+            return None
+        return Rule(((source, {old: new for new, old in enumerate(dims)}),))
+
+    return rule
+
+
+def _permuted(call: Call, rank: int) -> tuple[int, ...] | None:
+    dims = one_or_many(call["dims"])
+    return tuple(d % rank for d in dims) if all(isinstance(d, int) for d in dims) else None
+
+
+def _transposed(call: Call, rank: int) -> tuple[int, ...] | None:
+    a, b = call["dim0"], call["dim1"]
+    if not isinstance(a, int) or not isinstance(b, int):
+        return None
+    order = list(range(rank))
+    order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+    return tuple(order)
+
+
+def _last_two(call: Call, rank: int) -> tuple[int, ...] | None:
+    return (*range(rank - 2), rank - 1, rank - 2) if rank >= 2 else None
+
+
+def _all_but_last(rules: Rules, node: Node, call: Call) -> Rule | None:
+    return rules.keeping(node, call["input"], range(len(rules.shape(node)) - 1))
+
+
+def _matmul(rules: Rules, node: Node, call: Call) -> Rule | None:
+    left, right = call["input"], call["other"]
+    if not isinstance(right, Node) or len(rules.shape(right)) != 2:
+        return None
+    return rules.keeping(node, left, range(len(rules.shape(node)) - 1))
+
+
+def _added_product(rules: Rules, node: Node, call: Call) -> Rule | None:
+    added = call["input"]
+    if len(rules.shape(node)) != 2 or not isinstance(added, Node) or len(rules.shape(added)) != 1:
+        return None
+    return rules.keeping(node, call["batch1"], (0,))
+
+
+def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], Rule | None]:
+    """Operations over dimensions ``name``, which the result has still if it ``keeps`` them."""
+
+    def rule(rules: Rules, node: Node, call: Call) -> Rule | None:
+        return rules.reduced(node, call["input"], call.get(name), keeps or bool(call.get("keepdim", False)))
+
+    return rule
+
+
+def _embedding(rules: Rules, node: Node, call: Call) -> Rule | None:
+    if call.get("max_norm") is not None:
+        return None
+    return rules.keeping(node, call["index"], range(len(rules.shape(node)) - 1))
+
+
+def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
+    parts, dim = call["input"], call["dim"]
+    if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
+        return None
+    rank = len(rules.shape(node))
+    dims = {d: d for d in range(rank) if d != dim % rank}
+    return Rule(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
+
+
+def _pieces(rules: Rules, node: Node, call: Call) -> Rule | None:
+    dim, rank = call["dim"], len(rules.shape(node))
+    return rules.keeping(node, call["input"], [d for d in range(rank) if d != dim % rank])
+
+
+def _without_dim(rules: Rules, node: Node, call: Call) -> Rule | None:
+    source, dim = call["input"], call["dim"]
+    if not isinstance(source, Node) or not isinstance(dim, int) or not isinstance(call.get("index", 0), int):
+        return None
+    rank = len(rules.shape(source))
+    left = [d for d in range(rank) if d != dim % rank]
+    return Rule(((source, {d: n for n, d in enumerate(left)}),))
+
+
+def _sliced(rules: Rules, node: Node, call: Call) -> Rule | None:
+    dim, rank = call["dim"], len(rules.shape(node))
+    return rules.keeping(node, call["input"], [d for d in range(rank) if d != dim % rank])
+
+
+def _getitem(rules: Rules, node: Node, call: Call) -> Rule | None:
+    source, index = call["input"], call["index"]
+    if not isinstance(source, Node):
+        return None
+    if isinstance(fake_value(source), (tuple, list)):
+        return rules.keeping(node, source, range(len(rules.shape(node)))) if isinstance(index, int) else None
+    dims = indexed_dims(index, len(rules.shape(source)))
+    return None if dims is None else Rule(((source, dims),))
+
+
+def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
+    """Where the dimensions go that ``x[index]`` takes whole; None for an index that is no slice, number or None."""
+    entries = list(index) if isinstance(index, (tuple, list)) else [index]
+    if any(not (e is None or e is Ellipsis or isinstance(e, slice) or type(e) is int) for e in entries):
+        return None
+    if Ellipsis in entries:
+        at = entries.index(Ellipsis)
+        taken = sum(e is not None and e is not Ellipsis for e in entries)
+        entries[at : at + 1] = [slice(None)] * (rank - taken)
+    dims, source, result = {}, 0, 0
+    for entry in entries:
+        if entry is None:
+            result += 1
+        elif isinstance(entry, slice):
+            if entry == slice(None):
+                dims[source] = result
+            source, result = source + 1, result + 1
+        else:
+            source += 1
+    return dims | {d: result + d - source for d in range(source, rank)}
+
+
+_BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
+    "reshape": _reshape,
+    "copy": _same,
+    "detach": _same,
+    "cast": _same,
+    "dropout": _dropout,
+    "permute": _moved(_permuted),
+    "transpose": _moved(_transposed),
+    "mT": _moved(_last_two),
+    "t": _moved(_last_two),
+    "linear": _all_but_last,
+    "matmul": _matmul,
+    "baddbmm": _added_product,
+    "softmax": _over("dim", keeps=True),
+    "log_softmax": _over("dim", keeps=True),
+    "normalize": _over("dim", keeps=True),
+    "sum": _over("dim", keeps=False),
+    "amax": _over("dim", keeps=False),
+    "logsumexp": _over("dim", keeps=False),
+    "vector_norm": _over("dim", keeps=False),
+    "embedding": _embedding,
+    "cat": _cat,
+    "pieces": _pieces,
+    "unbind": _without_dim,
+    "select": _without_dim,
+    "slice": _sliced,
+    "narrow": _sliced,
+    "getitem": _getitem,
+    "method_where": lambda rules, node, call: rules.pointwise(node),
+    "masked_fill": lambda rules, node, call: rules.pointwise(node),
+    "pow": lambda rules, node, call: rules.pointwise(node),
+}
+_MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "max", "all", "any", "lookup"})

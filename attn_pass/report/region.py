@@ -1,0 +1,75 @@
+"""The record of one region without padding: what was proved, where its rows leave it, and why it is no larger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from attn_pass.report.json_schema import check_fields
+
+
+@dataclass(eq=False, kw_only=True)
+class RegionReport:
+    """The attentions of a graph that share a padding mask, and what runs without padding around them.
+
+    Attributes:
+        outcome: "packed" if rows of padding are not computed, "left" if they are.
+        reason: the reason for the outcome, in plain words.
+        where: source line of the first attention.
+        sites: how many attentions with this mask there are, and of them
+        packed: how many run on packed rows.
+        rows: the sizes of batch and positions; a symbolic size is shown by its name.
+        operations: how often each operation runs row by row, by its name.
+        entries: what is packed where the region begins, by the node's name.
+        exits: where rows leave the region, and why padding is not seen there.
+        stops: what may see rows of padding, so that the region ends before it.
+        assumptions: the user's word that it rests on.
+    """
+
+    outcome: Literal["packed", "left"]
+    reason: str
+    where: str = "unknown source line"
+    sites: int = 0
+    packed: int = 0
+    rows: tuple[int | str, ...] = ()
+    operations: dict[str, int] = field(default_factory=dict)
+    entries: tuple[str, ...] = ()
+    exits: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def mark_left(self, reason: str) -> None:
+        """Record that padding is computed after all."""
+        self.outcome, self.reason, self.packed = "left", reason, 0
+        self.entries, self.exits, self.assumptions, self.operations = (), (), (), {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with lists for tuples: ready for JSON."""
+        return {
+            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value for f in fields(self)
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> RegionReport:
+        """The inverse of `to_dict`, without fields of other versions; raises ValueError for anything else."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
+        check_fields(cls, values)
+        return cls(**values)
+
+    def lines(self) -> list[str]:
+        """The record as text: one line, and one for each step of the proof."""
+        if self.outcome == "left":
+            text = f"padding is computed: {self.reason} ({self.sites} sites with a padding mask, {self.where})"
+            return [text, *(f"  stopped: {stop}" for stop in self.stops if stop != self.reason)]
+        operations = ", ".join(f"{name} x{count}" for name, count in self.operations.items())
+        return [
+            f"padding is not computed: {self.packed} of {self.sites} attentions run on packed rows of"
+            f" ({', '.join(map(str, self.rows))}), {self.where}",
+            f"  row by row: {operations}",
+            f"  packed: {', '.join(self.entries)}",
+            *(f"  seen by nobody: {text}" for text in self.exits),
+            *(f"  stopped: {stop}" for stop in self.stops),
+            *(f"  assumed: {text}" for text in self.assumptions),
+        ]

@@ -1,0 +1,468 @@
+"""Regions without padding: what is proved, what is not, and that results are those of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.report.region import RegionReport
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+B, L, H, E = 4, 24, 2, 16
+LOWEST = torch.finfo(torch.float32).min
+LENGTHS = ((24, 5, 11, 1), (3, 24, 0, 9), (24, 24, 24, 24))
+
+
+def masks(left: bool = False) -> list[Tensor]:
+    """Masks of several batches: lengths that differ, one sequence without keys, none with padding."""
+    made = [(torch.arange(L) < torch.tensor(n)[:, None]).long() for n in LENGTHS]
+    return [m.flip(1) for m in made] if left else made
+
+
+class Layer(nn.Module):
+    """A layer of an encoder as transformers writes it, with its attention by hand or by torch's call."""
+
+    def __init__(self, eager: bool = True) -> None:
+        super().__init__()
+        self.eager = eager
+        self.qkv = nn.ModuleList(nn.Linear(E, E) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(E, E), nn.Linear(E, 2 * E), nn.Linear(2 * E, E)
+        self.norm, self.norm_after = nn.LayerNorm(E), nn.LayerNorm(E)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (one(x).view(batch, length, H, E // H).transpose(1, 2) for one in self.qkv)
+        if self.eager:
+            added = torch.where(keep[:, None, None, :].expand(batch, 1, length, length), 0.0, LOWEST)
+            y = self.dropout((q @ k.transpose(2, 3) * 0.4 + added).softmax(-1)) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, keep[:, None, None, :], scale=0.4)
+        y = y.transpose(1, 2).contiguous().reshape(batch, length, E)
+        x = self.norm(self.dropout(self.out(y)) + x)
+        return self.norm_after(self.dropout(self.down(F.gelu(self.up(x)))) + x)
+
+
+class Encoder(nn.Module):
+    """Embeddings, two layers, and what becomes of the rows: ``after(self, x, mask)``; ``between`` after the first."""
+
+    def __init__(
+        self,
+        after: Callable[..., Any],
+        between: Callable[..., Tensor] | None = None,
+        eager: bool = True,
+        layers: int = 2,
+    ) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, E), nn.Embedding(L, E)
+        self.norm, self.head = nn.LayerNorm(E), nn.Linear(E, 3)
+        self.layers = nn.ModuleList(Layer(eager) for _ in range(layers))
+        self.after, self.between = after, between
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        keep = mask.bool()
+        x = self.norm(self.words(ids) + self.places(torch.arange(ids.shape[1]))[None])
+        for number, layer in enumerate(self.layers):
+            x = layer(x, keep)
+            if self.between is not None and number == 0:
+                x = self.between(x, keep)
+        return self.after(self, x, mask)
+
+
+def first(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return torch.tanh(model.head(x[:, 0]))
+
+
+def mean(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.unsqueeze(-1).expand(x.size()).float()
+    return model.head((x * weights).sum(1) / weights.sum(1).clamp(min=1e-9))
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 50, (B, L))
+
+
+def ran(model: nn.Module, batches: list[Tensor], **options: Any) -> tuple[list[RegionReport], list[Any], list[Any]]:
+    """The regions of one program, and its results with the pass and in eager for every batch."""
+    torch._dynamo.reset()
+    model = model.eval()
+    words = ids()
+    dynamic = options.pop("dynamic", None)
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise", **options)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        results = [compiled(words, mask) for mask in batches]
+        wanted = [model(words, mask) for mask in batches]
+    return report.regions, results, wanted
+
+
+def packed(model: nn.Module, batches: list[Tensor] | None = None, **options: Any) -> RegionReport:
+    """The one region of a model, after its results were compared with eager's."""
+    regions, results, wanted = ran(model, masks() if batches is None else batches, **options)
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    (region,) = regions
+    assert region.outcome == "packed", region.reason
+    return region
+
+
+def left(model: nn.Module, batches: list[Tensor] | None = None, **options: Any) -> RegionReport:
+    """The one record of a model that is left, after its results were compared with eager's."""
+    regions, results, wanted = ran(model, masks() if batches is None else batches, **options)
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    (region,) = regions
+    assert region.outcome == "left" and region.packed == 0
+    return region
+
+
+# ---------------------------------------------------------------- what is proved
+
+
+@pytest.mark.parametrize(
+    ("after", "padding_left", "eager"), [(first, True, True), (first, False, False), (mean, False, True)]
+)
+def test_an_encoder_is_packed(after: Callable[..., Any], padding_left: bool, eager: bool) -> None:
+    batches = masks(padding_left)
+    if not eager:  # a fully masked row of torch's call has no mean
+        batches = [m for m in batches if m.any(1).all()]
+    region = packed(Encoder(after, eager=eager), batches)
+    assert (region.sites, region.packed) == (2, 2)
+    assert region.operations["linear"] == 12 and region.operations["layer_norm"] == 5
+
+
+def test_keys_that_lie_anywhere() -> None:
+    assert packed(Encoder(mean), [(torch.rand(B, L) < 0.5).long() for _ in range(3)]).packed == 2
+
+
+def test_any_size_of_the_batch() -> None:
+    full = [m for m in masks() if m.any(1).all()]
+    assert packed(Encoder(first, eager=False), full, dynamic=True).rows != (B, L)
+
+
+@pytest.mark.parametrize("position", [0, 3, -1, -2])
+def test_a_position_that_is_pooled(position: int) -> None:
+    region = packed(Encoder(lambda model, x, mask: model.head(x[:, position])))
+    assert "is read" in region.exits[0]
+
+
+def test_a_slice_of_the_first_position() -> None:
+    packed(Encoder(lambda model, x, mask: model.head(x[:, 0:1])))
+
+
+def test_a_position_that_is_found_at_run_time() -> None:
+    def last_kept(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model.head(x[torch.arange(B), mask.sum(1) - 1])
+
+    region = packed(Encoder(last_kept))
+    assert "found at run time" in region.exits[0]
+
+
+def test_padding_that_is_filled() -> None:
+    def largest(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return model.head(x.masked_fill(mask[:, :, None] == 0, -1e4).max(1).values)
+
+    packed(Encoder(largest))
+    packed(Encoder(lambda model, x, mask: torch.where(mask.bool()[..., None], x, 0.0).sum(1)))
+    packed(Encoder(lambda model, x, mask: torch.where(mask[..., None] == 0, 0.0, x).sum(1)))
+
+
+def test_a_mask_that_is_another_than_the_attentions() -> None:
+    """Rows that the pooling reads and the attention does not are computed as well."""
+
+    def every_other(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return (x * (torch.arange(L) % 2)[None, :, None]).sum(1)
+
+    _, results, wanted = ran(Encoder(every_other), masks())
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_ignores_labels() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder(lambda model, x, mask: model.head(x))
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            labels = torch.where(mask.bool(), words % 3, -100)
+            return F.cross_entropy(self.encoder(words, mask).view(-1, 3), labels.view(-1))
+
+    region = packed(Loss())
+    assert "ignores labels of -100" in region.exits[0]
+
+
+def test_a_cross_attention_masks_the_same_keys() -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder(lambda model, x, mask: x)
+            self.k, self.v = nn.Linear(E, E), nn.Linear(E, E)
+            self.q = nn.Parameter(torch.randn(B, H, 5, E // H))
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            x = self.encoder(words, mask)
+            k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in (self.k, self.v))
+            added = torch.where(mask.bool()[:, None, None, :], 0.0, LOWEST)
+            return (self.q @ k.transpose(2, 3) + added).softmax(-1) @ v
+
+    region = packed(Cross())
+    assert region.packed == 2 and "masked in another attention" in region.exits[0]
+
+
+def test_two_encoders_are_two_regions() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Encoder(first), Encoder(mean)
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            return self.one(words, mask) + self.other(words, mask.flip(0))
+
+    regions, results, wanted = ran(Two(), masks())
+    assert [r.outcome for r in regions] == ["packed", "packed"]
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_causal_attention_keeps_its_order() -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(3)), nn.Embedding(50, E)
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            x = self.words(words)
+            q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.qkv)
+            keep = torch.ones(L, L, dtype=torch.bool).tril() & mask.bool()[:, None, None, :]
+            y = (q @ k.transpose(2, 3)).masked_fill(~keep, LOWEST).softmax(-1) @ v
+            return mean_of(y.transpose(1, 2).reshape(B, L, E), mask)
+
+    batches = [(torch.rand(B, L) < 0.6).long() for _ in range(2)]
+    for batch in batches:
+        batch[:, 0] = 1
+    packed(Causal(), batches)
+
+
+def mean_of(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask[..., None]).sum(1)
+
+
+def test_autocast_and_half_precision() -> None:
+    def program(model: nn.Module) -> nn.Module:
+        class Cast(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return self.model(words, mask)
+
+        return Cast()
+
+    for model in (program(Encoder(first, eager=False)), Encoder(first, eager=False).bfloat16()):
+        regions, results, wanted = ran(model, [m for m in masks() if m.any(1).all()])
+        assert [r.outcome for r in regions] == ["packed"]
+        for result, expected in zip(results, wanted):
+            torch.testing.assert_close(result, expected, rtol=0.03, atol=0.03)
+
+
+def test_a_region_after_hidden_states_that_leave() -> None:
+    """The first layer's rows are returned: it is computed as it was, and the second one is packed."""
+
+    class Returned(Encoder):
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            x = self.layers[0](self.norm(self.words(ids)), mask.bool())
+            return x, first(self, self.layers[1](x, mask.bool()), mask)
+
+    region = packed(Returned(first))
+    assert (region.sites, region.packed) == (2, 1) and "in the result" in region.stops[0]
+
+
+# ---------------------------------------------------------------- what is not
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (lambda model, x, mask: x, "rows of padding are in the result of the model"),
+        (lambda model, x, mask: model.head(x), "rows of padding are in the result of the model"),
+        (lambda model, x, mask: model.head(x.mean(1)), "mean may mix rows of padding"),
+        (lambda model, x, mask: model.head(x.max(1).values), "max may mix rows of padding"),
+        (lambda model, x, mask: (x * torch.rand(B, L, 1)).sum(1), "sum may mix rows of padding"),
+        (lambda model, x, mask: (x * x[:, :, :1].exp()).sum(1), "sum may mix rows of padding"),
+        (lambda model, x, mask: x.masked_fill(mask[:, None, :].bool().expand(B, E, L).mT, 0.0).sum(1), ""),
+        (lambda model, x, mask: x.flip(1)[:, 0], "flip may mix rows of padding"),
+        (lambda model, x, mask: x[mask.bool()].sum(0), ""),
+        (lambda model, x, mask: x.softmax(1)[:, 0], "softmax may mix rows of padding"),
+        (lambda model, x, mask: x.cumsum(1)[:, 0], "cumsum may mix rows of padding"),
+    ],
+)
+def test_rows_of_padding_that_are_seen(after: Callable[..., Any], reason: str) -> None:
+    torch.manual_seed(0)
+    model = Encoder(after).eval()
+    compiled = torch.compile(
+        model, backend=attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    )
+    words, mask = ids(), masks()[0]
+    with torch.no_grad(), attn_pass.record() as report:
+        torch.manual_seed(1)
+        result = compiled(words, mask)
+        torch.manual_seed(1)
+        torch.testing.assert_close(result, model(words, mask), rtol=1e-4, atol=1e-5)
+    for region in report.regions:
+        assert region.outcome == "left" or not reason
+        assert reason in region.reason
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(E)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Conv1d(E, E, 3, padding=1)
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        return self.over(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _shifted(x: Tensor, keep: Tensor) -> Tensor:
+    return x + x.roll(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("between", "name"), [(BatchNorm(), "batch_norm"), (Convolution(), "conv1d"), (_shifted, "roll")]
+)
+def test_an_operation_that_mixes_rows_ends_the_region(between: Callable[..., Tensor], name: str) -> None:
+    """What comes behind it is packed; what is before it is not."""
+    region = packed(Encoder(first, between))
+    assert (region.sites, region.packed) == (2, 1)
+    assert any(f"{name} may mix" in stop for stop in region.stops)
+    assert left(Encoder(first, between, layers=1)).reason.startswith(f"{name} may mix")
+
+
+def test_dropout_that_is_on() -> None:
+    class On(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder(lambda model, x, mask: F.dropout(x, 0.5, training=True)[:, 0])
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            return self.encoder(words, mask)
+
+    regions, _, _ = ran(On(), masks()[:1])
+    assert [r.outcome for r in regions] == ["left"] and "dropout may mix" in regions[0].reason
+
+
+def test_a_mask_that_is_not_padding() -> None:
+    class PerQuery(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(E, E)
+
+        def forward(self, words: Tensor, keep: Tensor) -> Tensor:
+            x = self.linear(F.one_hot(words % E, E).float())
+            y = x.view(B, L, H, -1).transpose(1, 2)
+            return F.scaled_dot_product_attention(y, y, y, keep[:, None])[:, :, 0]
+
+    keep = (torch.rand(B, L, L) < 0.5) | torch.eye(L, dtype=torch.bool)
+    assert "differs from query to query" in left(PerQuery(), [keep]).reason
+
+
+def test_rows_that_are_written_in_place_are_left() -> None:
+    def written(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + 0
+        x[:, 1] = x[:, 2]
+        return x[:, 0]
+
+    assert left(Encoder(written)).outcome == "left"
+
+
+def test_attention_alone_is_left() -> None:
+    def alone(x: Tensor, mask: Tensor) -> Tensor:
+        y = x.view(B, L, H, E // H).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y, mask.bool()[:, None, None, :])[:, :, 0]
+
+    class Alone(nn.Module):
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            return alone(F.one_hot(words % E, E).float(), mask)
+
+    assert "nothing but the attention itself" in left(Alone(), masks()[:1]).reason
+
+
+def test_what_is_small_is_left() -> None:
+    model, words, mask = Encoder(first).eval(), ids(), masks()[0]
+    with torch.no_grad(), attn_pass.record() as report:
+        backend = attn_pass.wrap("eager", rules={"*": ("cpu_kernel",)})
+        torch.testing.assert_close(torch.compile(model, backend=backend)(words, mask), model(words, mask))
+    assert "less than packing pays for" in report.regions[0].reason
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_by_your_word_rows_of_padding_are_zeros() -> None:
+    model = Encoder(lambda model, x, mask: x)
+    regions, results, wanted = ran(model, masks()[:1], assume_padding_unused=True)
+    assert regions[0].outcome == "packed" and "assume_padding_unused" in regions[0].assumptions[0]
+    kept = masks()[0].bool()
+    torch.testing.assert_close(results[0][kept], wanted[0][kept], rtol=1e-4, atol=1e-5)
+    assert not results[0][~kept].any() and wanted[0][~kept].any()
+
+
+def test_turned_off() -> None:
+    regions, _, _ = ran(Encoder(first), masks()[:1], unpad=False)
+    assert regions == []
+
+
+def test_strict_numerics_do_not_assume_finite_padding() -> None:
+    model = Encoder(mean, eager=False)
+    batches = masks()[:1]
+    assert FINITE in packed(model, batches).assumptions[0]
+    regions, _, _ = ran(model, batches, numerics="strict")
+    assert [r.outcome for r in regions] == ["left"]
+
+
+FINITE = "hold finite numbers"
+
+
+# ---------------------------------------------------------------- the report, and Inductor
+
+
+def test_the_report_says_the_proof() -> None:
+    region = packed(Encoder(first), masks()[:1])
+    text = "\n".join(region.lines())
+    assert "2 of 2 attentions run on packed rows of (4, 24)" in text and "linear x12" in text
+    assert "seen by nobody: the first position alone is read" in text
+    assert RegionReport.from_dict(region.to_dict()).to_dict() == region.to_dict()
+    report = attn_pass.Report(regions=[region])
+    again = attn_pass.Report.from_dict(report.to_dict())
+    assert [r.to_dict() for r in again.regions] == [region.to_dict()]
+    report.mark_left("for a reason")
+    assert region.outcome == "left" and "for a reason" in region.lines()[0]
+
+
+def test_one_program_serves_every_batch_under_inductor() -> None:
+    torch._dynamo.reset()
+    model, words = Encoder(mean).eval(), ids()
+    own = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+    compiled = torch.compile(model, backend=attn_pass.backend, options=own)
+    with torch.no_grad(), attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in masks():
+            torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert [r.outcome for r in report.regions] == ["packed"]
