@@ -233,6 +233,8 @@ def _flash_window_mask(query: Tensor, key: Tensor, causal: bool, left: int | Non
 def _flash_forward(call: Call) -> tuple[Any, ...]:
     """Operands (B, L, H, D)."""
     lengths = (call.cum_seq_q, call.cum_seq_k, call.seqused_k)
+    if call.seqused_k is not None:
+        return _flash_of_lengths(call)
     _ask(all(x is None for x in lengths), "no variable lengths in this stand-in")
     others = (call.alibi_slopes, getattr(call, "block_table", None), getattr(call, "num_splits", None))
     _ask(all(x is None for x in others), "compiled out")
@@ -245,6 +247,33 @@ def _flash_forward(call: Call) -> tuple[Any, ...]:
     out, total = _forward(*turned, call.scale, mask, call.dropout_p, seed)
     none = torch.empty(0, dtype=call.query.dtype)
     return _like(call.query, out.transpose(1, 2)), total, seed, torch.zeros((), dtype=torch.uint64), none
+
+
+def _flash_of_lengths(call: Call) -> tuple[Any, ...]:
+    """Operands (tokens, H, D), as mha_varlen_fwd asks: sequences one after another, of whose keys some are used."""
+    query, starts = call.query, (call.cum_seq_q, call.cum_seq_k)
+    batch = starts[0].numel() - 1
+    _ask(all(t.dim() == 3 and t.stride(-1) == 1 for t in (query, call.key, call.value)), "operands of another layout")
+    for numbers, size in ((starts[0], batch + 1), (starts[1], batch + 1), (call.seqused_k, batch)):
+        _ask(numbers.dtype == torch.int32 and numbers.is_contiguous() and numbers.shape == (size,), "numbers of rows")
+    for numbers, tokens, length in zip(starts, (query.size(0), call.key.size(0)), (call.max_q, call.max_k)):
+        wanted = torch.arange(0, tokens + 1, length, dtype=torch.int32)
+        _ask(torch.equal(numbers, wanted), "sequences of other lengths")
+    _ask(
+        not call.dropout_p and bool(((call.seqused_k >= 0) & (call.seqused_k <= call.max_k)).all()), "lengths, dropout"
+    )
+    _scale_asks(call)
+    results = []
+    for row, used in enumerate(call.seqused_k.tolist()):
+        q = query[row * call.max_q : (row + 1) * call.max_q].transpose(0, 1)[None]
+        k, v = (t[row * call.max_k : row * call.max_k + used].transpose(0, 1)[None] for t in (call.key, call.value))
+        mask = _flash_window_mask(q, k, call.is_causal, call.window_size_left, call.window_size_right)
+        no_seed = torch.zeros(2, dtype=torch.uint64)
+        results.append(_forward(q, k, v, call.scale, mask, 0.0, no_seed)[0] if used else torch.zeros_like(q))
+    out = torch.cat(results).transpose(1, 2).flatten(0, 1)
+    total = torch.zeros(query.size(1), query.size(0))
+    seed, none = torch.zeros((2,), dtype=torch.uint64), torch.empty(0, dtype=query.dtype)
+    return out.contiguous(), total, seed, torch.zeros((), dtype=torch.uint64), none
 
 
 def _flash_forward_backward(call: Call) -> tuple[Tensor, ...]:

@@ -3,7 +3,8 @@
 The target emits ``aten._scaled_dot_product_flash_attention`` if there is no mask, or a causal one over equal lengths.
 It emits ``aten._flash_attention_forward``, in its own (B, L, H, D) layout, for windows and for causal masks that are
 aligned to the last key of more keys than queries; torch's own call computes these from a dense mask. Windows are
-offered only with no more queries than keys: see ``bands``.
+offered only with no more queries than keys: see ``bands``. Over a cache of which a part is valid it is told the lengths
+of the batch rows (`flash_lengths`).
 
 Offers in float16 and bfloat16, forward and backward, with grouped heads and dropout, for head dims up to 256. Both are
 C++ operators and can be part of AOTInductor packages. If ``torch.nn.attention.activate_flash_attention_impl`` has
@@ -18,13 +19,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_pass.devices.cuda import flash_lengths
 from attn_pass.devices.cuda.cost import Shape, fused
 from attn_pass.devices.cuda.rules.flash import FLASH
 from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan
 from attn_pass.devices.device import Device, Shares
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Value, aten
+from attn_pass.model.attention import Attention
+from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import assumed
+from attn_pass.targets.problem import problem_of
 
 _NEWER = {"FA3": 0.80, "FA4": 0.80}  # 640 TFLOP/s on H100 (FA3), 1613 on B200 (FA4), less where it is causal
 
@@ -33,6 +39,7 @@ class Flash(Kernel):
     """`aten._scaled_dot_product_flash_attention`, or `aten._flash_attention_forward` for a window."""
 
     name = "flash"
+    takes_valid_range = True
     rules = FLASH
     takes_window = True
     pads_together = True
@@ -63,6 +70,30 @@ class Flash(Kernel):
         shape = replace(self.shape, splits_keys=device.flash != "FA4")
         return fused(device, device.shares[self.name], shape, problem, growing=growing)
 
+    def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[KernelPlan] | Refusal:
+        """Over a cache of which a part is valid, by the lengths of its rows."""
+        a = attention
+        if a.valid is None or self.name not in setting.device.kernels:
+            return super().consider(attention, variant, setting)
+        decided = flash_lengths.plan_of(a, self._dims(a), setting)
+        if isinstance(decided, Refusal):
+            return decided
+        if (reason := self._refusal(a, decided.kind, setting)) is not None:
+            return Refusal(self.name, reason)
+        device, problem = setting.device, problem_of(a, setting.hint)
+        predicted = flash_lengths.microseconds(device, device.shares[self.name], self.shape, problem, decided)
+        assumptions = (flash_lengths.IN_CACHE,) if decided.causal else ()
+        return Offer(
+            self.name,
+            variant,
+            a,
+            predicted,
+            fused=True,
+            plan=decided,
+            assumptions=(*assumed(a, setting), *assumptions),
+            moved=problem.moved_bytes,
+        )
+
     def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         """Torch's operator."""
         out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[0]
@@ -78,6 +109,8 @@ class Flash(Kernel):
         saves: bool,
     ) -> Value:
         """It takes no mask that is a tensor; windows are for operands (B, L, H, D)."""
+        if isinstance(decided, flash_lengths.OfCache):
+            return flash_lengths.called(lower, operands, decided)
         a, plan = lower.attention, lower.plan
         window = decided.window
         if window is None:
