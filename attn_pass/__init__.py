@@ -7,11 +7,12 @@
 """
 
 from attn_pass.entries.annotate import leave
+from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend, wrap
 from attn_pass.entries.explain import explain
-from attn_pass.entries.export import aot_compile, rewrite
 from attn_pass.entries.hook import enabled, install, uninstall
 from attn_pass.entries.package import package_report
+from attn_pass.entries.rewrite import rewrite
 from attn_pass.errors import (
     AttnPassError,
     AttnPassWarning,

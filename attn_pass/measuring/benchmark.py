@@ -18,8 +18,8 @@ import torch
 
 from attn_pass.compat import require_inductor
 from attn_pass.devices.registry import device_for, facts
+from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
-from attn_pass.entries.export import aot_compile
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
 from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict

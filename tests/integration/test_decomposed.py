@@ -185,18 +185,36 @@ def test_seed_s4_is_predicted_to_gain_when_decomposed(table: str) -> None:
     assert site.predicted_us["leave"] > 1.5 * min(site.predicted_us.values())
 
 
-@pytest.mark.parametrize("form", ["S4", "grouped, one query", "causal to the last key"])
-def test_a_decomposed_export_becomes_a_package(form: str, tmp_path: Path) -> None:
-    function, inputs, shapes, _, poor_case = FORMS[form]
-    table = {"S4": "core", "grouped, one query": "inductor"}.get(form, "core")
-    program = decomposed(function, inputs, shapes, table)
+@pytest.mark.parametrize(
+    ("table", "forms"), [("core", ("S4", "causal to the last key")), ("inductor", ("grouped, one query",))]
+)
+def test_a_decomposed_export_becomes_a_package(table: str, forms: tuple[str, ...], tmp_path: Path) -> None:
+    """The forms of a table are in one package, each with three inputs and with lengths of its own."""
+    functions, inputs, shapes, _, poor_cases = zip(*(FORMS[form] for form in forms), strict=True)
+
+    def together(*given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(f(*given[3 * n : 3 * n + 3]) for n, f in enumerate(functions))
+
+    renamed = [_renamed(of_form, f"_{n}") for n, of_form in enumerate(shapes)]
+    examples, lengths = (tuple(x for part in parts for x in part) for parts in (inputs, renamed))
+    program = exported(together, examples, lengths).run_decompositions(TABLES[table]())
     path = attn_pass.aot_compile(program, package_path=tmp_path / "m.pt2", options={"choose": "fused"})
-    (site,) = attn_pass.package_report(path).sites
-    assert site.target == "sdpa" and site.poor_cases == ((poor_case,) if poor_case else ())
+    sites = attn_pass.package_report(path).sites
+    assert [site.target for site in sites] == ["sdpa"] * len(forms)
+    assert [site.poor_cases for site in sites] == [(case,) if case else () for case in poor_cases]
     loaded = torch._inductor.aoti_load_package(path)
-    for given in (inputs, other_sizes(inputs, shapes)):
-        exact = function(*(x.double() for x in given))
-        torch.testing.assert_close(loaded(*given).double(), exact, atol=1e-5, rtol=1e-5)
+    others = tuple(x for of_form, of_shape in zip(inputs, shapes) for x in other_sizes(of_form, of_shape))
+    for given in (examples, others):
+        for result, exact in zip(loaded(*given), together(*(x.double() for x in given)), strict=True):
+            torch.testing.assert_close(result.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+def _renamed(shapes: Any, ending: str) -> list[dict[int, Dim] | None]:
+    """Dynamic sizes under other names: a size of one form is none of another."""
+    return [
+        sizes and {dim: Dim(size.__name__ + ending, min=size.min, max=size.max) for dim, size in sizes.items()}
+        for sizes in shapes
+    ]
 
 
 # ---- what looks alike ----

@@ -37,7 +37,7 @@ from attn_pass.devices.registry import device_for
 from attn_pass.devices.tpu import facts as tpu_facts
 from attn_pass.devices.tpu.kernels import SMALLEST_SCALE, Blocks
 from attn_pass.devices.tpu.rules import FLASH, GENERATIONS, SPLASH, Sizes, blocks_for, vmem
-from attn_pass.entries.export import _rewritten
+from attn_pass.entries.export import rewrite_exported
 from attn_pass.options import Options
 
 
@@ -139,7 +139,7 @@ def test_packages_are_given_no_kernel_of_a_tpu() -> None:
 
     inputs = qkv(1, 1, 8, 8, 16)
     program = torch.export.export(Model(), inputs)
-    decision = _rewritten(program, Options(device="v5e", choose="fused"), "inductor")
+    decision = rewrite_exported(program, Options(device="v5e", choose="fused"), "inductor")
     refused = decision.report.sites[0].refusals["pallas_flash"]
     assert not decision.changed and "AOTInductor compiles for no TPU" in refused
 
