@@ -53,6 +53,7 @@ class FlexFlash(Flex, CudaKernel):
     """`torch.ops.higher_order.flex_attention` with ``BACKEND="FLASH"``."""
 
     name = "flex_flash"
+    takes_valid_range = False
     backend = "FLASH"
     is_listed = False
 

@@ -213,6 +213,26 @@ class Lists:
 
 
 @dataclass(frozen=True)
+class ValidKeys:
+    """The first key that any row keeps, and one past the last: tensors of int32 with one element, or None for no bound.
+
+    They may lie outside of the cache.
+    """
+
+    first: Value | None
+    end: Value | None
+
+    def within(self, plan: Plan, start: Value, end: Value, size: int) -> tuple[Value, Value]:
+        """A range of blocks without those in which no key is valid."""
+        do, call = _tensors(plan), plan.call
+        if self.first is not None:
+            start = call(aten.minimum.default, do.larger(start, do.floor(self.first, size)), end)
+        if self.end is not None:
+            end = do.larger(start, do.smaller(end, do.floor(do.add(self.end, size - 1), size)))
+        return start, end
+
+
+@dataclass(frozen=True)
 class Sides:
     """Lengths in positions and in blocks. ``room`` is the number of blocks that fit, never 1 by accident."""
 
@@ -243,12 +263,14 @@ def block_mask(
     masks: bool,
     whole: bool,
     backward: bool = False,
+    valid: ValidKeys | None = None,
 ) -> tuple[Any, ...]:
     """The block-mask argument: the blocks the parts let any key of through.
 
     Without ``masks`` all of them are full, and which keys of a block count is left to the score function. ``whole``:
     the parts are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds the lists of each
-    block of keys.
+    block of keys. ``valid``: blocks outside of these keys are in no list; not with several alternatives or a backward,
+    nor if the parts are the whole mask.
     """
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
@@ -260,7 +282,7 @@ def block_mask(
     def lists(of_keys: bool) -> Lists:
         around = sides.transposed() if of_keys else sides
         if len(options) == 1:
-            return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys)
+            return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys, valid=valid)
         return _of_several(plan, device, options, sides, exact, of_keys=of_keys)
 
     of_rows = lists(False)
@@ -292,7 +314,15 @@ def _firsts(plan: Plan, device: torch.device, sides: Sides) -> tuple[Value, Valu
 
 
 def _of_one(
-    plan: Plan, device: torch.device, parts: Conjunction, sides: Sides, masks: bool, exact: bool, *, of_keys: bool
+    plan: Plan,
+    device: torch.device,
+    parts: Conjunction,
+    sides: Sides,
+    masks: bool,
+    exact: bool,
+    *,
+    of_keys: bool,
+    valid: ValidKeys | None = None,
 ) -> Lists:
     """An interval of blocks each: the full ones inside, the others in front and behind."""
     call = plan.call
@@ -317,6 +347,8 @@ def _of_one(
         listed = laid_out(call(aten.add.Tensor, number, row(first)))
         return counted(call(aten.sub.Tensor, end, first)), listed
 
+    if valid is not None:
+        start, end = valid.within(plan, start, end, sides.sizes[1])
     if masks and not exact:
         return Lists(*from_to(start, end), None, None)
     full, full_at = from_to(full_start, full_end)

@@ -3,7 +3,8 @@
 Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
 matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
-be computed score by score. There it supports training too, unless the score function reads a tensor that needs a
+be computed score by score. Of a cache of which a part is valid it lists the blocks of valid keys alone, by arithmetic
+on tensors when the program runs. There it supports training too, unless the score function reads a tensor that needs a
 gradient itself, and splits the keys if there are few query rows.
 
 On the CPU it is offered only for such scores, in inference, in float32 and half precision, from
@@ -19,7 +20,7 @@ the Triton templates were rendered and compiled, without a GPU; their results an
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,16 +29,19 @@ from torch.fx import GraphModule, Node
 from attn_pass.devices import roofline
 from attn_pass.devices.registry import family_of
 from attn_pass.devices.roofline import Problem
-from attn_pass.graph.edit import Plan, Value
+from attn_pass.graph.edit import Plan, Value, aten
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
 from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
+from attn_pass.model.valid_range import ValidRange
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
-from attn_pass.targets.flex.blocks import Sides, block_mask, share
+from attn_pass.targets.flex.blocks import Sides, ValidKeys, block_mask, conjunctions, share
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
+from attn_pass.targets.key_bounds import VALID_SHARE
+from attn_pass.targets.key_ranges import end_of_keys, first_key
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import bytes_of, problem_of
 from attn_pass.targets.sdpa import dense_last
@@ -58,6 +62,7 @@ _TOLD = ("BLOCK_N", "num_warps", "num_stages")
 # Bytes of shared memory a thread block may have, by compute capability; elsewhere the least of any.
 _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED = 99 << 10
+_FAR = 1 << 30  # behind any cache
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class FlexPlan:
     blocks: tuple[int, int]
     band: Band | None = None
     options: tuple[tuple[str, object], ...] = ()  # names are those of `FlexKernelOptions`
+    valid: ValidRange | None = None  # the keys whose blocks are listed
 
 
 class Flex:
@@ -78,6 +84,7 @@ class Flex:
 
     name = "flex"
     takes_any_score = True
+    takes_valid_range = True
     backend = ""  # the kernel option of this name, where it is not torch's choice
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
@@ -87,7 +94,7 @@ class Flex:
         if setting.kernel_as_written == FLEX:
             return Refusal(self.name, "the program calls FlexAttention itself")
         function = function_of(attention, setting)
-        reason = refusal(Case(attention, setting, function))
+        reason = refusal(Case(attention, setting, function)) or _refusal_of_range(attention, function, setting)
         if reason is not None:
             return Refusal(self.name, reason)
         assumptions: tuple[str, ...] = ()
@@ -134,7 +141,7 @@ class Flex:
         band = None
         if function.mask is None or not in_triton:
             band = Band() if function.mask is None else visible(a)
-        return FlexPlan(function, _BLOCKS[template_name(setting)], band, self._options(a) if in_triton else ())
+        return FlexPlan(function, _BLOCKS[template_name(setting)], band, self._options(a) if in_triton else (), a.valid)
 
     def _options(self, a: Attention) -> tuple[tuple[str, object], ...]:
         """The options of the CUDA templates."""
@@ -175,6 +182,7 @@ class Flex:
             masks=function.mask is not None,
             whole=function.whole,
             backward=a.needs_grad,
+            valid=None if offer.plan.valid is None else _valid_keys(lower, offer.plan.valid),
         )
         arguments = (
             *operands,
@@ -197,6 +205,35 @@ class Flex:
 
     def check(self, score: GraphModule, mask: GraphModule, setting: Setting) -> None:
         """Raises `RewriteError` where torch refuses the functions."""
+
+
+def _refusal_of_range(a: Attention, function: Function, setting: Setting) -> str | None:
+    """Why blocks cannot be listed by a range of valid keys; None where they can, or there is no range."""
+    if a.valid is None:
+        return None
+    if template_name(setting) != "triton" or a.needs_grad:
+        return "blocks of valid keys are listed in inference, for CUDA devices"
+    if function.mask is None or function.whole:
+        return "what is masked is left to the score function: every block counts"
+    if len(conjunctions(function.parts)) != 1:
+        return "blocks of valid keys are not listed beside alternatives"
+    return None
+
+
+def _valid_keys(lower: Lowering, valid: ValidRange) -> ValidKeys:
+    """What any row of the batch keeps, in int32."""
+    call = lower.plan.call
+
+    def of_all(value: Value | None, extreme: Callable[..., object]) -> Value | None:
+        if value is None:
+            return None
+        near = call(aten.clamp.default, call(extreme, value, [0], True), -_FAR, _FAR)
+        return call(aten.to.dtype, near, torch.int32)
+
+    return ValidKeys(
+        of_all(first_key(lower, valid.first), aten.amin.default),
+        of_all(end_of_keys(lower, valid.last), aten.amax.default),
+    )
 
 
 def _shared(setting: Setting) -> int:
@@ -232,4 +269,5 @@ def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) 
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
     visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[template_name(setting)])
+    visited *= 1.0 if a.valid is None else VALID_SHARE
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
