@@ -20,6 +20,7 @@ from attn_pass.model.expression import Apply, Expr, walk
 from attn_pass.model.index import Index
 from attn_pass.model.structure import Band, Chunk, Either, Keys, Part, row_index
 from attn_pass.targets.flex.blocks import INTEGERS, conjunctions, span
+from attn_pass.targets.masks import wants_mask_gradient
 
 FEW_ROWS = 16  # of a KV head: `few.hpp`
 _ROWS, _STRIP, _PANEL, _HALF_PANEL = 96, 6, 64, 32
@@ -52,6 +53,7 @@ _FEW_ROW = 15_000.0  # a row of them, whatever the keys
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
+_LEARNED, _LEARNED_OF_FEW_KEYS = 1.4, 1.7  # in training, where a bias gets a gradient: it is written, too
 _FEW_TRAFFIC = 1.25  # few rows read keys and values at 0.8 of the rate of a plain read
 
 
@@ -75,6 +77,16 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     memory = slower * roofline.traffic(device, share * problem.operand_bytes)
     mask = roofline.traffic(device, problem.mask_elements * problem.mask_bytes)
     return _CALL_US + device.template_us + max(arithmetic, memory) + mask
+
+
+def in_training(forward: float, a: Attention, problem: Problem) -> float:
+    """The forward's time, times how much more the backward adds to it than to the other forms.
+
+    Of those, too, only the forward is predicted: forward and backward together take about 3.5 times as long with each.
+    """
+    if not wants_mask_gradient(a):
+        return forward
+    return forward * (_LEARNED if problem.kv_len >= 2 * _PANEL else _LEARNED_OF_FEW_KEYS)
 
 
 def _gain(device: Device, dtype: torch.dtype) -> float:

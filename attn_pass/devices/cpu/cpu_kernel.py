@@ -9,8 +9,13 @@ values if the fill is a number, zero or NaN if it is -inf. Soft caps and other f
 the kernel; their other inputs, such as tables or conditions, are passed as tensors. A sink is one more score of the
 row. If the scores' log-sum-exp is needed as well, it is the kernel's second result.
 
-Offers in inference, in float32, bfloat16 and float16. Where Inductor does not compile the graph, a call goes through
-Python, and the target makes an offer only if ``targets`` names it.
+In training the backward computes the weights again from what the forward left of each row. It gives the gradients of
+query, key and value, of an added matrix, summed up over whatever it is broadcast over, of a sink, and of all that a
+function of the scores reads. It sums in an order that follows from the sizes, so that gradients are the same for any
+number of threads. A row that a number masks fully has eager's gradients.
+
+Offers in inference, and in training under ``torch.compile``, in float32, bfloat16 and float16. Where Inductor does not
+compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names it.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from attn_pass.devices.cpu import cost, masked_out
+from attn_pass.devices.cpu import cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
@@ -100,8 +105,8 @@ class CpuKernel:
             return "the CPU kernel runs on CPUs only"
         if a.compute_dtype not in _DTYPES:
             return f"the CPU kernel computes in float32, and this attention in {str(a.compute_dtype)[6:]}"
-        if a.needs_grad or setting.may_need_grad:
-            return "the CPU kernel has no backward"
+        if (reason := training.refusal(a, setting)) is not None:
+            return reason
         if a.dropout:
             return "the CPU kernel has no dropout"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
@@ -118,12 +123,12 @@ class CpuKernel:
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[CpuPlan], setting: Setting) -> Value:
         """Plans the operator's call; operands are taken as they lie."""
-        from attn_pass.devices.cpu.kernel import operator
+        from attn_pass.devices.cpu.kernel import gradients, operator
 
         if setting.runner == "hook":  # Inductor is compiling the graph already
-            from attn_pass.devices.cpu.kernel import template
+            from attn_pass.devices.cpu.kernel import gradient_template
 
-            del template  # importing it registers the lowering
+            del gradient_template  # importing it registers the lowerings
         a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, replace(a, factors=()) if a.not_affine else a)
         query = lower.query(a.compute_dtype)
@@ -142,9 +147,12 @@ class CpuKernel:
             given |= {"score": decided.score, "captured": read}
         if a.sink is not None:
             given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
-        if not decided.with_logarithm:
+        if not decided.with_logarithm and not a.needs_grad:
             return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
-        both = plan.call(operator.WITH_LSE, query, key, value, a.scale, **given)
+        function = gradients.FORWARD if a.needs_grad else operator.WITH_LSE
+        both = plan.call(function, query, key, value, a.scale, **given)
+        if not decided.with_logarithm:
+            return lower.result(plan.call(getitem, both, 0))
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
         return lower.result(plan.call(getitem, both, 0))
 
@@ -229,7 +237,9 @@ def _gives_logarithm(a: Attention) -> bool:
     rows = [x for group in (a.batch, a.heads, a.rows) for x in group if x.size != 1]
     row_axes = [x for dims in a.score_rows for x in dims if x.size != 1]
     masks = not a.mask.replaces_with_number or a.mask.never_empty
-    return bool(a.score_rows) and set(rows) == set(row_axes) and len(rows) == len(row_axes) and masks
+    of_sink = a.needs_grad and a.sink is not None  # the backward's weights have the sink in their sum
+    in_order = set(rows) == set(row_axes) and len(rows) == len(row_axes)
+    return bool(a.score_rows) and in_order and masks and not of_sink
 
 
 def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
@@ -240,4 +250,5 @@ def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
     skips = a.mask.bias is None or a.mask.never_empty
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= VALID_SHARE if bounds.at_run_time else 1.0
-    return cost.microseconds(a, problem, setting.device, share)
+    forward = cost.microseconds(a, problem, setting.device, share)
+    return cost.in_training(forward, a, problem) if a.needs_grad else forward

@@ -61,9 +61,9 @@ class Cpu(Family):
     def before_inductor(self) -> None:
         """The kernel's lowering, where a graph may have a call of it."""
         if "attn_pass.devices.cpu.kernel.operator" in sys.modules:
-            from attn_pass.devices.cpu.kernel import template
+            from attn_pass.devices.cpu.kernel import gradient_template
 
-            del template  # importing it registers the lowering
+            del gradient_template  # importing it registers the lowerings
 
     def attention_of_packed_rows(self) -> Any:
         """The kernel of our own."""

@@ -21,19 +21,21 @@ SCORE = "add(mul(tanh(mul(x, number(0.25f))), number(5.0f)), where(captured(1), 
 ERRORS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of numbers of about 1
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
-    """The operator in float64, as its docstring says it: the result, and the log-sum-exp."""
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, to: torch.dtype = torch.float64, **given: Any
+) -> tuple[Tensor, Tensor]:
+    """The operator in float64, or as eager has it, as its docstring says it: the result, and the log-sum-exp."""
     batch, heads, q_len, _ = query.shape
     kv_len, groups = key.size(2), heads // key.size(1)
-    q, k, v = query.double(), key.double().repeat_interleave(groups, 1), value.double().repeat_interleave(groups, 1)
+    q, k, v = query.to(to), key.to(to).repeat_interleave(groups, 1), value.to(to).repeat_interleave(groups, 1)
     scores = q @ k.mT * scale
     if given.get("score"):
         assert given["score"] == SCORE
         scores = 5.0 * torch.tanh(q @ k.mT * 0.25) + torch.where(
-            given["captured"][1] > 0, given["captured"][0].double(), 0.5
+            given["captured"][1] > 0, given["captured"][0].to(to), 0.5
         )
     if (bias := given.get("bias")) is not None:
-        scores = scores + bias.double()
+        scores = scores + bias.to(to)
 
     def each(name: str, otherwise: int) -> Tensor:
         entry = given.get(name)
@@ -54,13 +56,15 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: 
     if given.get("keep") is not None:
         kept = kept & given["keep"]
     scores = torch.where(kept, scores, float("-inf"))
-    empty, lse = (scores == float("-inf")).all(-1, keepdim=True), scores.logsumexp(-1)
+    empty = (scores == float("-inf")).all(-1, keepdim=True)
+    scores = scores.masked_fill(empty, 0.0)  # a softmax of nothing would make NaN of gradients
+    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     if (sink := given.get("sink")) is not None:
-        scores = torch.cat((scores, sink.double().expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1)[..., :-1].masked_fill(~kept, 0.0) @ v, lse
+        scores = torch.cat((scores, sink.to(to).expand(*scores.shape[:3], 1)), -1)
+        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) @ v, lse
     out = scores.softmax(-1).masked_fill(~kept, 0.0) @ v
     otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
-    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].double(), out), lse
+    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].to(to), out), lse
 
 
 def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int) -> Tensor:

@@ -167,16 +167,9 @@ def test_sinks(dtype: torch.dtype) -> None:
         on_kernel(run, *qkv(2, 4, q_len, 70, dtype=dtype), randn(4, dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    ("why", "options", "change"),
-    [
-        ("the CPU kernel has no backward", {"grad": True}, {}),
-        ("the CPU kernel computes in float32, and this attention in float64", {}, {"dtype": torch.float64}),
-    ],
-)
-def test_refusals(why: str, options: dict[str, object], change: dict[str, object]) -> None:
-    inputs = qkv(1, 2, 9, 9, grad=bool(options), **change)  # type: ignore[arg-type]
-    report = on_kernel(masked(KEEPS["causal"]), *inputs, rewritten=0, **options)
+def test_float64_is_refused() -> None:
+    report = on_kernel(masked(KEEPS["causal"]), *qkv(1, 2, 9, 9, dtype=torch.float64), rewritten=0)
+    why = "the CPU kernel computes in float32, and this attention in float64"
     assert why in report.sites[0].refusals["cpu_kernel"]
 
 
@@ -241,11 +234,3 @@ def test_on_windows_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "sys", SimpleNamespace(platform="win32"))
     site = explained(masked(WINDOW), *qkv(2, 4, 600, 600, dim=64))
     assert site.refusals["cpu_kernel"] == "the CPU kernel needs GCC or Clang"
-
-
-def test_in_training_it_is_refused_and_the_report_says_why() -> None:
-    inputs = qkv(2, 4, 600, 600, dim=64, grad=True)
-    torch._dynamo.reset()
-    (site,) = attn_pass.explain(masked(KEEPS["causal"]), *inputs).sites
-    assert site.refusals["cpu_kernel"] == "the CPU kernel has no backward"
-    assert site.target == "sdpa"

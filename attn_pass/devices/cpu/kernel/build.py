@@ -19,7 +19,14 @@ import torch
 from filelock import FileLock
 
 from attn_pass.devices.cpu.kernel.scores import checked
-from attn_pass.devices.cpu.kernel.source import ELEMENTS, call_of, kernel_source, namespace_of, of_this_machine
+from attn_pass.devices.cpu.kernel.source import (
+    ELEMENTS,
+    arguments_of,
+    call_of,
+    kernel_source,
+    namespace_of,
+    of_this_machine,
+)
 from attn_pass.errors import AttnPassError
 from attn_pass.tuning import disk_cache
 
@@ -63,18 +70,20 @@ def missing() -> str:
 
 
 @cache
-def entry(dtype: torch.dtype, score: str = "") -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    """The library's function for operands of this dtype and a score function, which takes ``Args`` (`common.hpp`).
+def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type") -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """The library's function for operands of this dtype and a score function.
+
+    It takes ``Args`` (`common.hpp`), and with the ``kernel`` `source.BACKWARD` ``BackwardArgs``.
 
     Raises:
         NoCompilerError: there is no compiler, or it fails.
     """
     # One file for each type: the compiler takes seconds, and most programs have one.
     sets = of_this_machine()
-    body = call_of(dtype, sets, score=score)
-    taken = f"const auto& args = *static_cast<const {namespace_of(score)}::Args*>(given);"
+    body = call_of(dtype, sets, kernel, score)
+    taken = f"const auto& args = *static_cast<const {namespace_of(score, kernel)}::{arguments_of(kernel)}*>(given);"
     function = f'extern "C" void attend(const void* given) {{\n  {taken}\n{body}\n}}\n'
-    text = f"{kernel_source(sets, checked(score) if score else score)}\n{function}"
+    text = f"{kernel_source(sets, checked(score) if score else score, kernel)}\n{function}"
     command = (compiler(), *_FLAGS)
     name = hashlib.sha256("\0".join((text, *command)).encode()).hexdigest()[:24]
     folder = disk_cache.folder() / "kernels"

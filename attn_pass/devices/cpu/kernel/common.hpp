@@ -66,11 +66,34 @@ struct Args {
   void* out;  // or null where the log-sum-exp is all that is wanted
   i64 out_stride[4];
   float* lse;  // (B, H, L), contiguous: the natural logarithm of the sum of exponentials, without a sink; or null
+  float* statistics;  // (B, H, L, 2), contiguous: a row's largest score, as `Scale` has it, and its sum of exponentials, a
+                      // sink among them: what the backward computes the weights from again, without the rounding of a
+                      // logarithm; or null
+  void* rest;  // as `out`: what rounding to its type took from it, for the backward; or null
   i64 B, H, HK, L, S, D, DV;
   i64 before, after, start, end, segments;
   PerBatch shift, starts, ends, offsets;
   float scale;
   i32 bias_type, fully_masked, threads, has_score;
+};
+
+// A tensor that is written.
+struct Output {
+  void* data;
+  i64 stride[4];
+  template <class S> S* row(i64 b, i64 h, i64 i) const { return static_cast<S*>(data) + b * stride[0] + h * stride[1] + i * stride[2]; }
+};
+
+// The gradients of `Args`, whose own results are not written; those that are null are not computed.
+struct BackwardArgs {
+  Args a;
+  Operand grad, result;     // (B, H, L, DV), of the type of the query
+  Operand rest;             // as `result`: what rounding took from it; or null
+  Operand lse_grad;         // (B, H, L, 1), float32; or null
+  const float* statistics;  // as the forward wrote it
+  Output dq, dk, dv;
+  float* sink_rows;  // (B, H, L), contiguous: the gradient of the sink, before it is summed up; or null
+  Output summed[1 + CAPTURED];  // of the bias, in its type, and of what is captured: contiguous, strides 0 where broadcast
 };
 
 constexpr i64 UNBOUNDED = i64(1) << 60;
@@ -82,7 +105,7 @@ struct Parts {
   struct Gap {
     size_t from, to;
   };
-  Gap gaps[16];
+  Gap gaps[32];
   int count = 0;
 #endif
   size_t add(size_t n) {

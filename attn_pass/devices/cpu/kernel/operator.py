@@ -27,12 +27,14 @@ _ARGUMENTS = (
     "Tensor? offsets=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, "
     "str score='', str fully_masked='nan')"
 )
-_LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
-_LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
+LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 
 
-class _Operand(ctypes.Structure):
+class Operand(ctypes.Structure):
+    """``Operand`` of `common.hpp`, and ``Output``."""
+
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64 * 4))
 
 
@@ -40,15 +42,17 @@ class _PerBatch(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64))
 
 
-class _Args(ctypes.Structure):
+class Args(ctypes.Structure):
     """``Args`` of `common.hpp`, member by member."""
 
     _fields_ = (
-        *((name, _Operand) for name in ("q", "k", "v", "keep", "bias", "sink")),
-        ("captured", _Operand * MOST_CAPTURED),
+        *((name, Operand) for name in ("q", "k", "v", "keep", "bias", "sink")),
+        ("captured", Operand * MOST_CAPTURED),
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64 * 4),
         ("lse", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("rest", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS, "segments")),
         *((name, _PerBatch) for name in BOUNDS),
         ("scale", ctypes.c_float),
@@ -56,12 +60,13 @@ class _Args(ctypes.Structure):
     )
 
 
-def _operand(tensor: Tensor | None, shape: Sequence[int]) -> _Operand:
+def operand(tensor: Tensor | None, shape: Sequence[int]) -> Operand:
+    """A tensor seen in a shape it broadcasts to."""
     if tensor is None:
-        return _Operand(None, (ctypes.c_int64 * 4)())
+        return Operand(None, (ctypes.c_int64 * 4)())
     tensor = tensor.expand(shape)
     strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return _Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
+    return Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*strides))
 
 
 def _shape_of(tensor: Tensor | None, scores: Sequence[int], offsets: Tensor | None) -> Sequence[int]:
@@ -89,6 +94,52 @@ def lse_like(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+def arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    keep: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    captured: Sequence[Tensor] | None = None,
+    score: str = "",
+    fully_masked: str = "nan",
+    **bounds: Any,
+) -> Args:
+    """What `attention` takes as the kernel takes it, without results."""
+    batch, heads, q_len, dim = query.shape
+    kv_len = key.size(2)
+    scores = (batch, heads, q_len, kv_len)
+    offsets = bounds.get("offsets")
+    per_batch = batch if offsets is None else offsets.numel() - 1
+    return Args(
+        q=operand(query, query.shape),
+        k=operand(key, key.shape),
+        v=operand(value, value.shape),
+        keep=operand(keep, scores),
+        bias=operand(bias, _shape_of(bias, scores, offsets)),
+        sink=operand(sink, (*scores[:3], 1)),
+        captured=(Operand * MOST_CAPTURED)(*(operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
+        B=batch,
+        H=heads,
+        HK=key.size(1),
+        L=q_len,
+        S=kv_len,
+        D=dim,
+        DV=value.size(3),
+        **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
+        segments=per_batch,
+        **{name: _per_batch(bounds.get(name), per_batch + (name == "offsets")) for name in BOUNDS},
+        scale=scale,
+        bias_type=0 if bias is None else _TYPES[bias.dtype],
+        fully_masked=FULLY_MASKED.index(fully_masked),
+        threads=torch.get_num_threads(),
+        has_score=bool(score),
+    )
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -102,6 +153,8 @@ def attention(
     score: str = "",
     fully_masked: str = "nan",
     lse: Tensor | None = None,
+    statistics: Tensor | None = None,
+    rest: Tensor | None = None,
     **bounds: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.mT + bias, over the keys that are kept) @ value``.
@@ -133,6 +186,8 @@ def attention(
         fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
         lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
             kept; a sink is not among the scores.
+        statistics: where what the backward needs of a row is written to: (B, H, L, 2), float32, contiguous.
+        rest: where what rounding took from the result is written to: as the result, the backward's too.
 
     Returns:
         (B, H, L, Dv), heads after positions in memory.
@@ -140,46 +195,21 @@ def attention(
     Raises:
         NoCompilerError: the kernel cannot be built on this machine.
     """
-    batch, heads, q_len, dim = query.shape
-    kv_len = key.size(2)
     out = result_like(query, value)
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
-    scores = (batch, heads, q_len, kv_len)
-    offsets = bounds.get("offsets")
-    per_batch = batch if offsets is None else offsets.numel() - 1
-    args = _Args(
-        q=_operand(query, query.shape),
-        k=_operand(key, key.shape),
-        v=_operand(value, value.shape),
-        keep=_operand(keep, scores),
-        bias=_operand(bias, _shape_of(bias, scores, offsets)),
-        sink=_operand(sink, (*scores[:3], 1)),
-        captured=(_Operand * MOST_CAPTURED)(*(_operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
-        out=out.data_ptr(),
-        out_stride=(ctypes.c_int64 * 4)(*out.stride()),
-        lse=None if lse is None else lse.data_ptr(),
-        B=batch,
-        H=heads,
-        HK=key.size(1),
-        L=q_len,
-        S=kv_len,
-        D=dim,
-        DV=value.size(3),
-        **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
-        segments=per_batch,
-        **{name: _per_batch(bounds.get(name), per_batch + (name == "offsets")) for name in BOUNDS},
-        scale=scale,
-        bias_type=0 if bias is None else _TYPES[bias.dtype],
-        fully_masked=FULLY_MASKED.index(fully_masked),
-        threads=torch.get_num_threads(),
-        has_score=bool(score),
-    )
+    given = {"keep": keep, "bias": bias, "sink": sink, "captured": captured, "score": score, **bounds}
+    args = arguments(query, key, value, scale, fully_masked=fully_masked, **given)
+    args.out, args.out_stride = out.data_ptr(), (ctypes.c_int64 * 4)(*out.stride())
+    args.lse = None if lse is None else lse.data_ptr()
+    args.statistics = None if statistics is None else statistics.data_ptr()
+    args.rest = None if rest is None else rest.data_ptr()
     entry(query.dtype, score)(ctypes.byref(args))
     return out
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` where a dtype is none that the operator takes."""
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
@@ -198,18 +228,18 @@ def _check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) 
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
-    _check(query, key, value, given)
+    check(query, key, value, given)
     return attention(query, key, value, scale, **given)
 
 
 def _with_lse_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, given)
+    check(query, key, value, given)
     lse = lse_like(query)
     return attention(query, key, value, scale, lse=lse, **given), lse
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:
-    _check(query, key, value, given)
+    check(query, key, value, given)
     return result_like(query, value)
 
 
@@ -217,10 +247,10 @@ def _with_lse_fake(query: Tensor, key: Tensor, value: Tensor, scale: float, **gi
     return _fake(query, key, value, scale, **given), lse_like(query)
 
 
-_LIBRARY.impl("attention", _on_cpu, "CPU")
-_LIBRARY.impl("attention", _fake, "Meta")
-_LIBRARY.impl("attention_with_lse", _with_lse_on_cpu, "CPU")
-_LIBRARY.impl("attention_with_lse", _with_lse_fake, "Meta")
+LIBRARY.impl("attention", _on_cpu, "CPU")
+LIBRARY.impl("attention", _fake, "Meta")
+LIBRARY.impl("attention_with_lse", _with_lse_on_cpu, "CPU")
+LIBRARY.impl("attention_with_lse", _with_lse_fake, "Meta")
 OPERATOR = torch.ops.attn_pass.attention.default
 WITH_LSE = torch.ops.attn_pass.attention_with_lse.default
 """The same with a second result: the log-sum-exp of every row's scores, (B, H, L) in float32."""

@@ -14,11 +14,16 @@ from pathlib import Path
 
 import torch
 
+from attn_pass.devices.cpu.kernel import slopes
+
 _HERE = Path(__file__).parent
 _PROCESSOR = Path("/proc/cpuinfo")
 ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OUTER = "attn_pass_cpu"
-_KERNEL = ("tiles.hpp", "many.hpp", "few.hpp")
+BACKWARD = "attend_backward"
+"""The kernel of the gradients, which takes ``BackwardArgs``."""
+_FILES = ("tiles.hpp", "many.hpp", "few.hpp")
+_BACKWARD_FILES = ("tiles.hpp", "many.hpp", "backward_tile.hpp", "backward.hpp")
 
 
 @dataclass(frozen=True)
@@ -77,20 +82,32 @@ _END = """
 """
 
 
-def namespace_of(score: str) -> str:
-    """The namespace everything lies in: one for each score function, since a package is one file."""
-    return f"{_OUTER}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else _OUTER
+def namespace_of(score: str, kernel: str = "attend_type") -> str:
+    """The namespace everything lies in: one for each score function and direction, since a package is one file."""
+    outer = f"{_OUTER}_back" if kernel == BACKWARD else _OUTER
+    return f"{outer}_{hashlib.sha256(score.encode()).hexdigest()[:12]}" if score else outer
 
 
-def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "") -> str:
+def arguments_of(kernel: str) -> str:
+    """The structure of `common.hpp` that a kernel takes."""
+    return "BackwardArgs" if kernel == BACKWARD else "Args"
+
+
+def kernel_source(sets: Sequence[InstructionSet] = ALL, score: str = "", kernel: str = "attend_type") -> str:
     """Everything but an entry, in C++17; ``NAMESPACE::SET::attend_type<...>(args)`` are the kernels.
 
-    ``score`` is a score function as `scores.written` writes it, or empty for the scaled product.
+    ``score`` is a score function as `scores.written` writes it, or empty for the scaled product. With the ``kernel``
+    `BACKWARD` it is the source of that one instead.
     """
-    body = "\n".join(map(_namespace, sets))
+    files = _BACKWARD_FILES if kernel == BACKWARD else _FILES
+    body = "\n".join(_namespace(s, files) for s in sets)
     if score:
-        body = f"#define ATTN_SCORE {score}\n{body}\n#undef ATTN_SCORE\n"
-    return "\n".join((_text("common.hpp"), body, _text("dispatch.hpp"))).replace(_OUTER, namespace_of(score))
+        names = {"ATTN_SCORE": score, **(slopes.macros(score) if kernel == BACKWARD else {})}
+        defined = "".join(f"#define {name} {text}\n" for name, text in names.items())
+        undefined = "".join(f"#undef {name.split('(')[0]}\n" for name in names)
+        body = f"{defined}{body}\n{undefined}"
+    whole = "\n".join((_text("common.hpp"), body, _text("dispatch.hpp")))
+    return whole.replace(_OUTER, namespace_of(score, kernel))
 
 
 def call_of(
@@ -104,11 +121,11 @@ def call_of(
     ]
     cases[-1] = cases[-1].replace(f"case attn_pass_cpu::{sets[-1].name.upper()}", "default")
     lines = ["  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set();", "  switch (set) {", *cases, "  }"]
-    return "\n".join(lines).replace(_OUTER, namespace_of(score))
+    return "\n".join(lines).replace(_OUTER, namespace_of(score, kernel))
 
 
-def _namespace(which: InstructionSet) -> str:
-    body = "\n".join(_text(name) for name in (which.file, *_KERNEL))
+def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
+    body = "\n".join(_text(name) for name in (which.file, *files))
     has_features = which.features != ""
     return "".join(
         (

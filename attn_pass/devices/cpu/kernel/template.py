@@ -6,6 +6,7 @@ registers the lowering.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -18,12 +19,14 @@ from torch._inductor.codegen.cpp_utils import cexpr_index
 from torch._inductor.lowering import empty_strided, register_lowering
 from torch._inductor.virtualized import V
 
+from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
 from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import (
     ALL,
     ELEMENTS,
     InstructionSet,
+    arguments_of,
     call_of,
     kernel_source,
     namespace_of,
@@ -31,7 +34,6 @@ from attn_pass.devices.cpu.kernel.source import (
 )
 
 _OPERANDS = ("q", "k", "v", "keep", "bias", "sink", *(f"captured[{n}]" for n in range(MOST_CAPTURED)))
-_LSE = "lse"
 _SOURCE = """
 {{template.header().getvalue()}}
 #ifndef {{namespace}}_h
@@ -41,23 +43,32 @@ _SOURCE = """
 extern "C" {{export_declaration}}
 {{kernel.def_kernel(inputs=inputs, outputs=outputs, extra_sizevars=sizes)}}
 {
-  {{namespace}}::Args args{};
+  {{namespace}}::{{structure}} args{};
 {{filled}}
 {{call}}
 }
 """
 
 
-class Attention(CppTemplate):
-    """One call: the operands that are there, by the names they have in ``Args``."""
+class Call(CppTemplate):
+    """One call: the operands that are there, by the names they have in ``Args``; those of ``written`` are results."""
+
+    name = "attn_pass_attention"
 
     def __init__(
-        self, operands: dict[str, Any], layout: ir.Layout, scale: float, score: str, numbers: dict[str, Any]
+        self,
+        operands: dict[str, Any],
+        layout: ir.Layout,
+        scale: float,
+        score: str,
+        numbers: dict[str, Any],
+        written: Sequence[str] = (),
     ) -> None:
         # Operands may be views of one buffer, which is one argument.
         self.buffers = {x.get_name(): x for x in operands.values()}
-        super().__init__("attn_pass_attention", list(self.buffers.values()), layout, 1)
+        super().__init__(self.name, list(self.buffers.values()), layout, 1)
         self.operands, self.scale, self.score, self.numbers = operands, scale, score, numbers
+        self.written = written
 
     def argument(self, operand: Any) -> str:
         """The argument that an operand's memory is."""
@@ -69,21 +80,25 @@ class Attention(CppTemplate):
         """The kernel's source and the function that fills its arguments in."""
         assert not epilogue_nodes, "nothing is fused into it"
         out = self.output_node if template_buffer_node is None else template_buffer_node
-        sets = _sets()
+        sets, chosen = _sets(), self._kernel()
         return str(
             self._template_from_string(_SOURCE).render(
                 template=self,
                 kernel=kernel,
                 inputs={self.argument(x): x for x in self.buffers.values()},
-                outputs={"out": out} if _is_wanted(out) else {},
+                outputs={"out": out} if is_wanted(out) else {},
                 sizes=self._sizes(),
-                kernel_source=kernel_source(sets, self.score),
-                namespace=namespace_of(self.score),
+                kernel_source=kernel_source(sets, self.score, chosen),
+                namespace=namespace_of(self.score, chosen),
+                structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
-                filled=_Filled(self, kernel, out),
-                call=call_of(self.layout.dtype, sets, self._kernel(), self.score),
+                filled=self._filled(kernel, out),
+                call=call_of(self.operands["q"].get_dtype(), sets, chosen, self.score),
             )
         )
+
+    def _filled(self, kernel: Any, out: Any) -> Filled:
+        return Filled(self, kernel, out)
 
     def _sizes(self) -> list[Any]:
         """Expressions whose symbols the buffers' own sizes may not have."""
@@ -99,13 +114,17 @@ class Attention(CppTemplate):
         return "attend_type" if rows is None else "attend_few" if rows <= 16 else "attend_many"
 
 
-class _Filled:
+class Filled:
     """The statements that fill ``args`` in; rendered after the signature, which says what sizes are called."""
 
-    def __init__(self, template: Attention, kernel: Any, out: Any) -> None:
+    def __init__(self, template: Call, kernel: Any, out: Any) -> None:
         self.template, self.kernel, self.out = template, kernel, out
 
     def __str__(self) -> str:
+        return "\n".join(f"  {line}" for line in (*self.given("args"), *self.results()))
+
+    def given(self, args: str) -> list[str]:
+        """What `operator.arguments` fills in."""
         operands, numbers = self.template.operands, self.template.numbers
         q, k, v = (operands[name].get_size() for name in ("q", "k", "v"))
         scores = (q[0], q[1], q[2], k[2])
@@ -117,39 +136,47 @@ class _Filled:
             if name in operands:
                 whole = name in "qkv" or (packed and name not in ("keep", "sink"))
                 shape = operands[name].get_size() if whole else (*scores[:3], 1) if name == "sink" else scores
-                strides = ", ".join(map(self._number, _strides(operands[name], shape)))
-                lines.append(f"args.{name} = {{{self._pointer(name)}, {{{strides}}}}};")
+                strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
+                lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")
         for name in BOUNDS:
             if name in operands:
-                (stride,) = _strides(operands[name], (borders if name == "offsets" else per_batch,))
-                lines.append(f"args.{name} = {{{self._pointer(name)}, {self._number(stride)}}};")
-        lines.append(f"args.out = {'out' if _is_wanted(self.out) else 'nullptr'};")
-        if _LSE in operands:  # a buffer that is written: to Inductor's arguments it is one that is read
-            lines.append(f"args.lse = const_cast<float*>({self.template.argument(operands[_LSE])});")
-        for n, stride in enumerate(self.out.get_layout().stride):
-            lines.append(f"args.out_stride[{n}] = {self._number(stride)};")
+                (stride,) = strides_in(operands[name], (borders if name == "offsets" else per_batch,))
+                lines.append(f"{args}.{name} = {{{self.pointer(name)}, {self.number(stride)}}};")
         sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3], "segments": per_batch}
-        lines += [f"args.{name} = {self._number(size)};" for name, size in {**sizes, **numbers}.items()]
-        lines.append(f"args.scale = {self.template.scale!r}f;")
-        return "\n".join(f"  {line}" for line in lines)
+        lines += [f"{args}.{name} = {self.number(size)};" for name, size in {**sizes, **numbers}.items()]
+        lines.append(f"{args}.scale = {self.template.scale!r}f;")
+        return lines
 
-    def _number(self, expression: Any) -> str:
+    def results(self) -> list[str]:
+        """Where the kernel writes to."""
+        lines = [f"args.out = {'out' if is_wanted(self.out) else 'nullptr'};"]
+        for name in self.template.written:
+            argument = self.template.argument(self.template.operands[name])
+            data = f"const_cast<void*>(static_cast<const void*>({argument}))"
+            lines.append(f"args.{name} = static_cast<decltype(args.{name})>({data});")
+        for n, stride in enumerate(self.out.get_layout().stride):
+            lines.append(f"args.out_stride[{n}] = {self.number(stride)};")
+        return lines
+
+    def number(self, expression: Any) -> str:
+        """A size as C++."""
         return str(cexpr_index(self.kernel.rename_indexing(sympy.sympify(expression))))
 
-    def _pointer(self, name: str) -> str:
+    def pointer(self, name: str) -> str:
+        """Where an operand begins."""
         node = self.template.operands[name]
         size = node.get_dtype().itemsize
         start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
-        at = f"{start} + {size} * ({self._number(node.get_layout().offset)})"
+        at = f"{start} + {size} * ({self.number(node.get_layout().offset)})"
         return f"reinterpret_cast<const int64_t*>({at})" if name in BOUNDS else at
 
 
-def _is_wanted(out: Any) -> bool:
+def is_wanted(out: Any) -> bool:
     """Whether the result is read: Inductor allocates it only then, and the log-sum-exp may be the only result used."""
     return out.get_name() not in V.graph.removed_buffers
 
 
-def _strides(node: Any, shape: Any) -> list[Any]:
+def strides_in(node: Any, shape: Any) -> list[Any]:
     """Strides of a tensor that is seen in a larger shape: 0 where it is broadcast."""
     size, stride = list(node.get_size()), list(node.get_layout().stride)
     lead = len(shape) - len(size)
@@ -162,7 +189,7 @@ def _sets() -> tuple[InstructionSet, ...]:
     return ALL if V.graph.aot_mode else of_this_machine()
 
 
-def _laid_out(x: Any) -> Any:
+def laid_out(x: Any) -> Any:
     """An operand as it lies in memory; views of a buffer stay views."""
     x = ir.ExternKernel.realize_input(x)
     while isinstance(x, (ir.TensorBox, ir.StorageBox)):
@@ -174,7 +201,7 @@ def _laid_out(x: Any) -> Any:
 class _Buffer(ir.CppTemplateBuffer):
     """The template's result, and what it writes beside it: Inductor's templates for CPUs know one result."""
 
-    def __init__(self, caller: Any, written: Any) -> None:
+    def __init__(self, caller: Any, written: Sequence[Any]) -> None:
         super().__init__(
             layout=caller.layout,
             inputs=caller.input_nodes,
@@ -182,34 +209,54 @@ class _Buffer(ir.CppTemplateBuffer):
             template=caller.template,
             choice=caller,
         )
-        self._written = ir.MutationOutput(ir.NoneLayout(device=caller.layout.device), written, self)
+        where = ir.NoneLayout(device=caller.layout.device)
+        self._written = [ir.MutationOutput(where, x, self) for x in written]
 
     def get_outputs(self) -> list[ir.Buffer]:
-        return [self, self._written]
+        return [self, *self._written]
+
+
+def emitted(template: Call) -> Any:
+    """The template's buffer, into which nothing is fused, since it has no epilogue."""
+    caller = template.generate()  # type: ignore[no-untyped-call]
+    written = [template.operands[name] for name in template.written]
+    out: Any = ir.TensorBox.create(_Buffer(caller, written)) if written else caller.output_node()
+    V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
+    return out
 
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def lower(q: Any, k: Any, v: Any, scale: float, **given: Any) -> Any:
     """The template's buffer."""
-    return _keep_apart(_template(q, k, v, scale, given).generate().output_node())  # type: ignore[no-untyped-call]
+    return emitted(_template(q, k, v, scale, given, {}))
 
 
 @register_lowering(WITH_LSE, type_promotion_kind=None)
 def lower_with_lse(q: Any, k: Any, v: Any, scale: float, **given: Any) -> tuple[Any, Any]:
     """The template's buffer, and one that it writes to."""
     lse = empty_strided(q.get_size()[:3], None, dtype=torch.float32, device=q.get_device())
-    template = _template(q, k, v, scale, given, lse)
-    caller = template.generate()  # type: ignore[no-untyped-call]
-    return _keep_apart(ir.TensorBox.create(_Buffer(caller, template.operands[_LSE]))), lse
+    return emitted(_template(q, k, v, scale, given, {"lse": lse})), lse
 
 
-def _keep_apart(out: Any) -> Any:
-    """Nothing is fused into the template, since it has no epilogue."""
-    V.graph.no_fuse_buffer_names.add(out.data.data.get_name())
-    return out
+@register_lowering(FORWARD, type_promotion_kind=None)
+def lower_forward(*values: Any, **more: Any) -> tuple[Any, ...]:
+    """The template's buffer, and those that it writes to."""
+    given = dict(zip(NAMES, values, strict=False)) | more
+    q, k, v, scale = (given.pop(name) for name in NAMES[:4])
+    rows = q.get_size()[:3]
+    lse = empty_strided(rows, None, dtype=torch.float32, device=q.get_device())
+    statistics = empty_strided([*rows, 2], None, dtype=torch.float32, device=q.get_device())
+    written = {"lse": lse, "statistics": statistics}
+    if q.get_dtype() == torch.float32:
+        rest = empty_strided([0], None, dtype=q.get_dtype(), device=q.get_device())
+    else:
+        like = heads_last(q, v.get_size()[3])
+        rest = written["rest"] = empty_strided(like.size, like.stride, dtype=like.dtype, device=like.device)
+    return emitted(_template(q, k, v, scale, given, written)), lse, statistics, rest
 
 
-def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], lse: Any = None) -> Attention:
+def operands_of(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a call, by the names they have in ``Args``, as they lie in memory."""
     there = {
         "q": q,
         "k": k,
@@ -217,20 +264,30 @@ def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], lse: 
         **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
     }
     there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
-    if lse is not None:
-        there[_LSE] = lse
-    operands = {name: _laid_out(x) for name, x in there.items()}
-    q, v = operands["q"], operands["v"]
-    batch, heads, q_len, _ = q.get_size()
-    dim = v.get_size()[3]
-    layout = ir.FixedLayout(
-        q.get_device(), q.get_dtype(), [batch, heads, q_len, dim], [q_len * heads * dim, dim, heads * dim, 1]
-    )
-    numbers = {
+    return {name: laid_out(x) for name, x in there.items()}
+
+
+def numbers_of(operands: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a call, by the names they have in ``Args``."""
+    return {
         **{name: otherwise if given.get(name) is None else given[name] for name, otherwise in NUMBERS.items()},
         "bias_type": list(ELEMENTS).index(operands["bias"].get_dtype()) if "bias" in operands else 0,
         "fully_masked": FULLY_MASKED.index(given.get("fully_masked", "nan")),
         "threads": 0,
         "has_score": int(bool(given.get("score"))),
     }
-    return Attention(operands, layout, float(scale), given.get("score", ""), numbers)
+
+
+def heads_last(x: Any, dim: Any) -> ir.FixedLayout:
+    """The layout of a result (B, H, L, dim) for an operand: heads after positions in memory."""
+    batch, heads, length, _ = x.get_size()
+    size, stride = [batch, heads, length, dim], [length * heads * dim, dim, heads * dim, 1]
+    return ir.FixedLayout(x.get_device(), x.get_dtype(), size, stride)
+
+
+def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], written: dict[str, Any]) -> Call:
+    operands = operands_of(q, k, v, given)
+    numbers = numbers_of(operands, given)
+    q, v = operands["q"], operands["v"]
+    operands |= {name: laid_out(x) for name, x in written.items()}
+    return Call(operands, heads_last(q, v.get_size()[3]), float(scale), given.get("score", ""), numbers, tuple(written))

@@ -451,7 +451,7 @@ template <class T>
 void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, const float* o) {
   using st = typename T::st;
   if (a.lse) a.lse[(b * a.H + h) * a.L + i] = log_of_sum(r, factor);
-  if (!a.out) return;
+  if (!a.out && !a.statistics) return;
   float share = 1.0f;  // of the sum's own unit in the unit that a larger sink makes
   if (a.sink.data) {
     const i64* s = a.sink.stride;
@@ -461,6 +461,11 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, cons
     r.sum = r.sum * share + (top == -INFINITY ? 0.0f : std::exp2((sink - top) * factor));
     r.top = top;
   }
+  if (a.statistics) {
+    float* kept = a.statistics + ((b * a.H + h) * a.L + i) * 2;
+    kept[0] = r.top, kept[1] = r.sum;
+  }
+  if (!a.out) return;
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
   float mean[1024];
@@ -484,8 +489,15 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, cons
       return;
     }
   }
+  st* rest = a.rest ? static_cast<st*>(a.rest) + (to - static_cast<st*>(a.out)) : nullptr;
   for (i64 d = 0; d < a.DV; d += W) {
     const vec x = Isa::mul(by, Isa::load(o + d));
+    if (a.rest) {
+      st part[W];
+      T::narrow(part, x);
+      T::narrow(part, Isa::add(x, Isa::mul(T::widen(part), Isa::set1(-1.0f))));
+      for (i64 j = 0; j < std::min<i64>(W, a.DV - d); ++j) rest[(d + j) * stride] = part[j];
+    }
     if (stride == 1) {
       narrow_some<T>(to + d, x, a.DV - d);
     } else {

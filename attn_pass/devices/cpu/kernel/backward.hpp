@@ -1,0 +1,460 @@
+// Gradients: a task owns some of the batch, some KV heads and some panels of keys. It computes the weights of their tiles
+// again, sums the gradients of keys and values up where it keeps them, and the query's over the panels. What several
+// tasks add to is summed up by each for itself, and joined in order: results are the same for any number of threads.
+constexpr i64 BACK_PANELS = 4, TASKS = 16;   // panels at a time; tasks that are enough for many threads
+constexpr i64 PARTIAL = i64(1) << 22;        // elements of gradients of a bias that may be kept besides the bias itself
+constexpr i64 JOINED = 4096;                 // elements of a task that joins
+
+struct Back {
+  BackwardArgs given;
+  Args a;
+  Gradients all;
+  i64 group, panels, columns, value_columns, packed_columns, packed_values, ldq, ldv, padded;
+  i64 key_panel, value_panel, row_panel;
+  i64 batch_parts, head_parts, splits, panels_each;
+  i64 elements[1 + CAPTURED], parts[1 + CAPTURED], part_stride[1 + CAPTURED][3];  // by part of batch, heads and keys
+  float* dq;  // (splits, B, H, padded, ldq); null where there is one split
+  float* sums[1 + CAPTURED];
+  size_t at_keys, at_values, at_rows, at_dk, at_dv, at_q, at_q_pairs, at_grad, at_grad_pairs, at_s, at_g, at_pairs, at_weights, at_gradients, at_dq, at_left,
+      at_mean, at_room;
+  Parts parts_of_task;
+};
+
+// ---- what a row's gradient begins with
+template <class T> float sum_of_products(const typename T::st* x, i64 x_stride, const typename T::st* y, i64 y_stride, i64 dim) {
+  if (x_stride != 1 || y_stride != 1) {
+    float sum = 0;
+    for (i64 d = 0; d < dim; ++d) sum += T::one(x[d * x_stride]) * T::one(y[d * y_stride]);
+    return sum;
+  }
+  vec sum = Isa::zero();
+  i64 d = 0;
+  for (; d + W <= dim; d += W) sum = Isa::fma(T::widen(x + d), T::widen(y + d), sum);
+  float rest = 0;
+  for (; d < dim; ++d) rest += T::one(x[d]) * T::one(y[d]);
+  return Isa::reduce_add(sum) + rest;
+}
+// Fully masked rows that are the mean of all values hand their gradients to all values: `mean` is the sum of these.
+template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, float* mean, float* sink_rows) {
+  const Args& a = j.a;
+  for (i64 d = 0; d < j.ldv; ++d) mean[d] = 0;
+  for (i64 g = 0; g < j.group; ++g) {
+    const i64 h = hk * j.group + g;
+    for (i64 i = 0; i < a.L; ++i) {
+      const float* kept = j.given.statistics + ((b * a.H + h) * a.L + i) * 2;
+      const auto* grad = rows_at<T>(j.given.grad, b, h, i);
+      Left& of = left[g * a.L + i];
+      if (kept[1] == 0) {
+        of = {0.0f, 0.0f, 0.0f};
+        if (sink_rows) sink_rows[(b * a.H + h) * a.L + i] = 0.0f;
+        if (a.fully_masked == GIVES_MEAN)
+          for (i64 d = 0; d < a.DV; ++d) mean[d] += T::one(grad[d * j.given.grad.stride[3]]) / float(a.S);
+        continue;
+      }
+      const auto* result = rows_at<T>(j.given.result, b, h, i);
+      of = {kept[0], 1.0f / kept[1], sum_of_products<T>(result, j.given.result.stride[3], grad, j.given.grad.stride[3], a.DV)};
+      if (j.given.rest.data)  // what rounding took counts: the gradients of a row's scores add up to nothing
+        of.delta += sum_of_products<T>(rows_at<T>(j.given.rest, b, h, i), j.given.rest.stride[3], grad, j.given.grad.stride[3], a.DV);
+      if (j.given.lse_grad.data) {
+        const i64* s = j.given.lse_grad.stride;
+        of.delta -= static_cast<const float*>(j.given.lse_grad.data)[b * s[0] + h * s[1] + i * s[2]];
+      }
+      if (sink_rows) {
+        const i64* s = a.sink.stride;
+        const float factor = j.all.scale.factor, sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]];
+        const float weight = sink == -INFINITY ? 0.0f : std::exp2((sink / (factor * LN2) - of.top) * factor) * of.share;
+        sink_rows[(b * a.H + h) * a.L + i] = -weight * of.delta;
+      }
+    }
+  }
+}
+
+// A block of rows of one head, packed when a tile first needs it.
+struct Block {
+  Row rows[BACK_ROWS];
+  i64 first, n, b, h, lo, hi;
+  bool packed;
+};
+template <class T> void pack_block(const Back& j, Block& block, char* memory) {
+  const Args& a = j.a;
+  using st = typename T::st;
+  st* room = reinterpret_cast<st*>(memory + j.at_room);
+  i32 *q = reinterpret_cast<i32*>(memory + j.at_q), *grad = reinterpret_cast<i32*>(memory + j.at_grad);
+  const st *from_q = rows_at<T>(a.q, block.b, block.h, block.first), *from_grad = rows_at<T>(j.given.grad, block.b, block.h, block.first);
+  for (i64 r = 0; r < block.n; ++r) {
+    in_columns<T>(from_q + r * a.q.stride[2], a.q.stride[3], a.D, room, q + r * j.packed_columns);
+    in_columns<T>(from_grad + r * j.given.grad.stride[2], j.given.grad.stride[3], a.DV, room, grad + r * j.packed_values);
+  }
+  const i64 end = round_up(block.n, 6);
+  std::memset(q + block.n * j.packed_columns, 0, size_t((end - block.n) * j.packed_columns) * 4);
+  std::memset(grad + block.n * j.packed_values, 0, size_t((end - block.n) * j.packed_values) * 4);
+  if constexpr (T::PAIR) {
+    pack_values<T>(from_q, a.q.stride, block.n, a.D, j.ldq, room, reinterpret_cast<i32*>(memory + j.at_q_pairs));
+    pack_values<T>(from_grad, j.given.grad.stride, block.n, a.DV, j.ldv, room, reinterpret_cast<i32*>(memory + j.at_grad_pairs));
+  }
+  block.packed = true;
+}
+
+// One panel of keys: what is packed of it, and where its gradients are summed up.
+struct Panel {
+  i64 key, n;
+  i32 *keys, *values, *rows;
+  float *dk, *dv;
+  bool packed;
+};
+template <class T> void pack_back(const Back& j, Panel& panel, i64 b, i64 hk, char* memory) {
+  const Args& a = j.a;
+  auto* room = reinterpret_cast<typename T::st*>(memory + j.at_room);
+  const auto* key = rows_at<T>(a.k, b, hk, panel.key);
+  pack_keys<T>(key, a.k.stride, panel.n, a.D, room, panel.keys);
+  pack_keys<T>(rows_at<T>(a.v, b, hk, panel.key), a.v.stride, panel.n, a.DV, room, panel.values);
+  if (j.given.dq.data) pack_values<T>(key, a.k.stride, panel.n, a.D, j.ldq, room, panel.rows);
+  std::memset(panel.dk, 0, size_t(PANEL * j.ldq) * 4);
+  std::memset(panel.dv, 0, size_t(PANEL * j.ldv) * 4);
+  panel.packed = true;
+}
+
+template <class T>
+void products_of(const i32* rows, i64 ld, i64 columns, const i32* keys, i64 there, i64 count, float* to) {
+  Nothing nothing;
+  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
+#define ATTN_WHOLE(MR) score_panel<T::PAIR, MR, Isa::NR>(rows, ld, columns, keys, there, false, to, LDT, nullptr, nothing)
+#define ATTN_HALF(MR) score_panel<T::PAIR, MR, HALF>(rows, ld, columns, keys, there, false, to, LDT, nullptr, nothing)
+  if (there > HALF * W) {
+    ATTN_FOR_ROWS(strip_rows(count), ATTN_WHOLE)
+  } else {
+    ATTN_FOR_ROWS(strip_rows(count), ATTN_HALF)
+  }
+#undef ATTN_WHOLE
+#undef ATTN_HALF
+}
+
+// The keys that a row keeps. Where the bias's gradient is wanted, keys that it rules out have weights of 0 all the same.
+ATTN_INLINE u64 kept_back(const Args& a, const Row& row, i64 key, bool bias_too) {
+  if (bias_too || !row.bias) return word_of(a, row, key);
+  Row without = row;
+  without.bias = nullptr;
+  return word_of(a, without, key);
+}
+
+// A tile: its weights, and what it adds to all gradients. `dq` is of the block's first row.
+template <class T>
+ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Panel& panel, i64 hk, const Left* left, float* dq, char* memory) {
+  const Args& a = j.a;
+  u64 words[BACK_ROWS + 6];
+  u32 active = 0;
+  const i64 strips = blocks_of(block.n, 6);
+  const bool learned = all.sums[0].data != nullptr;
+  for (i64 x = 0; x < strips; ++x)
+    for (i64 r = x * 6; r < std::min(x * 6 + 6, block.n); ++r) {
+      words[r] = kept_back(a, block.rows[r], panel.key, !learned);
+      if (words[r]) active |= 1u << x;
+    }
+  if (all.any_fresh)
+    for (i64 r = 0; r < block.n; ++r) {
+      const i64 computed = words[r] ? whole_steps(std::min(block.hi, a.S) - panel.key) : 0;
+      if (computed < panel.n) clear_row(a, all, block.b, block.h, block.first + r, panel.key + computed, panel.key + panel.n);
+    }
+  if (!active) return;
+  if (!panel.packed) pack_back<T>(j, panel, block.b, hk, memory);
+  if (!block.packed) pack_block<T>(j, block, memory);
+
+  const i64 low = __builtin_ctz(active), high = 32 - __builtin_clz(active);  // strips
+  const i64 there = whole_steps(std::min(block.hi, a.S) - panel.key), keys = std::min(there, panel.n);
+  const i32 *q = reinterpret_cast<i32*>(memory + j.at_q), *grad = reinterpret_cast<i32*>(memory + j.at_grad);
+  float *s = reinterpret_cast<float*>(memory + j.at_s), *g = reinterpret_cast<float*>(memory + j.at_g);
+  for (i64 x = low; x < high; ++x) {
+    for (i64 r = x * 6; r < std::min(x * 6 + 6, block.n); ++r) fetch_row(a, all, block.rows[r], panel.key, there);
+    if (active >> x & 1) products_of<T>(q + x * 6 * j.packed_columns, j.packed_columns, j.columns, panel.keys, there, block.n - x * 6, s + x * 6 * LDT);
+  }
+  for (i64 x = low; x < high; ++x)
+    if (active >> x & 1) products_of<T>(grad + x * 6 * j.packed_values, j.packed_values, j.value_columns, panel.values, there, block.n - x * 6, g + x * 6 * LDT);
+  for (i64 r = low * 6; r < high * 6; ++r) {
+    float *weights = s + r * LDT, *gradients = g + r * LDT;
+    if (r < block.n && words[r]) {
+      weigh_back<T>(a, all, block.rows[r], left[r], words[r], panel.key, there, weights, gradients);
+    } else {
+      std::memset(weights, 0, size_t(there) * 4);
+      std::memset(gradients, 0, size_t(there) * 4);
+    }
+  }
+
+  const i32 *weights = reinterpret_cast<i32*>(s), *gradients = reinterpret_cast<i32*>(g);  // rows of keys
+  const i32 *of_weights = weights, *of_gradients = gradients;                             // as transposed products take them
+  const i32 *q_rows = q, *grad_rows = grad;
+  i64 step = LDT, row = low * 6, count = std::min(high * 6, block.n) - row, ldg = LDT;
+  if constexpr (T::PAIR) {
+    i32 *pairs = reinterpret_cast<i32*>(memory + j.at_pairs), *to_weights = reinterpret_cast<i32*>(memory + j.at_weights);
+    i32 *to_gradients = reinterpret_cast<i32*>(memory + j.at_gradients);
+    constexpr i64 LDP = LDT / 2;
+    i32 one[PANEL / 2], other[PANEL / 2];
+    for (i64 r = row; r < high * 6; r += 2) {
+      as_pairs<T>(s + r * LDT, there, one), as_pairs<T>(s + (r + 1) * LDT, there, other);
+      pair_rows(one, other, there, to_weights + r / 2 * LDT);
+      as_pairs<T>(g + r * LDT, there, pairs + r * LDP), as_pairs<T>(g + (r + 1) * LDT, there, pairs + (r + 1) * LDP);
+      pair_rows(pairs + r * LDP, pairs + (r + 1) * LDP, there, to_gradients + r / 2 * LDT);
+    }
+    gradients = pairs, ldg = LDP, of_weights = to_weights, of_gradients = to_gradients;
+    q_rows = reinterpret_cast<i32*>(memory + j.at_q_pairs), grad_rows = reinterpret_cast<i32*>(memory + j.at_grad_pairs);
+    row /= 2, count = blocks_of(count, 2);
+  }
+  if (j.given.dq.data) {
+    Nothing nothing;
+    const i32* rows = panel.rows;
+    const i64 columns = blocks_of(keys, T::PER_COLUMN);
+    for (i64 x = low; x < high; ++x) {
+      if (!(active >> x & 1)) continue;
+#define ATTN_CALL(MR) add_values<T::PAIR, MR>(gradients + x * 6 * ldg, ldg, 1, &rows, &columns, j.ldq, dq + x * 6 * j.ldq, j.ldq, a.D, nothing)
+      ATTN_FOR_ROWS(strip_rows(block.n - x * 6), ATTN_CALL)
+#undef ATTN_CALL
+    }
+  }
+  if (j.given.dv.data)
+    for (i64 k = 0; k < keys; k += 6) {
+#define ATTN_CALL(MR) \
+  add_all_transposed<T::PAIR, MR>(of_weights + row * step + k, step, grad_rows + row * j.ldv, j.ldv, count, panel.dv + k * j.ldv, j.ldv, a.DV)
+      ATTN_FOR_ROWS(strip_rows(keys - k), ATTN_CALL)
+#undef ATTN_CALL
+    }
+  if (j.given.dk.data)
+    for (i64 k = 0; k < keys; k += 6) {
+#define ATTN_CALL(MR) \
+  add_all_transposed<T::PAIR, MR>(of_gradients + row * step + k, step, q_rows + row * j.ldq, j.ldq, count, panel.dk + k * j.ldq, j.ldq, a.D)
+      ATTN_FOR_ROWS(strip_rows(keys - k), ATTN_CALL)
+#undef ATTN_CALL
+    }
+}
+
+template <class T> void write_panel(const Back& j, const Panel& panel, i64 b, i64 hk, const float* mean) {
+  const Args& a = j.a;
+  using st = typename T::st;
+  const float factor = a.has_score ? 1.0f : a.scale;
+  const vec zero = Isa::zero();
+  for (i64 k = 0; k < panel.n; ++k) {
+    float *dk = panel.dk + k * j.ldq, *dv = panel.dv + k * j.ldv;
+    if (!panel.packed) {
+      for (i64 d = 0; d < j.ldq; d += W) Isa::store(dk + d, zero);
+      for (i64 d = 0; d < j.ldv; d += W) Isa::store(dv + d, zero);
+    }
+    if (a.fully_masked == GIVES_MEAN)
+      for (i64 d = 0; d < j.ldv; d += W) Isa::store(dv + d, Isa::add(Isa::load(dv + d), Isa::load(mean + d)));
+    const Output *to_k = &j.given.dk, *to_v = &j.given.dv;
+    if (to_k->data) write_times<T>(dk, factor, to_k->row<st>(b, hk, panel.key + k), to_k->stride[3], a.D);
+    if (to_v->data) write_times<T>(dv, 1.0f, to_v->row<st>(b, hk, panel.key + k), to_v->stride[3], a.DV);
+  }
+}
+
+// The rows of a KV head, and the panels of one split.
+template <class T> void head_back(const Back& j, const Gradients& of_all, i64 b, i64 hk, i64 split, char* memory) {
+  const Args& a = j.a;
+  Gradients all = of_all;
+  Left* left = reinterpret_cast<Left*>(memory + j.at_left);
+  float* mean = reinterpret_cast<float*>(memory + j.at_mean);
+  look_back<T>(j, b, hk, left, mean, split == 0 ? j.given.sink_rows : nullptr);
+  const i64 of_head = j.padded * j.ldq;
+  float* dq = j.dq ? j.dq + ((split * a.B + b) * a.H + hk * j.group) * of_head : reinterpret_cast<float*>(memory + j.at_dq);
+  if (j.given.dq.data) std::memset(dq, 0, size_t(j.group * of_head) * 4);
+  const i64 last = std::min(j.panels, (split + 1) * j.panels_each);
+  for (i64 from = split * j.panels_each; from < last; from += BACK_PANELS) {
+    Panel panels[BACK_PANELS];
+    const i64 count = std::min(BACK_PANELS, last - from);
+    for (i64 p = 0; p < count; ++p) {
+      const i64 key = (from + p) * PANEL;
+      panels[p] = {key, std::min<i64>(PANEL, a.S - key), reinterpret_cast<i32*>(memory + j.at_keys) + p * j.key_panel,
+                   reinterpret_cast<i32*>(memory + j.at_values) + p * j.value_panel, reinterpret_cast<i32*>(memory + j.at_rows) + p * j.row_panel,
+                   reinterpret_cast<float*>(memory + j.at_dk) + p * PANEL * j.ldq, reinterpret_cast<float*>(memory + j.at_dv) + p * PANEL * j.ldv, false};
+    }
+    const i64 begin = from * PANEL, end = panels[count - 1].key + panels[count - 1].n;
+    for (i64 g = 0; g < j.group; ++g)
+      for (i64 first = 0; first < a.L; first += BACK_ROWS) {
+        Block block;
+        block.first = first, block.n = std::min<i64>(BACK_ROWS, a.L - first), block.b = b, block.h = hk * j.group + g, block.packed = false;
+        block.lo = a.S, block.hi = 0;
+        for (i64 r = 0; r < block.n; ++r) {
+          block.rows[r] = row_of(a, b, block.h, first + r);
+          if (block.rows[r].hi <= block.rows[r].lo) continue;
+          block.lo = std::min(block.lo, block.rows[r].lo), block.hi = std::max(block.hi, block.rows[r].hi);
+        }
+        for (int t = 0; t <= CAPTURED; ++t)
+          if (all.sums[t].data && !all.sums[t].stride[1]) all.sums[t].fresh = of_all.sums[t].fresh && g == 0;
+        const bool sees = block.lo < end && block.hi > begin;
+        if (!sees && !all.any_fresh) continue;
+        for (i64 p = 0; p < count; ++p)
+          if (all.any_fresh || (block.lo < panels[p].key + panels[p].n && block.hi > panels[p].key))
+            tile_back<T>(j, all, block, panels[p], hk, left + g * a.L + first, dq + g * of_head + first * j.ldq, memory);
+      }
+    for (i64 p = 0; p < count; ++p) write_panel<T>(j, panels[p], b, hk, mean);
+  }
+  if (j.dq || !j.given.dq.data) return;
+  const float factor = a.has_score ? 1.0f : a.scale;
+  for (i64 g = 0; g < j.group; ++g)
+    for (i64 i = 0; i < a.L; ++i)
+      write_times<T>(dq + g * of_head + i * j.ldq, factor, j.given.dq.row<typename T::st>(b, hk * j.group + g, i), j.given.dq.stride[3], a.D);
+}
+
+template <class T> void back_task(const void* job, i64 task) {
+  const Back& j = *static_cast<const Back*>(job);
+  char* memory = task_arena().take(j.parts_of_task);
+  const i64 split = task % j.splits, hp = task / j.splits % j.head_parts, bp = task / j.splits / j.head_parts;
+  Gradients all = j.all;
+  for (int t = 0; t <= CAPTURED; ++t) {
+    const i64* s = j.part_stride[t];
+    if (j.sums[t]) all.sums[t].data = j.sums[t] + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t];
+  }
+  const i64 heads = j.a.HK, first_b = bp * j.a.B / j.batch_parts, first_h = hp * heads / j.head_parts;
+  for (i64 b = first_b; b < (bp + 1) * j.a.B / j.batch_parts; ++b)
+    for (i64 hk = first_h; hk < (hp + 1) * heads / j.head_parts; ++hk) {
+      all.any_fresh = false;
+      for (Sums& to : all.sums) {
+        to.fresh = to.is_matrix() && (to.stride[0] || b == first_b) && (to.stride[1] || hk == first_h);
+        all.any_fresh = all.any_fresh || to.fresh;
+      }
+      head_back<T>(j, all, b, hk, split, memory);
+    }
+}
+
+// ---- parts joined in order
+template <class T> void join_queries(const void* job, i64 task) {
+  const Back& j = *static_cast<const Back*>(job);
+  const Args& a = j.a;
+  const i64 bh = task % (a.B * a.H), first = task / (a.B * a.H) * BACK_ROWS, step = a.B * a.H * j.padded * j.ldq;
+  const float factor = a.has_score ? 1.0f : a.scale;
+  for (i64 i = first; i < std::min(first + BACK_ROWS, a.L); ++i) {
+    float* row = j.dq + (bh * j.padded + i) * j.ldq;
+    for (i64 x = 1; x < j.splits; ++x)
+      for (i64 d = 0; d < j.ldq; d += W) Isa::store(row + d, Isa::add(Isa::load(row + d), Isa::load(row + x * step + d)));
+    write_times<T>(row, factor, j.given.dq.row<typename T::st>(bh / a.H, bh % a.H, i), j.given.dq.stride[3], a.D);
+  }
+}
+struct Joined {
+  const float* from;
+  i64 elements, parts;
+  void* to;
+  i32 type;
+};
+inline void clear_task(const void* job, i64 task) {
+  const Joined& j = *static_cast<const Joined*>(job);
+  const i64 first = task * JOINED, n = std::min(JOINED, j.elements * j.parts - first);
+  std::memset(const_cast<float*>(j.from) + first, 0, size_t(n) * 4);
+}
+inline void join_sums(const void* job, i64 task) {
+  const Joined& j = *static_cast<const Joined*>(job);
+  const i64 first = task * JOINED, end = std::min(first + JOINED, j.elements);
+  i64 e = first;
+  for (; e + W <= end; e += W) {
+    vec sum = Isa::load(j.from + e);
+    for (i64 x = 1; x < j.parts; ++x) sum = Isa::add(sum, Isa::load(j.from + x * j.elements + e));
+    if (j.type == FLOAT32) F32::narrow(static_cast<float*>(j.to) + e, sum);
+    else if (j.type == BFLOAT16) BF16::narrow(static_cast<u16*>(j.to) + e, sum);
+    else F16::narrow(static_cast<u16*>(j.to) + e, sum);
+  }
+  for (; e < end; ++e) {
+    float sum = j.from[e];
+    for (i64 x = 1; x < j.parts; ++x) sum += j.from[x * j.elements + e];
+    if (j.type == FLOAT32) static_cast<float*>(j.to)[e] = sum;
+    else static_cast<u16*>(j.to)[e] = j.type == BFLOAT16 ? to_bf16(sum) : to_f16(sum);
+  }
+}
+
+// Parts follow from sizes alone, so that results do not depend on the number of threads.
+inline void divide(Back& j) {
+  const Args& a = j.a;
+  const i64 sizes[4] = {a.B, a.H, a.L, a.S};
+  i64 most = 0;  // elements of what is summed over the batch
+  bool heads_are_summed = false;
+  for (int t = 0; t <= CAPTURED; ++t) {
+    j.elements[t] = 0;
+    if (!j.given.summed[t].data) continue;
+    j.elements[t] = 1;
+    for (int d = 0; d < 4; ++d) j.elements[t] *= j.given.summed[t].stride[d] ? sizes[d] : 1;
+    if (!j.given.summed[t].stride[0]) most = std::max(most, j.elements[t]);
+    if (!j.given.summed[t].stride[1]) heads_are_summed = heads_are_summed || j.elements[t] * a.HK > PARTIAL;
+  }
+  j.head_parts = heads_are_summed ? 1 : a.HK;
+  j.batch_parts = a.B;
+  if (most) j.batch_parts = std::min({a.B, blocks_of(2 * TASKS, j.head_parts), std::max<i64>(1, PARTIAL / most)});
+  const i64 wanted = blocks_of(TASKS, j.batch_parts * j.head_parts);
+  j.splits = std::max<i64>(1, std::min(wanted, j.panels / BACK_PANELS));
+  j.panels_each = std::max<i64>(1, blocks_of(j.panels, j.splits));
+  j.splits = std::max<i64>(1, blocks_of(j.panels, j.panels_each));
+  for (int t = 0; t <= CAPTURED; ++t) {
+    if (!j.elements[t]) continue;
+    const i64* s = j.given.summed[t].stride;
+    const i64 by_keys = s[3] ? 1 : j.splits, by_heads = s[1] ? 1 : j.head_parts, by_batch = s[0] ? 1 : j.batch_parts;
+    j.parts[t] = by_keys * by_heads * by_batch;
+    j.part_stride[t][2] = by_keys > 1, j.part_stride[t][1] = by_heads > 1 ? by_keys : 0, j.part_stride[t][0] = by_batch > 1 ? by_keys * by_heads : 0;
+  }
+}
+
+template <class T> void lay_out(Back& j) {
+  const Args& a = j.a;
+  Parts task;
+  j.at_keys = task.add(size_t(BACK_PANELS * j.key_panel) * 4);
+  j.at_values = task.add(size_t(BACK_PANELS * j.value_panel) * 4);
+  j.at_rows = task.add(size_t(BACK_PANELS * j.row_panel) * 4);
+  j.at_dk = task.add(size_t(BACK_PANELS * PANEL * j.ldq) * 4);
+  j.at_dv = task.add(size_t(BACK_PANELS * PANEL * j.ldv) * 4);
+  j.at_q = task.add(size_t(BACK_ROWS * j.packed_columns) * 4);
+  j.at_grad = task.add(size_t(BACK_ROWS * j.packed_values) * 4);
+  const i64 pairs = T::PAIR ? BACK_ROWS : 0;
+  j.at_q_pairs = task.add(size_t(pairs / 2 * j.ldq) * 4);
+  j.at_grad_pairs = task.add(size_t(pairs / 2 * j.ldv) * 4);
+  j.at_s = task.add(size_t(BACK_ROWS * LDT) * 4);
+  j.at_g = task.add(size_t(BACK_ROWS * LDT) * 4);
+  j.at_pairs = task.add(size_t(pairs * LDT / 2) * 4);
+  j.at_weights = task.add(size_t(pairs / 2 * LDT) * 4);
+  j.at_gradients = task.add(size_t(pairs / 2 * LDT) * 4);
+  j.at_dq = task.add(j.splits > 1 || !j.given.dq.data ? 0 : size_t(j.group * j.padded * j.ldq) * 4);
+  j.at_left = task.add(size_t(j.group * a.L) * sizeof(Left));
+  j.at_mean = task.add(size_t(j.ldv) * 4);
+  j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
+  j.parts_of_task = task;
+}
+
+template <class T> void attend_backward(const BackwardArgs& given) {
+  Back j;
+  j.given = given;
+  j.a = given.a;
+  const Args& a = j.a;
+  j.all = {scale_of(a), {}};
+  j.group = a.H / a.HK;
+  j.panels = blocks_of(a.S, PANEL);
+  j.columns = blocks_of(a.D, T::PER_COLUMN), j.value_columns = blocks_of(a.DV, T::PER_COLUMN);
+  j.packed_columns = round_up(j.columns, W), j.packed_values = round_up(j.value_columns, W);
+  j.ldq = round_up(a.D, W), j.ldv = round_up(a.DV, W);
+  j.padded = round_up(a.L, 6);
+  j.key_panel = j.packed_columns * PANEL, j.value_panel = j.packed_values * PANEL, j.row_panel = PANEL / T::PER_COLUMN * j.ldq;
+  divide(j);
+  lay_out<T>(j);
+
+  Parts call;
+  const size_t dq = call.add(j.splits > 1 && given.dq.data ? size_t(j.splits * a.B * a.H * j.padded * j.ldq) * 4 : 0);
+  size_t sums[1 + CAPTURED];
+  bool lies_apart[1 + CAPTURED];
+  for (int t = 0; t <= CAPTURED; ++t) {
+    const i32 type = t ? i32(FLOAT32) : a.bias_type;
+    lies_apart[t] = j.elements[t] && (j.parts[t] > 1 || type != FLOAT32);
+    sums[t] = lies_apart[t] ? call.add(size_t(j.parts[t] * j.elements[t]) * 4) : 0;
+  }
+  char* memory = call.bytes ? call_arena().take(call) : nullptr;
+  j.dq = j.splits > 1 && given.dq.data ? reinterpret_cast<float*>(memory + dq) : nullptr;
+  const int threads = threads_for(a);
+  for (int t = 0; t <= CAPTURED; ++t) {
+    j.sums[t] = nullptr;
+    if (!j.elements[t]) continue;
+    j.sums[t] = lies_apart[t] ? reinterpret_cast<float*>(memory + sums[t]) : static_cast<float*>(given.summed[t].data);
+    std::memcpy(j.all.sums[t].stride, given.summed[t].stride, sizeof(given.summed[t].stride));
+    j.all.sums[t].data = j.sums[t];
+    if (j.all.sums[t].is_matrix()) continue;  // each task clears what it does not write
+    const Joined whole = {j.sums[t], j.elements[t], j.parts[t], nullptr, 0};
+    run_tasks(blocks_of(j.elements[t] * j.parts[t], JOINED), clear_task, &whole, threads);
+  }
+  run_tasks(j.batch_parts * j.head_parts * j.splits, back_task<T>, &j, threads);
+  if (j.dq) run_tasks(a.B * a.H * blocks_of(a.L, BACK_ROWS), join_queries<T>, &j, threads);
+  for (int t = 0; t <= CAPTURED; ++t) {
+    if (!lies_apart[t]) continue;
+    const Joined parts = {j.sums[t], j.elements[t], j.parts[t], given.summed[t].data, t ? i32(FLOAT32) : a.bias_type};
+    run_tasks(blocks_of(j.elements[t], JOINED), join_sums, &parts, threads);
+  }
+  call_arena().give_back();
+}

@@ -1,0 +1,221 @@
+"""`attn_pass::attention_forward` and `attn_pass::attention_backward`: attention on CPUs with gradients.
+
+The forward gives the result, the log-sum-exp of every row, and what the backward needs of a row: its largest score and
+its sum of exponentials, from which the weights come out as the forward had them. The backward computes the weights
+again, tile by tile; it sums in an order that follows from sizes alone, so that gradients are the same for any number of
+threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_pass.devices.cpu.kernel.build import entry
+from attn_pass.devices.cpu.kernel.operator import (
+    LIBRARY,
+    Args,
+    Operand,
+    arguments,
+    attention,
+    check,
+    lse_like,
+    operand,
+    result_like,
+)
+from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
+from attn_pass.devices.cpu.kernel.source import BACKWARD
+
+# Autograd takes no tensors that are keywords.
+_GIVEN = (
+    "Tensor query, Tensor key, Tensor value, float scale, SymInt? before=None, SymInt? after=None, SymInt? start=None, "
+    "SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, "
+    "Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', str fully_masked='nan'"
+)
+NAMES = tuple(part.split("=")[0].split()[-1] for part in _GIVEN.split(", "))
+"""The forward's arguments, in order."""
+_OPERANDS = NAMES[:3]
+_NUMBER_OF_CAPTURED = NAMES.index("captured")
+LIBRARY.define(
+    f"attention_forward({_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "attention_backward(Tensor grad, Tensor? lse_grad, Tensor result, Tensor statistics, Tensor rest, str[] wanted, "
+    f"{_GIVEN}) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+class _BackwardArgs(ctypes.Structure):
+    """``BackwardArgs`` of `common.hpp`, member by member."""
+
+    _fields_ = (
+        ("a", Args),
+        *((name, Operand) for name in ("grad", "result", "rest", "lse_grad")),
+        ("statistics", ctypes.c_void_p),
+        *((name, Operand) for name in ("dq", "dk", "dv")),
+        ("sink_rows", ctypes.c_void_p),
+        ("summed", Operand * (1 + MOST_CAPTURED)),
+    )
+
+
+def statistics_like(query: Tensor) -> Tensor:
+    """The memory of what the backward needs of a row: (B, H, L, 2)."""
+    made: Tensor = query.new_empty((*query.shape[:3], 2), dtype=torch.float32)
+    return made
+
+
+def rest_like(query: Tensor, value: Tensor) -> Tensor:
+    """The memory of what rounding takes from a result in half precision; nothing in float32."""
+    return query.new_empty(0) if query.dtype == torch.float32 else result_like(query, value)
+
+
+def gradient_like(name: str, given: dict[str, Any]) -> Tensor:
+    """The memory of a gradient: of an operand heads after positions, of all else dense.
+
+    ``name`` is an argument's; of captured tensor 2 it is "captured2". A sink's has a number for each row, which is
+    still to be summed up where it is one for several.
+    """
+    query: Tensor = given["query"]
+    if name == "sink":
+        return torch.empty((*query.shape[:3], 1), dtype=torch.float32, device=query.device)
+    if name in _OPERANDS:
+        batch, heads, length, dim = given[name].shape
+        return torch.empty((batch, length, heads, dim), dtype=query.dtype, device=query.device).transpose(1, 2)
+    of = given["captured"][int(name[8:])] if name.startswith("captured") else given[name]
+    return torch.empty(of.shape, dtype=of.dtype, device=of.device)
+
+
+def _call(*values: Any) -> dict[str, Any]:
+    return dict(zip(NAMES, values, strict=False))
+
+
+def _forward(*values: Any, **more: Any) -> tuple[Tensor, ...]:
+    given = _call(*values) | more
+    query, key, value, scale = (given.pop(name) for name in NAMES[:4])
+    check(query, key, value, given)
+    lse, statistics = lse_like(query), statistics_like(query)
+    rest = rest_like(query, value)
+    if value.numel() == 0 or key.numel() == 0:
+        statistics.zero_()
+    given["rest"] = rest if rest.numel() else None
+    return attention(query, key, value, scale, lse=lse, statistics=statistics, **given), lse, statistics, rest
+
+
+def _forward_fake(*values: Any, **more: Any) -> tuple[Tensor, ...]:
+    given = _call(*values) | more
+    query, key, value = (given.pop(name) for name in _OPERANDS)
+    check(query, key, value, given)
+    return result_like(query, value), lse_like(query), statistics_like(query), rest_like(query, value)
+
+
+def _backward(
+    grad: Tensor,
+    lse_grad: Tensor | None,
+    result: Tensor,
+    statistics: Tensor,
+    rest: Tensor,
+    wanted: Sequence[str],
+    *values: Any,
+    **more: Any,
+) -> list[Tensor]:
+    given = _call(*values) | more
+    made = {name: gradient_like(name, given) for name in wanted}
+    query, key, value = (given[name] for name in _OPERANDS)
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        return [x.zero_() for x in made.values()]
+    args = _BackwardArgs(
+        a=arguments(**given),
+        grad=operand(grad.to(query.dtype), result.shape),
+        result=operand(result, result.shape),
+        rest=operand(rest if rest.numel() else None, result.shape),
+        lse_grad=operand(None if lse_grad is None else lse_grad.unsqueeze(-1), (*result.shape[:3], 1)),
+        statistics=statistics.data_ptr(),
+        dq=_output(made.get("query")),
+        dk=_output(made.get("key")),
+        dv=_output(made.get("value")),
+        sink_rows=made["sink"].data_ptr() if "sink" in made else None,
+        summed=(Operand * (1 + MOST_CAPTURED))(
+            _summed(made.get("bias")), *(_summed(made.get(f"captured{n}")) for n in range(MOST_CAPTURED))
+        ),
+    )
+    entry(query.dtype, given.get("score", ""), BACKWARD)(ctypes.byref(args))
+    return list(made.values())
+
+
+def _backward_fake(
+    grad: Tensor,
+    lse_grad: Tensor | None,
+    result: Tensor,
+    statistics: Tensor,
+    rest: Tensor,
+    wanted: Sequence[str],
+    *values: Any,
+    **more: Any,
+) -> list[Tensor]:
+    given = _call(*values) | more
+    return [gradient_like(name, given) for name in wanted]
+
+
+def _output(tensor: Tensor | None) -> Operand:
+    return operand(tensor, () if tensor is None else tensor.shape)
+
+
+def _summed(tensor: Tensor | None) -> Operand:
+    """With strides of 0 where it is broadcast."""
+    if tensor is None:
+        return operand(None, ())
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
+    return Operand(tensor.data_ptr(), (ctypes.c_int64 * 4)(*[0] * (4 - len(strides)), *strides))
+
+
+LIBRARY.impl("attention_forward", _forward, "CPU")
+LIBRARY.impl("attention_forward", _forward_fake, "Meta")
+LIBRARY.impl("attention_backward", _backward, "CPU")
+LIBRARY.impl("attention_backward", _backward_fake, "Meta")
+FORWARD = torch.ops.attn_pass.attention_forward.default
+"""The result (B, H, L, Dv), the log-sum-exp (B, H, L), and for the backward what it needs of a row (B, H, L, 2) and what
+rounding took from the result, nothing in float32."""
+BACKWARD_OPERATOR = torch.ops.attn_pass.attention_backward.default
+"""The gradients that ``wanted`` names, in its order."""
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    given = _call(*inputs)
+    captured = given.pop("captured")
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    ctx.names = tuple(tensors)
+    ctx.rest = {name: value for name, value in given.items() if name not in tensors}
+    ctx.save_for_backward(output[0], *output[2:], *tensors.values(), *(captured or ()))
+    ctx.gives_captured = captured is not None
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    result, statistics, rest, *tensors = ctx.saved_tensors
+    given = dict(zip(ctx.names, tensors, strict=False)) | ctx.rest
+    given["captured"] = tensors[len(ctx.names) :] if ctx.gives_captured else None
+    needs = dict(zip(NAMES, ctx.needs_input_grad, strict=False))
+    wanted = [name for name in (*_OPERANDS, "bias", "sink") if needs.get(name)]
+    of_captured = needs.get("captured") or ()
+    wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
+    if grad is None:
+        grad = torch.zeros_like(result)
+    values = [given[name] for name in NAMES]
+    returned = BACKWARD_OPERATOR(grad, lse_grad, result, statistics, rest, wanted, *values)
+    made = dict(zip(wanted, returned, strict=True))
+    if "sink" in made:
+        made["sink"] = made["sink"].sum_to_size(given["sink"].shape)
+    gradients: list[Any] = [made.get(name) for name in NAMES]
+    if ctx.gives_captured:
+        gradients[_NUMBER_OF_CAPTURED] = [made.get(f"captured{n}") for n in range(len(given["captured"]))]
+    return tuple(gradients[: len(needs)])  # the dispatcher drops arguments at the end that are their defaults
+
+
+torch.library.register_autograd("attn_pass::attention_forward", _gradient, setup_context=_keep, lib=LIBRARY)

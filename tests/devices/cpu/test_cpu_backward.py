@@ -1,0 +1,148 @@
+"""Gradients of the CPU kernel: random calls compared with float64, and beside eager's own error."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_cpu_attention import DTYPES, SCORE, draw, reference
+from torch import Tensor
+
+from attn_pass.devices.cpu.kernel import slopes
+from attn_pass.devices.cpu.kernel.gradients import FORWARD
+
+ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # or twice eager's; of the largest, or of 1
+
+
+def leaves(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], wide: bool) -> dict[str, Tensor]:
+    """All that has a gradient, as leaves of a graph."""
+    named = dict(zip(("query", "key", "value"), operands, strict=True))
+    named |= {name: given[name] for name in ("bias", "sink") if name in given}
+    named |= {f"captured{n}": x for n, x in enumerate(given.get("captured", ())) if n == 0}  # 1 is a condition
+    return {name: (x.double() if wide else x).detach().requires_grad_() for name, x in named.items()}
+
+
+def gradients(
+    call: Any, operands: Any, scale: float, given: dict[str, Any], upstream: list[Tensor], wide: bool
+) -> dict[str, Tensor]:
+    """Of the result and the log-sum-exp together, by name."""
+    named = leaves(operands, given, wide)
+    more = {**given, **{name: x for name, x in named.items() if name in given}}
+    if "captured" in given:
+        more["captured"] = [named["captured0"], given["captured"][1]]
+    results = call(named["query"], named["key"], named["value"], scale, **more)[: len(upstream)]
+    total = sum(
+        (x.double().nan_to_num(0.0, 0.0, 0.0) * g.double()).sum() for x, g in zip(results, upstream, strict=True)
+    )
+    return dict(zip(named, torch.autograd.grad(total, list(named.values()), allow_unused=True), strict=True))
+
+
+def far(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the largest number above 1."""
+    if not expected.numel():
+        return 0.0
+    apart = (got.double() - expected).abs() / max(1.0, float(expected.abs().max()))
+    return float(apart.nan_to_num(float("inf")).max())
+
+
+def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> list[str]:
+    """Drawn calls with a gradient that comes out wrong, in words; a share of them with a score function."""
+    rng, faults = random.Random(seed), []
+    torch.manual_seed(seed)
+    for n in range(count):
+        (*operands, scale), given = draw(rng, dtype, scored)
+        query, value = operands[0], operands[2]
+        upstream = [torch.randn(*query.shape[:3], value.size(3)).to(dtype)]
+        if n % 3 == 0 and "sink" not in given:
+            upstream.append(torch.randn(query.shape[:3]))
+        expected = gradients(reference, operands, scale, given, upstream, wide=True)
+        eager = gradients(partial(reference, to=dtype), operands, scale, given, upstream, wide=False)
+        for name, got in gradients(FORWARD, operands, scale, given, upstream, wide=False).items():
+            wrong = far(got, expected[name]) if expected[name] is not None else float(got.abs().max())
+            allowed = 0.0 if expected[name] is None else 2 * far(eager[name], expected[name])
+            if wrong > max(allowed, ERRORS[dtype]):
+                shapes = [tuple(x.shape) for x in operands]
+                faults.append(f"{dtype} {seed}.{n} {name}: {wrong:.1e} {shapes} scale {scale} {sorted(given)}")
+    return faults
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drawn_gradients_are_right(dtype: torch.dtype) -> None:
+    assert failures(dtype, 40, seed=7) == []
+
+
+def test_gradients_of_score_functions_and_what_they_capture() -> None:
+    assert failures(torch.float32, 30, seed=9, scored=1.0) == []
+
+
+def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
+    """Whether parts of the batch, of the heads or of the keys are summed up apart."""
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    for batch, heads, length, shape in ((1, 2, 600, (2, 600, 600)), (9, 2, 70, (70, 70)), (9, 4, 70, (4, 1, 70))):
+        inputs = [torch.randn(batch, heads, length, 32, requires_grad=True) for _ in range(3)]
+        inputs.append(torch.randn(shape, requires_grad=True))
+        found = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            out = FORWARD(*inputs[:3], 0.2, bias=inputs[3], after=40)[0]
+            found.append(torch.autograd.grad(out.sin().sum(), inputs))
+        torch.set_num_threads(before)
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4, 8), (2, 2, 0, 4, 8), (2, 2, 3, 0, 8), (2, 2, 3, 4, 0)])
+def test_sizes_of_nothing(sizes: tuple[int, ...]) -> None:
+    batch, heads, q_len, kv_len, dim = sizes
+    inputs = [torch.randn(batch, heads, n, dim, requires_grad=True) for n in (q_len, kv_len, kv_len)]
+    out = FORWARD(*inputs, 1.0)[0]
+    for got, x in zip(torch.autograd.grad(out.sum(), inputs), inputs, strict=True):
+        assert got.shape == x.shape and got.eq(0).all()
+
+
+def test_the_operators_pass_torch_s_own_checks() -> None:
+    query, key = torch.randn(2, 4, 3, 16, requires_grad=True), torch.randn(2, 2, 9, 16, requires_grad=True)
+    bias = torch.randn(4, 3, 9, requires_grad=True)
+    torch.library.opcheck(FORWARD, (query, key, key, 0.3), {"after": 6, "bias": bias})
+    captured = [torch.randn(3, 9, requires_grad=True), torch.ones(3, 1)]
+    torch.library.opcheck(FORWARD, (query, key, key, 0.3), {"score": SCORE, "captured": captured})
+
+
+ONE = torch.tensor(1.0)
+SLOPES = {
+    "tanh(mul(x, number(0.5f)))": lambda x: torch.tanh(x * 0.5),
+    "div(exp(neg(x)), add(number(2.0f), captured(0)))": lambda x: torch.exp(-x) / 2.5,
+    "minimum(maximum(x, number(-1.0f)), sigmoid(x))": lambda x: torch.minimum(torch.maximum(x, -ONE), torch.sigmoid(x)),
+    "sub(abs(x), mul(x, x))": lambda x: x.abs() - x * x,
+    "where(captured(0), div(x, add(x, number(3.5f))), x)": lambda x: x / (x + 3.5),
+    "add(captured(0), number(1e-05f))": lambda x: 0 * x,
+}
+
+
+@pytest.mark.parametrize("text", SLOPES)
+def test_slopes_are_autograds(text: str) -> None:
+    """The text of a derivative, computed with torch's functions."""
+    known = {"number": float, "neg": torch.neg, "where": lambda c, a, b: a if c > 0 else b}
+
+    def value(term: slopes.Term, x: Tensor) -> Any:
+        if term.name == "x":
+            return x
+        if term.name in ("number", "captured"):
+            return torch.tensor(float(term.args[0].name.rstrip("f")) if term.name == "number" else 0.5)
+        args = [value(a, x) for a in term.args]
+        return known[term.name](*args) if term.name in known else getattr(torch, term.name)(*args)
+
+    derivative = slopes.slope(slopes.parsed(text), slopes.PRODUCT)
+    for at in (-2.0, -1.0, 0.0, 0.25, 1.5):
+        x = torch.tensor(at, requires_grad=True)
+        (expected,) = torch.autograd.grad(SLOPES[text](x), x)
+        assert torch.allclose(value(derivative, x.detach()).double(), expected.double(), atol=1e-6), at
+
+
+@pytest.mark.parametrize("text", ["tanh(x", "tanh(x))", "x; y", ""])
+def test_what_is_no_score_function_has_no_slope(text: str) -> None:
+    with pytest.raises(ValueError, match=r"score function|do not end"):
+        slopes.parsed(text)

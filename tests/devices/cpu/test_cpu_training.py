@@ -1,0 +1,186 @@
+"""The target `cpu_kernel` in training: gradients of every form against eager and float64, refusals, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import NEG_INF, qkv, randn, same
+from test_cpu_kernel import HALF, KEEPS, masked, soft_cap, weak_fill
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attn_pass
+
+LOWEST = torch.finfo(torch.float32).min
+Program = Callable[..., Tensor]
+
+
+def trained(fn: Program, *inputs: Tensor, rewritten: int = 1, **more: object) -> attn_pass.Report:
+    return same(fn, *inputs, rewritten=rewritten, grad=True, choose="fused", targets=("cpu_kernel",), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fill", [NEG_INF, -1e30])
+@pytest.mark.parametrize("name", KEEPS)
+def test_masks_of_positions(name: str, fill: float) -> None:
+    for kv_heads, q_len, kv_len in ((2, 40, 40), (4, 33, 70), (1, 2, 50)):
+        if name == "empty rows" and fill == NEG_INF:
+            continue  # eager's gradients are NaN
+        trained(masked(KEEPS[name], fill), *qkv(2, 4, q_len, kv_len, kv_heads=kv_heads, grad=True))
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_lengths_that_are_not_known(name: str) -> None:
+    trained(masked(KEEPS[name]), *qkv(2, 4, 33, 70, kv_heads=2, grad=True), dynamic=True)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    trained(masked(KEEPS[name]), *qkv(2, 4, 33, 70, kv_heads=2, value_dim=24, dtype=dtype, grad=True))
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT * 0.2 + bias).softmax(-1) @ v
+
+
+SHAPES = (
+    *((2, 4, 17, 70), (1, 4, 17, 70), (4, 17, 70), (2, 1, 17, 70), (17, 70)),
+    *((2, 4, 1, 70), (70,), (4, 17, 1), (2, 1, 1, 70)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_learned_bias_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    trained(biased, *qkv(2, 4, 17, 70, dtype=dtype, grad=True), randn(*shape, dtype=dtype, grad=True))
+
+
+def test_a_learned_bias_of_lengths_that_are_not_known() -> None:
+    trained(biased, *qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True), dynamic=True)
+
+
+@pytest.mark.parametrize("fill", [LOWEST, -1e9])
+def test_rows_that_an_added_mask_leaves_nothing_of(fill: float) -> None:
+    mask = torch.zeros(2, 1, 17, 70)
+    mask[:, :, 3:9] = fill
+    mask[1, :, :, 40:] = fill
+    trained(biased, *qkv(2, 4, 17, 70, grad=True), mask)
+    trained(biased, *qkv(2, 4, 17, 70, grad=True), mask.requires_grad_())
+
+
+def test_a_learned_bias_under_a_causal_mask() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        return (q @ k.mT * 0.2 + bias).masked_fill(j > i, LOWEST).softmax(-1) @ v
+
+    trained(run, *qkv(2, 4, 33, 33, grad=True), randn(1, 4, 33, 33, grad=True), assume_nonempty_rows=True)
+
+
+def test_a_table_of_distances() -> None:
+    """T5: the bias is looked up, and the table gets the gradient."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        distance = (torch.arange(k.shape[-2])[None] - torch.arange(q.shape[-2])[:, None]).clamp(-8, 8) + 8
+        return (q @ k.mT + F.embedding(distance, table).permute(2, 0, 1)).softmax(-1) @ v
+
+    trained(run, *qkv(2, 4, 33, 40, grad=True), randn(17, 4, grad=True))
+
+
+@pytest.mark.parametrize("fn", [soft_cap, weak_fill])
+def test_functions_of_the_scores(fn: Program) -> None:
+    trained(fn, *qkv(2, 4, 33, 70, grad=True))
+
+
+def test_a_soft_cap_that_is_learned() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, cap: Tensor) -> Tensor:
+        return (cap[:, None, None] * torch.tanh(q @ k.mT / cap[:, None, None])).softmax(-1) @ v
+
+    trained(run, *qkv(2, 4, 33, 70, grad=True), (randn(4).abs() + 2).requires_grad_())
+
+
+def test_slopes_and_temperatures_that_are_learned() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, slope: Tensor, temperature: Tensor) -> Tensor:
+        distance = torch.arange(k.shape[-2])[None] - torch.arange(q.shape[-2])[:, None]
+        return (q @ k.mT * temperature + slope[:, None, None] * distance).softmax(-1) @ v
+
+    trained(run, *qkv(2, 4, 33, 70, grad=True), randn(4, grad=True), randn(1, grad=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sinks(dtype: torch.dtype) -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.2
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+        scores = scores.masked_fill(j > i, NEG_INF)
+        both = torch.cat((scores, sink[None, :, None, None].expand(*scores.shape[:-1], 1)), -1)
+        return both.softmax(-1)[..., :-1] @ v
+
+    trained(run, *qkv(2, 4, 33, 70, dtype=dtype, grad=True), randn(4, dtype=dtype, grad=True))
+
+
+def test_the_log_sum_exp_has_a_gradient_too() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        s = q @ k.mT * 0.3
+        return s.softmax(-1) @ v, s.logsumexp(-1)
+
+    trained(run, *qkv(2, 4, 33, 70, grad=True))  # type: ignore[arg-type]
+
+
+def test_operands_that_want_no_gradient_get_none() -> None:
+    q, k, v = qkv(2, 4, 17, 70)
+    trained(biased, q, k, v, randn(1, 4, 17, 70, grad=True))
+    trained(biased, q.requires_grad_(), k, v, randn(1, 4, 17, 70))
+    trained(biased, q.detach(), k, v.requires_grad_(), randn(1, 4, 17, 70))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_in_the_hundreds(dtype: torch.dtype) -> None:
+    """Weights come from a row's largest score and its sum, not from a logarithm that rounds both away."""
+    q, k, v = (30 * x if n < 2 else x for n, x in enumerate(qkv(2, 4, 65, 70, dtype=dtype)))
+    trained(biased, *(x.detach().requires_grad_() for x in (q, k, v)), randn(1, 4, 65, 70, dtype=dtype, grad=True))
+
+
+def test_inside_a_checkpoint() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        out: Tensor = checkpoint(biased, q, k, v, bias, use_reentrant=False)
+        return out
+
+    trained(run, *qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True))
+
+
+def test_a_learned_bias_beside_scores_that_are_replaced_by_a_number_is_refused_where_a_row_may_be_empty() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2 + bias).masked_fill(hidden, -1e9).softmax(-1) @ v
+
+    hidden = randn(2, 1, 17, 70) > 0
+    given = (*qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True), hidden)
+    report = trained(run, *given, rewritten=0)
+    assert "replaced and by a matrix that is added" in report.sites[0].refusals["cpu_kernel"]
+    trained(run, *given, assume_nonempty_rows=True)
+
+
+def test_outside_of_torch_compile_it_has_no_gradients() -> None:
+    module = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = randn(2, 9, 16)
+    program = torch.export.export(module, (x, x, x))
+    with attn_pass.record() as report:
+        attn_pass.rewrite(program, choose="fused", targets=("cpu_kernel",))
+    assert all("under torch.compile only" in s.refusals["cpu_kernel"] or s.refusals for s in report.sites)
+
+
+def chosen(fn: Program, *inputs: Tensor) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    (site,) = attn_pass.explain(fn, *inputs).sites
+    return site
+
+
+def test_it_is_taken_in_training_where_it_is_predicted_to_be_the_fastest() -> None:
+    long = qkv(1, 8, 1024, 1024, dim=64, grad=True)
+    bias = randn(1, 8, 1024, 1024, grad=True)
+    assert chosen(biased, *long, bias).target == "cpu_kernel"
+    assert chosen(masked(KEEPS["causal"]), *long).target == "cpu_kernel"
+    windows = chosen(biased, *qkv(64, 4, 49, 49, dim=32, grad=True), randn(1, 4, 49, 49, grad=True))
+    assert windows.target is None and windows.predicted_us["cpu_kernel"] > windows.predicted_us["leave"]
