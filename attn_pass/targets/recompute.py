@@ -9,7 +9,8 @@ Offers on the CPU, in training under ``torch.compile``, if the mask needs a grad
 two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times stock's time on two
 cores, and no less memory at the peak, which is in the backward
 ([results/training-cpu.md](results/training-cpu.md)); the memory that a model of many layers keeps between the two was
-not measured. Therefore ``choose="cheapest"`` leaves such sites, and ``choose="fused"`` takes this target.
+not measured. Therefore ``choose="cheapest"`` takes the CPU kernel there, or leaves the site; this target is for where
+it is named, or where there is no compiler.
 """
 
 from __future__ import annotations

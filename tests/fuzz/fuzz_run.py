@@ -3,8 +3,9 @@
 Programs come in batches, one hypothesis seed each; a batch that fails is shrunk, printed and counted, and the run goes
 on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws the same programs again.
 
-With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, and every site that the target takes
-goes to it. With ``--caches`` all masks are those of caches: positions, lengths, windows, ring buffers, left padding.
+With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, or with ``--training`` all with
+gradients, and every site that the target takes goes to it. With ``--caches`` all masks are those of caches:
+positions, lengths, windows, ring buffers, left padding.
 """
 
 from __future__ import annotations
@@ -77,18 +78,18 @@ def same_draws() -> Iterator[None]:
     providers.CONSTANTS_CACHE.cache.clear()
 
 
-def on_target(name: str) -> Callable[[Case], Case]:
+def on_target(name: str, *, training: bool = False) -> Callable[[Case], Case]:
     """Changes a program so that one target is asked alone; none where there is no name."""
     if not name:
         return lambda case: case
-    return lambda case: replace(case, dialect="dynamo", grad=False, choose="fused", targets=(name,))
+    return lambda case: replace(case, dialect="dynamo", grad=training, choose="fused", targets=(name,))
 
 
-def main(count: int, first: int, target: str = "", *, caches: bool = False) -> int:
+def main(count: int, first: int, target: str = "", *, caches: bool = False, training: bool = False) -> int:
     """Runs ``count`` programs; returns how many batches failed."""
     alone = f", all for {target}" if target else ""
     alone += ", all over caches" if caches else ""
-    to_target = on_target(target)
+    to_target = on_target(target, training=training)
 
     def change(case: Case) -> Case:
         return to_target(cached(case) if caches else case)
@@ -124,8 +125,9 @@ if __name__ == "__main__":
     parser.add_argument("count", type=int, help="programs")
     parser.add_argument("seed", type=int, nargs="?", help="of the first batch; drawn where it is not given")
     parser.add_argument("--target", default="", help="the one target that is asked")
+    parser.add_argument("--training", action="store_true", help="with a target: all programs have gradients")
     parser.add_argument("--caches", action="store_true", help="masks over caches alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     first = random.SystemRandom().randrange(10**8) if asked.seed is None else asked.seed
-    sys.exit(min(1, main(asked.count, first, asked.target, caches=asked.caches)))
+    sys.exit(min(1, main(asked.count, first, asked.target, caches=asked.caches, training=asked.training)))

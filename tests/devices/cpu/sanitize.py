@@ -60,6 +60,7 @@ def here(sanitizer: str, name: str) -> None:
         SystemExit: a result is wrong.
     """
     import test_cpu_attention as drawn
+    import test_cpu_backward as drawn_backwards
     import torch
 
     from attn_pass.devices.cpu.kernel import build, source
@@ -69,6 +70,8 @@ def here(sanitizer: str, name: str) -> None:
     torch.set_num_threads(4)
     failed = [text for dtype in drawn.DTYPES for text in drawn.failures(dtype, COUNT, seed=11)]
     failed += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
+    failed += [text for dtype in drawn.DTYPES for text in drawn_backwards.failures(dtype, COUNT // 2, seed=13)]
+    failed += drawn_backwards.failures(torch.float32, COUNT // 4, seed=14, scored=1.0)
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -14,7 +14,7 @@ struct Back {
   i64 batch_parts, head_parts, splits, panels_each;
   i64 elements[1 + CAPTURED], parts[1 + CAPTURED], part_stride[1 + CAPTURED][3];  // by part of batch, heads and keys
   float* dq;  // (splits, B, H, padded, ldq); null where there is one split
-  float* sums[1 + CAPTURED];
+  void* sums[1 + CAPTURED];
   size_t at_keys, at_values, at_rows, at_dk, at_dv, at_q, at_q_pairs, at_grad, at_grad_pairs, at_s, at_g, at_pairs, at_weights, at_gradients, at_dq, at_left,
       at_mean, at_room;
   Parts parts_of_task;
@@ -153,7 +153,7 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
   if (all.any_fresh)
     for (i64 r = 0; r < block.n; ++r) {
       const i64 computed = words[r] ? whole_steps(std::min(block.hi, a.S) - panel.key) : 0;
-      if (computed < panel.n) clear_row(a, all, block.b, block.h, block.first + r, panel.key + computed, panel.key + panel.n);
+      if (computed < panel.n) clear_row(all, block.rows[r], panel.key + computed, panel.key + panel.n);
     }
   if (!active) return;
   if (!panel.packed) pack_back<T>(j, panel, block.b, hk, memory);
@@ -299,7 +299,7 @@ template <class T> void back_task(const void* job, i64 task) {
   Gradients all = j.all;
   for (int t = 0; t <= CAPTURED; ++t) {
     const i64* s = j.part_stride[t];
-    if (j.sums[t]) all.sums[t].data = j.sums[t] + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t];
+    if (j.sums[t]) all.sums[t].data = static_cast<float*>(j.sums[t]) + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t];
   }
   const i64 heads = j.a.HK, first_b = bp * j.a.B / j.batch_parts, first_h = hp * heads / j.head_parts;
   for (i64 b = first_b; b < (bp + 1) * j.a.B / j.batch_parts; ++b)
@@ -433,7 +433,10 @@ template <class T> void attend_backward(const BackwardArgs& given) {
   bool lies_apart[1 + CAPTURED];
   for (int t = 0; t <= CAPTURED; ++t) {
     const i32 type = t ? i32(FLOAT32) : a.bias_type;
-    lies_apart[t] = j.elements[t] && (j.parts[t] > 1 || type != FLOAT32);
+    const i64* s = given.summed[t].stride;
+    const bool once = (s[0] || a.B == 1) && (s[1] || a.H == 1) && s[2] && s[3];
+    lies_apart[t] = j.elements[t] && (j.parts[t] > 1 || (type != FLOAT32 && !once));
+    j.all.sums[t].type = lies_apart[t] ? i32(FLOAT32) : type;
     sums[t] = lies_apart[t] ? call.add(size_t(j.parts[t] * j.elements[t]) * 4) : 0;
   }
   char* memory = call.bytes ? call_arena().take(call) : nullptr;
@@ -442,18 +445,18 @@ template <class T> void attend_backward(const BackwardArgs& given) {
   for (int t = 0; t <= CAPTURED; ++t) {
     j.sums[t] = nullptr;
     if (!j.elements[t]) continue;
-    j.sums[t] = lies_apart[t] ? reinterpret_cast<float*>(memory + sums[t]) : static_cast<float*>(given.summed[t].data);
+    j.sums[t] = lies_apart[t] ? memory + sums[t] : given.summed[t].data;
     std::memcpy(j.all.sums[t].stride, given.summed[t].stride, sizeof(given.summed[t].stride));
     j.all.sums[t].data = j.sums[t];
     if (j.all.sums[t].is_matrix()) continue;  // each task clears what it does not write
-    const Joined whole = {j.sums[t], j.elements[t], j.parts[t], nullptr, 0};
+    const Joined whole = {static_cast<float*>(j.sums[t]), j.elements[t], j.parts[t], nullptr, 0};
     run_tasks(blocks_of(j.elements[t] * j.parts[t], JOINED), clear_task, &whole, threads);
   }
   run_tasks(j.batch_parts * j.head_parts * j.splits, back_task<T>, &j, threads);
   if (j.dq) run_tasks(a.B * a.H * blocks_of(a.L, BACK_ROWS), join_queries<T>, &j, threads);
   for (int t = 0; t <= CAPTURED; ++t) {
     if (!lies_apart[t]) continue;
-    const Joined parts = {j.sums[t], j.elements[t], j.parts[t], given.summed[t].data, t ? i32(FLOAT32) : a.bias_type};
+    const Joined parts = {static_cast<float*>(j.sums[t]), j.elements[t], j.parts[t], given.summed[t].data, t ? i32(FLOAT32) : a.bias_type};
     run_tasks(blocks_of(j.elements[t], JOINED), join_sums, &parts, threads);
   }
   call_arena().give_back();

@@ -10,9 +10,13 @@ struct Left {
 
 // Where the gradient of a bias, or of what a score function captures, is summed up; null where it is not wanted.
 struct Sums {
-  float* data;
+  void* data;
   i64 stride[4];
   bool fresh;  // what is there is none of it: nobody cleared it
+  i32 type;    // of what is there: float32, but where each element is written once
+  char* row(const Row& r, i64 key) const {
+    return static_cast<char*>(data) + (r.b * stride[0] + r.h * stride[1] + r.i * stride[2] + key) * (type == FLOAT32 ? 4 : 2);
+  }
   bool is_matrix() const { return data && stride[2] && stride[3]; }
 };
 
@@ -73,20 +77,26 @@ ATTN_INLINE void add_up(const Sums& to, const Row& row, i64 key, i64 n, vec x, v
     total = Isa::add(total, x);
     return;
   }
-  float* p = to.data + row.b * to.stride[0] + row.h * to.stride[1] + row.i * to.stride[2] + key;
+  if (to.type != FLOAT32) {
+    u16* half = reinterpret_cast<u16*>(to.row(row, key));
+    if (n > 0 && to.type == BFLOAT16) narrow_some<BF16>(half, x, n);
+    else if (n > 0) narrow_some<F16>(half, x, n);
+    return;
+  }
+  float* p = reinterpret_cast<float*>(to.row(row, key));
   if (n >= W) return Isa::store(p, to.fresh ? x : Isa::add(Isa::load(p), x));
   float part[W];
   Isa::store(part, x);
   for (i64 i = 0; i < n; ++i) p[i] = to.fresh ? part[i] : p[i] + part[i];
 }
 // Clears a row of a tile whose gradients are 0, where nobody did.
-ATTN_INLINE void clear_row(const Args& a, const Gradients& j, i64 b, i64 h, i64 i, i64 key, i64 end) {
+ATTN_INLINE void clear_row(const Gradients& j, const Row& row, i64 key, i64 end) {
   for (const Sums& to : j.sums)
-    if (to.data && to.fresh) std::memset(to.data + b * to.stride[0] + h * to.stride[1] + i * to.stride[2] + key, 0, size_t(end - key) * 4);
+    if (to.data && to.fresh) std::memset(to.row(row, key), 0, size_t(to.row(row, end) - to.row(row, key)));
 }
 ATTN_INLINE void add_total(const Sums& to, const Row& row, vec total) {
   if (to.data && to.stride[3] == 0)
-    to.data[row.b * to.stride[0] + row.h * to.stride[1] + row.i * to.stride[2]] += Isa::reduce_add(total);
+    *reinterpret_cast<float*>(to.row(row, 0)) += Isa::reduce_add(total);
 }
 
 // What rows of a tile read and write beside products, fetched meanwhile: rows are too far apart for the processor to see it.
@@ -98,8 +108,8 @@ ATTN_INLINE void fetch_row(const Args& a, const Gradients& j, const Row& row, i6
   }
   const Sums& to = j.sums[0];
   if (!to.is_matrix()) return;
-  const char* p = reinterpret_cast<const char*>(to.data + row.b * to.stride[0] + row.h * to.stride[1] + row.i * to.stride[2] + key);
-  for (i64 byte = 0; byte < there * 4; byte += 64) __builtin_prefetch(p + byte, 1, 2);
+  const char* p = to.row(row, key);
+  for (i64 byte = 0; byte < to.row(row, key + there) - p; byte += 64) __builtin_prefetch(p + byte, 1, 2);
 }
 
 // A row of a tile: products `s` become weights, and gradients of the weights `g` those of the products.

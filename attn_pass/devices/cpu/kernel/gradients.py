@@ -179,8 +179,8 @@ LIBRARY.impl("attention_forward", _forward_fake, "Meta")
 LIBRARY.impl("attention_backward", _backward, "CPU")
 LIBRARY.impl("attention_backward", _backward_fake, "Meta")
 FORWARD = torch.ops.attn_pass.attention_forward.default
-"""The result (B, H, L, Dv), the log-sum-exp (B, H, L), and for the backward what it needs of a row (B, H, L, 2) and what
-rounding took from the result, nothing in float32."""
+"""The result (B, H, L, Dv), the log-sum-exp (B, H, L); for the backward what it needs of a row (B, H, L, 2), and what
+rounding took from the result: nothing in float32."""
 BACKWARD_OPERATOR = torch.ops.attn_pass.attention_backward.default
 """The gradients that ``wanted`` names, in its order."""
 
