@@ -71,11 +71,12 @@ class CpuKernel:
         return setting.runner == "other"
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[CpuPlan] | Refusal:
-        """Takes any function of the product with a bias and a mask, without gradients."""
+        """Takes any function of the product with a bias and a mask."""
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
-        attention = with_keep(attention)
+        if not training.adds_to_empty_rows(attention, setting):
+            attention = with_keep(attention)
         adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
         score, captured = _score(attention)
         decided = CpuPlan(
