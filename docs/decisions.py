@@ -65,6 +65,14 @@ def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The rows stand at a position that is known when the program runs."""
+    position = torch.randint(k.size(2), (), device=q.device)
+    i, j = torch.arange(q.size(2), device=q.device)[:, None], torch.arange(k.size(2), device=q.device)
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=j <= i + position)
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: sizes are B, H, Hkv, L, S, D."""
@@ -139,6 +147,8 @@ CASES = (
         (1, 32, 8, 8, 131072, 128),
         "cuDNN reads at 7 % of the memory's rate (H200, cudnn-frontend's benchmark)",
     ),
+    Case("static cache, 1 row", cached, (8, 32, 8, 1, 4096, 128)),
+    Case("static cache, chunk of a prompt", cached, (1, 32, 8, 512, 16384, 128)),
     Case("call, grouped heads repeated", repeated, (4, 32, 8, 8192, 8192, 128)),
     Case("shared keys (seed S4)", plain, (1000, 4, 4, 1, 2048, 32), dtype=torch.float16),
 )
