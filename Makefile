@@ -10,7 +10,7 @@ SITE := .venv-docs
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site wheel cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-version TORCH=2.11.0  run the core tests with another torch, in .venv-torch-2.11.0"
 	@echo "make fuzz      N=2000 generated programs, rewritten and compared with eager; SEED=... draws the same again; ARGS='--target cpu_kernel'"
 	@echo "make sanitize  the CPU kernel's drawn calls under the address, undefined-behaviour and thread sanitizers of GCC"
+	@echo "make wheel     build the wheel, install it in a fresh environment, and use it there"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
 	@echo "make docs      write the parts of docs/ that come from the code"
@@ -65,7 +66,7 @@ test-browser: $(STAMP)
 	test -x .venv-runtimes/bin/python || $(PYTHON) -m venv .venv-runtimes
 	.venv-runtimes/bin/python -m pip install -c constraints.txt torch
 	.venv-runtimes/bin/python -m pip install -c constraints.txt -c constraints-runtimes.txt \
-	    onnx onnxscript onnxruntime openvino transformers pytest rich typer jinja2
+	    onnx onnxscript onnxruntime openvino transformers pytest rich typer jinja2 platformdirs
 	touch $@
 
 test-runtimes: .venv-runtimes/.attn_pass_ready
@@ -76,7 +77,7 @@ test-runtimes: .venv-runtimes/.attn_pass_ready
 $(NPU)/.ready: constraints-npu.txt
 	test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
 	$(NPU)/bin/python -m pip install -c constraints-npu.txt torch
-	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer jinja2
+	$(NPU)/bin/python -m pip install -c constraints-npu.txt numpy pyyaml pytest rich typer jinja2 platformdirs
 	$(NPU)/bin/python -m pip install -c constraints-npu.txt --no-deps torch-npu
 	touch $@
 
@@ -86,7 +87,7 @@ test-npu: $(NPU)/.ready
 .venv-tpu/.attn_pass_ready: constraints.txt constraints-tpu.txt
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu
 	.venv-tpu/bin/python -m pip install -c constraints.txt torch
-	.venv-tpu/bin/python -m pip install -c constraints.txt -c constraints-tpu.txt jax libtpu pytest rich typer jinja2
+	.venv-tpu/bin/python -m pip install -c constraints.txt -c constraints-tpu.txt jax libtpu pytest rich typer jinja2 platformdirs
 	touch $@
 
 test-tpu-aot: .venv-tpu/.attn_pass_ready
@@ -94,7 +95,7 @@ test-tpu-aot: .venv-tpu/.attn_pass_ready
 
 .venv-xla/.attn_pass_ready: constraints-xla.txt
 	test -x .venv-xla/bin/python || $(PYTHON) -m venv .venv-xla
-	.venv-xla/bin/python -m pip install -c constraints-xla.txt torch 'torch_xla[pallas]' flax pytest rich typer jinja2 numpy
+	.venv-xla/bin/python -m pip install -c constraints-xla.txt torch 'torch_xla[pallas]' flax pytest rich typer jinja2 platformdirs numpy
 	touch $@
 
 test-xla: .venv-xla/.attn_pass_ready
@@ -112,8 +113,12 @@ CORE := tests/model tests/graph tests/reading tests/patterns tests/poor_cases te
 test-version:
 	test -x .venv-torch-$(TORCH)/bin/python || $(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/python -m pip install torch==$(TORCH)
-	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer jinja2 pytest pytest-xdist hypothesis
+	.venv-torch-$(TORCH)/bin/python -m pip install numpy rich typer jinja2 platformdirs pytest pytest-xdist hypothesis
 	PYTHONPATH=. .venv-torch-$(TORCH)/bin/python -m pytest -m "not slow" -n 2 $(CORE) $(ARGS)
+
+# The wheel in an environment of its own, with the libraries of this one: what is missing in it shows there.
+wheel: $(STAMP)
+	.ci/wheel
 
 fuzz: $(STAMP)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz_run.py $(or $(N),2000) $(SEED) $(ARGS)

@@ -26,6 +26,10 @@ class VersionError(AttnPassError, RuntimeError):
     """The installed version of torch is too old for this function."""
 
 
+class EnvironmentFault(AttnPassError, RuntimeError):
+    """The compiler cannot work here: there is none, or its folder cannot be written. The rewrite is not to blame."""
+
+
 class RewriteError(AttnPassError, RuntimeError):
     """A graph could not be rewritten: its metadata is missing, or a site failed under ``on_error="raise"``."""
 

@@ -9,16 +9,17 @@ many models that were written before that call existed, or copied from timm befo
 
 from __future__ import annotations
 
-import timm
 import torch
 import typer
 from side_by_side import compare
+from without_torchvision import import_timm
 
 import attn_pass
 
 
 def main(small: bool = False) -> float:
     """Returns the error of the pass against eager."""
+    timm = import_timm()
     timm.layers.set_fused_attn(False)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
     torch.manual_seed(0)

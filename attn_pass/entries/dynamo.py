@@ -22,11 +22,12 @@ Backend = Callable[..., Callable[..., Any]]
 
 
 def backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
+    gm: GraphModule | None = None,
+    example_inputs: Sequence[Any] = (),
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    **unexpected: Any,
 ) -> Callable[..., Any]:
     """A torch.compile backend: rewrite the attention of the graph, then compile it with Inductor.
 
@@ -42,10 +43,16 @@ def backend(
         options: fields of `attn_pass.Options`, keys of torch._inductor.config, and "mode".
 
     Raises:
-        OptionError: an option is unknown or has a value that is not accepted.
+        OptionError: an option is unknown or has a value that is not accepted; or it was called by hand.
         VersionError: torch is too old for this function.
     """
     require_inductor("backend")
+    if not isinstance(gm, GraphModule) or unexpected:
+        raise OptionError(
+            "attn_pass.backend is the backend itself, which torch.compile calls: write torch.compile(model, "
+            "backend=attn_pass.backend, options={...}); with options of its own, or before another backend, "
+            "backend=attn_pass.wrap('inductor', choose=...)"
+        )
     own_options, inductor, own_mode = split_options(options)
     if mode and own_mode and mode != own_mode:
         raise OptionError(f"mode={mode!r} and options['mode']={own_mode!r} contradict; give one of them")
@@ -114,7 +121,7 @@ class Wrapped:
         return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"
 
 
-def wrap(backend: str | Backend, **options: Any) -> Wrapped:
+def wrap(backend: str | Backend, *graph: Any, **options: Any) -> Wrapped:
     """A Dynamo backend that rewrites attention and then calls `backend`: a name ("aot_eager", "openxla") or callable.
 
     It does not use Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
@@ -128,6 +135,11 @@ def wrap(backend: str | Backend, **options: Any) -> Wrapped:
     Raises:
         OptionError: an option is unknown, has a value that is not accepted, or `backend` is not a backend.
     """
+    if graph or isinstance(backend, GraphModule):
+        raise OptionError(
+            "attn_pass.wrap makes a backend, and has to be called with the one to wrap: write torch.compile(model, "
+            "backend=attn_pass.wrap('aot_eager')); to compile with Inductor, backend=attn_pass.backend"
+        )
     if not isinstance(backend, str) and not callable(backend):
         raise OptionError(
             f"wrap takes a Dynamo backend by name ('aot_eager', 'openxla', ...) or a callable (graph, inputs) -> "

@@ -19,7 +19,7 @@ from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line
-from attn_pass.options import Options, make_options
+from attn_pass.options import OPTION_NAMES, Options, make_options
 from attn_pass.report.history import publish
 from attn_pass.report.pages.times import time_now
 from attn_pass.report.record import Report
@@ -134,8 +134,8 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
         reader.report.graph_breaks = tuple(noted)
     except Exception as error:
         raise CaptureError(
-            f"{name} could not be captured: {in_one_line(error)}\nCheck that it runs eagerly with these inputs "
-            "(explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
+            f"{name} could not be captured: {in_one_line(error)}{_hint(kwargs)}\nCheck that it runs eagerly with these "
+            "inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
             "torch.compile(model, backend='eager') says"
         ) from error
     if reader.error is not None:
@@ -150,6 +150,17 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
             "export it and explain the exported program"
         )
     return reader.report
+
+
+def _hint(kwargs: Mapping[str, Any]) -> str:
+    """What a keyword was perhaps meant for: options are not the model's inputs."""
+    meant = [name for name in kwargs if name in (*OPTION_NAMES, "options", "mode", "dynamic")]
+    if not meant:
+        return ""
+    shown = "attn_pass_dynamic=True" if meant == ["dynamic"] else f'attn_pass_options={{"{meant[0]}": ...}}'
+    if meant[0] == "options":
+        shown = "attn_pass_options={...}"
+    return f"\n{', '.join(meant)} went to the model, as all keywords do: options of attn_pass are given as {shown}."
 
 
 def _uncompiled(model: Any) -> Any:

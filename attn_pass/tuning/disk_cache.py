@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
+
+import platformdirs
+
+from attn_pass.errors import AttnPassWarning
 
 VARIABLE = "ATTN_PASS_CACHE_DIR"
 
 
 def folder() -> Path:
-    """Where records lie: ``$ATTN_PASS_CACHE_DIR``, else ``attn_pass`` in the user's cache folder."""
+    """Where records lie: ``$ATTN_PASS_CACHE_DIR``, else ``attn_pass`` in the user's cache folder on this system."""
     if given := os.environ.get(VARIABLE, "").strip():
         return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache"
-    return Path(cache) / "attn_pass"
+    return platformdirs.user_cache_path("attn_pass", appauthor=False)
 
 
 def key_of(facts: Any) -> str:
@@ -34,7 +39,7 @@ def load(key: str) -> Any | None:
 
 
 def save(key: str, record: Any) -> None:
-    """Stores a record. A cache that cannot be written is not an error: the value is measured again then."""
+    """Stores a record. A cache that cannot be written is no error but one warning: the value is measured again."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder(), suffix=".tmp")
@@ -45,8 +50,18 @@ def save(key: str, record: Any) -> None:
         except BaseException:
             os.unlink(name)
             raise
-    except (OSError, RuntimeError):
-        return
+    except (OSError, RuntimeError) as error:
+        _warn_once(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    warnings.warn(
+        f"attn_pass: what was measured could not be stored ({why}), so it will be measured again; set {VARIABLE} to a "
+        "folder that can be written",
+        AttnPassWarning,
+        stacklevel=3,
+    )
 
 
 def drop(key: str) -> bool:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from bench.suites.zoo import TORCHVISION
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HELPERS, ELSEWHERE = {"side_by_side"}, {"context_parallel": "needs two CUDA devices"}
+HELPERS, ELSEWHERE = {"side_by_side", "without_torchvision"}, {"context_parallel": "needs two CUDA devices"}
 # The library an example needs, sites it has, and what its report says of one.
 RUN = {
     "huggingface": ("transformers", 2, "rewritten to sdpa"),
@@ -51,15 +47,9 @@ def test_an_example(
 
 @contextmanager
 def main_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., float]]:
-    """The example's main function; timm gets along without torchvision, which its users have."""
-    if name == "timm_vit":
-        if find_spec("timm") is None:
-            pytest.skip("timm is not installed")
-        if find_spec("torchvision") is None and "timm" not in sys.modules:
-            with monkeypatch.context() as stand_in:
-                for module in TORCHVISION:
-                    stand_in.setitem(sys.modules, module, MagicMock())
-                importlib.import_module("timm")
+    """The example's main function."""
+    if name == "timm_vit" and find_spec("timm") is None:
+        pytest.skip("timm is not installed")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield importlib.import_module(name).main
 

@@ -1,0 +1,82 @@
+"""What is published: links of the README, the notebook, the files that a repository is looked at for."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import attn_pass
+
+ROOT = Path(attn_pass.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def setup() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="read")
+
+
+def test_the_links_of_the_published_readme_are_absolute(setup: dict[str, Any]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    text = setup["published"](readme, "https://example.org/attn_pass/")
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert links and all(link.startswith(("https://", "#")) for link in links)
+    assert "https://example.org/attn_pass/blob/main/docs/start.md" in links and "<!--" not in text
+    bare = setup["published"](readme, "")
+    assert not re.search(r"\]\((?!https?://|#)", bare) and "Start in five minutes" in bare
+
+
+def test_links_of_every_kind(setup: dict[str, Any]) -> None:
+    text = "![a](p.png) [b](docs/x.md#y) [c](https://z) [`d [e]`](f.md) [g](#h)"
+    shown = setup["published"](text, "https://r")
+    assert shown == (
+        "![a](https://r/raw/main/p.png) [b](https://r/blob/main/docs/x.md#y) [c](https://z) "
+        "[`d [e]`](https://r/blob/main/f.md) [g](#h)"
+    )
+    assert setup["published"](text, "") == " b [c](https://z) `d [e]` [g](#h)"
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+        for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / name).read_text()):
+            assert (ROOT / link).exists(), f"{name}: {link}"
+
+
+def test_the_version_is_one() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{attn_pass.__version__}"' in pyproject
+    assert f"version: {attn_pass.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((ROOT / "examples" / "first_look.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell.get("outputs") for cell in notebook["cells"])  # no result of another machine
+    monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    namespace: dict[str, Any] = {"__name__": "notebook"}
+    grad = torch.is_grad_enabled()
+    # No code is generated, and nothing timed.
+    with patch("attn_pass.backend", attn_pass.wrap("aot_eager")), patch("attn_pass.benchmark", _no_benchmark):
+        try:
+            for number, source in enumerate(cells):
+                run(compile(source, f"cell {number}", "exec"), namespace)
+        finally:
+            torch.set_grad_enabled(grad)
+    assert "rewritten" in str(namespace["report"]) and bool(namespace["checked"])
+    assert (tmp_path / "report.html").is_file()
+
+
+def _no_benchmark(*args: Any, **kwargs: Any) -> str:
+    return "measured elsewhere"
+
+
+def run(code: Any, namespace: dict[str, Any]) -> None:
+    exec(code, namespace)
