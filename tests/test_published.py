@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -61,7 +63,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert all(not cell.get("outputs") for cell in notebook["cells"])  # no result of another machine
     monkeypatch.chdir(tmp_path)
     torch._dynamo.reset()
-    namespace: dict[str, Any] = {"__name__": "notebook"}
+    module = ModuleType("first_look")  # what a notebook defines is found by its name, as Dynamo's guards do
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace = vars(module)
     grad = torch.is_grad_enabled()
     # No code is generated, and nothing timed.
     with patch("attn_pass.backend", attn_pass.wrap("aot_eager")), patch("attn_pass.benchmark", _no_benchmark):
