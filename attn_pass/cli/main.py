@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -137,6 +138,7 @@ def explain(
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
             with in_mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
+    report.about["command"] = " ".join(["attn-pass", *map(shlex.quote, sys.argv[1:])])
     if html is not None:
         _write_page(html, report, collection)
     typer.echo(report.to_json() if as_json else report.table(verbose=verbose))

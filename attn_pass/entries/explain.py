@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +20,7 @@ from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
-from attn_pass.errors import AttnPassError, CaptureError, in_one_line
+from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.options import OPTION_NAMES, Options, make_options
 from attn_pass.report.history import publish
 from attn_pass.report.pages.times import time_now
@@ -61,8 +63,21 @@ def explain(
         ).report
     else:
         report = _captured(model, args, kwargs, options, attn_pass_dynamic)
+    report.about = _about(model, attn_pass_options or {}, "AOTInductor" if attn_pass_aot else "torch.compile")
     publish(report, compiled=False)
     return report
+
+
+def _about(model: Any, options: Mapping[str, Any], program: str) -> dict[str, str]:
+    """Of what a report is, for the head of its page."""
+    exported_already = isinstance(model, ExportedProgram)
+    return {
+        "model": "an exported program" if exported_already else _name(model),
+        "decided as": "AOTInductor" if exported_already else program,
+        "options": ", ".join(f"{name}={value!r}" for name, value in options.items()) or "the defaults",
+        "versions": f"attn_pass {own_version()}, torch {torch.__version__}, python {platform.python_version()}",
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def _any_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapesCollection:

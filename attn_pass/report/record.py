@@ -31,6 +31,8 @@ class Report:
         graph_breaks: where Dynamo stopped and why, "file.py:12 in forward: ...": what runs eagerly there is in no
             graph, and attention in it is not in `sites`.
         regions: one RegionReport per padding mask that attentions of a graph share.
+        about: of what it is, for the head of the page: "model", "decided as", "options", "versions", "date", "command";
+            empty if it is not of one call of `explain`.
     """
 
     sites: list[SiteReport] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Report:
     graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
     regions: list[RegionReport] = field(default_factory=list)
+    about: dict[str, str] = field(default_factory=dict)
 
     @property
     def rewritten(self) -> list[SiteReport]:
@@ -79,7 +82,7 @@ class Report:
             region.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"graphs", "seconds", "rewritten", "left", "graph_breaks", "fixed_constants", "sites", "regions"}.
+        """{"graphs", "seconds", "rewritten", "left", "graph_breaks", "about", "fixed_constants", "sites", "regions"}.
 
         "rewritten" and "left" are counts; sites and regions are dicts. Ready for JSON.
         """
@@ -90,6 +93,7 @@ class Report:
                 "rewritten": len(self.rewritten),
                 "left": len(self.left),
                 "graph_breaks": list(self.graph_breaks),
+                "about": dict(self.about),
                 "fixed_constants": list(self.fixed_constants),
                 "sites": [site.to_dict() for site in self.sites],
                 "regions": [region.to_dict() for region in self.regions],
@@ -101,6 +105,7 @@ class Report:
         sites = [SiteReport.from_dict(site) for site in stored["sites"]]
         values = {name: stored[name] for name in ("seconds", "graphs")}
         values["graph_breaks"] = tuple(stored.get("graph_breaks", ()))
+        values["about"] = stored.get("about", {})
         check_fields(cls, values)
         regions = [RegionReport.from_dict(region) for region in stored.get("regions", ())]
         return cls(sites=sites, regions=regions, **values)

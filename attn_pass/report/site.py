@@ -147,6 +147,7 @@ class ReportView(Protocol):
     graphs: int
     graph_breaks: tuple[str, ...]
     regions: list[RegionReport]
+    about: dict[str, str]
 
     @property
     def rewritten(self) -> list[SiteReport]:

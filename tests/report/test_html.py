@@ -331,3 +331,17 @@ def test_a_notebook_gets_a_small_table_without_scripts() -> None:
     assert not html.faults and "script" not in html.inside and "style" not in html.inside
     assert len([t for t, _ in html.elements if t == "tr"]) == 21 and "and 10 more rows" in html.text
     assert len(text) < 40_000 and "no attention found" in Report()._repr_html_()
+
+
+def test_the_page_says_of_what_it_is() -> None:
+    report = Report([site()], about={"model": EVIL, "date": "2026-01-01"})
+    text = Page(report.to_html()).text
+    assert "date: 2026-01-01" in text and "model: <script>" in text and EVIL not in report.to_html()
+    assert "model:" not in Page(Report([site()]).to_html()).text
+    x = torch.randn(1, 2, 8, 4)
+    explained = attn_pass.explain(
+        torch.nn.functional.scaled_dot_product_attention, x, x, x, attn_pass_options={"choose": "fused"}
+    )
+    assert explained.about["model"] == "scaled_dot_product_attention" and "choose='fused'" in explained.about["options"]
+    assert f"torch {torch.__version__}" in explained.about["versions"]
+    assert Report.from_dict(explained.to_dict()).about == explained.about
