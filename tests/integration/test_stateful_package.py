@@ -94,12 +94,15 @@ def test_nothing_copies_the_cache(package: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_from_cpp(package: Path, every_token: tuple[list[Tensor], list[Tensor]], tmp_path: Path) -> None:
+    """One package after all tokens, and another after the first alone, which has a cache of its own."""
+    tokens, results = every_token
+    again = Path(shutil.copy(package, tmp_path / "again.pt2"))
     arguments = []
-    for number, token in enumerate(every_token[0]):
+    for number, (token, path) in enumerate([*((token, package) for token in tokens), (tokens[0], again)]):
         torch.save([token.clone()], tmp_path / f"{number}_in.pt")
-        arguments += [package, tmp_path / f"{number}_in.pt", tmp_path / f"{number}_out.pt"]
+        arguments += [path, tmp_path / f"{number}_in.pt", tmp_path / f"{number}_out.pt"]
     done = subprocess.run([run_package(), *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for number, wanted in enumerate(every_token[1]):
+    for number, wanted in enumerate([*results, results[0]]):
         (result,) = torch.load(tmp_path / f"{number}_out.pt", weights_only=False)
         torch.testing.assert_close(result, wanted, atol=1e-5, rtol=1e-5)
