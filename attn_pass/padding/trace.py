@@ -104,10 +104,11 @@ class Trace:
                 self.conflicts.add(node)
             return
         rule = self.rule(node)
-        if rule is None or node in self._untouched or not self._has_rows(node, layout) or self._is_written(node):
+        if rule is None or node in self._untouched or not self._has_rows(node, layout) or self.is_written(node):
             return
         self.layouts[node] = layout
-        if all(self._is_supplied(node, rule, operand) for operand, _ in rule.flows):
+        supplied = all(self._is_supplied(node, rule, operand) for operand, _ in rule.flows)
+        if supplied and not any(map(self.is_written, rule.whole)):
             self._waiting.append(node)
         else:
             del self.layouts[node]
@@ -118,14 +119,15 @@ class Trace:
             return bool(shape[layout.batch] == product(rows))
         return bool((shape[layout.batch], shape[layout.length]) == rows)
 
-    def _is_written(self, node: Node) -> bool:
+    def is_written(self, node: Node) -> bool:
+        """Whether something writes to the memory of a node, at any time."""
         return tensor_value(node) is not None and bool(self.effects.mutations(node))
 
     def _is_supplied(self, node: Node, rule: Rule, operand: Node) -> bool:
         """Whether an operand has all rows, or is one that packing can spread over them."""
         if self.of_operand(node, rule, operand) is not None:
-            return not self._is_written(operand)
-        if not rule.spreads or self._is_written(operand):
+            return not self.is_written(operand)
+        if not rule.spreads or self.is_written(operand):
             return False
         layout, rank = self.layouts[node], len(self.around.rules.shape(operand))
         lead = len(self.around.rules.shape(node)) - rank
@@ -187,7 +189,8 @@ def _can_be_told(trace: Trace, found: Exit) -> bool:
     if found.tensor is None:
         return True
     made_of = ancestors((found.tensor,))
-    return len(made_of) <= _MOST and made_of.isdisjoint(trace.group.sites)
+    written = any(trace.is_written(n) for n in made_of)
+    return len(made_of) <= _MOST and made_of.isdisjoint(trace.group.sites) and not written
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:

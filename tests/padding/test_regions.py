@@ -393,6 +393,15 @@ def test_rows_that_are_written_in_place_are_left() -> None:
     assert left(Encoder(written)).outcome == "left"
 
 
+def test_a_mask_that_is_written_later_tells_nothing() -> None:
+    def pooled(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        weights = mask.clone()
+        weights[:, 3] = 1
+        return (x * weights[..., None]).sum(1)
+
+    assert left(Encoder(pooled)).reason.startswith("mul may mix")
+
+
 def test_attention_alone_is_left() -> None:
     def alone(x: Tensor, mask: Tensor) -> Tensor:
         y = x.view(B, L, H, E // H).transpose(1, 2)
