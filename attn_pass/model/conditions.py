@@ -193,6 +193,7 @@ def _tighter(a: Band | Keys, b: Band | Keys) -> Band | Keys | None:
 
 def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
     """A word for a condition that depends on run-time values."""
+    condition = _without_not(condition)
     used, of_rows = expression_axes(condition), axes(row)
     ranges = _ranged(condition, key, row, keys)
     if ranges is not None:
@@ -210,6 +211,18 @@ def _described(condition: Expr, key: Index, row: Index, keys: Axis) -> str:
         if condition.op in ("le", "lt", "ge", "gt") and loads(condition) and _is_shifted_causal(condition, key, row):
             return "causal with a run-time offset"
     return "dense"
+
+
+_OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le"}
+
+
+def _without_not(condition: Expr) -> Expr:
+    """A comparison for one that must not hold, which in floating point is another where a NaN is compared."""
+    if isinstance(condition, Apply) and condition.op == "not":
+        inner = condition.args[0]
+        if isinstance(inner, Apply) and inner.op in _OPPOSITE:
+            return apply(_OPPOSITE[inner.op], *inner.args)
+    return condition
 
 
 def _ranged(condition: Expr, key: Index, row: Index, keys: Axis) -> str | None:

@@ -31,6 +31,7 @@ def rows() -> Tensor:
 # What is kept, of what the program knows; how many bounds below and above that gives, and what the report calls it.
 MASKS: dict[str, tuple[Mask, Tensor, tuple[int, int], str]] = {
     "position": (lambda p: keys() <= p, POSITION, (0, 1), "run-time range"),
+    "not behind a position": (lambda p: ~(keys() > p[None]), POSITION, (0, 1), "run-time range"),
     "window": (lambda p: (keys() <= p) & (keys() > p - 4), POSITION, (1, 1), "run-time range"),
     "lengths": (lambda n: keys() < n, LENGTHS, (0, 1), "run-time range"),
     "left padding": (lambda n: keys() >= n, LENGTHS, (1, 0), "run-time range"),
