@@ -17,8 +17,13 @@ TYPES = {kind for family in registry.families() for kind in family.types}
 NAMED = {
     "devices/catalog.py": "the processor's own row says whose it is",
     "devices/registry.py": "the list of built-in families",
+    "engine.py": "a region without a recorded device is decided for the host's",
+    "entries/transaction.py": "a device that the options name is looked up as from the host",
     "graph/regions.py": "the devices that torch.autocast has",
     "graph/writes.py": "methods of a tensor that move it, by their names",
+    "measuring/benchmark.py": "which processors are free matters only where the host computes",
+    "measuring/machine.py": "the lines of Linux's /proc/stat",
+    "measuring/timing.py": "torch's own functions for a GPU's queue and memory",
     "reading/graph_reader.py": "a number in a graph is on the host",
     "rewriting/composites.py": "a site without a recorded device is decided for the host's",
     "tuning/worker.py": "a program without inputs runs on the host",
