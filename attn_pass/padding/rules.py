@@ -136,7 +136,8 @@ def _is_pointwise(node: Node, name: str) -> bool:
     overloads: list[Any] = [target] if isinstance(target, torch._ops.OpOverload) else []
     packet = getattr(torch.ops.aten, name, None) if name and not overloads and not name.endswith("_") else None
     if packet is not None:
-        overloads = [getattr(packet, o) for o in packet.overloads() if not o.endswith("out")]
+        named = [getattr(packet, o) for o in packet.overloads() if not o.endswith("out")]
+        overloads = [o for o in named if any(isinstance(a.type, torch.TensorType) for a in o._schema.arguments)]
     tags = [o.tags for o in overloads]
     pointwise, random = torch.Tag.pointwise, torch.Tag.nondeterministic_seeded
     if not tags or not all(pointwise in t and random not in t for t in tags):

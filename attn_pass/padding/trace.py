@@ -48,6 +48,7 @@ class Trace:
         self.layouts: dict[Node, Layout] = {}
         self.conflicts: set[Node] = set()
         self._untouched = ancestors(group.mask.nodes)
+        self.begins = max(effects.position[n] for n in group.mask.nodes)  # rows are counted behind the mask
         self._waiting: list[Node] = []
         self._follow()
 
@@ -175,6 +176,8 @@ def is_inner(trace: Trace, node: Node, user: Node) -> bool:
 
 
 def _exit(trace: Trace, known: dict[Node, dict[Node, Exit]], node: Node, user: Node) -> Exit | None:
+    if trace.effects.position[user] <= trace.begins:
+        return None
     by_user = known.setdefault(node, {})
     if user not in by_user:
         found = exit_of(user, node, trace.layouts[node], trace.around) if tensor_value(node) is not None else None

@@ -287,6 +287,29 @@ def test_a_region_after_hidden_states_that_leave() -> None:
     assert (region.sites, region.packed) == (2, 1) and "in the result" in region.stops[0]
 
 
+def test_positions_counted_over_the_mask() -> None:
+    """RoBERTa's: what counts them sees padding, in front of the region, and stays as it was."""
+
+    class Counted(Encoder):
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            there = ids.ne(0).int()
+            counted = (there.cumsum(1).type_as(there) * there).long().clamp(max=L - 1)
+            x = self.norm(self.words(ids) + self.places(counted))
+            for layer in self.layers:
+                x = layer(x, mask.bool())
+            return first(self, x, mask)
+
+    assert packed(Counted(first)).packed == 2
+
+
+def test_functions_that_torch_has_for_numbers_too() -> None:
+    def gelu(x: Tensor, keep: Tensor) -> Tensor:
+        return x * 0.5 * (1.0 + torch.erf(x / 1.4142135))
+
+    region = packed(Encoder(first, gelu))
+    assert region.packed == 2 and region.operations["erf"] == 1
+
+
 # ---------------------------------------------------------------- what is not
 
 
