@@ -753,6 +753,7 @@ DYNAMIC: dict[str, Program] = {
 
 @table(DYNAMIC)
 def test_one_compilation_serves_all_sizes_and_no_guard_is_added(row: Program) -> None:
+    """But for torch's own call, which alone does not say that keys and values are as many (patterns/one_length.py)."""
     guards: list[tuple[int, int]] = []
 
     def counted(gm: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -771,4 +772,4 @@ def test_one_compilation_serves_all_sizes_and_no_guard_is_added(row: Program) ->
             torch._dynamo.maybe_mark_dynamic(tensor, 2)
         torch.testing.assert_close(compiled(q, k, v), row(q, k, v), atol=2e-5, rtol=1e-4)
     assert len(guards) == 1
-    assert guards[0][0] == guards[0][1]
+    assert guards[0][1] - guards[0][0] == (row is DYNAMIC["call"])

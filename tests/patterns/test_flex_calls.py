@@ -429,8 +429,8 @@ def test_a_function_of_several_elements_keeps_the_call() -> None:
     assert site.reason == "the call stays: sum_1 in one of its functions takes a captured tensor as a whole"
 
 
-def test_a_gradient_keeps_the_call() -> None:
-    """FlexAttention has no backward on CPUs, but for what its score function captures."""
+def test_a_gradient_is_the_kernel_s() -> None:
+    """FlexAttention has no backward on CPUs, not even for what its score function captures; the CPU kernel has."""
     slopes = torch.rand(2, requires_grad=True)
 
     def run(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
@@ -438,7 +438,7 @@ def test_a_gradient_keeps_the_call() -> None:
 
     report = same(run, *qkv(1, 2, 9, 9), slopes, grad=True, reference=False, targets=("cpu_kernel", "sdpa"))
     (site,) = report.sites
-    assert (site.outcome, site.form) == ("left", "flex_attention")
+    assert (site.outcome, site.target, site.form) == ("rewritten", "cpu_kernel", "flex_attention")
 
 
 @pytest.mark.parametrize(
