@@ -53,7 +53,18 @@ _FEW_ROW = 15_000.0  # a row of them, whatever the keys
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
-_LEARNED, _LEARNED_OF_FEW_KEYS = 1.4, 1.7  # in training, where a bias gets a gradient: it is written, too
+# In training, by dtype: below so many keys counts so many times, and from there on. Products and a softmax gain more
+# from few keys than the kernel does, the more so in bfloat16, in which products are fast.
+_TRAINED: Mapping[torch.dtype, tuple[int, float, float]] = {
+    torch.float32: (256, 2.3, 1.0),
+    torch.bfloat16: (512, 4.5, 1.0),
+    torch.float16: (0, 1.0, 1.0),
+}
+_LEARNED: Mapping[torch.dtype, tuple[int, float, float]] = {  # where a bias gets a gradient, which is written, too
+    torch.float32: (256, 2.3, 1.4),
+    torch.bfloat16: (1024, 4.5, 2.3),
+    torch.float16: (0, 1.4, 1.4),
+}
 _FEW_TRAFFIC = 1.25  # few rows read keys and values at 0.8 of the rate of a plain read
 
 
@@ -84,9 +95,8 @@ def in_training(forward: float, a: Attention, problem: Problem) -> float:
 
     Of those, too, only the forward is predicted: forward and backward together take about 3.5 times as long with each.
     """
-    if not wants_mask_gradient(a):
-        return forward
-    return forward * (_LEARNED if problem.kv_len >= 2 * _PANEL else _LEARNED_OF_FEW_KEYS)
+    few, of_few, of_many = (_LEARNED if wants_mask_gradient(a) else _TRAINED)[problem.dtype]
+    return forward * (of_few if problem.kv_len < few else of_many)
 
 
 def _gain(device: Device, dtype: torch.dtype) -> float:

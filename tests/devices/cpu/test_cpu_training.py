@@ -184,3 +184,10 @@ def test_it_is_taken_in_training_where_it_is_predicted_to_be_the_fastest() -> No
     assert chosen(masked(KEEPS["causal"]), *long).target == "cpu_kernel"
     windows = chosen(biased, *qkv(64, 4, 49, 49, dim=32, grad=True), randn(1, 4, 49, 49, grad=True))
     assert windows.target is None and windows.predicted_us["cpu_kernel"] > windows.predicted_us["leave"]
+
+
+def test_in_bfloat16_a_learned_bias_is_left_but_for_many_keys() -> None:
+    for length, target in ((512, None), (2048, "cpu_kernel")):
+        operands = qkv(1, 8, length, length, dim=64, dtype=torch.bfloat16, grad=True)
+        bias = randn(1, 8, length, length, dtype=torch.bfloat16, grad=True)
+        assert chosen(biased, *operands, bias).target == target
