@@ -13,9 +13,10 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from attn_pass.errors import in_one_line
 from attn_pass.graph.cut import Cut
 from attn_pass.graph.regions import Region
-from attn_pass.planner.stock import FusedCall
+from attn_pass.planner.stock import FusedCall, StockFails
 from attn_pass.verify.running import outside_tracing
 
 _FUSED = "_scaled_dot_product_"
@@ -60,10 +61,16 @@ def ask_inductor(part: Cut, region: Region) -> FusedCall | None:
 
     The part is traced on fake tensors as AOTAutograd does it, with its backward where an input needs a gradient, and
     the very passes of the installed torch are run on it: about 0.2 s for the first part and 0.05 s for others.
+
+    Raises:
+        StockFails: a pass raises, which is stock's defect and not this site's.
     """
     with outside_tracing(), _counters_kept():
         graph = _traced(part, region)
-        _joint_passes(graph)
+        try:
+            _joint_passes(graph)
+        except Exception as error:
+            raise StockFails(in_one_line(error)) from error
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and _FUSED in str(n.target)]
     forward = [n for n in calls if "backward" not in str(n.target)]
     return _call(forward[0]) if forward else None

@@ -40,5 +40,12 @@ class FusedCall:
     mask_elements: int = 0
 
 
+class StockFails(Exception):
+    """Inductor's own patterns raise on a part of a program, as for a scale that is a tensor: nothing is known."""
+
+
 AskStock = Callable[[Cut, Region], "FusedCall | None"]
-"""The fused call that Inductor's own patterns make of a part of a program; None where they make none."""
+"""The fused call that Inductor's own patterns make of a part of a program; None where they make none.
+
+Raises `StockFails`.
+"""

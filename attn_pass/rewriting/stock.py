@@ -15,7 +15,7 @@ from attn_pass.model.expression import Load, walk
 from attn_pass.model.index import Symbol, atoms
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import leave_cost
-from attn_pass.planner.stock import UNFUSED, Stock
+from attn_pass.planner.stock import UNFUSED, Stock, StockFails
 from attn_pass.reading.describe import Described
 from attn_pass.rewriting.context import GraphContext
 from attn_pass.targets.base import Setting
@@ -42,7 +42,10 @@ def stock_of(
         part = _part(context, site, described)
     except CannotExtract:
         return None
-    call = ask(part, site.region)
+    try:
+        call = ask(part, site.region)
+    except StockFails:
+        return None
     if call is None:
         return Stock(UNFUSED, leaving)
     if call.operator not in kernels:

@@ -136,3 +136,16 @@ def test_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [site.stock for site in attn_pass.explain(three, *heads()).sites] == ["cpu flash"] * 3
     assert len(asked) == 1
+
+
+def test_where_stock_s_own_pattern_raises_nothing_is_said_of_it() -> None:
+    """A scale that is a tensor (pytorch #191203): the replacement calls torch with it as a number."""
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        return (q @ k.mT / scale + mask).softmax(-1) @ v
+
+    q, k, v = (torch.randn(B, H, S, D) for _ in range(3))
+    options = {"on_error": "raise"}
+    mask, scale = torch.zeros(S, S), torch.tensor(0.5)
+    (site,) = attn_pass.explain(scaled, q, k, v, mask, scale, attn_pass_options=options).sites
+    assert site.kind == "attention" and site.stock == "" and site.stock_us is None
