@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterator
 
 
 class AttnPassError(Exception):
@@ -77,3 +78,13 @@ _LOGGING_HINTS = re.compile(
     r"|For more information, run with \S+|\(Size-like symbols: none\)",
     re.MULTILINE,
 )
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """The error and what it was raised for, innermost last."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__

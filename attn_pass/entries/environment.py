@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+
+from attn_pass.errors import chain_of
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 _COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cl")
@@ -11,7 +12,7 @@ _COMPILERS = ("g++", "gcc", "clang++", "clang", "c++", "cl")
 
 def environment_fault(error: BaseException) -> str:
     """What is wrong with the environment and what to do about it, as a sentence; "" if the error is about the graph."""
-    for each in _chain(error):
+    for each in chain_of(error):
         kind = type(each).__name__
         if kind == "InvalidCxxCompiler" or (isinstance(each, FileNotFoundError) and _names_a_compiler(each)):
             return (
@@ -31,13 +32,3 @@ def environment_fault(error: BaseException) -> str:
 
 def _names_a_compiler(error: FileNotFoundError) -> bool:
     return str(error.filename or "").rpartition("/")[2].removesuffix(".exe") in _COMPILERS
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised for."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__

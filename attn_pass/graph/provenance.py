@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from attn_pass.errors import chain_of
+
 
 @dataclass(frozen=True)
 class Emission:
@@ -37,7 +39,7 @@ def culprits(error: BaseException, emissions: Sequence[Emission]) -> frozenset[s
     names the sites there. Code that is generated later (Triton, C++) belongs to no node, so such an error may show
     none.
     """
-    chain = list(_chain(error))
+    chain = list(chain_of(error))
     nodes = list(_nodes(chain))
     text = "\n".join(map(str, chain))
     operators = [operator_name(n.target) for n in nodes]
@@ -67,16 +69,6 @@ def _spelled_out(text: str, emissions: Sequence[Emission]) -> list[str]:
     operators = {operator for e in emissions for operator in e.operators if operator.count(".") == 2}
     custom = (o for o in operators if not o.startswith(("aten.", "prims.")))
     return [o for o in custom if re.search(rf"\b{'::'.join(map(re.escape, o.split('.')[:2]))}\b", text)]
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised for, innermost last."""
-    seen: set[int] = set()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = getattr(following, "inner_exception", None) or following.__cause__ or following.__context__
 
 
 def _nodes(errors: Iterable[BaseException]) -> Iterator[Node]:

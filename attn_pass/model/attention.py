@@ -8,6 +8,7 @@ grouped heads into query rows is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,6 +36,15 @@ class Source:
     order: tuple[int, ...] | None = None  # its dimensions, slowest in memory first; None where it is not dense
     strides: tuple[Index, ...] | None = None  # None where it has none
     offset: Index = 0  # where in its storage it begins
+
+    def place(self, index: Sequence[Index]) -> Index | None:
+        """Where in its storage the element of this index is; None where it has no strides."""
+        if self.strides is None:
+            return None
+        place: Index = self.offset
+        for each, stride in zip(index, self.strides):
+            place = place + each * stride
+        return place
 
 
 @dataclass(frozen=True)

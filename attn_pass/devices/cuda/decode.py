@@ -179,11 +179,9 @@ def _begins_in_vectors(a: Attention, load: Load, dims: Sequence[Axis]) -> bool:
     A tensor that is cast, or whose last dimension is not dense, is copied first, and lies densely then.
     """
     source = a.sources[load.source]
-    if source.strides is None or source.dtype != a.compute_dtype:
+    flat = source.place(load.index)
+    if flat is None or source.dtype != a.compute_dtype:
         return True
-    flat: Index = source.offset
-    for index, stride in zip(load.index, source.strides):
-        flat = flat + index * stride
     begins = substitute(flat, dict.fromkeys(dims, 0))
     along: Index = 0
     for axis in dims:

@@ -138,11 +138,9 @@ def _operands(a: Attention) -> Sequence[tuple[Load, Sequence[Axis]]]:
 def _is_in_sequence(a: Attention, load: Load, dims: Sequence[Axis]) -> bool:
     """Whether batch rows follow each other in memory as their keys do, in the kernel's dtype."""
     source = a.sources[load.source]
-    if source.strides is None or source.dtype != a.compute_dtype:
+    flat = source.place(load.index)
+    if flat is None or source.dtype != a.compute_dtype:
         return False
-    flat: Index = source.offset
-    for index, stride in zip(load.index, source.strides):
-        flat = flat + index * stride
     step = substitute(flat, {a.keys: 1}) - substitute(flat, {a.keys: 0})
     row: Index = 0
     for axis in a.batch:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from attn_pass.devices.runtimes.runtime import HALF, Runtime, table
-from attn_pass.targets.kernel_rules import dtype_rule
+from attn_pass.devices.runtimes.runtime import Runtime, table
+from attn_pass.targets.kernel_rules import HALF, dtype_rule
 
 
 class Onnx(Runtime):

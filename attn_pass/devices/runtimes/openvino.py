@@ -1,18 +1,18 @@
 """OpenVINO: ``openvino.convert_model`` turns torch's call into its own ``ScaledDotProductAttention``.
 
 The rows were tried with OpenVINO 2026.4 on the CPU (docs/howto/runtimes.md). Grouped heads with two key heads and more
-end in an error there when the model is compiled; repeated, they run. A row that is fully masked with -inf gives NaN, as
-products and a softmax do, where torch's call gives 0. With one query row the operator took 1.2 to 1.5 times what
-products and a softmax take, so such sites are left.
+end in an error there when the model is compiled; with the queries of a group as rows of one head they run. A row that
+is fully masked with -inf gives NaN, as products and a softmax do, where torch's call gives 0. With one query row the
+operator took 1.05 to 1.5 times what products and a softmax take (six calls, on a busy machine), so such sites are left.
 """
 
 from __future__ import annotations
 
 import torch
 
-from attn_pass.devices.runtimes.runtime import HALF, Runtime, groups_rule, table
+from attn_pass.devices.runtimes.runtime import Runtime, groups_rule, table
 from attn_pass.model.attention import Attention
-from attn_pass.targets.kernel_rules import dtype_rule
+from attn_pass.targets.kernel_rules import HALF, dtype_rule
 
 
 class OpenVino(Runtime):

@@ -20,7 +20,7 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import expression_axes
 from attn_pass.targets.base import Setting
-from attn_pass.targets.kernel_rules import PADDABLE, SIZES, Call, KernelRules, Rule
+from attn_pass.targets.kernel_rules import PADDABLE, SIZES, KernelRules, Rule
 
 CALL = "sdpa"
 """The one kernel of a runtime: torch's call."""
@@ -96,12 +96,7 @@ def _covers_scores(attention: Attention) -> bool:
 
 
 def groups_rule(source: str) -> Rule:
-    """Every query head has a key head of its own, or there is one for all."""
-
-    def fits(call: Call) -> bool:
-        return call.attention.groups == 1
-
-    return Rule("grouped heads", "the runtime does not run grouped heads: they are repeated first", fits, source)
-
-
-HALF = (torch.float16, torch.bfloat16)
+    """Query heads that share keys are refused; as rows of one head (the poor case grouped_heads) they are taken."""
+    return Rule(
+        "grouped heads", "the runtime does not run grouped heads as they are", lambda c: c.attention.groups == 1, source
+    )
