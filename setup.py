@@ -12,7 +12,9 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).parent
-_LINK = re.compile(r"(!?)\[([^\]]*(?:\[[^\]]*\][^\]]*)?)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+_TO = r"\((?!https?://|#|mailto:)([^)\s]+)\)"
+_PICTURE = re.compile(r"!\[([^\]]*)\]" + _TO)
+_LINK = re.compile(r"(?<!!)\[((?:!\[[^\]]*\]\([^)]*\)|\[[^\]]*\]|[^\[\]])*)\]" + _TO)
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _REPOSITORY = re.compile(r'^Repository\s*=\s*"([^"]+)"', re.MULTILINE)
 
@@ -20,13 +22,12 @@ _REPOSITORY = re.compile(r'^Repository\s*=\s*"([^"]+)"', re.MULTILINE)
 def published(readme: str, repository: str) -> str:
     """The text with absolute links, and without comments; pictures need the raw files of the repository."""
 
-    def absolute(link: re.Match[str]) -> str:
-        picture, text, path = link.groups()
-        if not repository:
-            return "" if picture else text
-        return f"{picture}[{text}]({repository.rstrip('/')}/{'raw' if picture else 'blob'}/main/{path})"
-
-    return _LINK.sub(absolute, _COMMENT.sub("", readme))
+    base = repository.rstrip("/")
+    text = _COMMENT.sub("", readme)
+    if not base:
+        return _LINK.sub(r"\1", _PICTURE.sub("", text))
+    text = _PICTURE.sub(rf"![\1]({base}/raw/main/\2)", text)
+    return _LINK.sub(rf"[\1]({base}/blob/main/\2)", text)
 
 
 def repository() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 from attn_pass.devices.device import Device
@@ -15,7 +16,7 @@ from attn_pass.devices.registry import device_for, families
 from attn_pass.errors import OptionError, RewriteError, first_line
 from attn_pass.graph import allowed
 from attn_pass.graph.cut import CannotExtract
-from attn_pass.graph.provenance import Emission
+from attn_pass.graph.provenance import Emission, mark
 from attn_pass.graph.regions import Region, region_of_body
 from attn_pass.graph.subgraphs import Body, bodies
 from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
@@ -90,6 +91,7 @@ def rewrite_graph(
         without=without or {},
         ask_stock=ask_stock,
         checks=checks,
+        graph_id=str(CompileContext.current_compile_id() or "") if program == "compile" else "",
     )
     if program == "compile":
         one_length.settle(gm.graph)
@@ -187,6 +189,14 @@ class _Rewriting:
         """Decides on a site and records it; returns whether the graph has changed."""
         record = record_of(site, self.context.around.count)
         self.run.report.append(record)
+        record.id = f"{self.run.graph_id}#{len(self.run.report.sites)}"
+        changed = self._decided(site, record)
+        if self.run.options.timeline and not changed:
+            mark((site.node, *site.internal), record.in_timeline("left"))
+        return changed
+
+    def _decided(self, site: Site, record: SiteReport) -> bool:
+        """As `_decide`, for a record that is in the report."""
         if site.described is not None:
             with self.run.details(record):
                 record.formula = formula_of(site.described.attention)
@@ -214,13 +224,16 @@ class _Rewriting:
         picture = functools.partial(picture_of_site, context, site)
         with (
             joined_scores.as_read(context.joined, site),
-            collect.site(context.gm.graph, record, picture, on_trial),
+            collect.site(context.gm.graph, record, picture, on_trial, _operands(site)),
         ):
             if site.composite is not None and self.run.checks:
                 record.reason = record.not_verified = "it is one call of a library, which is not compiled alone"
                 return False
             if site.composite is not None:
-                return give_arguments(context, site, site.composite, record)
+                changed = give_arguments(context, site, site.composite, record)
+                if changed and context.run.options.timeline:
+                    mark((site.composite.node,), record.in_timeline(record.target or ""))
+                return changed
             assert site.described is not None
             if opaque is None:
                 return self._replace(site, site.described, record)
@@ -320,3 +333,11 @@ class _Rewriting:
         if error is None:
             raise CannotExtract("with a shorter length it is rewritten to something else")
         return error
+
+
+def _operands(site: Site) -> tuple[Node, ...]:
+    """The nodes that hold query, key and value; none of a call that was not read."""
+    if site.described is None:
+        return ()
+    a = site.described.attention
+    return tuple(site.described.nodes[n] for n in (a.query.source, a.key.source, a.value.source))

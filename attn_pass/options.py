@@ -74,6 +74,8 @@ class Options:
         unpad: run operations that work row by row without rows of padding, where it is proved that nobody sees them.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
+        timeline: name each site in torch's profiler: a range around the kernels that compute it, with its id and source
+            line. Inductor's caches are not used then, and C++ wrappers (packages among them) have no ranges.
         runtime: decide for a runtime that the program is exported to ("onnx", "openvino"): attention becomes the call
             that its exporter translates, in the form that it runs. It comes before `device`.
 
@@ -96,6 +98,7 @@ class Options:
     shield: bool = True
     device: str | None = None
     runtime: str | None = None
+    timeline: bool = False
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Options).items():

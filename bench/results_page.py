@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +15,14 @@ import typer
 
 from bench.harness import plots
 from bench.harness import variants as w
+from bench.harness.badges import GOOD, PLAIN, badge
 from bench.harness.document import Document, Row, markdown_table, read
 
-RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = DOCS / "results"
 PICTURES = "pictures"
+sys.path.append(str(DOCS))
+readme = importlib.import_module("measured")  # what the README shows, which `make docs` writes from the same runs
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,29 @@ def draw(folder: Path, documents: dict[str, Document]) -> list[tuple[str, str]]:
         )
     curve = folder / f"{CURVE}.json"
     if curve.exists():
-        plots.save(plots.never_slower(read(curve).tables[0].rows), folder / PICTURES / CURVE)
-        made.append((CURVE, "164 shapes: speedup over stock, sorted"))
+        rows = read(curve).tables[0].rows
+        plots.save(plots.never_slower(rows, readme.RULE), folder / PICTURES / CURVE)
+        made.append((CURVE, f"{len(rows)} shapes: speedup over stock, sorted. The rule: {readme.RULE}"))
+    if all((folder / f"{row.run}.json").exists() for row in readme.ROWS):
+        plots.save(plots.speedups(readme.speedups(folder)), folder / PICTURES / "speedups")
+        made.append(("speedups", "The programs of the README's table: speedup over stock"))
+    return made
+
+
+def badges(folder: Path, documents: dict[str, Document]) -> dict[str, str]:
+    """The badges that the runs allow: SVG by the file's name."""
+    made = {}
+    for name, run, label in (
+        ("badge-speedup", "variants-cpu", "masks by hand, median speedup over stock"),
+        ("badge-decoding", "decode-cpu", "decoding over a static cache, median speedup"),
+    ):
+        if run in documents:
+            made[name] = badge(label, f"{summary(documents[run])['middle']:.2f}x")
+    rows = [row for _, _, rows in readme.grids(folder) for row in rows]
+    if rows:
+        slower = sum(row.get("verdict") == "slower" for row in rows)
+        colour = GOOD if not slower else PLAIN
+        made["badge-never-slower"] = badge("slower than stock", f"{slower} of {len(rows)} shapes", colour)
     return made
 
 
@@ -149,9 +176,21 @@ def page(folder: Path, documents: dict[str, Document], pictures: list[tuple[str,
     lines += ["## Plots", ""]
     for name, what in pictures:
         lines += [f"![{what}]({PICTURES}/{name}.png)", "", f"{what} ([SVG]({PICTURES}/{name}.svg)).", ""]
+    lines += _below(folder)
     lines += ["## Other runs", ""]
     lines += [f"- [{file}]({file}): {what}" for file, what in OTHERS if (folder / file).exists()]
     return "\n".join(lines) + "\n"
+
+
+def _below(folder: Path) -> list[str]:
+    """The shapes of the grid that are below 0.97 at the median and the 10th percentile."""
+    curve = folder / f"{CURVE}.json"
+    rows = readme.below(read(curve).tables[0].rows) if curve.exists() else []
+    if not rows:
+        return []
+    lines = [[row["name"], f"{row['over_stock']:.2f}", f"{row['over_stock_p10']:.2f}", row["chosen"]] for row in rows]
+    told = f"Of these shapes, below {readme.BELOW} at the median and at the 10th percentile in one run:"
+    return [told, "", *markdown_table(("shape", "median", "10th percentile", "chose"), lines), ""]
 
 
 _WAYS = (
@@ -194,5 +233,8 @@ def _slower(documents: dict[str, Document]) -> Iterator[str]:
 def main(folder: Annotated[Path, typer.Option("--results", help="The folder of committed runs.")] = RESULTS) -> None:
     """Write the page of results and its pictures from the committed runs."""
     by_file = documents(folder)
+    for name, text in badges(folder, by_file).items():
+        (folder / PICTURES).mkdir(exist_ok=True)
+        (folder / PICTURES / f"{name}.svg").write_text(text)
     (folder / "README.md").write_text(page(folder, by_file, draw(folder, by_file)))
     typer.echo(f"written: README.md from {', '.join(by_file) or 'no run'}")

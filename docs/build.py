@@ -60,7 +60,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "from attn_pass/targets": lambda: docstrings("targets"),
     },
     "architecture.md": {"rooms": lambda: table(rooms.rooms)},
-    "../README.md": {"numbers": lambda: table(measured.numbers)},
+    "../README.md": {"numbers": lambda: table(measured.numbers), "grids": lambda: table(measured.never_slower)},
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "howto/runtimes.md": {"rules": lambda: table(named.runtimes)},

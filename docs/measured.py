@@ -19,6 +19,7 @@ class Measured:
     run: str
     program: str
     kind: str = "compile"
+    short: str = ""  # in the picture
 
 
 ROWS = (
@@ -27,12 +28,14 @@ ROWS = (
         "seeds-s4-cpu",
         "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), float32",
         "AOTInductor",
+        "one query, shared keys (pytorch#151287)",
     ),
     Measured(
         "the same with bfloat16 autocast",
         "seeds-s4-cpu",
         "q (1000, 4, 1, 32), k and v (1, 4, 2048, 32), bfloat16 autocast",
         "AOTInductor",
+        "the same, bfloat16 autocast",
     ),
     Measured("causal attention by hand", "variants-cpu", "causal"),
     Measured("a sliding window of 256 by hand", "variants-cpu", "sliding window 256"),
@@ -58,12 +61,52 @@ def numbers() -> Iterator[str]:
         yield f"| {row.name} | {stock:,.1f} | {passed:,.1f} | {stock / passed:.2f} | {link} |"
 
 
-def times(row: Measured) -> tuple[float, float]:
+def speedups(folder: Path = RESULTS) -> list[tuple[str, float]]:
+    """The speedup over stock of every row."""
+    return [(row.short or row.name, stock / passed) for row in ROWS for stock, passed in [times(row, folder)]]
+
+
+def times(row: Measured, folder: Path = RESULTS) -> tuple[float, float]:
     """Median milliseconds of a call: stock's and the pass's."""
-    document = json.loads((RESULTS / f"{row.run}.json").read_text())
+    document = json.loads((folder / f"{row.run}.json").read_text())
     rows: list[dict[str, Any]] = [r for t in document["tables"] for r in t["rows"] if r.get("program") == row.program]
     ways = {r["way"]: r["median_us"] / 1e3 for r in rows if r["status"] == "ok"}
     return ways[f"{row.kind}, stock"], ways[f"{row.kind}, attn_pass"]
+
+
+RULE = "not slower by more than 10 % in four runs of four"
+BELOW = 0.97
+
+
+def grids(folder: Path = RESULTS) -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
+    """The runs of the grid of shapes, without tuning: the file's name, the run's conditions, its rows."""
+    for path in sorted(folder.glob("never-slower*.json"), key=lambda p: p.stem):
+        if not path.stem.endswith("tuned"):
+            document = json.loads(path.read_text())
+            yield path.stem, document["run"], [r for r in document["tables"][0]["rows"] if r["status"] == "ok"]
+
+
+def below(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are below `BELOW` at the median and at the 10th percentile, the slowest first."""
+    low = [r for r in rows if max(r.get("over_stock", 1.0), r.get("over_stock_p10", 1.0)) < BELOW]
+    return sorted(low, key=lambda r: float(r["over_stock"]))
+
+
+def never_slower() -> Iterator[str]:
+    """For every run of the grid: how many shapes are slower by the rule, and which are below `BELOW` in one run."""
+    for name, run, rows in grids():
+        slower = sum(r.get("verdict") == "slower" for r in rows)
+        low = below(rows)
+        link = f"[run](docs/results/{name}.md)"
+        yield f"- {run['device']}: {slower} of {len(rows)} shapes are slower by this rule ({link})."
+        yield ""
+        yield f"  <details><summary>{len(low)} shapes below {BELOW} at the median and the 10th percentile</summary>"
+        yield ""
+        told = "; ".join(f"{r['name']}: {r['over_stock']:.2f}" for r in low)
+        yield f"  {told or 'none'}"
+        yield ""
+        yield "  </details>"
+        yield ""
 
 
 PEERS = (

@@ -36,6 +36,7 @@ def test_defaults() -> None:
         "shield": True,
         "device": None,
         "runtime": None,
+        "timeline": False,
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -42,6 +43,46 @@ def test_links_of_every_kind(setup: dict[str, Any]) -> None:
         "[`d [e]`](https://r/blob/main/f.md) [g](#h)"
     )
     assert setup["published"](text, "") == " b [c](https://z) `d [e]` [g](#h)"
+
+
+def test_a_picture_that_is_a_link(setup: dict[str, Any]) -> None:
+    text = "[![a b](docs/p.svg)](docs/x.md) ![c](https://z/q.svg)"
+    shown = setup["published"](text, "https://r/")
+    assert shown == "[![a b](https://r/raw/main/docs/p.svg)](https://r/blob/main/docs/x.md) ![c](https://z/q.svg)"
+    assert setup["published"](text, "") == " ![c](https://z/q.svg)"
+
+
+def test_the_pictures_of_the_readme_are_of_the_committed_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench import results_page
+
+    results = ROOT / "docs" / "results"
+    readme = (ROOT / "README.md").read_text()
+    made = results_page.badges(results, results_page.documents(results))
+    assert len(made) == 3
+    for name, svg in made.items():
+        assert f"docs/results/pictures/{name}.svg)" in readme
+        assert (results / "pictures" / f"{name}.svg").read_text() == svg, "run `python -m bench page`"
+        ElementTree.fromstring(svg)
+    bars = results_page.readme.speedups(results)
+    assert "docs/results/pictures/speedups.png)" in readme
+    drawn = (results / "pictures" / "speedups.svg").read_text()
+    assert all(f"{value:.2f}x" in drawn for _, value in bars), "run `python -m bench page`"
+
+
+def test_never_slower_has_its_rule_and_its_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench import results_page
+
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs" / "results" / "README.md").read_text()
+    assert results_page.readme.RULE in readme.replace("\n", " ") and results_page.readme.RULE in page
+    assert results_page.readme.RULE in (ROOT / "docs" / "results" / "pictures" / "never-slower.svg").read_text()
+    grids = list(results_page.readme.grids())
+    assert grids
+    for _, _, rows in grids:
+        for row in rows:
+            low = row["over_stock"] < 0.97 and row["over_stock_p10"] < 0.97
+            assert (f"{row['name']}: {row['over_stock']:.2f}" in readme) >= low, row["name"]
 
 
 def test_every_link_of_the_readme_leads_somewhere() -> None:

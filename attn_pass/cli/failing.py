@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from attn_pass.errors import AttnPassError
+from attn_pass.progress import logged_to_stderr
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -21,10 +22,11 @@ _SHOWN: ContextVar[bool] = ContextVar("attn_pass_traceback", default=False)
 
 @contextmanager
 def failing(with_traceback: bool) -> Iterator[None]:
-    """Around a command: errors of attn_pass are one sentence each."""
+    """Around a command: errors of attn_pass are one sentence each, and progress goes to stderr."""
     token = _SHOWN.set(with_traceback)
     try:
-        yield
+        with logged_to_stderr():
+            yield
     except AttnPassError as error:
         fail(str(error), error)
     finally:

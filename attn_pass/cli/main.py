@@ -7,10 +7,10 @@ import importlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,7 @@ from attn_pass.cli.given import Option, checked_options
 from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
+from attn_pass.progress import logged_to_stderr, progress
 
 if TYPE_CHECKING:
     from attn_pass.report.pages.collect import Collection
@@ -214,8 +215,11 @@ def calibrate(
         if forget:
             typer.echo(f"{at}: {'forgotten' if session.forget(at) else 'nothing was measured of it'}")
             return
-        with _progress(as_json) as heard:
-            outcome = session.calibrate(at, seconds, heard, keep_if_busy=keep_if_busy)
+        with logged_to_stderr(), progress(silent=as_json) as tell:
+            tell("measuring")
+            outcome = session.calibrate(
+                at, seconds, lambda name, reading: tell(f"{name}: {reading.us:.1f} us"), keep_if_busy=keep_if_busy
+            )
     except AttnPassError as error:
         fail(str(error))
     if as_json:
@@ -224,16 +228,6 @@ def calibrate(
         _print_calibration(session.changes(outcome), session.summary_lines(outcome), outcome.failed)
     if not outcome.kept:
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _progress(silent: bool) -> Iterator[Callable[[str, Any], None]]:
-    """Shows on stderr what is being measured, where that is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True, quiet=silent)
-    with console.status("measuring") as status:
-        yield lambda name, reading: status.update(f"{name}: {reading.us:.1f} us")
 
 
 def _print_calibration(

@@ -21,7 +21,8 @@ from attn_pass.entries.retry import Failure, warn_failed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import Decision, failed, next_decision
 from attn_pass.errors import OptionError, PackageError
-from attn_pass.options import split_options, unknown_name
+from attn_pass.options import Options, split_options, unknown_name
+from attn_pass.progress import Tell, progress
 from attn_pass.report.history import publish
 
 
@@ -70,7 +71,16 @@ def aot_compile(
     own_options, inductor, mode = split_options(options)
     path = _checked_path(package_path)
     patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)
-    original = exported(model, args, kwargs, dynamic_shapes)
+    with progress() as tell:
+        tell("exporting the model")
+        original = exported(model, args, kwargs, dynamic_shapes)
+        return _compiled(original, path, patches, own_options, tell)
+
+
+def _compiled(
+    original: ExportedProgram, path: str | None, patches: dict[str, Any], options: Options, tell: Tell
+) -> str:
+    """The package of an exported program, rewritten; or of the program as it is, if that fails twice."""
     if _writes_buffers(original):
         # Inductor folds what it can compute of a buffer's first value, even if the program writes to the buffer: a
         # position that is counted up would stay at 1 (seen in torch 2.13.0).
@@ -81,19 +91,22 @@ def aot_compile(
     def again(without: Mapping[str, str] | None = None) -> Decision:
         nonlocal program
         program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
-        return rewrite_exported(program, own_options, "inductor", without)
+        tell("rewriting attention")
+        return rewrite_exported(program, options, "inductor", without)
 
     decision = again()
     while decision.changed and not package:
         report = decision.report
+        tell(f"compiling the package: {report.summary().removeprefix('attn_pass: ')}")
         try:
             package = _package(program, path, with_report(patches | patches_for(report), report))
         except Exception as error:
-            failures.append(failed(error, decision, own_options))
+            failures.append(failed(error, decision, options))
         if not package:
             decision = next_decision(decision, failures, again)
     report = decision.report
     if not package:
+        tell("compiling the package as it is written")
         package = _package(original, path, with_report(patches, report))
     if failures:
         warn_failed(report, failures)

@@ -29,6 +29,10 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
 
         slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
         patches.update(shield_patches(slots))
+    if options.timeline:
+        from attn_pass.entries.timeline import SLOT, ranges
+
+        patches[SLOT] = ranges(patches.get(SLOT, getattr(config, SLOT)))
     return patches
 
 

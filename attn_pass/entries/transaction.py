@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from attn_pass.errors import AttnPassWarning, EnvironmentFault, OptionError, Rew
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import Options, Runner
+from attn_pass.progress import progress
 from attn_pass.report import torch_logging
 from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
@@ -87,7 +89,8 @@ def decide(
     emissions: list[Emission] = []
     gm.meta |= known or {}
     try:
-        with collect.root_graph(gm, report, program) as collected:
+        measures = options.tune or options.verify != "off"
+        with collect.root_graph(gm, report, program) as collected, progress() if measures else nullcontext():
             changed = engine.rewrite_graph(
                 gm,
                 options=options,

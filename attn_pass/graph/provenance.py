@@ -23,6 +23,22 @@ class Emission:
     stack_trace: str
 
 
+_CUSTOM, _SITE = "custom", "attn_pass_site"  # AOTAutograd copies what is under "custom" to the nodes that it makes
+
+
+def mark(nodes: Iterable[Node], name: str) -> None:
+    """Names the site that nodes compute, for `site_of` of the nodes that a compiler makes of them."""
+    for node in nodes:
+        if not node._erased:
+            node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), _SITE: name}
+
+
+def site_of(node: Node) -> str:
+    """The name that `mark` gave, "" for none."""
+    custom = node.meta.get(_CUSTOM)
+    return str(custom.get(_SITE, "")) if isinstance(custom, dict) else ""
+
+
 def operator_name(target: Callable[..., Any] | str) -> str:
     """What the compiler's messages call the target of a call: "row_blocks.attention.default", "flex_attention"."""
     if isinstance(target, (str, torch._ops.OpOverload)):

@@ -23,11 +23,11 @@ from attn_pass.entries.dynamo import backend
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
 from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict
-from attn_pass.measuring.progress import Tell, progress
 from attn_pass.measuring.result import PASS, STOCK, Benchmark, Row, Samples
 from attn_pass.measuring.subject import Call, Subject, subject_of
 from attn_pass.measuring.timing import compiled, in_turns, peak_bytes, percentile, private_caches, relative_error, why
 from attn_pass.options import make_options
+from attn_pass.progress import Tell, progress
 from attn_pass.report.history import record
 from attn_pass.report.record import Report
 from attn_pass.verify.compare import rounding

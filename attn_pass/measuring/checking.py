@@ -16,10 +16,10 @@ from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import known_buffers
 from attn_pass.errors import OptionError
-from attn_pass.measuring.progress import progress
 from attn_pass.measuring.subject import Subject, subject_of
 from attn_pass.measuring.timing import compiled, relative_error, why
 from attn_pass.options import make_options
+from attn_pass.progress import progress
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
 from attn_pass.report.text import counted, plain_table, printable, shape_lines

@@ -28,6 +28,17 @@ _HOPELESS = 20.0  # predicted to take so many times the best: not measured
 
 Measured = Mapping[str, float]
 """Microseconds by label, `LEAVE` included."""
+
+
+class Timings(dict[str, float]):
+    """Medians of samples in microseconds by label; ``spread`` is half of what lies between the 10th and the 90th
+    percentile of the samples of each, as a share of the median."""
+
+    def __init__(self, medians: Mapping[str, float], spread: Mapping[str, float]) -> None:
+        super().__init__(medians)
+        self.spread = dict(spread)
+
+
 Measure = Callable[[Sequence[str]], Measured | str]
 """Times the forms with these labels, or says why it did not."""
 
@@ -64,6 +75,7 @@ class Choice:
     why_none: str = ""  # the refusal to report if there is no offer
     predicted_us: dict[str, float] = field(default_factory=dict)
     measured_us: dict[str, float] = field(default_factory=dict)
+    measured_spread: dict[str, float] = field(default_factory=dict)
 
 
 def leave_cost(attention: Attention, setting: Setting, written: AsWritten) -> float:
@@ -160,7 +172,7 @@ def choose(
     if measure is not None and prefer != "first":
         candidates, remark = _measure(measure, candidates, offers, setting, choice)
     if choice.measured_us:
-        timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True)
+        timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True, spread=choice.measured_spread)
     else:
         timed = _predicted_at(attention, forms, targets, setting, choice.predicted_us, elsewhere, remark)
         timed = replace(timed, stock=stock)
@@ -187,6 +199,7 @@ class _Timed:
     lengths: str = ""  # those compared, in words; empty for one
     remark: str = ""
     stock: Stock | None = None
+    spread: Mapping[str, float] = field(default_factory=dict)  # of what was measured
 
     def rank(self, offer: Offer) -> tuple[float, float]:
         """The least comes first."""
@@ -202,13 +215,18 @@ class _Timed:
         name, leaving, (_, time) = _label(offer), self.times[LEAVE], self.rank(offer)
         how = "measured" if self.is_measured else "predicted"
         before = leaving if self.stock is None else self.stock.us
-        was = f"{duration(leaving)} as written" if self.stock is None else self.stock.in_words(leaving)
+        was = f"{self._told(LEAVE)} as written" if self.stock is None else self.stock.in_words(leaving)
         faster = f" ({before / time:.3g}x)" if 0 < time < math.inf else ""
-        words = f"{how} {was}, {duration(time)} with {name}{faster}{self.remark}"
+        words = f"{how} {was}, {self._told(name)} with {name}{faster}{self.remark}"
         if self.lengths:
             worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
             words += f"; {self.lengths}, at worst {worst} the time of the best form"
         return words
+
+    def _told(self, name: str) -> str:
+        """The time of a form, and how far its samples are apart: "12.7 ms +-2%"."""
+        apart = f" +-{self.spread[name]:.0%}" if name in self.spread else ""
+        return f"{duration(self.times.get(name, math.inf))}{apart}"
 
 
 def _predicted_at(
@@ -236,6 +254,7 @@ def _measure(
     if isinstance(answer, str):
         return candidates, f"; {answer}"
     choice.measured_us = dict(answer)
+    choice.measured_spread = answer.spread if isinstance(answer, Timings) else {}
     everything = [*candidates, *(o for label in more for o in more[label])]
     return [o for o in everything if _label(o[0]) in answer] or candidates, ""
 

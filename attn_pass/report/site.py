@@ -18,6 +18,8 @@ class SiteReport:
     """The decision for one site. Two identical layers are two records, so records compare by identity.
 
     Attributes:
+        id: its name in logs, traces and torch's profiler: the compile and the number in its graph, "0/0#1"; "#1" in a
+            graph that is not Dynamo's.
         outcome: "rewritten" to one fused call, "decomposed" into plain operations, or "left" unchanged.
         kind: "attention", or "near miss" for a softmax that looks like attention but could not be proven to be.
         target: the target that was taken; None if the site is left.
@@ -41,6 +43,7 @@ class SiteReport:
             "unfused"; "" if that was not looked at, as while compiling.
         stock_us: its predicted microseconds; None where it is not known. Gains are those over stock.
         measured_us: measured time of each measured form, including "leave"; empty without `Options.tune`.
+        measured_spread: half of what lies between the 10th and the 90th percentile of its samples, over their median.
         verified_error: largest absolute difference from the original; None if the site was not verified.
         not_verified: why verification was requested but not possible; "" otherwise.
         formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent if
@@ -77,6 +80,7 @@ class SiteReport:
     stock: str = ""
     stock_us: float | None = None
     measured_us: dict[str, float] = field(default_factory=dict)
+    measured_spread: dict[str, float] = field(default_factory=dict)
     verified_error: float | None = None
     not_verified: str = ""
     formula: dict[str, str] = field(default_factory=dict)
@@ -85,6 +89,7 @@ class SiteReport:
     hint: str = ""
     module: str = ""
     node: str = ""
+    id: str = ""
 
     def mark_left(self, reason: str) -> None:
         """Record that the site is left after all; the target that was chosen becomes a refusal with this reason."""
@@ -105,6 +110,10 @@ class SiteReport:
     def baseline(self) -> str:
         """What gains are told against, in words: "stock" where that is known, else the site "as written"."""
         return "as written" if self.stock_us is None or self.measured_us else "with stock"
+
+    def in_timeline(self, target: str) -> str:
+        """What torch's profiler shows: "attn_pass 0/0#1 model.py:12 in forward, sdpa"."""
+        return f"attn_pass {self.id} {self.where}, {target}"
 
     @property
     def became(self) -> str:
@@ -131,7 +140,7 @@ class SiteReport:
         for name in ("poor_cases", "assumptions", "fixed", "other_devices"):
             values[name] = tuple(values.get(name, ()))
         values["shapes"] = {name: tuple(sizes) for name, sizes in values.get("shapes", {}).items()}
-        for name in ("predicted_us", "measured_us"):
+        for name in ("predicted_us", "measured_us", "measured_spread"):
             values[name] = _numbers(values.get(name, {}))
         values["roofline"] = {name: _numbers(point) for name, point in values.get("roofline", {}).items()}
         values["rates"] = {name: rate for name, rate in values.get("rates", {}).items() if rate is not None}

@@ -81,7 +81,7 @@ def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
 def row_key(site: SiteReport) -> str:
     """Equal for sites whose rows may be shown as one: all fields but the layer and the buffers they are of."""
     fields = site.to_dict()
-    del fields["node"], fields["module"]
+    del fields["node"], fields["module"], fields["id"], fields["measured_spread"]
     numbers: dict[str, str] = {}
     for name in ("formula", "score_mod"):  # in which tensors are called by their number in the whole program
         text = json.dumps(fields[name])
@@ -156,6 +156,8 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
         yield f"verified: error {site.verified_error:.2g}"
     if site.not_verified:
         yield f"not verified: {site.not_verified}"
+    if verbose and site.id:
+        yield f"id: {site.id}"
     if verbose or site.outcome == "left":
         same: dict[str, list[str]] = {}
         for target, why in site.refusals.items():

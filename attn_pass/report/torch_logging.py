@@ -87,7 +87,8 @@ def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
 
 def _line(site: SiteReport) -> str:
     module = f" ({site.module})" if site.module else ""
-    return printable(f"{site.where}{module}: {site.became}: {site.reason}").replace("\n", " ")
+    number = f"{site.id} " if site.id else ""
+    return printable(f"{number}{site.where}{module}: {site.became}: {site.reason}").replace("\n", " ")
 
 
 def _details(site: SiteReport) -> Iterator[str]:

@@ -12,6 +12,7 @@ from attn_pass.graph.edit import Value
 from attn_pass.graph.values import tensor_value, value_key, wants_gradient
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Selection
+from attn_pass.progress import tell
 from attn_pass.reading.describe import Described
 from attn_pass.report.site import SiteReport
 from attn_pass.rewriting.context import GraphContext
@@ -74,6 +75,7 @@ def compare_compiled(
         check_smaller,
         context.run.compile_site,
     )
+    tell(f"checking {record.where}")
     outcome = verify(subject)
     record.verified_error, record.not_verified = outcome.error, outcome.reason
     record.reason = outcome.reason or f"compiled by {context.run.checks}, it computes what it means"

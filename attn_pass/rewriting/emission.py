@@ -10,12 +10,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import LayoutError, Plan, Value, fake_of
-from attn_pass.graph.provenance import Emission, operator_name
+from attn_pass.graph.provenance import Emission, mark, operator_name
 from attn_pass.graph.stand_in import NoSize, ShapeUse, give_stand_ins
 from attn_pass.graph.values import tensor_value
 from attn_pass.patterns import also_used
 from attn_pass.patterns.base import Site
 from attn_pass.planner.choose import Selection
+from attn_pass.progress import tell
 from attn_pass.reading.describe import Described
 from attn_pass.report.site import SiteReport
 from attn_pass.rewriting.check import verified
@@ -52,8 +53,11 @@ def emit(
     _check_result(context, site.node, value, take)
     outcome = None
     if context.run.options.verify != "off":
+        tell(f"verifying {record.where}")
         outcome = verified(context, site, described, record, take, nodes, value, setting.device, verify_smaller)
     _apply(context, plan, site, value, logarithms, take)
+    if context.run.options.timeline:
+        mark(plan.inserted, record.in_timeline(take.target.name))
     return outcome
 
 

@@ -24,6 +24,7 @@ def record_choice(run: Run, site: Site, described: Described, decision: Decision
     choice = decision.choice
     record.refusals, record.other_devices = choice.refusals, choice.other_devices
     record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
+    record.measured_spread = {k: round(v, 3) for k, v in choice.measured_spread.items()}
     record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
     if decision.stock is not None:
         record.stock, record.stock_us = decision.stock.kernel, round(decision.stock.us, 1)

@@ -38,6 +38,7 @@ class Run:
     emissions: list[Emission] = field(default_factory=list)
     without: Mapping[str, str] = field(default_factory=dict)
     ask_stock: AskStock | None = None
+    graph_id: str = ""  # Dynamo's of the compile, "0/0"; "" where the graph is none of Dynamo's
     checks: str = ""  # the backend whose code for each site is compared with what was read; nothing is rewritten
 
     @contextmanager

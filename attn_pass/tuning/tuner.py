@@ -25,7 +25,9 @@ from attn_pass.graph.extract import Program, extract
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.options import LEAVE, Options
-from attn_pass.planner.choose import Measured
+from attn_pass.planner.choose import Measured, Timings
+from attn_pass.progress import progress
+from attn_pass.report.places import source_line
 from attn_pass.targets.base import Setting
 from attn_pass.tuning import disk_cache
 
@@ -66,7 +68,10 @@ class Tuner:
         key = disk_cache.key_of([job, _digests(program), facts(place.setting.device)])
         result = _checked(disk_cache.load(key))
         if result is None:
-            answer = _run(job, program)
+            with progress() as tell:
+                where = source_line(place.result.meta)
+                tell(f"measuring {', '.join(labels)} and the site as written, {where}")
+                answer = _run(job, program)
             if isinstance(answer, str):
                 return f"tune=True: not measured, {answer}; the prediction decides"
             disk_cache.save(key, result := answer)
@@ -74,7 +79,7 @@ class Tuner:
         if LEAVE not in medians or len(medians) < 2:
             failed = next(iter(result["failed"].values()), "nothing else compiled")
             return f"tune=True: not measured, {failed}; the prediction decides"
-        return medians
+        return Timings(medians, {label: _spread(samples) for label, samples in result["us"].items()})
 
     def _job(self, place: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
         autocast = place.setting.autocast
@@ -91,6 +96,14 @@ class Tuner:
             "megabytes": _half_the_memory(),
             "values": "",
         }
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Half of what lies between the 10th and the 90th percentile, as a share of the median."""
+    if len(samples) == 1:
+        return 0.0
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return (tenths[8] - tenths[0]) / 2 / statistics.median(samples)
 
 
 def _run(job: dict[str, Any], program: Program) -> dict[str, Any] | str:

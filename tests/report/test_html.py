@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import attn_pass
 from attn_pass.report.pages.collect import Collection, collect
-from attn_pass.report.pages.html import page
+from attn_pass.report.pages.html import page, short_paths
 from attn_pass.report.pages.plot import HEIGHT, WIDTH, plots, short
 from attn_pass.report.pages.side_by_side import side_by_side
 from attn_pass.report.record import Report
@@ -259,6 +260,42 @@ def test_what_a_site_removed_and_added_is_marked(collected: tuple[Report, Collec
     assert html.having("gone") and html.having("come")
     tags = {attrs["href"] for attrs in html.having("tag")}
     assert tags == {"#site-1"} and any(attrs.get("id") == "site-1" for _, attrs in html.elements)
+
+
+def test_what_makes_a_mask_is_folded_and_paths_are_short(collected: tuple[Report, Collection]) -> None:
+    report, collection = collected
+    (change,) = collection.graphs[0].sites
+    assert {"arange", "gt"} <= set(change.mask) and not {"softmax", "matmul", "scores"} & set(change.mask)
+    html = Page(page(report, collection.graphs))
+    assert "lines that make the mask, before" in html.text
+    folder = Path(__file__).parent
+    assert f"# File: {folder.name}/test_html.py:" in html.text and str(folder) not in html.text
+    assert short_paths("# File: C:\\a\\b\\c.py:3 in f") == "# File: b\\c.py:3 in f"
+    assert short_paths("# File: c.py:3 in f, code: a / b.py:4") == "# File: c.py:3 in f, code: a / b.py:4"
+
+
+def test_masks_of_each_side_are_folded_apart() -> None:
+    before = "# File: a\ni: 'i64' = arange(3)\nj: 'i64' = i + 1\n\n# File: b\ns = q @ k\nw = s.softmax()\nend"
+    after = "m0 = 1\nm1 = 2\nm2 = 3\nw = call(m0)\nend"
+    names = {"i": 1, "j": 1, "s": 1, "w": 1}
+    runs = side_by_side(before, after, names, {"m0": 1, "m1": 1, "m2": 1, "w": 1}, {"i", "j", "m0", "m1", "m2"})
+    assert [(run.changed, run.folded, run.what if run.folded else len(run.rows)) for run in runs] == [
+        (True, True, "3 lines that make the mask, before"),
+        (True, True, "3 lines that make the mask, after"),
+        (True, False, 4),
+        (False, False, 1),
+    ]
+    assert [row.before.text for row in runs[0].rows if row.before] == before.splitlines()[:3]
+    few = side_by_side("i = 1\nw = s", "w = t", {"i": 1, "w": 1}, {"w": 1}, {"i"})
+    assert not any(run.folded for run in few)
+
+
+def test_targets_of_other_devices_are_folded() -> None:
+    reported = site(refusals={"flex": "no score function", "cudnn": "it is for GPUs"}, other_devices=("cudnn",))
+    html = Page(Report([reported]).to_html())
+    assert len(html.having("other-devices")) == 1 and "1 for other devices" in html.text
+    assert html.text.index("no score function") < html.text.index("it is for GPUs")
+    assert not Page(Report([site()]).to_html()).having("other-devices")
 
 
 def test_lines_stand_beside_each_other() -> None:

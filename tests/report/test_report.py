@@ -125,6 +125,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "stock": "",
         "stock_us": None,
         "measured_us": {},
+        "measured_spread": {},
         "verified_error": None,
         "not_verified": "",
         "formula": {},
@@ -133,6 +134,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "hint": "",
         "module": "model.layers.0.self_attn",
         "node": "matmul_0",
+        "id": "",
     }
 
 

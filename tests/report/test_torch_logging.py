@@ -92,7 +92,8 @@ def test_structured_traces_have_the_report_and_the_graphs(tmp_path: Path) -> Non
         {"softmax"},
         {"softmax", "scaled_dot_product_attention"},
     ]  # the user's line is a comment there
-    assert [s["target"] for s in json.loads(artifacts[2][1])["sites"]] == ["sdpa"]
+    (site,) = json.loads(artifacts[2][1])["sites"]
+    assert (site["target"], site["id"]) == ("sdpa", "0/0#1")
 
 
 def _artifacts(log: str) -> Any:
@@ -133,6 +134,69 @@ def test_an_artifact_that_cannot_be_made_breaks_nothing(
     torch_logging.trace_graph("before", graph)
     reported = "the artifact attn_pass_before could not be made: RuntimeError: no code for this graph"
     assert reported in caplog.messages
+
+
+def left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with attn_pass.leave():
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
+def ranges(events: Any) -> list[tuple[str, float, float]]:
+    """(name, start, end) of the sites' ranges, in order."""
+    own = [e for e in events if e.get("ph") == "X" and e["name"].startswith("attn_pass ")]
+    return sorted(((e["name"], e["ts"], e["ts"] + e["dur"]) for e in own), key=lambda e: e[1])
+
+
+@pytest.mark.slow
+def test_sites_are_ranges_in_the_profilers_timeline(tmp_path: Path) -> None:
+    """Forward and backward, of what was rewritten and of what was left; and none where they are not asked for."""
+
+    def two(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plain(q, k, v) + left(q, k, v)
+
+    inputs = qkv(2, 2, 32, 32, 16, grad=True)
+    for asked in (True, False):
+        torch._dynamo.reset()
+        options = {"choose": "fused", "targets": ("sdpa",), "timeline": asked}
+        with attn_pass.record() as report:
+            compiled = torch.compile(two, backend=attn_pass.backend, options=options)
+            compiled(*inputs).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            compiled(*inputs).sum().backward()
+        profile.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        found = ranges(events)
+        if not asked:
+            assert not found
+            continue
+        names = [site.in_timeline(site.target or "left") for site in report.sites]
+        assert [site.id for site in report.sites] == ["0/0#1", "0/0#2"]
+        assert list(dict.fromkeys(name for name, *_ in found)) == names
+        calls = [e for e in events if "scaled_dot_product" in e.get("name", "") and e.get("ph") == "X"]
+        assert len(calls) == 2  # forward and backward
+        for call in calls:
+            around = [name for name, start, end in found if start <= call["ts"] and call["ts"] + call["dur"] <= end]
+            assert around == names[:1], call["name"]
+        assert sum(name == names[1] for name, *_ in found) >= 4  # its products, forward and backward
+
+
+def test_the_timeline_changes_no_result_and_asks_no_cache() -> None:
+    from attn_pass.entries.timeline import Ranges, ranges
+
+    kept: list[Any] = []
+    chained = ranges(lambda nodes: kept.append(nodes) or nodes)
+    assert chained([]) == [] and kept == [[]] and chained.uuid() is None
+    assert ranges(chained) is chained and isinstance(ranges(None), Ranges)
+
+
+def test_a_site_has_an_id_in_the_table_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    report = attn_pass.explain(plain, *qkv(), attn_pass_options={"choose": "fused"})
+    (site,) = report.sites
+    assert re.fullmatch(r"\d+/\d+#1", site.id) and f"id: {site.id}" in report.table(verbose=True)
+    assert "id: " not in report.table()
+    with caplog.at_level(logging.INFO, "attn_pass"):
+        torch_logging.log_report(report)
+    assert caplog.messages[-1].startswith(f"{site.id} by_hand.py:")
 
 
 def test_provenance_knows_what_the_pass_made() -> None:

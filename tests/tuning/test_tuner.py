@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,34 @@ def test_measurements_overrule_predictions(monkeypatch: pytest.MonkeyPatch) -> N
         )
         site = site_of(grouped, *qkv(2, 8, 4, 301, 64, kv_heads=2))
     assert site.outcome == "left" and "already the fastest" in site.reason
+
+
+def test_what_was_measured_has_a_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(job: dict[str, Any], _: object) -> dict[str, Any]:
+        samples = {"leave": [400.0] * 5, "sdpa": [80.0, 90.0, 100.0, 110.0, 120.0]}
+        return {"us": {label: samples.get(label, [1000.0]) for label in job["labels"]}, "failed": {}}
+
+    monkeypatch.setattr(tuner, "_run", measured)
+    with torch.no_grad():
+        site = site_of(grouped, *qkv(2, 8, 4, 302, 64, kv_heads=2))
+    assert (site.measured_spread["sdpa"], site.measured_spread["leave"]) == (0.16, 0.0)
+    assert site.measured_spread.keys() == site.measured_us.keys()
+    assert site.reason == "measured 400 us +-0% as written, 100 us +-16% with sdpa (4x)"
+
+
+def test_tuning_tells_what_it_measures(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from attn_pass import progress
+
+    def slow(job: dict[str, Any], _: object) -> str:
+        time.sleep(0.2)
+        return "not this time"
+
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(tuner, "_run", slow)
+    with caplog.at_level("INFO", "attn_pass.progress"), torch.no_grad():
+        site_of(grouped, *qkv(2, 8, 4, 303, 64, kv_heads=2))
+    (told,) = {message.split(": ", 1)[1] for message in caplog.messages}
+    assert told.startswith("measuring ") and "sdpa" in told and "test_tuner.py" in told
 
 
 def test_a_worker_that_fails_leaves_the_choice_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import inspect
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -109,28 +109,49 @@ def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphR
 
 @contextmanager
 def site(
-    graph: Graph, record: SiteReport, picture: Callable[[], Picture | None], on_trial: Set[Node] = frozenset()
+    graph: Graph,
+    record: SiteReport,
+    picture: Callable[[], Picture | None],
+    on_trial: Set[Node] = frozenset(),
+    operands: Sequence[Node] = (),
 ) -> Iterator[None]:
-    """Around the rewriting of one site of the graph, or of a body of it; ``on_trial`` were no part of it so far."""
+    """Around the rewriting of one site of the graph, or of a body of it; ``on_trial`` were no part of it so far.
+
+    ``operands`` are its query, key and value: what they enter makes no mask.
+    """
     current = _CURRENT.get()
     if current is None:
         yield
         return
     before = {node: node.name for node in graph.nodes if node not in on_trial}
+    entered = _entered(graph, operands)
     try:
         yield
     finally:
         began = time.perf_counter()
         after = {node: node.name for node in graph.nodes}
+        entered |= _entered(graph, operands)
+        gone = {node: name for node, name in before.items() if node not in after}
+        came = {node: name for node, name in after.items() if node not in before}
         current.sites.append(
             SiteChange(
                 record,
-                tuple(name for node, name in before.items() if node not in after),
-                tuple(name for node, name in after.items() if node not in before),
+                tuple(gone.values()),
+                tuple(came.values()),
+                tuple(name for node, name in (gone | came).items() if operands and node not in entered),
                 _tried("drawing a mask", picture),
             )
         )
         current.seconds += time.perf_counter() - began
+
+
+def _entered(graph: Graph, operands: Sequence[Node]) -> set[Node]:
+    """The nodes that a value of these enters, and these."""
+    entered = set(operands)
+    for node in graph.nodes:
+        if not entered.isdisjoint(node.all_input_nodes):
+            entered.add(node)
+    return entered
 
 
 def drawing_of(gm: GraphModule) -> tuple[str, str]:

@@ -18,12 +18,14 @@ class SiteChange:
     Attributes:
         record: the site's report.
         removed, added: names of the nodes that went and came; the last of either has the site's own name.
+        mask: names of those among them that make the mask or a bias: none of the operands enters them.
         picture: of the mask; None where there is nothing to show.
     """
 
     record: SiteReport
     removed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
+    mask: tuple[str, ...] = ()
     picture: Picture | None = None
 
 

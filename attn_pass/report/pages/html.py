@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).parent / "templates"
 _MOST_LINES = 6000  # of code on one page; what is longer shows its changes only
 _FRAGMENT_ROWS = 20
+_FILE = re.compile(r"(# File: )\S*?((?:[^/\\\s]+[/\\])?[^/\\\s]+:\d+)")
 
 
 @dataclass(frozen=True)
@@ -174,12 +175,18 @@ def _graph(number: int, graph: GraphRecord, entries: list[Entry]) -> GraphView:
     numbers = {id(site): entry.number for entry in entries for site in entry.sites}
     removed = {name: numbers.get(id(c.record), 0) for c in graph.sites for name in c.removed}
     added = {name: numbers.get(id(c.record), 0) for c in graph.sites for name in c.added}
-    runs = side_by_side(graph.before, graph.after, removed, added)
+    masks = {name for c in graph.sites for name in c.mask}
+    runs = side_by_side(short_paths(graph.before), short_paths(graph.after), removed, added, masks)
     shortened = sum(len(run.rows) for run in runs) > _MOST_LINES
     if shortened:
         runs = tuple(run for run in runs if not run.folded)
     changed = any(run.changed for run in runs)
     return GraphView(number, graph.title, graph.report.summary(), runs, changed, graph.was_undone, shortened)
+
+
+def short_paths(code: str) -> str:
+    """The code with paths of source files in its comments cut to the file and its folder."""
+    return _FILE.sub(r"\1\2", code)
 
 
 # ---- rendering ----
