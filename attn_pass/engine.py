@@ -12,7 +12,7 @@ from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import device_for, families
+from attn_pass.devices.registry import families
 from attn_pass.errors import OptionError, RewriteError, first_line
 from attn_pass.graph import allowed
 from attn_pass.graph.cut import CannotExtract
@@ -113,7 +113,7 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region) -> None:
 
     def device(site: Node) -> Device:
         value = tensor_value(site)
-        return device_for(torch.device("cpu") if value is None else value.device, run.options.device)
+        return run.device(torch.device("cpu") if value is None else value.device)
 
     for operator in operators:
         regions = take_padding_out(Graph(gm, operator, run.sizes, region, run.options, device), complain)

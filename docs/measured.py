@@ -42,13 +42,15 @@ ROWS = (
     Measured("a soft cap, causal, by hand", "variants-cpu", "soft cap, causal"),
     Measured("documents of 300, causal, by hand", "variants-cpu", "documents of 300, causal"),
     Measured("no mask, by hand", "variants-cpu", "full"),
+    Measured("causal by hand, forward and backward", "training-cpu", "causal by hand, long, 1x8x2048x64"),
+    Measured("a learned bias (T5), forward and backward", "training-cpu", "learned bias (T5), 4x8x512x64"),
     Measured("GPT-2 small, 1 x 1024 tokens", "models-cpu", "GPT-2 small, 1 x 1024"),
     Measured("Llama, 4 layers, 1 x 2048 tokens", "models-cpu", "Llama, 4 layers, 32/8 heads, 1 x 2048"),
     Measured("BERT base, 8 x 512 tokens, padded", "models-cpu", "BERT base, 8 x 512, padded"),
     Measured("ViT-B/16, 8 images", "models-cpu", "ViT-B/16, 8 x 197"),
 )
 COMMANDS = {"seeds-s4-cpu": "python -m bench seeds --only S4", "variants-cpu": "python -m bench variants",
-            "models-cpu": "python -m bench models"}  # fmt: skip
+            "training-cpu": "python -m bench training", "models-cpu": "python -m bench models"}  # fmt: skip
 
 
 def numbers() -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from attn_pass.model.index import (
@@ -100,6 +101,11 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
     does not depend on is broadcast: a group of such axes alone becomes size 1, within a larger group they are
     expanded. Raises `NoView`.
     """
+    return _view_steps(tuple(shape), tuple(index), tuple(groups))
+
+
+@lru_cache(maxsize=4096)  # the layers of a model have the same
+def _view_steps(shape: tuple[Index, ...], index: Sequence[Index], groups: Sequence[Group]) -> tuple[Step, ...]:
     index, groups, padding = _inside(shape, index, groups)
     index, groups = split_axes(index, groups)
     steps: list[Step] = []
@@ -148,7 +154,7 @@ def view_steps(shape: Sequence[Index], index: Sequence[Index], groups: Sequence[
         steps.append(Expand(tuple(expanded)))
         current = expanded
     _reshape(steps, current, final)
-    return (*_without_round_trips(tuple(shape), steps), *padding)
+    return (*_without_round_trips(shape, steps), *padding)
 
 
 def _inside(

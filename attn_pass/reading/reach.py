@@ -44,7 +44,8 @@ class Reach:
                 continue
             made_of = inputs(call)
             for held in (reach.products, reach.softmaxes):
-                reached = none.union(*(held.get(i, none) for i in made_of))
+                sets = [held[i] for i in made_of if i in held]
+                reached = sets[0] if len(sets) == 1 else none.union(*sets)
                 if reached and len(reached) <= _MOST:
                     _note(reader, node, held, reached)
         return reach

@@ -12,7 +12,6 @@ from attn_pass.planner.choose import AS_ASKED
 from attn_pass.planner.overrides import before_leave, rule_for
 from attn_pass.report.site import SiteReport
 from attn_pass.rewriting.context import GraphContext
-from attn_pass.rewriting.setting import device_on
 
 
 def give_arguments(context: GraphContext, site: Site, composite: Composite, record: SiteReport) -> bool:
@@ -37,7 +36,7 @@ def _why_left(context: GraphContext, site: Site, composite: Composite, record: S
     if allowed is not None and composite.target not in allowed:
         asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
         return asked if rule is None else f"{asked} ({rule[0]})"
-    device = device_on(context, torch.device(record.device or "cpu"))
+    device = run.device(torch.device(record.device or "cpu"))
     if not (device.kernels and family_of(device).takes_composites):
         return f"no rule for {device.type} devices yet"
     return run.without.get(composite.target, "")

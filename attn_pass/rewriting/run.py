@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
+from attn_pass.devices.device import Device
+from attn_pass.devices.registry import device_for
 from attn_pass.errors import AttnPassWarning, first_line
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import Sizes
@@ -40,6 +44,14 @@ class Run:
     ask_stock: AskStock | None = None
     graph_id: str = ""  # Dynamo's of the compile, "0/0"; "" where the graph is none of Dynamo's
     checks: str = ""  # the backend whose code for each site is compared with what was read; nothing is rewritten
+
+    _devices: dict[torch.device, Device] = field(default_factory=dict)
+
+    def device(self, tensors: torch.device) -> Device:
+        """What is known of the device that tensors there are on, or of the device or runtime that the options name."""
+        if tensors not in self._devices:
+            self._devices[tensors] = device_for(tensors, self.options.device, self.options.runtime)
+        return self._devices[tensors]
 
     @contextmanager
     def details(self, record: SiteReport) -> Iterator[None]:

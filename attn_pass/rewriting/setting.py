@@ -6,7 +6,7 @@ import torch
 
 from attn_pass.compat import recomputes_everything
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import device_for, family_of
+from attn_pass.devices.registry import family_of
 from attn_pass.graph.ancestry import Ancestry, ancestry
 from attn_pass.graph.values import wants_gradient
 from attn_pass.model.attention import Attention
@@ -18,13 +18,7 @@ from attn_pass.targets.base import Setting
 
 def device_of(context: GraphContext, attention: Attention) -> Device:
     """The device a site runs on: that of its query, or the one that the options name."""
-    return device_on(context, attention.sources[attention.query.source].device)
-
-
-def device_on(context: GraphContext, device: torch.device) -> Device:
-    """What is known of the device that tensors there are on, or of the device or runtime that the options name."""
-    options = context.run.options
-    return device_for(device, options.device, options.runtime)
+    return context.run.device(attention.sources[attention.query.source].device)
 
 
 def made_of(context: GraphContext, described: Described) -> Ancestry | None:

@@ -59,8 +59,8 @@ class Decomposed:
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype
         query = lower.query(dtype)
-        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype)
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype)
+        key = lower.key(dtype, expand=False)
+        value = lower.value(dtype, expand=False)
         query = plan.call(aten.mul.Scalar, query, a.scale)
         scores: Value = plan.call(aten.matmul.default, query, plan.steps(key, [Permute((0, 1, 3, 2))]))
         mask = self._mask(lower)

@@ -28,8 +28,9 @@ from attn_pass.model.structure import Band, Chunk, Structure, row_index
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import hides_keys
+from attn_pass.targets.operands import common_head_dim, operands
 from attn_pass.targets.problem import problem_of, serves
-from attn_pass.targets.sdpa import Sdpa, common_head_dim, operands, sdpa_function
+from attn_pass.targets.sdpa import Sdpa, sdpa_function
 
 _ROWS = (32, 64, 128, 256)  # rows of a block that are tried
 

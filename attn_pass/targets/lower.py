@@ -42,12 +42,22 @@ class Lowering:
         return value
 
     def query(self, dtype: torch.dtype) -> Value:
-        """The query (B, H, L, D) with the scores' tensor factors multiplied in."""
+        """The query (B, H, L, D) with the scores' tensor factors multiplied in, but where a score function has them."""
         a = self.attention
         value = self.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
-        for factor in a.factors:
+        for factor in () if a.not_affine else a.factors:
             value = self._scaled(value, factor, (a.batch, a.heads, a.rows, (a.dim,)))
         return value
+
+    def key(self, dtype: torch.dtype, *, expand: bool = True) -> Value:
+        """The key (B, Hkv, S, D); shared groups at size 1 unless ``expand``."""
+        a = self.attention
+        return self.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand)
+
+    def value(self, dtype: torch.dtype, *, expand: bool = True) -> Value:
+        """The value (B, Hkv, S, Dv); shared groups at size 1 unless ``expand``."""
+        a = self.attention
+        return self.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand)
 
     def _scaled(self, value: Value, factor: Factor, groups: Sequence[Group]) -> Value:
         """The value times a factor, in the dtype it had."""

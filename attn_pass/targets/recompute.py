@@ -32,8 +32,9 @@ from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, 
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
+from attn_pass.targets.operands import common_head_dim, operands, settled
 from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
-from attn_pass.targets.sdpa import Sdpa, common_head_dim, operands, settled
+from attn_pass.targets.sdpa import Sdpa
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Expr
-from attn_pass.model.index import Index
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.kernel_rules import Call
@@ -48,12 +47,9 @@ from attn_pass.targets.masks import (
     shifts_rows,
     wants_mask_gradient,
 )
+from attn_pass.targets.operands import Unfit, common_head_dim, operands, settled
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
 from attn_pass.targets.torch_call import order, picked_by_torch, refusal, rules_of
-
-
-class Unfit(Exception):
-    """Torch's call has no fused kernel for it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -211,31 +207,6 @@ def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> C
     )
 
 
-def settled(plan: Plan, value: Value) -> Value:
-    """The operand for a kernel that is called without torch's own checks: dense however the graph is lowered.
-
-    Strides known here are the program's; a decomposition further down may give others, and the kernel reads wrong
-    elements of an operand whose last dimension is not dense (seen in torch 2.13.0). ``contiguous`` is decided when the
-    graph is traced, and copies nothing where the layout, heads first or heads last, is the one seen here.
-    """
-    tensor = fake_of(value)
-    if tensor.dim() == 4 and is_dense(plan, tensor, (0, 2, 1, 3)) and not is_dense(plan, tensor, (0, 1, 2, 3)):
-        transposed = plan.call(aten.transpose.int, value, 1, 2)
-        return plan.call(aten.transpose.int, plan.call(aten.contiguous.default, transposed), 1, 2)
-    return plan.call(aten.contiguous.default, value)
-
-
-def is_dense(plan: Plan, tensor: torch.Tensor, order: Sequence[int]) -> bool:
-    """Whether the dimensions lie in memory in this order, slowest first, without gaps."""
-    expected: Index = 1
-    for dim in reversed(order):
-        size = plan.sizes.index(tensor.shape[dim])
-        if size != 1 and plan.sizes.index(tensor.stride(dim)) != expected:
-            return False
-        expected = expected * size
-    return True
-
-
 def _with_sink(
     lower: Lowering, sink: Expr, inputs: tuple[Value, Value, Value], form: MaskForm, setting: Setting
 ) -> Value:
@@ -265,29 +236,6 @@ def joined_with_sink(lower: Lowering, sink: Expr, out: Value, lse: Value) -> Val
     share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), logit)
     out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
     return call(aten.to.dtype, out, a.compute_dtype)
-
-
-def common_head_dim(a: Attention) -> int | None:
-    """The head dim that operands are filled up to; None where they have one. Raises `Unfit` where it is not known."""
-    if a.head_dim == a.value_head_dim:
-        return None
-    if isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int):
-        return max(a.head_dim, a.value_head_dim)
-    raise Unfit("the head dims differ, and are not known")
-
-
-def operands(lower: Lowering, head_dim: int | None) -> tuple[Value, Value, Value]:
-    """Query, key and value (B, H, L or S, D) in the compute dtype, of one head dim, the last dimension dense."""
-    plan, a = lower.plan, lower.attention
-    dtype = a.compute_dtype
-    query = lower.query(dtype)
-    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-    if head_dim is not None:
-        query, key = (_pad(plan, x, head_dim - a.head_dim) for x in (query, key))
-        value = _pad(plan, value, head_dim - a.value_head_dim)
-    query, key, value = (dense_last(plan, x) for x in (query, key, value))
-    return query, key, value
 
 
 def _distance_mask(a: Attention, form: MaskForm, setting: Setting) -> ByDistance | None:
@@ -324,19 +272,6 @@ def _padded_bytes(a: Attention, setting: Setting) -> int:
         return 0
     problem = problem_of(a, setting.hint)
     return problem.operand_bytes
-
-
-def _pad(plan: Plan, value: Value, amount: Index) -> Value:
-    return value if amount == 0 else plan.call(aten.constant_pad_nd.default, value, [0, plan.size(amount)], 0.0)
-
-
-def dense_last(plan: Plan, value: Value) -> Value:
-    """The operand with its last dimension dense in memory."""
-    tensor = fake_of(value)
-    stride = plan.sizes.index(tensor.stride(-1))
-    if stride == 1 or plan.sizes.index(tensor.shape[-1]) == 1:
-        return value
-    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def sdpa_function(plan: Plan) -> Callable[..., Any]:

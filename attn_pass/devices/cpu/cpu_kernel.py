@@ -131,10 +131,10 @@ class CpuKernel:
 
             del gradient_template  # importing it registers the lowerings
         a, decided = offer.attention, offer.plan
-        lower = Lowering(plan, nodes, replace(a, factors=()) if a.not_affine else a)
+        lower = Lowering(plan, nodes, a)
         query = lower.query(a.compute_dtype)
-        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
+        key = lower.key(a.compute_dtype)
+        value = lower.value(a.compute_dtype)
         given: dict[str, object] = {"fully_masked": decided.fully_masked}
         given |= _bounded(lower, decided.bounds)
         if decided.bounds.rest != TRUE:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from attn_pass.devices.cuda.cost import Shape
 from attn_pass.devices.cuda.rules.cudnn import CUDNN
-from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan, unbroadcast
+from attn_pass.devices.cuda.torch_kernel import Kernel, KernelPlan
 from attn_pass.devices.device import Device, Shares
 from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.operands import unbroadcast
 
 
 class Cudnn(Kernel):

@@ -43,8 +43,9 @@ from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_infinity
+from attn_pass.targets.operands import dense_last
 from attn_pass.targets.problem import problem_of
-from attn_pass.targets.sdpa import dense_last, joined_with_sink
+from attn_pass.targets.sdpa import joined_with_sink
 
 _MOST_QUERIES = 64
 _MOST_ROWS = 1024
@@ -142,8 +143,8 @@ class Decode(CudaKernel):
         lower = Lowering(plan, nodes, a)
         dtype = a.compute_dtype
         query = lower.query(dtype)
-        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+        key = lower.key(dtype)
+        value = lower.value(dtype)
         query, key, value = (dense_last(plan, x) for x in (query, key, value))
         mask = mask_tensor(lower, decided.mask, setting)
         arguments = [query, key, value, mask, a.scale, decided.causal, decided.window]

@@ -38,8 +38,8 @@ from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, Attended
 from attn_pass.targets.kernel_rules import padded
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.operands import dense_last, widened
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import dense_last
 
 _PACKAGE = ("flash_attn.flash_attn_interface", "flash_attn")  # of its functions, and of its operators
 _MODULES = ("flash_attn", "flash_attn_2_cuda")  # the package, and the kernels it was built with
@@ -243,23 +243,12 @@ def _width(a: Attention) -> int:
 
 def _operands(lower: Lowering, width: int) -> tuple[Value, Value, Value]:
     """Query, key and value (B, L or S, H, D), as views where no head dim is padded."""
-    plan, a = lower.plan, lower.attention
-    dtype = a.compute_dtype
-    if a.not_affine:
-        query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
-    else:
-        query = lower.query(dtype)
-    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-    query, key, value = (_in_layout(plan, x, width) for x in (query, key, value))
+    plan, dtype = lower.plan, lower.attention.compute_dtype
+    heads_first = (lower.query(dtype), lower.key(dtype), lower.value(dtype))
+    query, key, value = (
+        plan.call(aten.transpose.int, dense_last(plan, widened(plan, x, width)), 1, 2) for x in heads_first
+    )
     return query, key, value
-
-
-def _in_layout(plan: Plan, value: Value, width: int) -> Value:
-    own = int(fake_of(value).shape[-1])
-    if own != width:
-        value = plan.call(aten.constant_pad_nd.default, value, [0, width - own], 0.0)
-    return plan.call(aten.transpose.int, dense_last(plan, value), 1, 2)
 
 
 def _slopes(lower: Lowering, expression: Expr) -> Value:

@@ -30,7 +30,7 @@ from attn_pass.devices.cuda.flash_attn import assumed_of_rows, imported, is_inst
 from attn_pass.devices.cuda.flash_attn_arguments import Arguments, NoForm, arguments_of
 from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.devices.cuda.libraries import LIBRARY_3
-from attn_pass.devices.cuda.torch_kernel import in_vectors, unbroadcast
+from attn_pass.devices.cuda.torch_kernel import in_vectors
 from attn_pass.devices.device import Device, Shares
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
@@ -40,8 +40,8 @@ from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, Attended, Constraint, HasAttention
 from attn_pass.targets.kernel_rules import padded
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.operands import dense_last, unbroadcast, widened
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import dense_last
 
 _PACKAGE = ("flash_attn_interface", "flash_attn_3")  # of its functions, and of its operators
 _MODULES = ("flash_attn_interface", "flash_attn_3")  # its Python, and the package with the kernels
@@ -247,20 +247,10 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
 
 def _operands(lower: Lowering, dims: tuple[int, int]) -> tuple[Value, Value, Value]:
     """Query, key and value (B, L or S, H, D), as views where they lie as the kernel's loads of 16 bytes ask."""
-    plan, a = lower.plan, lower.attention
-    dtype = a.compute_dtype
-    if a.not_affine:
-        query = lower.operand(a.query, (a.batch, a.heads, a.rows, (a.dim,)), dtype, expand=True)
-    else:
-        query = lower.query(dtype)
-    key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-    value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
+    plan, dtype = lower.plan, lower.attention.compute_dtype
     made = []
-    for operand, width in ((query, dims[0]), (key, dims[0]), (value, dims[1])):
-        own = int(fake_of(operand).shape[-1])
-        if own != width:
-            operand = plan.call(aten.constant_pad_nd.default, operand, [0, width - own], 0.0)
-        laid_out = in_vectors(plan, unbroadcast(plan, dense_last(plan, operand)))
+    for operand, dim in zip((lower.query(dtype), lower.key(dtype), lower.value(dtype)), (dims[0], dims[0], dims[1])):
+        laid_out = in_vectors(plan, unbroadcast(plan, dense_last(plan, widened(plan, operand, dim))))
         made.append(plan.call(aten.transpose.int, laid_out, 1, 2))
     query, key, value = made
     return query, key, value

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices.cuda.flash_attn import is_installed
 from attn_pass.devices.cuda.kernel import CudaKernel
-from attn_pass.devices.cuda.torch_kernel import in_vectors, unbroadcast
+from attn_pass.devices.cuda.torch_kernel import in_vectors
 from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
@@ -33,7 +33,7 @@ from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.flex.flex import Flex, FlexPlan
 from attn_pass.targets.flex.rules import Case
 from attn_pass.targets.flex.score import function_of
-from attn_pass.targets.sdpa import dense_last
+from attn_pass.targets.operands import dense_last, unbroadcast
 
 _BLOCK = 128
 _OF_TRITON = 1.2  # PyTorch's blog on FlexAttention with FlashAttention-4: 1.2 to 3.2

@@ -32,8 +32,8 @@ from attn_pass.targets.masks import (
     repaired,
     wants_mask_gradient,
 )
+from attn_pass.targets.operands import dense_last, widened
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
-from attn_pass.targets.sdpa import dense_last
 from attn_pass.targets.torch_call import refusal
 
 _VECTOR = 16  # bytes
@@ -206,16 +206,9 @@ def _operands(lower: Lowering, dims: Dims) -> tuple[Value, Value, Value]:
     """
     plan, a = lower.plan, lower.attention
     dtype = a.compute_dtype
-    heads_first = (
-        lower.query(dtype),
-        lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True),
-        lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True),
-    )
     made = []
-    for value, to in zip(heads_first, (dims[0], dims[0], dims[1])):
-        have = fake_of(value).shape[-1]
-        if to is not None and isinstance(have, int) and have < to:
-            value = plan.call(aten.constant_pad_nd.default, value, [0, to - have], 0.0)
+    for value, to in zip((lower.query(dtype), lower.key(dtype), lower.value(dtype)), (dims[0], dims[0], dims[1])):
+        value = value if to is None else widened(plan, value, to)
         made.append(in_vectors(plan, dense_last(plan, value)))
     if a.scale < 0:
         made[0] = plan.call(aten.neg.default, made[0])
@@ -232,13 +225,6 @@ def in_vectors(plan: Plan, value: Value) -> Value:
     if all(divide(start, multiple)[1] == 0 for start in starts):
         return value
     return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format)
-
-
-def unbroadcast(plan: Plan, value: Value) -> Value:
-    """The operand without dimensions of stride 0."""
-    tensor = fake_of(value)
-    repeated = any(plan.sizes.index(s) == 0 and plan.sizes.index(n) != 1 for s, n in zip(tensor.stride(), tensor.shape))
-    return plan.call(aten.clone.default, value, memory_format=torch.contiguous_format) if repeated else value
 
 
 def aligned(plan: Plan, mask: Value, keys: Index, multiple: int = 8) -> Value:

@@ -24,7 +24,7 @@ from attn_pass.model.structure import Band, row_index
 from attn_pass.targets.base import Setting
 from attn_pass.targets.empty_rows import EmptyRows, cannot_be_told_apart
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.sdpa import is_dense
+from attn_pass.targets.operands import is_dense
 
 UNBOUNDED = 2147483647
 SIDE = 2048  # of the compressed mask
@@ -140,9 +140,9 @@ class FilledRows(EmptyRows):
     def with_mean(self, lower: Lowering, out: Value) -> Value:
         """The operator's (B, H, L, Dv) result with the mean of the values in those rows."""
         a, call = self.attention, self.plan.call
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), a.compute_dtype, expand=True)
+        value = lower.value(a.compute_dtype)
         if a.needs_grad and a.mask.bias is not None:  # what is added hides a score, and passes its gradient on
-            key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), a.compute_dtype, expand=True)
+            key = lower.key(a.compute_dtype)
             return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
         return self._put(self._mean(wide), out)

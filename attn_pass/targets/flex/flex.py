@@ -43,8 +43,8 @@ from attn_pass.targets.flex.score import Function, function_of, names_of, templa
 from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.key_ranges import end_of_keys, first_key
 from attn_pass.targets.lower import Lowering
+from attn_pass.targets.operands import dense_last
 from attn_pass.targets.problem import bytes_of, problem_of
-from attn_pass.targets.sdpa import dense_last
 
 # Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
 # multiple of the key block it would take its decoding kernel for a single query, which asks for pointers it is not
@@ -157,12 +157,8 @@ class Flex:
         lower = Lowering(plan, nodes, a)
         in_triton = template_name(setting) == "triton"
         dtype = a.compute_dtype
-        query_groups = (a.batch, a.heads, a.rows, (a.dim,))
-        affine = not a.not_affine
-        query = lower.query(dtype) if affine else lower.operand(a.query, query_groups, dtype, expand=True)
-        key = lower.operand(a.key, (a.batch, a.kv_heads, (a.keys,), (a.dim,)), dtype, expand=True)
-        value = lower.operand(a.value, (a.batch, a.kv_heads, (a.keys,), a.value_dim), dtype, expand=True)
-        operands = [self.operand(plan, x, in_triton=in_triton) for x in (query, key, value)]
+        heads_first = (lower.query(dtype), lower.key(dtype), lower.value(dtype))
+        operands = [self.operand(plan, x, in_triton=in_triton) for x in heads_first]
         score = Mod(lower, function.score, in_triton=in_triton)
         device = a.sources[a.query.source].device
         masked: tuple[Value, ...] = ()
@@ -188,7 +184,7 @@ class Flex:
             *operands,
             plan.module("flex_score_mod", scored),
             blocks,
-            a.scale if affine else 1.0,
+            1.0 if a.not_affine else a.scale,
             kernel_options(operands, dict(offer.plan.options), backward=a.needs_grad),
             tuple(score.captured),
             masked,

@@ -16,7 +16,7 @@ from attn_pass.model.operations import COMPARISONS, OPERATIONS
 from attn_pass.model.structure import Band
 from attn_pass.model.views import Group
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.sdpa import is_dense
+from attn_pass.targets.operands import is_dense
 from attn_pass.targets.tanh import tanh
 
 
