@@ -31,7 +31,8 @@ class SiteReport:
         dtype, device: those of the result, "bfloat16", "cuda".
         decided_for: the device that the options name in place of that one; "" where they name none.
         mask: the name of the mask ("none", "causal", "sliding window (3, 0)", "causal and padding", "dense").
-        poor_cases: names of the poor cases whose variant was taken.
+        taken: what was taken as predictions and measurements name it, "sdpa (shared_kv)"; "" for a site that is left.
+        poor_cases: names of the poor cases whose variant was taken, or that its kernel does away with.
         refusals: by target, the reason why it refused the site.
         other_devices: names of the targets that refused because they are for other devices.
         assumptions: assumptions, and differences from eager that the numerics contract allows.
@@ -70,6 +71,7 @@ class SiteReport:
     device: str = ""
     decided_for: str = ""
     mask: str = "none"
+    taken: str = ""
     poor_cases: tuple[str, ...] = ()
     refusals: dict[str, str] = field(default_factory=dict)
     other_devices: tuple[str, ...] = ()
@@ -96,7 +98,7 @@ class SiteReport:
         if self.target is not None:
             self.refusals = {**self.refusals, self.target: reason}
         self.outcome, self.target, self.reason = "left", None, reason
-        self.poor_cases, self.assumptions, self.fixed = (), (), ()
+        self.taken, self.poor_cases, self.assumptions, self.fixed = "", (), (), ()
         self.verified_error, self.not_verified, self.score_mod = None, "", ""
         self.roofline = {name: point for name, point in self.roofline.items() if name == "leave"}
 

@@ -6,7 +6,7 @@ from attn_pass.model.picture import picture_of
 from attn_pass.options import LEAVE
 from attn_pass.patterns.base import Site
 from attn_pass.planner import roofline
-from attn_pass.planner.choose import Selection
+from attn_pass.planner.choose import Selection, label
 from attn_pass.poor_cases import CASES
 from attn_pass.reading.describe import Described
 from attn_pass.report.build import place_of
@@ -57,6 +57,7 @@ def record_taken(
         record.reason += f"; {site.needed_as_well}, and {'the kernel gives it' if given else 'stay'}"
     record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
     record.target, record.score_mod = offer.target, offer.score_mod
+    record.taken = label(offer.target, offer.variant)
     record.poor_cases = cases_of(offer)
     assumed, fixed = ((), ()) if site.opaque is None else (site.opaque.assumes, site.opaque.fixed)
     record.assumptions = tuple(dict.fromkeys((*offer.assumptions, *assumed, *described.assumptions)))

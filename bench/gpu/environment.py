@@ -18,8 +18,8 @@ from attn_pass.devices import registry
 from attn_pass.devices.cuda import facts as cuda_facts
 from attn_pass.devices.device import Device
 from attn_pass.measuring.timing import compiled
+from attn_pass.options import LEAVE
 from bench.harness.environment import device_name, versions
-from bench.harness.variants import form_of
 
 Program = Callable[..., Tensor]
 _MUCH = 4 << 30
@@ -89,7 +89,7 @@ def said(report: attn_pass.Report) -> dict[str, Any]:
     if not report.sites:
         return {"took": "no site", "predicted_us": None, "reason": ""}
     site = report.sites[-1]
-    took = form_of(site)
+    took = site.taken or LEAVE
     return {"took": took, "predicted_us": site.predicted_us.get(took), "reason": site.reason}
 
 

@@ -13,9 +13,6 @@ from torch import nn
 
 import attn_pass
 from attn_pass.measuring.timing import Candidate, compiled
-from attn_pass.options import LEAVE
-from attn_pass.planner.choose import label
-from attn_pass.poor_cases import half_precision
 from bench.harness.programs import Program, Tensors
 
 EAGER = "eager"
@@ -33,13 +30,6 @@ PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
 
 AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
 """The same code measured twice: the difference is noise."""
-
-
-def form_of(site: attn_pass.SiteReport) -> str:
-    """The form a site was given, as the planner calls it."""
-    if site.target is None:
-        return LEAVE
-    return label(site.target, " + ".join(name for name in site.poor_cases if name != half_precision.NAME))
 
 
 def base_of(way: str) -> str:

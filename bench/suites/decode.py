@@ -22,6 +22,7 @@ from torch import Tensor
 
 import attn_pass
 from attn_pass.measuring.timing import compiled, in_turns, relative_error
+from attn_pass.options import LEAVE
 from bench.harness import variants as w
 from bench.harness.command import Json, Only, Quick, Rounds, Threads, finish, started
 from bench.harness.console import plain_console, teller
@@ -235,7 +236,7 @@ def _compiles() -> int:
 
 
 def _forms(report: attn_pass.Report) -> str:
-    return ", ".join(sorted({w.form_of(site) for site in report.sites}))
+    return ", ".join(sorted({site.taken or LEAVE for site in report.sites}))
 
 
 # ---------------------------------------------------------------- the command

@@ -27,7 +27,6 @@ from bench.harness.command import Json, Threads, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Row, Table
 from bench.harness.measure import Tell, child, quiet
-from bench.harness.variants import form_of
 from bench.suites.spellings import by_hand, repeated_kv
 
 ROUNDS = 15
@@ -157,7 +156,7 @@ def time_shape(shape: Shape, tune: bool, threads: int) -> Iterator[Row]:
         candidates["pass"] = compiled(function, backend=attn_pass.backend, options=options)
         candidates["pass"](*inputs)
         site = report.sites[0]
-        chosen = form_of(site)
+        chosen = site.taken or LEAVE
         for label in site.predicted_us:
             # A call that is left is stock's; a site written by hand is not, since stock's own patterns are kept off.
             if label != chosen and (label != LEAVE or shape.by_hand):
@@ -188,7 +187,7 @@ def predicted_choice(shape: Shape, threads: int) -> str:
     torch.set_num_threads(threads)
     torch._dynamo.reset()
     with torch.no_grad():
-        return form_of(attn_pass.explain(program(shape), *shape.inputs()).sites[0])
+        return attn_pass.explain(program(shape), *shape.inputs()).sites[0].taken or LEAVE
 
 
 # ------------------------------------------------------------ the whole grid

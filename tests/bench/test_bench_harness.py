@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-import attn_pass
 from attn_pass.measuring import judging, timing
 from bench import results_page
 from bench.__main__ import app
@@ -422,13 +421,3 @@ def test_pictures_do_not_change_when_nothing_did(tmp_path: Path) -> None:
     for name in ("a", "b"):
         plots.save(plots.speed_up(scaling()), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_the_form_of_a_site_is_the_planners_label() -> None:
-    """Cases that a kernel itself does away with are no part of it."""
-    site = attn_pass.SiteReport(
-        outcome="rewritten", reason="", target="cpu_kernel", poor_cases=("grouped_heads", "half_precision")
-    )
-    assert w.form_of(site) == "cpu_kernel (grouped_heads)"
-    site.mark_left("as requested")
-    assert w.form_of(site) == "leave"

@@ -332,3 +332,21 @@ def test_reasons_of_other_devices_are_for_the_verbose() -> None:
 
 def dropped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout((q @ k.mT / 4).softmax(-1), 0.1) @ v
+
+
+def test_what_was_taken_is_named_as_the_predictions_name_it() -> None:
+    """A case that a kernel itself does away with is a poor case of the site, and no part of the name."""
+
+    def grouped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        repeated = k.repeat_interleave(4, 1)
+        return torch.nn.functional.scaled_dot_product_attention(q, repeated, repeated)
+
+    q, k = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16), torch.randn(1, 2, 256, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        by_kernel, by_call, left = (
+            attn_pass.explain(grouped, q, k, attn_pass_options=options).sites[0]
+            for options in ({}, {"targets": ("sdpa",)}, {"targets": ()})
+        )
+    assert "half_precision" in by_kernel.poor_cases and "half_precision" not in by_kernel.taken
+    assert by_kernel.taken in by_kernel.predicted_us and by_call.taken == "sdpa (grouped_heads)"
+    assert left.taken == "" and left.target is None

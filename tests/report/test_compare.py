@@ -20,7 +20,8 @@ def site(layer: int = 0, **changes: Any) -> SiteReport:
         "predicted_us": {"leave": 40.0, "sdpa": 10.0},
         "module": f"model.layers.{layer}.self_attn",
     }
-    return SiteReport(**{**values, **changes})
+    values |= changes
+    return SiteReport(**{"taken": values["target"] or "", **values})
 
 
 def left(layer: int = 0, reason: str = "the attention weights are returned", **changes: Any) -> SiteReport:

@@ -84,7 +84,8 @@ def site(**changes: Any) -> SiteReport:
         "module": "model.layers.0.self_attn",
         "node": "matmul_1",
     }
-    return SiteReport(**{**values, **changes})
+    values |= changes
+    return SiteReport(**{"taken": values["target"] or "", **values})
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ def site(layer: int = 0, **changes: Any) -> SiteReport:
         "module": f"model.layers.{layer}.self_attn",
         "node": f"matmul_{layer}",
     }
-    return SiteReport(**{**values, **changes})
+    values |= changes
+    return SiteReport(**{"taken": values["target"] or "", **values})
 
 
 def left(reason: str = "the attention weights are returned", **changes: Any) -> SiteReport:

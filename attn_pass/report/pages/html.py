@@ -15,7 +15,7 @@ from attn_pass.report.pages.graphs import GraphRecord, change_of
 from attn_pass.report.pages.picture import WORDS, Picture
 from attn_pass.report.pages.plot import plots, short
 from attn_pass.report.pages.side_by_side import Run, side_by_side
-from attn_pass.report.pages.times import baseline_us, form_taken, shown_times, times_of
+from attn_pass.report.pages.times import baseline_us, shown_times, times_of
 from attn_pass.report.site import ReportView, SiteReport
 from attn_pass.report.text import common_module, place_and_dtype, printable, shape_lines
 
@@ -136,8 +136,8 @@ def entries_of(report: ReportView, collected: Sequence[GraphRecord]) -> list[Ent
                 common_module([member.module for member in group]),
                 tuple(shape_lines(site)),
                 baseline_us(site),
-                times.get(form_taken(site)),
-                form_taken(site),
+                times.get(site.taken),
+                site.taken,
                 "measured" if site.measured_us else "predicted",
                 tuple((label, time, time / slowest) for label, time in shown.items()),
                 picture,

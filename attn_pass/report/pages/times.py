@@ -29,18 +29,11 @@ def shown_times(site: SiteReport) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
-def form_taken(site: SiteReport) -> str:
-    """The label of what was taken: the best form its target offered. "" for a site that is left, or without times."""
-    if site.target is None:
-        return ""
-    return next((name for name in times_of(site) if name == site.target or name.startswith(f"{site.target} (")), "")
-
-
 def time_taken(site: SiteReport) -> float | None:
     """Microseconds of what was taken; None for a site that is left, or without times."""
-    return times_of(site).get(form_taken(site))
+    return times_of(site).get(site.taken)
 
 
 def time_now(site: SiteReport) -> float | None:
     """Microseconds of the site as it is now: of what was taken, or as it is written; None without times."""
-    return times_of(site).get(form_taken(site) or "leave")
+    return times_of(site).get(site.taken or "leave")
