@@ -108,6 +108,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "reason": "fused is cheaper",
         "kind": "attention",
         "target": "sdpa",
+        "taken": "sdpa",
         "form": "eager",
         "where": "model.py:12 in forward",
         "count": 1,
