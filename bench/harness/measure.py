@@ -138,6 +138,9 @@ def _told(report: attn_pass.Report) -> Row:
         f"left: {site.reason}" if site.outcome == "left" else " + ".join((str(site.target), *site.poor_cases))
         for site in sites
     ]
+    for region in report.regions:
+        is_packed = region.outcome == "packed"
+        said.append(f"{region.packed} of {region.sites} on packed rows" if is_packed else f"padded: {region.reason}")
     return {"took": "; ".join(dict.fromkeys(said)) or "no site", "report": str(report)}
 
 

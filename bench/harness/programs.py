@@ -96,7 +96,10 @@ def step(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how long a bench measures. `quick` cuts sizes and ways, never the checks; `folder` holds cases."""
+    """Where and how long a bench measures. `quick` cuts sizes and ways, never the checks; `folder` holds cases.
+
+    `layers` is how many a model has, where a suite lets that be chosen; 0: as many as it has.
+    """
 
     device: str = "cpu"
     threads: int = 2
@@ -104,6 +107,7 @@ class Setting:
     block_s: float = 0.02
     quick: bool = False
     folder: str = ""
+    layers: int = 0
 
     @property
     def on_cpu(self) -> bool:

@@ -93,7 +93,8 @@ def _session(path: Path) -> Callable[..., Any]:
     return run
 
 
-def _onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+def in_onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    """The model exported to ONNX, in ONNX Runtime."""
     return _session(_onnx(module, inputs, folder))
 
 
@@ -115,10 +116,11 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def _openvino(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+def in_openvino(module: nn.Module, inputs: Tensors, folder: Path, precision: str = "f32") -> Callable[..., Any]:
+    """The model exported to ONNX, in OpenVINO, which may compute in this precision."""
     import openvino
 
-    return _in_openvino(openvino.Core().read_model(_onnx(module, inputs, folder)), "")
+    return _in_openvino(openvino.Core().read_model(_onnx(module, inputs, folder)), "", precision)
 
 
 def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -128,12 +130,12 @@ def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Ca
     return _in_openvino(openvino.convert_model(program), f"{took}, ")
 
 
-def _in_openvino(converted: Any, took: str) -> Callable[..., Any]:
+def _in_openvino(converted: Any, took: str, precision: str = "f32") -> Callable[..., Any]:
     import openvino
 
     core = openvino.Core()
     # By default it may compute in bfloat16 where the processor has it.
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     model = core.compile_model(converted, "CPU", settings)
     kinds = [str(node.get_rt_info()["layerType"].value) for node in model.get_runtime_model().get_ops()]
 
@@ -155,10 +157,10 @@ def programs(setting: Setting) -> list[Program]:
             extra={
                 SDPA: partial(_library, make, "sdpa"),
                 FLEX: partial(_library, make, "flex_attention"),
-                ORT: _onnx_runtime,
+                ORT: in_onnx_runtime,
                 ORT_FUSED: _onnx_runtime_fused,
                 ORT_PASS: _onnx_runtime_after_pass,
-                OPENVINO: _openvino,
+                OPENVINO: in_openvino,
                 OPENVINO_PASS: _openvino_after_pass,
             },
         )
