@@ -152,6 +152,7 @@ class _Rewriting:
         unordered = composite.with_opaque(self._sites(), context.opaque)
         sites = sorted(unordered, key=lambda s: context.effects.position[s.node])
         self._note_dropout(sites)
+        context.masks.update(site.described.read_by_mask() for site in sites if site.described is not None)
         touched = False
         with context.observed():
             try:

@@ -333,13 +333,13 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     offers: list[tuple[Offer, Target]] = []
     other_devices: dict[str, str] = {}  # refusals that say nothing of the site come last
     packages: list[str] = []
-    of_ranges: list[str] = []  # targets that take no run-time range, whose refusals are about that form alone
+    of_ranges: dict[str, dict[str, str]] = {}  # of forms with a run-time range: by target the form's label, and why not
     for names, form in forms:
         for target in targets:
             answer = _answer(target, form, " + ".join(names), setting)
             if isinstance(answer, Refusal):
-                if answer.reason == valid_range.REFUSAL:
-                    of_ranges.append(target.name)
+                if form.valid is not None and not answer.other_device:
+                    of_ranges.setdefault(target.name, {label(target.name, " + ".join(names)): answer.reason})
                     continue
                 (other_devices if answer.other_device else choice.refusals).setdefault(target.name, answer.reason)
                 packages += [answer.reason] if answer.package else []
@@ -355,9 +355,24 @@ def _offers(forms: _Forms, targets: Sequence[Target], setting: Setting, choice: 
     for offer, _ in offers:
         choice.refusals.pop(offer.target, None)
     choice.other_devices = tuple(name for name in other_devices if name in choice.refusals)
-    of_form = {label(name, valid_range.NAME): valid_range.REFUSAL for name in of_ranges if name not in choice.refusals}
-    choice.refusals = choice.refusals | of_form
+    choice.refusals = choice.refusals | _of_ranges(of_ranges, offers, choice.refusals)
     return offers
+
+
+def _of_ranges(
+    of_ranges: Mapping[str, Mapping[str, str]], offers: _Offers, refusals: Mapping[str, str]
+) -> dict[str, str]:
+    """Why targets refuse a range that is known at run time, by label, where that says more than they say themselves.
+
+    A target that takes no range at all, and refuses the attention without one as well, has said why.
+    """
+    takes_one = {offer.target for offer, _ in offers if offer.attention.valid is not None}
+    said: dict[str, str] = {}
+    for name, reasons in of_ranges.items():
+        for of_form, reason in reasons.items() if name not in takes_one else ():
+            repeats = name in refusals and reason in (refusals[name], valid_range.REFUSAL)
+            said |= {} if repeats else {of_form: reason}
+    return said
 
 
 def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> Offer | Refusal:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.attention import Attention, Factor
-from attn_pass.model.expression import Expr, Load
+from attn_pass.model.expression import Expr, Load, loads
 from attn_pass.model.index import Axis, Index
 from attn_pass.reading.operands import OperandForm
 from attn_pass.reading.reader import Reader
@@ -65,6 +65,12 @@ class Described:
     assumptions: tuple[str, ...] = ()  # what was concluded from values that a tensor has now
     fixed: tuple[str, ...] = ()  # those tensors, by name
     copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
+
+    def read_by_mask(self) -> frozenset[Node]:
+        """The nodes of whose tensors the mask is made."""
+        mask = self.attention.mask
+        parts = (e for e in (mask.deep_bias, mask.deep_condition) if e is not None)
+        return frozenset(self.nodes[load.source] for part in parts for load in loads(part))
 
 
 class Shallower(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -85,6 +86,7 @@ class GraphContext:
             self._on_trial.take_back()
             raise
         self.replaced: dict[Node, Node] = {}
+        self.masks: Counter[frozenset[Node]] = Counter()  # how many sites have a mask that reads these tensors
 
     def _reader(self) -> Reader:
         expansions = [o.expansion for o in self.opaque if o.expansion is not None]

@@ -83,7 +83,7 @@ def decision_for(context: GraphContext, site: Site, described: Described, record
     """What is chosen for a site, and what for."""
     run, attention = context.run, described.attention
     parts = made_of(context, described)
-    setting = setting_of(context, site, attention, parts)
+    setting = setting_of(context, site, described, parts)
 
     def copied(hint: Callable[[Index], int]) -> int:
         return sum(context.bytes_of(n, hint) for n in described.copies)

@@ -31,9 +31,9 @@ def made_of(context: GraphContext, described: Described) -> Ancestry | None:
     return ancestry(nodes, run.dropout_sites.root, around.bound, effects)
 
 
-def setting_of(context: GraphContext, site: Site, attention: Attention, parts: Ancestry | None) -> Setting:
+def setting_of(context: GraphContext, site: Site, described: Described, parts: Ancestry | None) -> Setting:
     """The setting of a site whose operands are made of ``parts``."""
-    run, written = context.run, site.written
+    run, written, attention = context.run, site.written, described.attention
     device = device_of(context, attention)
     deterministic = torch.are_deterministic_algorithms_enabled()
     deterministic = deterministic and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -58,6 +58,8 @@ def setting_of(context: GraphContext, site: Site, attention: Attention, parts: A
         is_recomputed=context.around.is_checkpoint or recomputes_everything(),
         wants_logarithm=site.logarithms is not None,
         may_be_merged_by_cse=merged,
+        sharing_mask=max(1, context.masks[described.read_by_mask()]),
+        over_cache=bool(context.effects.mutations(described.nodes[attention.key.source])),
         same_random_numbers=run.program == "compile" and bool(torch._inductor.config.fallback_random),
         hint=context.sizes.hint,
         can_be_zero=context.sizes.can_be_zero,

@@ -54,6 +54,8 @@ class Setting:
     is_recomputed: bool = False  # in a checkpoint, or wherever the backward computes the forward again
     wants_logarithm: bool = False  # the scores' log-sum-exp is needed too, but not the scores themselves
     may_be_merged_by_cse: bool = False  # another call with dropout may have the same operands
+    sharing_mask: int = 1  # attentions whose masks read the same tensors, this one among them
+    over_cache: bool = False  # the keys' tensor was written in place before: a cache, of which a part may be valid
     hint: Callable[[Index], int] = _static
     can_be_zero: Callable[[Index], bool] = _is_zero
 

@@ -250,26 +250,27 @@ def _flash_forward(call: Call) -> tuple[Any, ...]:
 
 
 def _flash_of_lengths(call: Call) -> tuple[Any, ...]:
-    """Operands (tokens, H, D), as mha_varlen_fwd asks: sequences one after another, of whose keys some are used."""
+    """Operands (tokens, H, D), as mha_varlen_fwd asks: of each sequence some keys, from a row of them on, are used."""
     query, starts = call.query, (call.cum_seq_q, call.cum_seq_k)
-    batch = starts[0].numel() - 1
+    batch, tokens = starts[0].numel() - 1, call.key.size(0)
     _ask(all(t.dim() == 3 and t.stride(-1) == 1 for t in (query, call.key, call.value)), "operands of another layout")
     for numbers, size in ((starts[0], batch + 1), (starts[1], batch + 1), (call.seqused_k, batch)):
         _ask(numbers.dtype == torch.int32 and numbers.is_contiguous() and numbers.shape == (size,), "numbers of rows")
-    for numbers, tokens, length in zip(starts, (query.size(0), call.key.size(0)), (call.max_q, call.max_k)):
-        wanted = torch.arange(0, tokens + 1, length, dtype=torch.int32)
-        _ask(torch.equal(numbers, wanted), "sequences of other lengths")
-    _ask(
-        not call.dropout_p and bool(((call.seqused_k >= 0) & (call.seqused_k <= call.max_k)).all()), "lengths, dropout"
-    )
+    wanted = torch.arange(0, query.size(0) + 1, call.max_q, dtype=torch.int32)
+    _ask(torch.equal(starts[0], wanted), "queries of other lengths")
+    first, used = starts[1][:batch], call.seqused_k
+    _ask(bool(((first >= 0) & (used >= 0) & (used <= call.max_k) & (first + used <= tokens)).all()), "other rows")
+    _ask(call.key.shape == call.value.shape, "keys and values differ")
+    _ask(not call.dropout_p, "dropout")
+    _vectors(*(t[:, :, None] for t in (query, call.key, call.value)))
     _scale_asks(call)
     results = []
-    for row, used in enumerate(call.seqused_k.tolist()):
+    for row, (begin, count) in enumerate(zip(first.tolist(), used.tolist())):
         q = query[row * call.max_q : (row + 1) * call.max_q].transpose(0, 1)[None]
-        k, v = (t[row * call.max_k : row * call.max_k + used].transpose(0, 1)[None] for t in (call.key, call.value))
+        k, v = (t[begin : begin + count].transpose(0, 1)[None] for t in (call.key, call.value))
         mask = _flash_window_mask(q, k, call.is_causal, call.window_size_left, call.window_size_right)
         no_seed = torch.zeros(2, dtype=torch.uint64)
-        results.append(_forward(q, k, v, call.scale, mask, 0.0, no_seed)[0] if used else torch.zeros_like(q))
+        results.append(_forward(q, k, v, call.scale, mask, 0.0, no_seed)[0] if count else torch.zeros_like(q))
     out = torch.cat(results).transpose(1, 2).flatten(0, 1)
     total = torch.zeros(query.size(1), query.size(0))
     seed, none = torch.zeros((2,), dtype=torch.uint64), torch.empty(0, dtype=query.dtype)

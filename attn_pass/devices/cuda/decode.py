@@ -8,9 +8,9 @@ Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1
 together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
 multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. The
 number of keys may be symbolic. Of a cache of which a part is valid only that part is read: its range is a number or two
-for each row of the batch, which the kernel loads, so that one graph, and one CUDA graph, serves every position. An
-attention sink is applied afterwards, by the logarithm of the sum of exponentials that the kernel returns with its
-result.
+for each row of the batch, which the kernel loads, so that one graph, and one CUDA graph, serves every position. The
+range of a mask that is a tensor of the program's is looked up in it, where that is cheap (`mask_range`). A sink is
+applied afterwards, by the logarithm of the sum of exponentials that the kernel returns with its result.
 
 On a GPU that is present the kernel first computes six tiny cases, once for each GPU, driver and version, and is
 refused if one of them is wrong. It has not run on a GPU yet: the tests run it under Triton's interpreter, and compile
@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from attn_pass.devices.cuda import cost as cost_cuda
+from attn_pass.devices.cuda import mask_range
 from attn_pass.devices.cuda.decode_range import DecodeRange, range_of
 from attn_pass.devices.cuda.flash import Flash
 from attn_pass.devices.cuda.kernel import CudaKernel
+from attn_pass.devices.cuda.mask_range import MaskRange
 from attn_pass.devices.device import Device, Shares
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value
@@ -59,7 +61,7 @@ class DecodePlan:
     causal: bool = False
     window: int = -1
     mask: MaskKind = "none"
-    valid: DecodeRange | None = None
+    valid: DecodeRange | MaskRange | None = None
 
 
 class Decode(CudaKernel):
@@ -89,29 +91,40 @@ class Decode(CudaKernel):
         reason = self._refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=self.name not in setting.device.kernels)
-        problem = problem_of(attention, setting.hint)
         decided = _plan(attention, setting)
         if isinstance(decided, Refusal):
             return decided
-        if decided.mask == "none":
-            problem = replace(problem, mask_elements=0)
-        if decided.valid is not None:
-            valid = max(1, int(VALID_SHARE * problem.kv_len))
-            problem = replace(problem, kv_len=valid, mask_elements=int(VALID_SHARE * problem.mask_elements))
-        if decided.window >= 0:
-            problem = replace(problem, kv_len=min(problem.kv_len, decided.window + problem.q_len))
+        problem = _problem(attention, decided, setting)
+        decided, predicted = self._looked_up(attention, decided, problem, setting)
         joining = 0.0 if attention.sink is None else setting.device.kernel_us
         empty = may_hold_infinity(attention) and attention.empty_row_is_nan and not attention.mask.never_empty
         return Offer(
             self.name,
             variant,
             attention,
-            self.microseconds(setting.device, problem) + joining,
+            predicted + joining,
             fused=True,
             plan=decided,
             assumptions=(EMPTY_ROWS,) if not attention.mask.is_none and empty else (),
             moved=problem.moved_bytes,
         )
+
+    def _looked_up(
+        self, a: Attention, decided: DecodePlan, problem: Problem, setting: Setting
+    ) -> tuple[DecodePlan, float]:
+        """The plan with a range that is found in the mask, where that may pay; and what it takes.
+
+        Keys that were written in place before are taken for a cache that is half full, and any others to count all.
+        """
+        whole = self.microseconds(setting.device, problem)
+        found = None if decided.valid is not None else mask_range.range_of(a, decided.mask, setting)
+        if found is None:
+            return decided, whole
+        half = self.microseconds(setting.device, _half_full(problem))
+        looking = mask_range.microseconds(problem, setting)
+        if not mask_range.pays(looking, whole, half):
+            return decided, whole
+        return replace(decided, valid=found), looking + (half if setting.over_cache else whole)
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if self.name not in setting.device.kernels:
@@ -155,6 +168,23 @@ class Decode(CudaKernel):
         both = plan.call(torch.ops.attn_pass.decode_with_lse.default, *arguments)
         out, lse = (plan.call(operator.getitem, both, n) for n in (0, 1))
         return lower.result(joined_with_sink(lower, a.sink, out, lse))
+
+
+def _problem(a: Attention, decided: DecodePlan, setting: Setting) -> Problem:
+    """The numbers of what the kernel reads."""
+    problem = problem_of(a, setting.hint)
+    if decided.mask == "none":
+        problem = replace(problem, mask_elements=0)
+    if decided.valid is not None:
+        problem = _half_full(problem)
+    if decided.window >= 0:
+        problem = replace(problem, kv_len=min(problem.kv_len, decided.window + problem.q_len))
+    return problem
+
+
+def _half_full(problem: Problem) -> Problem:
+    valid = max(1, int(VALID_SHARE * problem.kv_len))
+    return replace(problem, kv_len=valid, mask_elements=int(VALID_SHARE * problem.mask_elements))
 
 
 def _refusal_of_sizes(a: Attention) -> str | None:

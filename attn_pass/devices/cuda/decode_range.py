@@ -9,7 +9,7 @@ import torch
 from attn_pass.graph.edit import Value, aten
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Expr, apply, index_value
-from attn_pass.model.index import Index
+from attn_pass.model.index import Index, is_at_most
 from attn_pass.targets.base import Refusal, Setting
 from attn_pass.targets.key_bounds import Bounds, bounds_of
 from attn_pass.targets.key_ranges import end_of_keys, first_key
@@ -23,7 +23,8 @@ class DecodeRange:
     """Bounds on the keys as expressions, and whether they are the whole mask.
 
     With ``causal``, row ``i`` of ``L`` keeps keys up to ``i + 1 - L`` behind the last one that ``ends`` give, and
-    ``window`` keys before that one. With ``mean``, a row that keeps no key is the mean of all values.
+    ``window`` keys before that one; ``in_cache``: that last one is proved to be a key of the cache. With ``mean``, a
+    row that keeps no key is the mean of all values.
     """
 
     starts: tuple[Expr, ...]
@@ -32,6 +33,7 @@ class DecodeRange:
     causal: bool = False
     window: int = -1
     mean: bool = False
+    in_cache: bool = False
 
     def given(self, lower: Lowering) -> tuple[Value | None, Value | None]:
         """The operator's ``lengths`` and ``starts``, int32, (B,) or (1,)."""
@@ -44,11 +46,12 @@ def range_of(a: Attention, setting: Setting, target: str) -> DecodeRange | Refus
     assert a.valid is not None
     bounds = bounds_of(a, setting)
     whole = _whole(a, bounds)
+    in_cache = bounds.shift is None and bounds.upper is not None and _ends_inside(a, bounds.upper)
     nonempty = a.mask.never_empty or setting.assume_nonempty_rows
     averages = a.mask.replaces_with_number and not nonempty
     if whole is not None and not (averages and a.sink is not None):
         starts, ends, causal, window = whole
-        return DecodeRange(starts, ends, says_all=True, causal=causal, window=window, mean=averages)
+        return DecodeRange(starts, ends, True, causal, window, averages, causal and in_cache)
     if averages:
         return Refusal(
             target, "a fully masked row is the mean of all values, of which a range beside a mask reads a part"
@@ -61,15 +64,20 @@ def _whole(a: Attention, bounds: Bounds) -> tuple[tuple[Expr, ...], tuple[Expr, 
     if a.mask.bias is not None or bounds.rest != TRUE:
         return None
     starts, ends = (*bounds.starts, *_number(bounds.first)), (*bounds.ends, *_number(bounds.last))
-    if bounds.shift is None:
-        return None if (bounds.lower, bounds.upper) != (None, None) else (starts, ends, False, -1)
+    if (bounds.shift, bounds.lower, bounds.upper) == (None, None, None):
+        return starts, ends, False, -1
     if bounds.upper is None or ends:
         return None
     window: Index = -1 if bounds.lower is None else bounds.upper - bounds.lower
     if not isinstance(window, int) or (window < 0 and bounds.lower is not None):
         return None
-    last = _plus(bounds.shift, bounds.upper + a.q_len - 1)
+    after = bounds.upper + a.q_len - 1
+    last = index_value(after) if bounds.shift is None else _plus(bounds.shift, after)
     return starts, (last,), True, window
+
+
+def _ends_inside(a: Attention, upper: Index) -> bool:
+    return is_at_most(0, upper + a.q_len) and is_at_most(upper + a.q_len, a.kv_len)
 
 
 def _number(bound: Index | None) -> tuple[Expr, ...]:

@@ -137,6 +137,19 @@ def test_a_number_that_fills_a_row_is_the_mean_of_all_values() -> None:
     assert "lengths" not in reported(attend(keep, LOWEST), *inputs_for(q_len), known)  # which a range would not be
 
 
+def test_a_range_that_is_refused_has_its_reason_in_the_report() -> None:
+    """Where the target takes the mask as it is, and not the range beside it."""
+    keep, known, q_len, _ = MASKS["a sink beside a window"]
+    asked = {"device": "H200", "targets": ("decode", "flash", "efficient"), "choose": "fused"}
+    with torch.no_grad():
+        report = attn_pass.explain(attend(keep, LOWEST), *inputs_for(q_len), known, attn_pass_options=asked)
+    (site,) = report.sites
+    assert site.target in ("decode", "efficient") and "decode" not in site.refusals
+    assert "is the mean of all values, of which a range" in site.refusals["decode (valid_range)"]
+    assert site.refusals["flash"] == "the flash kernel takes no mask"
+    assert "is the mean of all values, of which a range" in site.refusals["flash (valid_range)"]
+
+
 def test_invalid_keys_are_never_read() -> None:
     q, k, v = inputs_for(1)
     k[:, :, 13:], v[:, :, 13:] = torch.nan, torch.inf

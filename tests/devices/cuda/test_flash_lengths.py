@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from against_eager import NEG_INF, qkv, same
+from torch._inductor.utils import get_code
 
 import attn_pass
-from attn_pass.devices.cuda import flash_lengths
 from attn_pass.devices.cuda.flash_lengths import IN_CACHE
 from bench.gpu import stand_ins
 
@@ -41,31 +43,83 @@ def attend(keep: Callable[[Tensor], Tensor], fill: float = NEG_INF) -> Callable[
     return run
 
 
-def cache(batch: int, q_len: int, *, heads_last: bool = False, dim: int = 16) -> tuple[Tensor, ...]:
-    q, k, v = qkv(batch, 4, q_len, 50, dim, kv_heads=2, dtype=HALF)
-    if heads_last:
-        k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
-    return q, k, v
+def cache(
+    batch: int, q_len: int, *, heads_last: tuple[str, ...] = (), dim: int = 16, size: int = 50
+) -> tuple[Tensor, ...]:
+    q, *made = qkv(batch, 4, q_len, size, dim, kv_heads=2, dtype=HALF)
+    laid = [t.transpose(1, 2).contiguous().transpose(1, 2) if n in heads_last else t for n, t in zip("kv", made)]
+    return q, *(t[:, :, :50] for t in laid)
+
+
+BOTH = ("k", "v")
+PADDING = torch.tensor([7, 0, 12])
 
 
 # What is kept; what the program knows; the operands; how far the known numbers are moved.
 TAKEN: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, tuple[Tensor, ...], tuple[int, ...]]] = {
     "a position": (lambda p: at() <= p, POSITION, cache(1, 1), (0, -12, 45)),
     "a position, several rows": (lambda p: at() <= p, POSITION, cache(1, 5), (0, -12, 45)),
-    "lengths": (lambda n: at() < of_batch(n), LENGTHS, cache(2, 1, heads_last=True), (0, -3, 45)),
+    "lengths": (lambda n: at() < of_batch(n), LENGTHS, cache(2, 1, heads_last=BOTH), (0, -3, 45)),
     "causal": (lambda p: at() <= row() + p, POSITION, cache(1, 5), (0, -11, 34, -14)),
     "causal, of each row of the batch": (
         lambda n: at() <= row() + of_batch(n),
         LENGTHS,
-        cache(2, 5, heads_last=True),
+        cache(2, 5, heads_last=BOTH),
         (0, 25),
     ),
+    "lengths, heads first": (lambda n: at() < of_batch(n), LENGTHS, cache(2, 1), (0, -3, 45)),
+    "causal, of each row of the batch, heads first": (
+        lambda n: at() <= row() + of_batch(n),
+        LENGTHS,
+        cache(2, 5),
+        (0, 25),
+    ),
+    "left padding": (lambda n: at() >= of_batch(n), PADDING, cache(3, 5), (0, -9, 45)),
+    "left padding, heads last": (lambda n: at() >= of_batch(n), PADDING, cache(3, 5, heads_last=BOTH), (0, 45)),
+    "left padding of a chunk": (
+        lambda n: (at() >= of_batch(n)) & (at() <= row() + 30),
+        PADDING,
+        cache(3, 5),
+        (0, 20, -20),
+    ),
+    "left padding of a chunk at a position": (
+        lambda n: (at() >= of_batch(n[:3])) & (at() <= row() + n[3]),
+        torch.tensor([7, 0, 12, 21]),
+        cache(3, 5),
+        (0, 24, -8),
+    ),
+    "a window behind left padding": (
+        lambda n: (at() >= of_batch(n[:3])) & (at() <= row() + n[3]) & (at() > row() + n[3] - 9),
+        torch.tensor([7, 0, 12, 21]),
+        cache(3, 5),
+        (0, 24, -8),
+    ),
+    "a range in one row": (lambda n: (at() >= n[0]) & (at() < n[1]), torch.tensor([7, 31]), cache(1, 5), (0, 30, -20)),
     "windows": (lambda p: (at() <= row() + p) & (at() > row() + p - 4), POSITION, cache(1, 5), (0, -11, 34)),
 }
 REFUSED: dict[str, tuple[str, Callable[[Tensor], Tensor], Tensor, tuple[Tensor, ...], float]] = {
-    "heads first": ("would be copied", lambda n: at() < of_batch(n), LENGTHS, cache(2, 1), NEG_INF),
-    "left padding": ("all the flash kernel", lambda p: at() >= p, POSITION, cache(1, 5), NEG_INF),
-    "positions": ("all the flash kernel", lambda p: at() <= p + row() * row(), POSITION, cache(1, 5), NEG_INF),
+    "a part of a larger cache": (
+        "would be copied",
+        lambda n: at() < of_batch(n),
+        LENGTHS,
+        cache(2, 1, size=60),
+        NEG_INF,
+    ),
+    "keys otherwise than values": (
+        "would be copied",
+        lambda n: at() < of_batch(n),
+        LENGTHS,
+        cache(2, 1, heads_last=("k",)),
+        NEG_INF,
+    ),
+    "positions": ("this one masks more", lambda p: at() <= p + row() * row(), POSITION, cache(1, 5), NEG_INF),
+    "a sink beside a window": (
+        "this one masks more",
+        lambda p: ((at() <= p) & (at() > p - 4)) | (at() == 0),
+        POSITION,
+        cache(1, 5),
+        NEG_INF,
+    ),
     "a number": ("the mean of all values", lambda p: at() <= p, POSITION, cache(1, 1), -1e30),
     "an odd head dim": ("would be copied", lambda p: at() <= p, POSITION, cache(1, 1, dim=20), NEG_INF),
 }
@@ -92,26 +146,21 @@ def test_it_equals_the_program(name: str) -> None:
     with torch.no_grad():
         for moved in moves:
             report = same(fn, *operands, known + moved, rewritten=1, device="H200", targets=("flash",), reference=False)
-    assert (IN_CACHE in report.sites[0].assumptions) == (
-        name not in ("a position", "a position, several rows", "lengths")
-    )
+    of_rows = "causal" in name or "window" in name or "chunk at" in name  # a chunk from key 30 on is in the cache
+    assert (IN_CACHE in report.sites[0].assumptions) == of_rows
     (call,) = emitted(fn, *operands, known)
     assert call.kwargs["seqused_k"] is not None
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_it_refuses(name: str) -> None:
+    """With the reason in the report, beside the one why it does not take the mask as a tensor."""
     why, keep, known, operands, fill = REFUSED[name]
-    asked, answers, plan_of = {"device": "H200", "targets": ("flash",)}, [], flash_lengths.plan_of
-
-    def noted(*given: Any) -> object:
-        answers.append(plan_of(*given))
-        return answers[-1]
-
-    monkeypatch.setattr(flash_lengths, "plan_of", noted)
+    asked = {"device": "H200", "targets": ("flash",)}
     with torch.no_grad():
         site = attn_pass.explain(attend(keep, fill), *operands, known, attn_pass_options=asked).sites[0]
-    assert site.outcome == "left" and why in answers[0].reason, answers
+    assert site.outcome == "left" and site.refusals["flash"] != site.refusals["flash (valid_range)"]
+    assert why in site.refusals["flash (valid_range)"]
 
 
 def test_strict_numbers_assume_no_position() -> None:
@@ -120,6 +169,42 @@ def test_strict_numbers_assume_no_position() -> None:
     with torch.no_grad():
         site = attn_pass.explain(attend(keep), *operands, known, attn_pass_options=asked).sites[0]
     assert site.outcome == "left"
+
+
+def test_nothing_copies_the_cache() -> None:
+    """Compiled: the update is in place, and the kernel is given the cache itself, in another view."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, new: Tensor, p: Tensor, padding: Tensor) -> Tensor:
+        k.index_copy_(2, p + torch.arange(5), new)
+        v.index_copy_(2, p + torch.arange(5), new)
+        keep = (at() <= row() + p) & (at() >= of_batch(padding))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)
+
+    q, k, v = cache(3, 5)
+    operands = (q, k, v, k[:, :, :5].clone(), torch.tensor(11), PADDING)
+    backend = attn_pass.wrap("inductor", device="H200", targets=("flash",), choose="fused", on_error="raise")
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        code = get_code(torch.compile(fn, backend=backend, fullgraph=True), *operands)[0]
+    made = [[int(n) for n in re.findall(r"\d+", s)] for s in re.findall(r"= empty_strided_cpu\(\((.*?)\)", code)]
+    assert made and max(math.prod(sizes) for sizes in made) < k.numel()
+    (call,) = re.findall(r"aten\._flash_attention_forward\.default\((.*)\)", code)
+    assert len(re.findall(r"reinterpret_tensor\(arg\d+_1, \(250, 2, 16\), \(16, 800, 1\), 0\)", call)) == 2
+
+
+def test_heads_first_needs_sizes_that_are_known() -> None:
+    q, k, v = cache(2, 1)
+    for x in (k, v):
+        torch._dynamo.mark_dynamic(x, 2)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, known: Tensor) -> Tensor:
+        kept = torch.arange(k.shape[2]) < of_batch(known)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=kept, enable_gqa=True)
+
+    asked = {"device": "H200", "targets": ("flash",)}
+    with torch.no_grad():
+        site = attn_pass.explain(fn, q, k, v, LENGTHS, attn_pass_options=asked).sites[0]
+    assert "sizes that are known" in site.refusals["flash (valid_range)"]
 
 
 def test_a_chunk_of_a_prompt_is_predicted_cheaper_than_under_a_mask() -> None:

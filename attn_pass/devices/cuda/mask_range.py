@@ -1,0 +1,84 @@
+"""A range of keys that is looked up in the mask: nothing is known of it before the program runs.
+
+A mask that is made outside of the layers and passed in is a tensor like any other. Two reductions over it, which stay
+on the device, give the first and the last key that any row of a batch entry keeps. They run once for all attentions
+that have the same mask, and the mask goes on holding inside the range. Of a mask that keeps every key they are a loss;
+so they have to be cheap beside what a cache that is half full would save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from attn_pass.devices.roofline import Problem, traffic
+from attn_pass.graph.edit import Value, aten
+from attn_pass.model.attention import Attention
+from attn_pass.model.expression import expression_axes, loads
+from attn_pass.targets import given_masks
+from attn_pass.targets.base import Setting
+from attn_pass.targets.lower import Lowering
+from attn_pass.targets.masks import MaskKind
+
+_SHARE = 1 / 8  # of what half a cache saves: the most that looking may cost
+_KERNELS = 2  # that Inductor makes of the reductions
+_FAR = 1 << 30  # behind any cache
+
+
+@dataclass(frozen=True)
+class MaskRange:
+    """The keys from the first that any row of a batch entry keeps to the last.
+
+    With ``averages``, a row that keeps no key by the condition is the mean of all values, and keeps all of them.
+    """
+
+    averages: bool = False
+    mean: ClassVar[bool] = False  # the operator's argument: the mask says it here
+
+    def given(self, lower: Lowering) -> tuple[Value, Value]:
+        """The operator's ``lengths`` and ``starts``, int32, (B,) or (1,)."""
+        a, call = lower.attention, lower.plan.call
+        with lower.plan.sharing():
+            keeps = self._kept(lower)
+            place = {"dtype": torch.int32, "device": a.sources[a.query.source].device}
+            keys = call(aten.arange.default, lower.plan.size(a.kv_len), **place)
+            ends = call(aten.where.ScalarOther, keeps, call(aten.add.Tensor, keys, 1), 0)
+            starts = call(aten.where.ScalarOther, keeps, keys, _FAR)
+            return call(aten.amax.default, ends, [1, 2, 3]), call(aten.amin.default, starts, [1, 2, 3])
+
+    def _kept(self, lower: Lowering) -> Value:
+        condition, call = lower.attention.mask.deep_condition, lower.plan.call
+        if condition is None:
+            return given_masks.kept(lower)
+        keeps = lower.condition(condition, lower.mask_groups())
+        if not self.averages:
+            return keeps
+        nothing = call(aten.logical_not.default, call(aten.any.dim, keeps, -1, True))
+        return call(aten.logical_or.default, keeps, nothing)
+
+
+def range_of(a: Attention, kind: MaskKind, setting: Setting) -> MaskRange | None:
+    """The range of a mask that is a tensor of the program's; None where it says nothing of which keys count."""
+    if kind not in ("boolean", "additive") or setting.numerics == "strict":
+        return None
+    condition = a.mask.deep_condition
+    if condition is None:
+        read = given_masks.added(a)
+        return MaskRange() if read is not None and a.keys in expression_axes(read) else None
+    if a.mask.bias is not None or not loads(condition) or a.keys not in expression_axes(condition):
+        return None
+    nonempty = a.mask.never_empty or setting.assume_nonempty_rows
+    return MaskRange(averages=a.mask.replaces_with_number and not nonempty)
+
+
+def microseconds(problem: Problem, setting: Setting) -> float:
+    """What looking takes, for one of the attentions that have the mask."""
+    read = traffic(setting.device, problem.mask_elements * problem.mask_bytes)
+    return (_KERNELS * setting.device.kernel_us + read) / setting.sharing_mask
+
+
+def pays(looking: float, whole: float, half: float) -> bool:
+    """Whether it may be looked for a range: what may be saved is worth far more than that costs."""
+    return looking <= _SHARE * (whole - half)
