@@ -12,7 +12,7 @@ import torch
 
 from attn_pass.devices import calibration_store
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import families, of_type
+from attn_pass.devices.registry import families, family_of, of_type
 from attn_pass.entries.explain import explain
 from attn_pass.errors import own_version
 from attn_pass.targets.registry import all_targets
@@ -82,7 +82,9 @@ def calibrations() -> Iterator[Finding]:
 
 
 def _source(device: Device) -> str:
-    return "the machine they were fitted on" if device.is_measured else "data sheets and published figures"
+    if device.is_measured:
+        return "the machine they were fitted on"
+    return "another processor" if family_of(device).caution > 1 else "data sheets and published figures"
 
 
 def targets(device: str) -> Iterator[Finding]:

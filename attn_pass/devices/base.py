@@ -60,6 +60,8 @@ class Family:
         is_runtime: it is no device but a runtime that programs are exported to (`Options.runtime`).
         dynamo_backends: the backends of torch.compile that hand graphs to this runtime.
         takes_composites: calls of torch's modules and of libraries that hide attention are expanded.
+        caution: how many times its predicted time an offer is taken to need where the rates are those of another device
+            and were not calibrated; but for torch's own call, in which stock's own patterns end as well.
         clock: times a call.
         calibrated: the devices that ``attn-pass calibrate`` measures, in words: "CUDA devices"; "" for none.
         packages: (name, purpose, how to install) of packages that the family uses, for ``attn-pass doctor``.
@@ -85,6 +87,7 @@ class Family:
     is_runtime = False
     dynamo_backends: tuple[str, ...] = ()
     takes_composites = False
+    caution = 1.0
     clock: Clock = Clock()
     calibrated = ""
     packages: tuple[tuple[str, str, str], ...] = ()

@@ -121,11 +121,12 @@ _AVX512_FP16 = Core(
     times=replace(_AVX512.times, few_rows_products=0.5),
 )
 _CORES = {"avx512_fp16": _AVX512_FP16}
+_MEASURED = ("avx512", "avx512_bf16", "avx512_fp16")
 
 
 @lru_cache(maxsize=8)
 def processor(cores: int, instruction_set: str = "avx512") -> Device:
-    """A CPU with that many cores."""
+    """A CPU with that many cores; one with other instructions has the constants of the first, and is not measured."""
     core = _CORES.get(instruction_set, _AVX512)
     return Device(
         type="cpu",
@@ -145,7 +146,7 @@ def processor(cores: int, instruction_set: str = "avx512") -> Device:
         kernels=("cpu flash",),
         core_times=core.times,
         instruction_set=instruction_set,
-        is_measured=True,
+        is_measured=instruction_set in _MEASURED,
     )
 
 

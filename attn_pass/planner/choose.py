@@ -265,7 +265,11 @@ def _take(
     """Notes the candidates to take, best first, or why none is."""
     ranked = sorted(candidates, key=lambda o: timed.rank(o[0]))
     if not timed.is_measured:
-        ranked = margins.ties_by_order(ranked, lambda o: timed.rank(o[0])[0], setting.device)
+
+        def loss(offered: tuple[Offer, Target]) -> float:
+            return timed.rank(offered[0])[0] * margins.caution(offered[0], setting)
+
+        ranked = margins.ties_by_order(sorted(ranked, key=loss), loss, setting.device)
     for offer, target in ranked:
         reason, gain = timed.in_words(offer), timed.gain(offer)
         margin = _MEASURED if timed.is_measured else margins.margin(offer, setting)

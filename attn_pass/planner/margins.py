@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import family_of
 from attn_pass.targets.base import Offer, Setting, Target
+from attn_pass.targets.sdpa import Sdpa
 from attn_pass.targets.torch_call import order
 
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
@@ -39,6 +40,18 @@ class Margin:
         return f"{gain:.3g}x, less than the {self.times:.3g}x that is required, {self.because}: {reason}"
 
 
+def caution(offer: Offer, setting: Setting) -> float:
+    """How many times its predicted time an offer is taken to need: more than once where the rates are not its device's.
+
+    Torch's own call is what stock's patterns make of a site as well.
+    """
+    return 1.0 if offer.target == Sdpa.name else _doubt(setting.device)
+
+
+def _doubt(device: Device) -> float:
+    return 1.0 if device.is_measured or device.is_calibrated else family_of(device).caution
+
+
 def margin(offer: Offer, setting: Setting) -> Margin:
     """The margin that a predicted offer must exceed.
 
@@ -46,6 +59,12 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     predicted to be as fast: torch's order has them last, and their predictions are at or below what was published.
     """
     device, before = setting.device, setting.kernel_as_written
+    if (doubt := _doubt(device)) > 1:
+        if offer.target != Sdpa.name:
+            rates = f"since the rates are another processor's and not those of {device.name} (`attn-pass calibrate`)"
+            return Margin(doubt * _ROUNDING, rates)
+        if before is None and offer.attention.mask.is_none:
+            return Margin(_ROUNDING / doubt, "since stock's own patterns make this call")
     # The kernel that the program calls, with the copies around its call gone: nothing that would have to be guessed.
     less_around_it = before is not None and offer.target == family_of(device).same_call.get(before)
     if less_around_it or (device.knows(offer.target) and (before is None or device.knows(before))):

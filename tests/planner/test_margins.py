@@ -14,6 +14,7 @@ from torch import Tensor
 import attn_pass
 from attn_pass.devices import calibration_store, registry
 from attn_pass.devices.calibration import Calibration
+from attn_pass.devices.cpu import facts as cpu_facts
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.devices.cuda import decode, flash
 from attn_pass.devices.device import Device
@@ -140,3 +141,53 @@ def test_measurements_decide_whatever_was_predicted() -> None:
         patch.setattr("attn_pass.rewriting.decision.choose", choose)
         site = decided(repeated, "H200", 4, 32, 8, 2048, 2048, 128)
     assert site.target == "cudnn" and "us as written" in site.reason and "required" not in site.reason
+
+
+# ---- a processor whose rates are another's ----
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / 8).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT / 8).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    distance = torch.arange(q.size(-2))[:, None] - torch.arange(k.size(-2))
+    return (q @ k.mT / 8).masked_fill((distance < 0) | (distance > 64), float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype", "measured", "unmeasured"),
+    [
+        (causal, torch.float32, "cpu_kernel", "sdpa"),  # 1.05 times as fast by other rates: not enough
+        (window, torch.float32, "cpu_kernel", "cpu_kernel"),
+        (F.scaled_dot_product_attention, BF16, "cpu_kernel", ""),  # 1.17 times
+        (by_hand, BF16, "cpu_kernel", "sdpa"),  # what stock's own patterns make of it, though left would be faster
+    ],
+)
+def test_an_unmeasured_processor_is_asked_for_more(
+    program: Any, dtype: torch.dtype, measured: str, unmeasured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [torch.randn(1, 8, 512, 64, dtype=dtype) for _ in range(3)]
+    for instructions, taken in (("avx512_bf16", measured), ("avx2", unmeasured)):
+        monkeypatch.setattr(cpu_facts, "instruction_set", lambda known=instructions: known)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            (site,) = attn_pass.explain(program, *inputs).sites
+        assert site.taken == taken, site.reason
+        assert ("another processor's" in site.reason) == (instructions == "avx2" and taken == "cpu_kernel")
+
+
+def test_calibrated_it_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_facts, "instruction_set", lambda: "plain")
+    guessed = cpu()
+    assert not guessed.is_measured and margins.caution(offer("local"), setting(guessed)) == 1.25
+    assert margins.margin(offer("local"), setting(guessed)).times == pytest.approx(1.25 / 0.99)
+    assert margins.caution(offer("sdpa"), setting(guessed)) == 1.0
+    own = replace(guessed, is_calibrated=True)
+    assert margins.caution(offer("local"), setting(own)) == 1.0
+    assert margins.margin(offer("local"), setting(own)).times == pytest.approx(1 / 0.99)

@@ -38,6 +38,7 @@ class Cpu(Family):
     logarithm_of_torch_call = True
     keeps_inductors_patterns_off = True
     takes_composites = True
+    caution = 1.25
     calibrated = "the CPU"
 
     def here(self, at: torch.device) -> Device:
