@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.padding.layouts import Layout, Rows
-from attn_pass.padding.masks import PaddingMask, mask_of
+from attn_pass.padding.masks import PaddingMask, averages, mask_of
 from attn_pass.padding.rules import Rules, plain_name
 from attn_pass.reading.vocabulary import Call, understand
 
@@ -70,6 +70,8 @@ def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Ex
     in_others = any(node is a for a in user.kwargs.values())
     if 0 in used or in_others or mask_of(user) != around.mask or layout != Layout(0, 2):
         return None
+    if averages((user,)):  # of a row whose kept keys its other bounds rule out, over all values
+        return None
     value = tensor_value(node)
     whole = value is not None and around.rules.shape(node)[0] == around.rows.batch
     return Exit("its keys and values of padding are masked in another attention", "nothing") if whole else None
@@ -116,8 +118,9 @@ def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
     if made is None or made.op != "arange" or around.rules.shape(batch) != (around.rows.batch,):
         return None
     start = {1: 0, 2: made["bounds"][0]}.get(len(made["bounds"]))
+    steps = made.get("start") is not None or made.get("step", 1) != 1
     wanted = around.rules.shape(position) == (around.rows.batch,)
-    if start != 0 or not wanted or values[1] is None or values[1].dtype == torch.bool:
+    if start != 0 or steps or not wanted or values[1] is None or values[1].dtype == torch.bool:
         return None
     return Exit("one position of each sequence is read, found at run time", "positions", tensor=position)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
@@ -13,6 +13,13 @@ from attn_pass.padding.layouts import Rows
 
 OTHER_ROWS = "its queries are not the rows that its keys are"
 PER_BATCH = ("starts", "ends")
+Places = Literal["any", "between", "before"]
+"""Which rows a sequence has beside those that are needed, so that these stay where the mask counts them from.
+
+None; those between the first and the last, so that distances stay; those before the last, so that positions stay.
+"""
+_PLACES: tuple[Places, ...] = ("any", "between", "before")
+_COUNTED = ("before", "after", "start", "end", "shift")
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,25 @@ def mask_of(node: Node) -> PaddingMask:
     return PaddingMask(**given)
 
 
+def averages(sites: Iterable[Node]) -> bool:
+    """Whether a row may average all values although its sequence has keys that are kept: other bounds exclude them."""
+    return any(
+        site.kwargs.get("fully_masked") == "mean" and any(site.kwargs.get(name) is not None for name in _COUNTED)
+        for site in sites
+    )
+
+
+def places(sites: Iterable[Node]) -> Places:
+    """The most that one of the attentions needs."""
+    return max((_places(site.kwargs) for site in sites), key=_PLACES.index, default="any")
+
+
+def _places(given: Mapping[str, Any]) -> Places:
+    if given.get("bias") is not None:
+        return "before"
+    return "any" if given.get("before") is None and given.get("after") in (None, 0) else "between"
+
+
 def _node(value: Any) -> Node | None:
     return value if isinstance(value, Node) else None
 
@@ -84,16 +110,22 @@ def _is_of_keys(shape: tuple[Any, ...], keys: Any) -> bool:
 
 
 def _refusal_of_arguments(given: Mapping[str, Any], sizes: Sizes) -> str:
-    """Why a call cannot run on packed rows; causal it may be, since packing keeps the order."""
-    if given.get("bias") is not None:
-        return "a bias is added to its scores, by position or from query to query"
-    if any(given.get(name) is not None for name in ("shift", "before", "start", "end", "offsets")):
-        return "its mask counts positions, as a window does"
-    if given.get("after") not in (None, 0):
-        return "its mask counts positions"
+    """Why a call cannot run on packed rows.
+
+    Causal it may be, since packing keeps the order. A window asks for all rows between two that are needed, a bias by
+    positions for all before one: the kernel counts positions from the first row of a segment.
+    """
+    if any(given.get(name) is not None for name in ("shift", "start", "end", "offsets")):
+        return "its mask counts positions from elsewhere than a sequence's first"
+    if any(given.get(name) is not None and not _reaches_itself(given[name]) for name in ("before", "after")):
+        return "its window does not hold the row itself, or is known at run time only"
     if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
         return "its scores depend on positions"
     return "its sink differs from row to row" if _varies(given.get("sink"), (0, 2), sizes) else ""
+
+
+def _reaches_itself(distance: Any) -> bool:
+    return type(distance) is int and distance >= 0
 
 
 def _varies(value: Any, dims: Iterable[int], sizes: Sizes) -> bool:

@@ -23,7 +23,7 @@ from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
-from attn_pass.padding.masks import PaddingMask
+from attn_pass.padding.masks import PaddingMask, Places
 
 aten = torch.ops.aten
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom")
@@ -105,7 +105,16 @@ class Emitter:
 class Packing:
     """The rows of one region: which are there, and operands with and without the others."""
 
-    def __init__(self, emit: Emitter, mask: PaddingMask, rows: Rows, exits: Sequence[Exit], device: Any) -> None:
+    def __init__(
+        self,
+        emit: Emitter,
+        mask: PaddingMask,
+        rows: Rows,
+        exits: Sequence[Exit],
+        device: Any,
+        places: Places = "any",
+        averages: bool = False,
+    ) -> None:
         self.emit, self.rows, self._device = emit, rows, device
         self._at = emit.cursor
         self._order = {n: i for i, n in enumerate(emit.graph.nodes)}
@@ -117,6 +126,10 @@ class Packing:
         for read in dict.fromkeys((e.reads, e.position, e.tensor, e.at) for e in exits):
             if (also := self._read(*read)) is not None:
                 self.there = call(aten.logical_or.default, self.there, also)
+        if averages:  # a row that is read and no key may average all values of its sequence
+            alone = call(aten.gt.Tensor, self.there, self._kept)
+            self.there = call(aten.logical_or.default, self.there, call(aten.any.dim, alone, 1, True))
+        self._fill(places)
         self._flat = call(aten.reshape.default, self.there, [-1])
         self.index = call(aten.squeeze.dim, call(aten.nonzero.default, self._flat), 1)
         self.count = call(aten.sym_size.int, self.index, 0)
@@ -127,6 +140,18 @@ class Packing:
         self._packed: dict[tuple[Node, Layout | None, int | None, int | None], Node] = {}
 
     # ------------------------------------------------------------ which rows
+
+    def _fill(self, places: Places) -> None:
+        """Rows that nobody needs, in whose places others would be."""
+        call = self.emit.call
+
+        def begun(rows: Node) -> Node:
+            return call(aten.gt.Scalar, call(aten.cumsum.default, rows, 1), 0)
+
+        if places == "any":
+            return
+        ended = call(aten.flip.default, begun(call(aten.flip.default, self.there, [1])), [1])
+        self.there = call(aten.logical_and.default, begun(self.there), ended) if places == "between" else ended
 
     def _positions(self) -> Node:
         return self.emit.call(aten.arange.default, self.length, device=self._device)

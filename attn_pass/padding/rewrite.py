@@ -12,7 +12,7 @@ from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
-from attn_pass.padding.masks import PER_BATCH
+from attn_pass.padding.masks import PER_BATCH, averages, places
 from attn_pass.padding.packed import CannotPackError, Emitter, Packing, mapped
 from attn_pass.padding.rules import Rule
 from attn_pass.padding.trace import Proof, Trace
@@ -50,7 +50,9 @@ class Rewrite:
         assert value is not None
         replaced: list[tuple[Node, Node, Node]] = []
         with emit.running():
-            packing = Packing(emit, self.proof.group.mask, self.proof.group.rows, exits, value.device)
+            group, sites = self.proof.group, self.proof.sites
+            counted = places(sites), averages(sites)
+            packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
             packing.prepare(self._spreads(region), bool(exits))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
@@ -143,6 +145,8 @@ class Rewrite:
         given: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name not in ("keep", *PER_BATCH)}
         if given.get("captured"):
             given["captured"] = [self._of_four(emit, x) for x in given["captured"]]
+        if given.get("bias") is not None:
+            given["bias"] = self._of_four(emit, given["bias"])
         query, key, value = (operands[n] for n in node.args[:3] if isinstance(n, Node))
         given |= {"keep": packing.keep, "offsets": packing.offsets}
         return emit.call(node.target, query, key, value, *node.args[3:], **given)

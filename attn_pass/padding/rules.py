@@ -82,7 +82,7 @@ class Rules:
         if not isinstance(source, Node) or dims is None:
             return None
         rank, dims = len(self.shape(source)), one_or_many(dims)
-        if not all(type(d) is int for d in dims):
+        if not dims or not all(type(d) is int for d in dims):  # over none is over all, to torch
             return None
         left = [d for d in range(rank) if d not in {d % rank for d in dims}]
         return Rule(((source, {d: d if held else n for n, d in enumerate(left)}),))
@@ -105,10 +105,17 @@ class Rules:
 
     def keeping(self, node: Node, source: Any, dims: Any) -> Rule | None:
         """One operand whose dimensions ``dims`` stay where they are; all others are read whole."""
-        if not isinstance(source, Node):
+        if not isinstance(source, Node) or _times_read(node, source) > 1:
             return None
         whole = tuple(n for n in node.all_input_nodes if n is not source and tensor_value(n) is not None)
         return Rule(((source, {d: d for d in dims}),), whole)
+
+
+def _times_read(node: Node, operand: Node) -> int:
+    """How many arguments of a call an operand is: as the weights of its own product it is read whole, too."""
+    read: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), read.append)
+    return read.count(operand)
 
 
 def first_tensor(node: Node) -> torch.Tensor | None:
@@ -150,7 +157,10 @@ def _is_pointwise(node: Node, name: str) -> bool:
 
 def _reshape(rules: Rules, node: Node, call: Call) -> Rule | None:
     source = call["input"]
-    return Rule(((source, {}),), reshapes=True) if isinstance(source, Node) else None
+    before, after = tensor_value(source), tensor_value(node)
+    if not isinstance(source, Node) or before is None or after is None or before.dtype != after.dtype:
+        return None  # `x.view(torch.int32)` is no change of shape
+    return Rule(((source, {}),), reshapes=True)
 
 
 def _same(rules: Rules, node: Node, call: Call) -> Rule | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
@@ -171,8 +172,10 @@ def is_inner(trace: Trace, node: Node, user: Node) -> bool:
     rule = trace.rule(user)
     if rule is None or node in rule.whole:
         return False
-    extra = node in user.kwargs.values() and user in trace.group.sites
-    return not extra and trace.of_operand(user, rule, node) == trace.layouts[node]
+    extra: list[Node] = []
+    if user in trace.group.sites:  # beside queries, keys and values
+        torch.fx.node.map_arg(user.kwargs, extra.append)
+    return node not in extra and trace.of_operand(user, rule, node) == trace.layouts[node]
 
 
 def _exit(trace: Trace, known: dict[Node, dict[Node, Exit]], node: Node, user: Node) -> Exit | None:
