@@ -167,9 +167,11 @@ class Plan:
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Planned:
         """Adds a call and returns it with its fake value; whatever torch raises on the fake values comes through.
 
-        One that an earlier site of the graph needed too, and that no tensor of the program enters, is that one.
+        One that an earlier site of the graph needed too, and that no tensor of the program enters, is that one, but for
+        random numbers, which each site draws for itself.
         """
-        key = self._key((target, args, kwargs))
+        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        key = None if draws else self._key((target, args, kwargs))
         known = None if key is None else self.size_nodes.made.get(key)
         if known is not None and known.node is not None and not known.node._erased:
             return known

@@ -18,7 +18,7 @@ from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, 
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
 _LOWEST = torch.finfo(torch.float32).min
-_HALF_ABSORBS = 1e30  # times -32752 absorbs any score
+HALF_ABSORBS = 1e30  # times -32752 absorbs any score
 OVERFLOWS_HALF = -65520.0  # is -inf in float16, as two of its lowest numbers are that were added to a score
 LOWEST_CUDA = -2.0e38  # absorbs every score, and stays finite in base 2
 
@@ -174,7 +174,7 @@ def _as_in_half(lower: Lowering, mask: Value) -> Value:
     masked = plan.call(aten.le.Scalar, rounded, torch.finfo(torch.float16).min / 2)
     learned = a.mask.bias is not None and wants_mask_gradient(a)
     low = plan.call(aten.to.dtype, plan.call(aten.detach.default, rounded) if learned else rounded, torch.float32)
-    low = plan.call(aten.mul.Scalar, low, _HALF_ABSORBS)
+    low = plan.call(aten.mul.Scalar, low, HALF_ABSORBS)
     if not learned:
         return plan.call(aten.where.self, masked, low, wide)
     infinite = plan.call(aten.eq.Scalar, low, float("-inf"))

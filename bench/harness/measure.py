@@ -66,7 +66,7 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         reports = {way: _told(report) for way, report in shop.reports.items()}
     for candidate in candidates:
         yield {
-            **row_of(name, candidate.name, samples[candidate.name], errors[candidate.name], program.tolerance),
+            **row_of(name, candidate.name, samples[candidate.name], errors.get(candidate.name), program.tolerance),
             "compile_s": candidate.compile_s,
             "package_bytes": candidate.package_bytes,
             "peak_bytes": peaks[candidate.name],
@@ -79,8 +79,8 @@ def measured(module: str, name: str, chosen: tuple[str, ...], setting: Setting, 
         yield failed_row(name, way, failure)
 
 
-def row_of(program: str, way: str, taken: Sequence[float], error: float, tolerance: float | None) -> Row:
-    """What every row has: of a program run in one way, the microseconds it took and its error."""
+def row_of(program: str, way: str, taken: Sequence[float], error: float | None, tolerance: float | None) -> Row:
+    """What every row has: of a program run in one way, the microseconds it took and its error, if it can be told."""
     times = {f"p{which}_us": percentile(taken, which) for which in (10, 90)}
     facts = {"program": program, "way": way, "stage": way, "status": "ok", "error": error, "tolerance": tolerance}
     return {**facts, "median_us": statistics.median(taken), **times}
@@ -123,12 +123,14 @@ def _errors(
     program: Program, candidates: Sequence[Candidate], inputs: tuple[torch.Tensor, ...], device: str
 ) -> dict[str, float]:
     """The worst relative error of every candidate over all inputs of the program."""
+    if program.draws:
+        return {}
     errors: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     # Last of all: other sizes make torch.compile compile again, and that is not what was timed.
     for given in (inputs, *(other(device) for other in program.others)):
         want = program.exact(device, given)
         for candidate in candidates:
-            errors[candidate.name].append(relative_error(candidate.run(*given), want))
+            errors[candidate.name].append(relative_error(program.answer(candidate.run, given), want))
     return {name: worst(of_way) for name, of_way in errors.items()}
 
 
@@ -180,6 +182,8 @@ def judged(rows: list[Row]) -> list[Row]:
             row["over_stock"] = base["median_us"] / row["median_us"]
             row["noise"] = noise(base, by_way.get(w.AGAIN[base["way"]]))
             row["verdict"] = verdict(row["over_stock"], base["p10_us"] / row["p10_us"], row["noise"])
+        if row["error"] is None:
+            continue
         if row["tolerance"] is None:
             known = by_way.get(w.EAGER) or by_way.get(w.base_of(row["way"]))
             row["tolerance"] = 0.0 if known is None else _TIMES_KNOWN * known["error"]

@@ -43,7 +43,8 @@ class Program:
     is computed in float32. `tolerance` is relative to the largest value; None: 3 times that of eager or stock, in half
     precision after many layers. `dtype` is that of the products where the first input has another. `trains`: a call is
     a forward and a backward, its answer the gradients of the inputs that want one. `extra` are variants of its own, by
-    name: given the module, the inputs and a folder, each makes something to call.
+    name: given the module, the inputs and a folder, each makes something to call. `draws`: answers are random, and are
+    compared with nothing.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Program:
     float64: bool = True
     trains: bool = False
     extra: Mapping[str, Extra] = field(default_factory=dict)
+    draws: bool = False
 
     def exact(self, device: str, inputs: Tensors) -> Any:
         """The answer in float64, or eager's."""
@@ -72,6 +74,10 @@ class Program:
     def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What one call is: the program itself, or a training step of it."""
         return step(run) if self.trains else run
+
+    def answer(self, call: Callable[..., Any], inputs: Tensors) -> Any:
+        """What is compared with `exact`: what a call returns."""
+        return call(*inputs)
 
 
 def of_function(

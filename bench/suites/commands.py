@@ -1,4 +1,4 @@
-"""The commands that measure a list of programs: variants, forms, models, training, peers, cases."""
+"""The commands that measure a list of programs: variants, forms, models, training, steps, peers, cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
 from bench.harness.programs import Program, Setting
-from bench.suites import cases, forms, masks, models, peers, training
+from bench.suites import cases, forms, masks, models, peers, steps, training
 
 
 def _tables(
@@ -68,6 +68,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "forms": _command(forms, "Common forms at common sizes, by hand and as calls: eager, stock, the pass."),
     "models": _command(models, "Whole models at real sizes: eager, stock, the pass, both frozen.", models.WAYS, 9),
     "training": _command(training, "Training steps, forward and backward: eager, stock, the pass."),
+    "steps": _command(steps, "Whole training steps with the optimizer: eager, stock, the pass.", times=9),
     "peers": _command(
         peers,
         "Whole models beside other systems; needs onnx, onnxruntime, onnxscript and openvino (make bench-peers).",

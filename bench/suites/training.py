@@ -1,13 +1,14 @@
 """Training steps, the pass against stock: `python -m bench training [--json FILE] [--only NAME]`.
 
 A step is a forward and a backward with gradients of every input that wants one. Beside what the pass does by itself,
-the form it has for training is taken wherever there is one (``choose="fused"``).
+the form it has for training is taken wherever there is one (``choose="fused"``). Where a form draws dropout, no error
+can be told: each variant draws numbers of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import attn_pass
 from attn_pass.measuring.timing import compiled
+from attn_pass.model.dtype_name import dtype_name
 from bench.harness.programs import Built, Function, Program, Setting, Tensors
 from bench.suites.spellings import by_hand, call, causal
 
@@ -32,12 +34,21 @@ class Form:
     run: Callable[..., Tensor]
     shape: tuple[int, int, int, int] = (4, 8, 512, 64)
     rest: Callable[[tuple[int, int, int, int]], Tensors] = lambda shape: ()
+    dtype: torch.dtype = torch.float32
+    draws: bool = False
 
     def make(self, device: str) -> Built:
         """Operands that want gradients, and the rest."""
         torch.manual_seed(0)
         inputs = (*(torch.randn(self.shape, requires_grad=True) for _ in range(3)), *self.rest(self.shape))
-        return Function(self.run), tuple(x.detach().to(device).requires_grad_(x.requires_grad) for x in inputs)
+        made = (x.detach().clamp(torch.finfo(self.dtype).min).to(device, self.dtype) for x in inputs)
+        return Function(self.run), tuple(x.requires_grad_(of.requires_grad) for x, of in zip(made, inputs))
+
+    @property
+    def title(self) -> str:
+        """With shape and dtype."""
+        dtype = "" if self.dtype == torch.float32 else f", {dtype_name(self.dtype)}"
+        return f"{self.name}, {'x'.join(map(str, self.shape))}{dtype}"
 
 
 def padding(shape: tuple[int, int, int, int]) -> Tensors:
@@ -59,6 +70,12 @@ def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(scores.masked_fill(~keep, LOWEST), -1) @ v
 
 
+def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """BERT as it is trained."""
+    weights = torch.softmax(q @ k.transpose(-1, -2) * q.size(-1) ** -0.5 + mask, -1)
+    return torch.nn.functional.dropout(weights, 0.1) @ v
+
+
 LONG = (1, 8, 2048, 64)
 FORMS = (
     Form("by hand", by_hand),
@@ -68,10 +85,17 @@ FORMS = (
     Form("call", call),
     Form("padded (BERT)", by_hand, rest=padding),
     Form("padded, long", by_hand, LONG, padding),
+    Form("padded, dropout 0.1 (BERT)", dropped, rest=padding, draws=True),
+    Form("padded, dropout 0.1, long", dropped, LONG, padding, draws=True),
     Form("learned bias (T5)", by_hand, rest=learned),
     Form("learned bias, long", by_hand, LONG, learned),
     Form("learned bias of windows (Swin)", by_hand, (64, 4, 49, 32), learned),
 )
+IN_BFLOAT16 = (
+    *("by hand", "causal by hand, long", "causal, soft cap (Gemma)", "padded, dropout 0.1 (BERT)"),
+    "learned bias, long",
+)
+FORMS += tuple(replace(form, dtype=torch.bfloat16) for form in FORMS if form.name in IN_BFLOAT16)
 
 
 def _fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Tensor]:
@@ -82,9 +106,11 @@ def programs(setting: Setting) -> list[Program]:
     """Every form; the first in quick runs."""
     return [
         Program(
-            f"{form.name}, {'x'.join(map(str, form.shape))}",
+            form.title,
             partial(Form.make, form),
             trains=True,
+            draws=form.draws,
+            tolerance=1e-5 if form.dtype == torch.float32 else None,
             extra={FUSED: _fused},
         )
         for form in (FORMS[:1] if setting.quick else FORMS)

@@ -12,10 +12,12 @@ row. If the scores' log-sum-exp is needed as well, it is the kernel's second res
 In training the backward computes the weights again from what the forward left of each row. It gives the gradients of
 query, key and value, of an added matrix, summed up over whatever it is broadcast over, of a sink, and of all that a
 function of the scores reads. It sums in an order that follows from the sizes, so that gradients are the same for any
-number of threads. A row that a number masks fully has eager's gradients.
+number of threads. A row that a number masks fully has eager's gradients. Dropout is drawn inside the kernel from a seed
+of torch's generator: other numbers than eager's, the same in forward and backward.
 
-Offers in inference, and in training under ``torch.compile``, in float32, bfloat16 and float16. Where Inductor does not
-compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names it.
+Offers in inference, and in training and with dropout under ``torch.compile``, in float32, bfloat16 and float16. Where
+Inductor does not compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names
+it.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
 from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
-from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, bounds_of, with_keep
+from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SEEDS = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class CpuPlan:
     fully_masked: str
     with_logarithm: bool
     inspects: bool = False  # it is told which keys an added mask rules out, which is found at run time
+    fill: float | None = None  # what a score becomes that is not kept, where that counts
 
 
 class CpuKernel:
@@ -79,19 +83,21 @@ class CpuKernel:
             attention = with_keep(attention)
         adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
         score, captured = _score(attention)
+        fill = training.fill_that_counts(attention, setting)
         decided = CpuPlan(
-            bounds_of(attention, setting),
+            training.bounds_beside(attention, setting, fill),
             score,
             captured,
-            _fully_masked(attention),
+            _fully_masked(attention, fill),
             with_logarithm=setting.wants_logarithm and gives_logarithm,
             inspects=masked_out.is_inspected(attention, setting),
+            fill=fill,
         )
         return Offer(
             self.name,
             variant,
             attention,
-            _microseconds(attention, decided.bounds, setting),
+            _microseconds(attention, decided, setting),
             fused=True,
             plan=decided,
             assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
@@ -108,8 +114,6 @@ class CpuKernel:
             return f"the CPU kernel computes in float32, and this attention in {str(a.compute_dtype)[6:]}"
         if (reason := training.refusal(a, setting)) is not None:
             return reason
-        if a.dropout:
-            return "the CPU kernel has no dropout"
         if setting.autocast is not None and setting.autocast != a.compute_dtype:
             return "autocast would give the products another dtype"
         if setting.allowed_backends is not None:
@@ -140,7 +144,12 @@ class CpuKernel:
         if decided.bounds.rest != TRUE:
             given["keep"] = _kept(lower, decided.bounds.rest)
         if a.mask.bias is not None:
-            given["bias"] = additive_mask(lower, setting)
+            apart = replace(a, mask=replace(a.mask, keep=None)) if training.gives_apart(a) else a
+            given["bias"] = additive_mask(Lowering(plan, nodes, apart), setting)
+        if decided.fill is not None:
+            given["fill"] = decided.fill
+        if a.dropout:
+            given |= {"seed": _drawn_seed(plan, query), "dropout": a.dropout}
         if decided.inspects:
             given["keep"] = masked_out.kept(lower)
         if decided.score:
@@ -148,9 +157,10 @@ class CpuKernel:
             given |= {"score": decided.score, "captured": read}
         if a.sink is not None:
             given["sink"] = _in_float32(lower, a.sink, (a.batch, a.heads, a.rows, ()))
-        if not decided.with_logarithm and not a.needs_grad:
+        differs = a.needs_grad or a.dropout > 0
+        if not decided.with_logarithm and not differs:
             return lower.result(plan.call(operator.OPERATOR, query, key, value, a.scale, **given))
-        function = gradients.FORWARD if a.needs_grad else operator.WITH_LSE
+        function = gradients.FORWARD if differs else operator.WITH_LSE
         both = plan.call(function, query, key, value, a.scale, **given)
         if not decided.with_logarithm:
             return lower.result(plan.call(getitem, both, 0))
@@ -192,6 +202,12 @@ def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, 
     return made if fake_of(made).dtype == torch.float32 else lower.plan.call(aten.to.dtype, made, torch.float32)
 
 
+def _drawn_seed(plan: Plan, query: Value) -> Value:
+    """Of dropout, from torch's generator: the same for the forward, the backward, and a checkpoint's second forward."""
+    device = fake_of(query).device
+    return plan.call(aten.randint.low, 0, _SEEDS, [1], dtype=torch.int64, device=device)
+
+
 def _score(a: Attention) -> tuple[str, tuple[Expr, ...]]:
     """The score function's text and what it captures; nothing where the scores are a scaled product.
 
@@ -224,7 +240,9 @@ def _refusal_of_score(a: Attention) -> str | None:
     )
 
 
-def _fully_masked(a: Attention) -> str:
+def _fully_masked(a: Attention, fill: float | None) -> str:
+    if fill is not None or (a.dropout and a.mask.replaces_with_number):  # there is no such row then
+        return "nan"
     if a.mask.replaces_with_number and a.mask.bias is None:
         return "mean"
     return "nan" if a.empty_row_is_nan else "zero"
@@ -243,12 +261,13 @@ def _gives_logarithm(a: Attention) -> bool:
     return bool(a.score_rows) and in_order and masks and not of_sink
 
 
-def _microseconds(a: Attention, bounds: Bounds, setting: Setting) -> float:
+def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
+    bounds = decided.bounds
     problem = problem_of(a, setting.hint)
     if a.mask.bias is None:
         problem = replace(problem, mask_bytes=1, mask_elements=0 if bounds.rest == TRUE else problem.mask_elements)
-    # Beside a bias whose fully masked rows average all keys nothing is skipped.
-    skips = a.mask.bias is None or a.mask.never_empty
+    # Where fully masked rows average all keys beside a bias or with dropout nothing is skipped.
+    skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty)
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= VALID_SHARE if bounds.at_run_time else 1.0
     forward = cost.microseconds(a, problem, setting.device, share)

@@ -1,27 +1,81 @@
-"""What the CPU kernel asks of an attention with gradients, beside what it asks of any."""
+"""What the CPU kernel asks of an attention with gradients or dropout, beside what it asks of any."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import loads
+from attn_pass.model.expression import TRUE, loads
+from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.empty_rows import replaced_and_added
+from attn_pass.targets.empty_rows import replaces_scores
+from attn_pass.targets.key_bounds import Bounds, bounds_of
+from attn_pass.targets.masks import HALF_ABSORBS, shifts_rows
+
+_LOWEST = torch.finfo(torch.float32).min
 
 
 def adds_to_empty_rows(a: Attention, setting: Setting) -> bool:
     """Whether an added mask may mask a row fully: the gradient of such a row passes through it."""
-    return a.needs_grad and not (a.mask.never_empty or setting.assume_nonempty_rows)
+    return a.needs_grad and not _never_empty(a, setting)
+
+
+def _never_empty(a: Attention, setting: Setting) -> bool:
+    return a.mask.never_empty or setting.assume_nonempty_rows
 
 
 def refusal(a: Attention, setting: Setting) -> str | None:
-    """Why the kernel's backward is not the program's; None where it is, or where no gradient is needed."""
+    """Why the kernel's backward or dropout is not the program's; None where it is, or where there is neither."""
     if setting.may_need_grad or (a.needs_grad and setting.program != "compile"):
         return "the CPU kernel has gradients under torch.compile only"
+    if a.dropout and setting.program != "compile":
+        return "the CPU kernel has dropout under torch.compile only"
+    if (reason := constraints.refusal((constraints.RANDOM_NUMBERS,), constraints.Attended(a, setting))) is not None:
+        return reason
     if not a.needs_grad:
         return None
-    if adds_to_empty_rows(a, setting) and not a.mask.only_hides and (reason := replaced_and_added(a)) is not None:
-        return reason
+    if a.mask.bias is not None and not _never_empty(a, setting) and replaces_scores(a.mask.bias):
+        return "a row may be fully masked by scores that are replaced and by a matrix that is added"
+    if gives_apart(a) and shifts_rows(a):
+        return f"a bias of {a.compute_dtype} scores in float64, beside a mask that replaces them"
     condition = a.mask.condition
     if condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition)):
         return "the mask's condition needs a gradient"
     return None
+
+
+def gives_apart(a: Attention) -> bool:
+    """Whether bias and keep-condition are given to the kernel each for itself, and not as one matrix.
+
+    The gradient of a score that is replaced goes nowhere, and the bias stays as small as it is.
+    """
+    return (a.needs_grad or a.dropout > 0) and a.mask.bias is not None and a.mask.keep is not None
+
+
+def fill_that_counts(a: Attention, setting: Setting) -> float | None:
+    """What masked scores become for the kernel, if weights follow from it; None where masked keys count for nothing.
+
+    They do in rows that are fully masked: by the condition, whose weights dropout takes some of, or by the condition
+    and numbers of the bias together.
+    """
+    if a.mask.keep is None or not a.mask.replaces_with_number or _never_empty(a, setting):
+        return None
+    if a.mask.bias is None:
+        return _LOWEST if a.dropout else None
+    if not gives_apart(a):
+        return None
+    fill = float(torch.tensor(a.mask.keep.fill, dtype=a.score_dtype))
+    # As the bias has it (`masks.additive_mask`), so that the two keep their order.
+    in_half = a.score_dtype == torch.float16 and fill / a.rescaled <= torch.finfo(torch.float16).min / 2
+    return fill * HALF_ABSORBS if in_half else fill
+
+
+def bounds_beside(a: Attention, setting: Setting, fill: float | None) -> Bounds:
+    """The mask as bounds on a row's keys; with a fill every key counts, and the condition says with which score."""
+    if fill is not None:
+        return Bounds(rest=a.mask.condition or TRUE)
+    if gives_apart(a):  # a row that masks all keys with -inf is none of a softmax, whatever is added
+        a = replace(a, mask=replace(a.mask, never_empty=True))
+    return bounds_of(a, setting)

@@ -38,7 +38,8 @@ def main(sanitizers: list[str], sets: list[str]) -> int:
         for name in sets:
             with tempfile.TemporaryDirectory() as folder:
                 reported = {**os.environ, **SETTINGS, "LD_PRELOAD": library, "ATTN_PASS_CPU_ISA": name}
-                reported |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}"}
+                found = os.pathsep.join(map(str, (HERE, HERE.parents[1] / "support", HERE.parents[2])))
+                reported |= {"ATTN_PASS_CACHE_DIR": folder, "PYTHONPATH": found}
                 # The thread sanitizer's maps of memory have no room for addresses drawn at random.
                 command = ["setarch", platform.machine(), "-R"] if sanitizer == "thread" else []
                 command += [sys.executable, str(HERE / "sanitize.py"), "--here", sanitizer, name]

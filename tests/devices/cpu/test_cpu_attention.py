@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import philox
 import pytest
 import torch
 from torch import Tensor
@@ -55,14 +56,18 @@ def reference(
     kept = kept[:, None].expand(scores.shape)
     if given.get("keep") is not None:
         kept = kept & given["keep"]
-    scores = torch.where(kept, scores, float("-inf"))
+    fill, dropped = given.get("fill"), given.get("dropout", 0.0)
+    scores = torch.where(kept, scores, float("-inf") if fill is None else fill)
+    left = torch.ones(()) if not dropped else philox.left(given["seed"], dropped, tuple(scores.shape))
+    left = left.to(to) / (1 - dropped) if dropped < 1 else torch.zeros(())
+    kept = kept if fill is None else torch.ones_like(kept)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)  # a softmax of nothing would make NaN of gradients
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     if (sink := given.get("sink")) is not None:
         scores = torch.cat((scores, sink.to(to).expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) @ v, lse
-    out = scores.softmax(-1).masked_fill(~kept, 0.0) @ v
+        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) * left @ v, lse
+    out = scores.softmax(-1).masked_fill(~kept, 0.0) * left @ v
     otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
     return torch.where(empty, otherwise[given.get("fully_masked", "nan")].to(to), out), lse
 
@@ -193,9 +198,12 @@ def test_every_instruction_set_is_right(name: str) -> None:
         "import test_cpu_attention as t\n"
         "found = t.failures(t.torch.bfloat16, 100, seed=8)\n"
         "assert not found, found\n"
+        "import test_cpu_dropout as d\n"
+        "d.test_a_weight_is_dropped_by_its_place_and_the_seed((2, 2, 100, 130), t.torch.bfloat16)\n"
     )
     here = Path(__file__).parent
-    reported = {**os.environ, "ATTN_PASS_CPU_ISA": name, "PYTHONPATH": f"{here}{os.pathsep}{here.parents[2]}"}
+    found = os.pathsep.join(map(str, (here, here.parents[1] / "support", here.parents[2])))
+    reported = {**os.environ, "ATTN_PASS_CPU_ISA": name, "PYTHONPATH": found}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=reported, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 

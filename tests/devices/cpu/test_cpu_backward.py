@@ -11,10 +11,10 @@ import torch
 from test_cpu_attention import DTYPES, SCORE, draw, reference
 from torch import Tensor
 
-from attn_pass.devices.cpu.kernel import slopes
+from attn_pass.devices.cpu.kernel import operator, slopes
 from attn_pass.devices.cpu.kernel.gradients import FORWARD
 
-ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # or twice eager's; of the largest, or of 1
+ERRORS = {torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}  # or twice eager's; of the largest, or of 1
 
 
 def leaves(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], wide: bool) -> dict[str, Tensor]:
@@ -23,6 +23,17 @@ def leaves(operands: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], wide:
     named |= {name: given[name] for name in ("bias", "sink") if name in given}
     named |= {f"captured{n}": x for n, x in enumerate(given.get("captured", ())) if n == 0}  # 1 is a condition
     return {name: (x.double() if wide else x).detach().requires_grad_() for name, x in named.items()}
+
+
+def dropped_or_filled(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
+    """The call with dropout, or with a fill in the place of bounds, or both; or as it is."""
+    if rng.random() < 0.3:
+        given = {name: x for name, x in given.items() if name not in (*operator.NUMBERS, *operator.BOUNDS)}
+        given["fill"] = rng.choice((-1e9, -3.0, torch.finfo(torch.float32).min))
+    if rng.random() < 0.4:
+        given = given | {"dropout": rng.choice((0.1, 0.5, 1.0)), "seed": torch.randint(1 << 62, (1,))}
+        given["fully_masked"] = "zero"
+    return given
 
 
 def gradients(
@@ -54,6 +65,7 @@ def failures(dtype: torch.dtype, count: int, seed: int, scored: float = 0.0) -> 
     torch.manual_seed(seed)
     for n in range(count):
         (*operands, scale), given = draw(rng, dtype, scored)
+        given = dropped_or_filled(rng, given)
         query, value = operands[0], operands[2]
         upstream = [torch.randn(*query.shape[:3], value.size(3)).to(dtype)]
         if n % 3 == 0 and "sink" not in given:

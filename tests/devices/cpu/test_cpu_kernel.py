@@ -173,16 +173,6 @@ def test_float64_is_refused() -> None:
     assert why in report.sites[0].refusals["cpu_kernel"]
 
 
-def test_dropout_is_refused() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v
-
-    torch._dynamo.reset()
-    with torch.no_grad(), attn_pass.record() as report:
-        torch.compile(run, backend=attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",)))(*qkv())
-    assert report.sites[0].refusals["cpu_kernel"] == "the CPU kernel has no dropout"
-
-
 WINDOW: Keep = lambda i, j: (j <= i) & (i - j < 64)
 
 

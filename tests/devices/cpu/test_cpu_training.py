@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -151,15 +152,55 @@ def test_inside_a_checkpoint() -> None:
     trained(run, *qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True))
 
 
-def test_a_learned_bias_beside_scores_that_are_replaced_by_a_number_is_refused_where_a_row_may_be_empty() -> None:
-    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
-        return (q @ k.mT * 0.2 + bias).masked_fill(hidden, -1e9).softmax(-1) @ v
+def filled(fill: float, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+    return (q @ k.mT * 0.2 + bias).masked_fill(hidden, fill).softmax(-1) @ v
 
-    hidden = randn(2, 1, 17, 70) > 0
-    given = (*qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True), hidden)
-    report = trained(run, *given, rewritten=0)
-    assert "replaced and by a matrix that is added" in report.sites[0].refusals["cpu_kernel"]
-    trained(run, *given, assume_nonempty_rows=True)
+
+HIDDEN = {
+    "some rows fully": lambda: (randn(2, 1, 17, 70) > 0).index_fill(2, torch.tensor([3, 7]), True),
+    "padding, and a sequence of nothing": lambda: torch.arange(70) >= torch.tensor([40, 0])[:, None, None, None],
+    "by heads": lambda: randn(2, 4, 17, 70) > 1,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize(("name", "shape"), list(zip(HIDDEN, ((1, 4, 17, 70), (70,), (2, 4, 17, 70)))), ids=str)
+def test_a_learned_bias_beside_scores_that_are_replaced_by_a_number(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """DeBERTa: a score that is replaced passes nothing on, in fully masked rows either."""
+    fill = torch.finfo(dtype).min if name == "by heads" or dtype == torch.float16 else -1e9
+    operands = qkv(2, 4, 17, 70, dtype=dtype, grad=True)
+    trained(partial(filled, fill), *operands, randn(*shape, dtype=dtype, grad=True), HIDDEN[name]())
+
+
+def test_a_learned_bias_that_masks_with_the_number_that_replaces() -> None:
+    """Rows that both mask fully together have weights at all keys."""
+    bias = randn(4, 17, 70).masked_fill(randn(17, 70, seed=1) > 0, -1e9)
+    bias[:, 5:9] = -1e9
+    operands = qkv(2, 4, 17, 70, grad=True)
+    trained(partial(filled, -1e9), *operands, bias.requires_grad_(), HIDDEN["some rows fully"]())
+
+
+def test_a_learned_bias_beside_scores_that_are_replaced_by_minus_infinity() -> None:
+    hidden = HIDDEN["by heads"]()
+    trained(partial(filled, NEG_INF), *qkv(2, 4, 17, 70, grad=True), randn(4, 17, 70, grad=True), hidden)
+
+
+def test_a_learned_bias_beside_two_numbers_that_replace() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor, more: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2 + bias).masked_fill(hidden, -1e9).masked_fill(more, -2e9).softmax(-1) @ v
+
+    given = (*qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True))
+    trained(run, *given, HIDDEN["some rows fully"](), randn(2, 1, 17, 70, seed=1) > 0)
+
+
+def test_a_learned_bias_that_is_replaced_before_it_is_added() -> None:
+    def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, hidden: Tensor) -> Tensor:
+        return (q @ k.mT * 0.2 + torch.where(hidden, -1e9, bias)).softmax(-1) @ v
+
+    given = (*qkv(2, 4, 17, 70, grad=True), randn(1, 4, 17, 70, grad=True), HIDDEN["some rows fully"]())
+    trained(run, *given)
 
 
 def test_outside_of_torch_compile_it_has_no_gradients() -> None:

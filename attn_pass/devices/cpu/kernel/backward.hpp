@@ -416,7 +416,7 @@ template <class T> void attend_backward(const BackwardArgs& given) {
   j.given = given;
   j.a = given.a;
   const Args& a = j.a;
-  j.all = {scale_of(a), {}};
+  j.all = {scale_of(a), dropout_of(a), {}};
   j.group = a.H / a.HK;
   j.panels = blocks_of(a.S, PANEL);
   j.columns = blocks_of(a.D, T::PER_COLUMN), j.value_columns = blocks_of(a.DV, T::PER_COLUMN);

@@ -22,6 +22,7 @@ struct Sums {
 
 struct Gradients {
   Scale scale;
+  Dropout dropout;
   bool any_fresh;
   Sums sums[1 + CAPTURED];
 };
@@ -117,6 +118,9 @@ template <class T>
 ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, const Left& left, u64 word, i64 key, i64 there, float* s, float* g) {
   const vec by = Isa::set1(j.scale.before), factor = Isa::set1(j.scale.factor), top = Isa::set1(-left.top);
   const vec share = Isa::set1(left.share), delta = Isa::set1(-left.delta), zero = Isa::zero();
+  const vec of_left = Isa::set1(j.dropout.factor), fill = Isa::set1(a.fill);
+  const u64 drawn = a.seed ? left_word(j.dropout, row.b * a.H + row.h, row.i, key) : 0;
+  const u64 kept = a.replaces ? kept_by_tensor(a, row, key) : ~u64(0);
   vec total = zero;
 #ifdef ATTN_SCORE
   vec totals[CAPTURED];
@@ -129,18 +133,24 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
     score = ATTN_SCORE;
 #endif
     if (row.bias) score = Isa::add(score, bias_at(a, row, key + n, a.S - key - n));
-    const u32 bits = u32(word >> n);
+    if (a.replaces) score = Isa::keep(u32(kept >> n), score, fill);
+    const u32 bits = u32(word >> n), passing = bits & u32(kept >> n);  // a score that was replaced passes no gradient on
     const vec e = exp2_of<T::DEGREE>(Isa::mul(Isa::add(score, top), factor));
     const vec weight = Isa::keep(bits, Isa::mul(e, share), zero);
-    vec gradient = Isa::keep(bits, Isa::mul(weight, Isa::add(Isa::load(g + n), delta)), zero);
-    Isa::store(s + n, weight);
+    vec of_weight = Isa::load(g + n), used = weight;
+    if (a.seed) {
+      const u32 left = u32(drawn >> n);
+      of_weight = Isa::keep(left, Isa::mul(of_weight, of_left), zero), used = Isa::keep(left, Isa::mul(weight, of_left), zero);
+    }
+    vec gradient = Isa::keep(passing, Isa::mul(weight, Isa::add(of_weight, delta)), zero);
+    Isa::store(s + n, used);
     if (j.sums[0].data) add_up(j.sums[0], row, key + n, a.S - key - n, gradient, total);
 #ifdef ATTN_SCORE
 #define ATTN_CALL(which, slope) \
-  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(bits, mul(gradient, slope), zero), totals[which]);
+  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(passing, mul(gradient, slope), zero), totals[which]);
     ATTN_SLOPES(ATTN_CALL)
 #undef ATTN_CALL
-    gradient = Isa::keep(bits, mul(gradient, ATTN_SLOPE), zero);
+    gradient = Isa::keep(passing, mul(gradient, ATTN_SLOPE), zero);
 #endif
     Isa::store(g + n, gradient);
   }

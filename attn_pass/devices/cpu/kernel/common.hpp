@@ -55,6 +55,9 @@ struct PerBatch {
 // kept counts for nothing, whatever it holds. Where there is a score function it stands in the place of the scaled
 // product, and reads `captured`. A sink is one more score of every row, whose value is zero.
 //
+// Where it `replaces`, a key that is not kept counts with the score `fill`, and there are no bounds. With a `seed` each
+// weight is dropped with the probability `dropout`, and the others are divided by what is left of 1 (`dropout.hpp`).
+//
 // With `offsets`, a segment of rows lies behind the other: B is 1, L and S count all rows, and segment b is the rows, of
 // queries, keys and values, from offsets[b] to offsets[b + 1], each of which sees its own segment alone. A row's position,
 // and a key's, is that in its segment; so are those of `bias` and `captured`, whose first dimension is the segment.
@@ -73,8 +76,10 @@ struct Args {
   i64 B, H, HK, L, S, D, DV;
   i64 before, after, start, end, segments;
   PerBatch shift, starts, ends, offsets;
-  float scale;
-  i32 bias_type, fully_masked, threads, has_score;
+  const i64* seed;  // of one number, or null
+  double dropout;
+  float scale, fill;
+  i32 bias_type, fully_masked, threads, has_score, replaces;
 };
 
 // A tensor that is written.

@@ -5,6 +5,7 @@ constexpr i64 FEW = 16, FETCH = 64;  // most rows; keys by which prefetches run 
 struct Few {
   Args a;
   Scale scale;
+  Dropout dropout;
   i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
   float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
   size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room;
@@ -235,7 +236,15 @@ template <class T> void part_task(const void* job, i64 task) {
     for (i64 r = 0; r < R; ++r) {
       const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
       float* at = s + r * PANEL;
-      running[r].sum += Isa::reduce_add(weigh<T>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, Isa::zero()));
+      i32* weights = reinterpret_cast<i32*>(at);
+      vec sum = Isa::zero();
+      if (a.seed) {
+        const u64 left = left_word(j.dropout, b * a.H + rows[r].h, rows[r].i, key);
+        sum = weigh<T, true>(at, weights, there, j.scale.factor, off, left, sum);
+      } else {
+        sum = weigh<T, false>(at, weights, there, j.scale.factor, off, 0, sum);
+      }
+      running[r].sum += Isa::reduce_add(sum);
     }
     for (i64 r = R; r < padded; ++r) std::memset(s + r * PANEL, 0, PANEL * 4);
     const i32* weights = reinterpret_cast<const i32*>(s);
@@ -267,7 +276,7 @@ template <class T> void part_task(const void* job, i64 task) {
     }
   }
   if (!j.partial) {
-    for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, o + r * j.ldv);
+    for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv);
     return;
   }
   for (i64 r = 0; r < R; ++r) {
@@ -297,13 +306,14 @@ template <class T> void join_task(const void* job, i64 task) {
     const vec v = Isa::set1(by);
     for (i64 d = 0; d < j.ldv; d += W) Isa::store(o + d, Isa::fma(v, Isa::load(one + d), Isa::load(o + d)));
   }
-  write_row<T>(a, bh / a.HK, (bh % a.HK) * j.group + r / a.L, r % a.L, whole, j.scale.factor, o);
+  write_row<T>(a, bh / a.HK, (bh % a.HK) * j.group + r / a.L, r % a.L, whole, j.scale.factor, j.dropout.factor, o);
 }
 
 template <class T> void attend_few(const Args& a) {
   Few j;
   j.a = a;
   j.scale = scale_of(a);
+  j.dropout = dropout_of(a);
   j.group = a.H / a.HK;
   j.rows = j.group * a.L;
   j.columns = blocks_of(a.D, T::PER_COLUMN);

@@ -18,6 +18,7 @@ from attn_pass.devices.cpu.kernel.template import (
     Call,
     Filled,
     emitted,
+    floats_of,
     heads_last,
     is_wanted,
     laid_out,
@@ -125,6 +126,8 @@ def lower(
         others[name] = empty_strided(at.size, at.stride, dtype=at.dtype, device=at.device)
     operands |= {_written(name): laid_out(x) for name, x in others.items()}
     written = tuple(map(_written, others))
-    template = _Backward(operands, layouts[wanted[0]], float(scale), given.get("score", ""), numbers, written)
+    template = _Backward(
+        operands, layouts[wanted[0]], floats_of(scale, given), given.get("score", ""), numbers, written
+    )
     template.wanted = tuple(wanted)
     return [emitted(template), *others.values()]

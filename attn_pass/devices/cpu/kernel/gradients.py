@@ -17,7 +17,9 @@ from torch import Tensor
 
 from attn_pass.devices.cpu.kernel.build import entry
 from attn_pass.devices.cpu.kernel.operator import (
+    GIVEN,
     LIBRARY,
+    OPERANDS,
     Args,
     Operand,
     arguments,
@@ -31,11 +33,7 @@ from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import BACKWARD
 
 # Autograd takes no tensors that are keywords.
-_GIVEN = (
-    "Tensor query, Tensor key, Tensor value, float scale, SymInt? before=None, SymInt? after=None, SymInt? start=None, "
-    "SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, "
-    "Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, str score='', str fully_masked='nan'"
-)
+_GIVEN = f"{OPERANDS}, {GIVEN}, float? fill=None, Tensor? seed=None, float dropout=0.0"
 NAMES = tuple(part.split("=")[0].split()[-1] for part in _GIVEN.split(", "))
 """The forward's arguments, in order."""
 _OPERANDS = NAMES[:3]

@@ -77,6 +77,18 @@ struct Isa {
     return word;
   }
 
+  using lanes = __m256i;  // a number of 32 bits in each 64; what is above it counts for nothing
+  static constexpr int LANES = 4;
+  ATTN_INLINE lanes each(u32 x) { return _mm256_set1_epi64x(x); }
+  ATTN_INLINE lanes counted(u32 first) { return _mm256_add_epi64(each(first), _mm256_setr_epi64x(0, 1, 2, 3)); }
+  ATTN_INLINE lanes product(lanes a, lanes b) { return _mm256_mul_epu32(a, b); }
+  ATTN_INLINE lanes upper(lanes a) { return _mm256_srli_epi64(a, 32); }
+  ATTN_INLINE lanes differing(lanes a, lanes b, lanes c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+  ATTN_INLINE u32 at_least(lanes a, u32 least) {
+    const __m256i below = _mm256_cmpgt_epi64(each(least), _mm256_and_si256(a, each(~u32(0))));
+    return u32(~_mm256_movemask_pd(_mm256_castsi256_pd(below))) & 15;
+  }
+
   ATTN_INLINE void transpose(vec (&x)[W]) {
     vec t[8], u[8];
 #pragma GCC unroll 4

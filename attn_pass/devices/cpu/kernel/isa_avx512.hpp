@@ -59,6 +59,15 @@ struct Isa {
     return _mm512_test_epi8_mask(x, x);
   }
 
+  using lanes = __m512i;  // a number of 32 bits in each 64; what is above it counts for nothing
+  static constexpr int LANES = 8;
+  ATTN_INLINE lanes each(u32 x) { return _mm512_set1_epi64(x); }
+  ATTN_INLINE lanes counted(u32 first) { return _mm512_add_epi64(each(first), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }
+  ATTN_INLINE lanes product(lanes a, lanes b) { return _mm512_mul_epu32(a, b); }
+  ATTN_INLINE lanes upper(lanes a) { return _mm512_srli_epi64(a, 32); }
+  ATTN_INLINE lanes differing(lanes a, lanes b, lanes c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+  ATTN_INLINE u32 at_least(lanes a, u32 least) { return _mm512_cmpge_epu64_mask(_mm512_and_si512(a, each(~u32(0))), each(least)); }
+
   ATTN_INLINE void transpose(vec (&x)[W]) {
     __m512i r[16], t[16];
 #pragma GCC unroll 16

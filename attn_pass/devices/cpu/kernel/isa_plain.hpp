@@ -83,6 +83,15 @@ struct Isa {
     return word;
   }
 
+  typedef u64 lanes __attribute__((vector_size(16)));  // a number of 32 bits in each 64; what is above it counts for nothing
+  static constexpr int LANES = 2;
+  ATTN_INLINE lanes each(u32 x) { return lanes{x, x}; }
+  ATTN_INLINE lanes counted(u32 first) { return lanes{first, first + u64(1)}; }
+  ATTN_INLINE lanes product(lanes a, lanes b) { return (a & 0xffffffff) * (b & 0xffffffff); }
+  ATTN_INLINE lanes upper(lanes a) { return a >> 32; }
+  ATTN_INLINE lanes differing(lanes a, lanes b, lanes c) { return a ^ b ^ c; }
+  ATTN_INLINE u32 at_least(lanes a, u32 least) { return u32(u32(a[0]) >= least) | u32(u32(a[1]) >= least) << 1; }
+
   ATTN_INLINE void transpose(vec (&x)[W]) {
     for (int i = 0; i < W; ++i)
       for (int j = 0; j < i; ++j) {

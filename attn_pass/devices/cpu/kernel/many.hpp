@@ -6,6 +6,7 @@ constexpr i64 KEPT = 1 << 20;  // bytes of a head's panels that a core keeps in 
 struct Many {
   Args a;
   Scale scale;
+  Dropout dropout;
   i64 group, rows, blocks, panels, columns, packed_columns, ldv, key_panel, value_panel;
   i32 *keys, *values;  // null where a task packs for itself
   u8* finite;
@@ -37,7 +38,7 @@ inline bool may_keep(const Many& j, i64 b, i64 panel) {
   const i64 lo = std::max<i64>({0, a.start, a.starts.at(b, 0), first - a.before});
   const i64 hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), last + a.after + 1});
   if (panel * PANEL >= hi || (panel + 1) * PANEL <= lo) return false;
-  if (!j.words || j.word_stride[1]) return true;
+  if (!j.words || j.word_stride[1] || a.replaces) return true;
   const u64* words = j.words + b * j.word_stride[0] + panel;
   for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)
     if (words[i * j.word_stride[2]]) return true;
@@ -164,7 +165,12 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         for (u32 m = strip.active; m; m &= m - 1) {
           const i64 p = __builtin_ctz(m), there = whole_steps(strip.hi - (w0 + p) * PANEL);
           float* at = s + r * LD + p * PANEL;
-          sum = weigh<T>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, sum);
+          if (a.seed) {
+            const u64 left = left_word(j.dropout, b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
+            sum = weigh<T, true>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
+          } else {
+            sum = weigh<T, false>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
+          }
         }
         running[r].sum += Isa::reduce_add(sum);
       }
@@ -199,7 +205,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       }
   }
   for (i64 r = 0; r < n; ++r)
-    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, o + r * j.ldv);
+    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv);
 }
 
 // A block of rows. The last rows of a causal mask have the most keys: they go first.
@@ -225,6 +231,7 @@ template <class T> void attend_many(const Args& a) {
   Many j;
   j.a = a;
   j.scale = scale_of(a);
+  j.dropout = dropout_of(a);
   j.group = a.H / a.HK;
   j.rows = j.group * a.L;
   j.blocks = blocks_of(j.rows, ROWS);

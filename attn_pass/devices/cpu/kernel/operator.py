@@ -21,12 +21,14 @@ BOUNDS = ("shift", "starts", "ends", "offsets")
 """Those that are tensors of a number for each row of the batch, or for each border between packed segments."""
 _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 
-_ARGUMENTS = (
-    "(Tensor query, Tensor key, Tensor value, float scale, *, SymInt? before=None, SymInt? after=None, "
-    "SymInt? start=None, SymInt? end=None, Tensor? shift=None, Tensor? starts=None, Tensor? ends=None, "
-    "Tensor? offsets=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, Tensor[]? captured=None, "
-    "str score='', str fully_masked='nan')"
+OPERANDS = "Tensor query, Tensor key, Tensor value, float scale"
+GIVEN = (
+    "SymInt? before=None, SymInt? after=None, SymInt? start=None, SymInt? end=None, Tensor? shift=None, "
+    "Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, "
+    "Tensor[]? captured=None, str score='', str fully_masked='nan'"
 )
+"""What the schemas of all the kernel's operators have in common."""
+_ARGUMENTS = f"({OPERANDS}, *, {GIVEN}, Tensor? offsets=None)"
 LIBRARY = torch.library.Library("attn_pass", "FRAGMENT")
 LIBRARY.define(f"attention{_ARGUMENTS} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(f"attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -55,8 +57,10 @@ class Args(ctypes.Structure):
         ("rest", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS, "segments")),
         *((name, _PerBatch) for name in BOUNDS),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads", "has_score")),
+        ("seed", ctypes.c_void_p),
+        ("dropout", ctypes.c_double),
+        *((name, ctypes.c_float) for name in ("scale", "fill")),
+        *((name, ctypes.c_int32) for name in ("bias_type", "fully_masked", "threads", "has_score", "replaces")),
     )
 
 
@@ -106,6 +110,9 @@ def arguments(
     captured: Sequence[Tensor] | None = None,
     score: str = "",
     fully_masked: str = "nan",
+    fill: float | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
     **bounds: Any,
 ) -> Args:
     """What `attention` takes as the kernel takes it, without results."""
@@ -132,11 +139,15 @@ def arguments(
         **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
         segments=per_batch,
         **{name: _per_batch(bounds.get(name), per_batch + (name == "offsets")) for name in BOUNDS},
+        seed=seed.data_ptr() if seed is not None and dropout else None,
+        dropout=dropout,
         scale=scale,
+        fill=0.0 if fill is None else fill,
         bias_type=0 if bias is None else _TYPES[bias.dtype],
         fully_masked=FULLY_MASKED.index(fully_masked),
         threads=torch.get_num_threads(),
         has_score=bool(score),
+        replaces=fill is not None,
     )
 
 
@@ -152,6 +163,9 @@ def attention(
     captured: Sequence[Tensor] | None = None,
     score: str = "",
     fully_masked: str = "nan",
+    fill: float | None = None,
+    seed: Tensor | None = None,
+    dropout: float = 0.0,
     lse: Tensor | None = None,
     statistics: Tensor | None = None,
     rest: Tensor | None = None,
@@ -184,6 +198,9 @@ def attention(
         captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
         score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
         fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
+        fill: the score of keys that are not kept, which count with it; then there are no bounds.
+        seed: (1,), int64: with the place of a weight it says whether the weight is dropped (`dropout.hpp`).
+        dropout: the probability of that; the other weights are divided by ``1 - dropout``, and are 0 where that is.
         lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
             kept; a sink is not among the scores.
         statistics: where what the backward needs of a row is written to: (B, H, L, 2), float32, contiguous.
@@ -199,7 +216,8 @@ def attention(
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
     given = {"keep": keep, "bias": bias, "sink": sink, "captured": captured, "score": score, **bounds}
-    args = arguments(query, key, value, scale, fully_masked=fully_masked, **given)
+    given |= {"fully_masked": fully_masked, "fill": fill, "seed": seed, "dropout": dropout}
+    args = arguments(query, key, value, scale, **given)
     args.out, args.out_stride = out.data_ptr(), (ctypes.c_int64 * 4)(*out.stride())
     args.lse = None if lse is None else lse.data_ptr()
     args.statistics = None if statistics is None else statistics.data_ptr()
@@ -209,7 +227,12 @@ def attention(
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
-    """Raises `TypeError` where a dtype is none that the operator takes."""
+    """Whether the operator takes a call.
+
+    Raises:
+        TypeError: a dtype is none that it takes.
+        ValueError: arguments do not go together.
+    """
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
@@ -218,6 +241,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
         "bias": tuple(ELEMENTS),
         "sink": (torch.float32,),
         "captured": (torch.float32,),
+        "seed": (torch.int64,),
         **dict.fromkeys(BOUNDS, (torch.int64,)),
     }
     for name, dtypes in wanted.items():
@@ -225,6 +249,14 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
         for x in one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]:
             if x is not None and x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
+    bounded = [name for name in (*NUMBERS, *BOUNDS) if given.get(name) is not None]
+    if given.get("fill") is not None and bounded:
+        raise ValueError(f"with a fill every key counts: there is no {', '.join(bounded)} beside it")
+    dropout = given.get("dropout") or 0.0
+    if not 0 <= dropout <= 1 or (dropout and given.get("seed") is None):
+        raise ValueError(f"dropout is a probability, drawn from a seed; got {dropout} with {given.get('seed')}")
+    if dropout and given.get("fully_masked") == "mean":
+        raise ValueError("with dropout a fully masked row is 'nan' or 'zero'; for the mean of what is left give a fill")
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, **given: Any) -> Tensor:

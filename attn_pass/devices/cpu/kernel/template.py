@@ -6,6 +6,7 @@ registers the lowering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ class Call(CppTemplate):
         self,
         operands: dict[str, Any],
         layout: ir.Layout,
-        scale: float,
+        floats: dict[str, float],
         score: str,
         numbers: dict[str, Any],
         written: Sequence[str] = (),
@@ -67,7 +68,7 @@ class Call(CppTemplate):
         # Operands may be views of one buffer, which is one argument.
         self.buffers = {x.get_name(): x for x in operands.values()}
         super().__init__(self.name, list(self.buffers.values()), layout, 1)
-        self.operands, self.scale, self.score, self.numbers = operands, scale, score, numbers
+        self.operands, self.floats, self.score, self.numbers = operands, floats, score, numbers
         self.written = written
 
     def argument(self, operand: Any) -> str:
@@ -144,7 +145,9 @@ class Filled:
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {self.number(stride)}}};")
         sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3], "segments": per_batch}
         lines += [f"{args}.{name} = {self.number(size)};" for name, size in {**sizes, **numbers}.items()]
-        lines.append(f"{args}.scale = {self.template.scale!r}f;")
+        lines += [f"{args}.{name} = {_floating(value)};" for name, value in self.template.floats.items()]
+        if "seed" in operands:
+            lines.append(f"{args}.seed = {self.pointer('seed')};")
         return lines
 
     def results(self) -> list[str]:
@@ -168,7 +171,11 @@ class Filled:
         size = node.get_dtype().itemsize
         start = f"reinterpret_cast<const char*>({self.template.argument(node)})"
         at = f"{start} + {size} * ({self.number(node.get_layout().offset)})"
-        return f"reinterpret_cast<const int64_t*>({at})" if name in BOUNDS else at
+        return f"reinterpret_cast<const int64_t*>({at})" if name in (*BOUNDS, "seed") else at
+
+
+def _floating(value: float) -> str:
+    return str(value) if math.isfinite(value) else f"{'-' if value < 0 else ''}std::numeric_limits<float>::infinity()"
 
 
 def is_wanted(out: Any) -> bool:
@@ -263,6 +270,8 @@ def operands_of(q: Any, k: Any, v: Any, given: dict[str, Any]) -> dict[str, Any]
         "v": v,
         **{n: given.get(n) for n in (*_OPERANDS[3:6], *BOUNDS) if given.get(n) is not None},
     }
+    if given.get("seed") is not None and given["dropout"]:
+        there["seed"] = given["seed"]
     there |= {f"captured[{n}]": x for n, x in enumerate(given.get("captured") or ())}
     return {name: laid_out(x) for name, x in there.items()}
 
@@ -275,7 +284,14 @@ def numbers_of(operands: dict[str, Any], given: dict[str, Any]) -> dict[str, Any
         "fully_masked": FULLY_MASKED.index(given.get("fully_masked", "nan")),
         "threads": 0,
         "has_score": int(bool(given.get("score"))),
+        "replaces": int(given.get("fill") is not None),
     }
+
+
+def floats_of(scale: float, given: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a call that are no integers, by the names they have in ``Args``."""
+    floats = {"scale": scale, "fill": given.get("fill"), "dropout": given.get("dropout")}
+    return {name: float(value) for name, value in floats.items() if value is not None}
 
 
 def heads_last(x: Any, dim: Any) -> ir.FixedLayout:
@@ -290,4 +306,11 @@ def _template(q: Any, k: Any, v: Any, scale: float, given: dict[str, Any], writt
     numbers = numbers_of(operands, given)
     q, v = operands["q"], operands["v"]
     operands |= {name: laid_out(x) for name, x in written.items()}
-    return Call(operands, heads_last(q, v.get_size()[3]), float(scale), given.get("score", ""), numbers, tuple(written))
+    return Call(
+        operands,
+        heads_last(q, v.get_size()[3]),
+        floats_of(scale, given),
+        given.get("score", ""),
+        numbers,
+        tuple(written),
+    )

@@ -225,14 +225,18 @@ ATTN_INLINE u64 kept_word(const u8* keep, i64 stride, i64 n) {
   for (i64 i = 0; i < n; ++i) kept |= u64(keep[i * stride] != 0) << i;
   return kept;
 }
-// The keys of a panel that a row keeps, a bit each.
+// What tensors of truth values say of a panel.
+ATTN_INLINE u64 kept_by_tensor(const Args& a, const Row& r, i64 key) {
+  if (r.words) return r.words[key / PANEL];
+  return r.keep ? kept_word(r.keep + key * a.keep.stride[3], a.keep.stride[3], std::min<i64>(PANEL, a.S - key)) : ~u64(0);
+}
+// The keys of a panel that count for a row, a bit each.
 ATTN_INLINE u64 word_of(const Args& a, const Row& r, i64 key) {
   u64 word = range_word(r.lo, r.hi, key);
-  if (!word) return 0;
-  const i64 n = std::min<i64>(PANEL, a.S - key);
-  if (r.words) word &= r.words[key / PANEL];
-  else if (r.keep) word &= kept_word(r.keep + key * a.keep.stride[3], a.keep.stride[3], n);
+  if (!word || a.replaces) return word;
+  word &= kept_by_tensor(a, r, key);
   if (r.bias && word) {
+    const i64 n = std::min<i64>(PANEL, a.S - key);
     if (a.bias.stride[3] == 1) {  // what the row reads next: rows are too far apart for the processor to see it
       const i64 size = a.bias_type == FLOAT32 ? 4 : 2;
       const char* next = static_cast<const char*>(r.bias) + (key + PANEL) * size;
@@ -257,7 +261,7 @@ ATTN_INLINE Scale scale_of(const Args& a) {
   const float scale2 = a.scale * LOG2E;
   // The largest score decides what is taken off: a negative factor would turn them round, and 0 times -inf is NaN.
   if (a.has_score) return {1.0f, LOG2E, false};
-  if (a.bias.data || !(scale2 > 0)) return {a.scale, LOG2E, false};
+  if (a.bias.data || a.replaces || !(scale2 > 0)) return {a.scale, LOG2E, false};
   return {1.0f, scale2, true};
 }
 
@@ -304,10 +308,11 @@ ATTN_INLINE vec captured_at(const Args& a, const Row& r, int which, i64 key) {
 // Of n keys of a panel so many scores are computed, and made weights of.
 ATTN_INLINE i64 whole_steps(i64 n) { return std::min<i64>(PANEL, round_up(n, 2 * W)); }
 
-// Scores that are more than products: scaled, biased, and -inf where a key is not kept. Returns the largest.
+// Scores that are more than products: scaled, biased, replaced, and -inf where a key does not count. Returns the largest.
 ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 word, i64 key, i64 there, float* s, vec top) {
   const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity());
-  const vec by = Isa::set1(scale.before);
+  const vec by = Isa::set1(scale.before), fill = Isa::set1(a.fill);
+  const u64 kept = a.replaces ? kept_by_tensor(a, row, key) : 0;
   for (int n = 0; n < there; n += W) {
     vec x = Isa::load(s + n);
     if (!scale.as_they_are) {
@@ -316,6 +321,7 @@ ATTN_ONCE vec finish_row(const Args& a, const Scale& scale, const Row& row, u64 
       x = ATTN_SCORE;
 #endif
       if (row.bias) x = Isa::add(x, bias_at(a, row, key + n, a.S - key - n));
+      if (a.replaces) x = Isa::keep(u32(kept >> n), x, fill);
     }
     x = Isa::keep(u32(word >> n), x, lowest);
     Isa::store(s + n, x);
@@ -366,21 +372,23 @@ ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
 
-// Scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`.
-template <class T> ATTN_INLINE vec weigh(const float* s, i32* p, i64 there, float factor, float taken, vec sum) {
+// Scores -> weights in columns, in place from the row's first column on; their sum is added to `sum`. Those that are not
+// in `left` are 0 then.
+template <class T, bool DROPS> ATTN_INLINE vec weigh(const float* s, i32* p, i64 there, float factor, float taken, u64 left, vec sum) {
   // Taken off first: multiplied, the lowest numbers that masks are made of are infinite.
   const vec by = Isa::set1(factor), off = Isa::set1(-taken);
 #pragma GCC unroll 4
   for (int i = 0; i < there; i += 2 * W) {
-    const vec e0 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
-    const vec e1 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
+    vec e0 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
+    vec e1 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
+    sum = Isa::add(sum, Isa::add(e0, e1));
+    if constexpr (DROPS) e0 = Isa::keep(u32(left >> i), e0, Isa::zero()), e1 = Isa::keep(u32(left >> (i + W)), e1, Isa::zero());
     if constexpr (T::PAIR) {
       Isa::store_pairs(p + i / 2, e0, e1);
     } else {
       Isa::store(reinterpret_cast<float*>(p) + i, e0);
       Isa::store(reinterpret_cast<float*>(p) + i + W, e1);
     }
-    sum = Isa::add(sum, Isa::add(e0, e1));
   }
   return sum;
 }
@@ -446,9 +454,9 @@ inline float log_of_sum(Running r, float factor) {
   return r.sum == 0 ? -infinite : r.top * (factor * LN2) + std::log(r.sum);
 }
 
-// The result of a row: what was summed, over the sum of the weights, a sink's among them.
+// The result of a row: what was summed, over the sum of the weights, a sink's among them, times dropout's factor.
 template <class T>
-void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, const float* o) {
+void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o) {
   using st = typename T::st;
   if (a.lse) a.lse[(b * a.H + h) * a.L + i] = log_of_sum(r, factor);
   if (!a.out && !a.statistics) return;
@@ -469,7 +477,7 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, cons
   st* to = static_cast<st*>(a.out) + b * a.out_stride[0] + h * a.out_stride[1] + i * a.out_stride[2];
   const i64 stride = a.out_stride[3];
   float mean[1024];
-  vec by = Isa::set1(share / r.sum);
+  vec by = Isa::set1(share / r.sum * of_left);
   if (r.sum == 0) {  // fully masked
     by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
     if (a.fully_masked == GIVES_MEAN && a.S) {
