@@ -58,12 +58,26 @@ def setting_of(context: GraphContext, site: Site, described: Described, parts: A
         is_recomputed=context.around.is_checkpoint or recomputes_everything(),
         wants_logarithm=site.logarithms is not None,
         may_be_merged_by_cse=merged,
-        sharing_mask=max(1, context.masks[described.read_by_mask()]),
-        over_cache=bool(context.effects.mutations(described.nodes[attention.key.source])),
+        sharing_mask=_sharing_mask(context, described),
+        over_cache=_is_over_cache(context, described),
         same_random_numbers=run.program == "compile" and bool(torch._inductor.config.fallback_random),
         hint=context.sizes.hint,
         can_be_zero=context.sizes.can_be_zero,
     )
+
+
+def _sharing_mask(context: GraphContext, described: Described) -> int:
+    """How many sites may share what is computed from the mask: those that have it, if nothing writes to it."""
+    read = described.read_by_mask()
+    return 1 if any(map(context.effects.mutations, read)) else max(1, context.masks[read])
+
+
+def _is_over_cache(context: GraphContext, described: Described) -> bool:
+    """Whether the keys are a part of what the program is given, and writes to: state that lives longer than a call."""
+    keys = described.nodes[described.attention.key.source]
+    if not context.effects.mutations(keys):
+        return False
+    return any(n.op in ("placeholder", "get_attr") for n in context.effects.aliases(keys))
 
 
 def _may_need_grad(context: GraphContext, site: Site, parts: Ancestry | None) -> bool:

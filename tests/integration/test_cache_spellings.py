@@ -1,9 +1,9 @@
 """Static caches as libraries write them: each is read, equals eager at every position, and no invalid key is read.
 
-Modules that hold what matters of gpt-fast, litgpt, torchtune and x-transformers: their caches, the masks they make and
-how these are indexed. The caches are full of NaN: what is read of them before it was written shows. Where a mask is an
-input of the graph (a buffer, under `torch.compile`) nothing is proved of it, and the kernel looks at the mask itself:
-keys that no row keeps are not computed with. Exported programs know what their constants hold.
+Modules that hold what matters of gpt-fast, litgpt, torchtune, ExecuTorch and x-transformers: their caches, the masks
+they make and how these are indexed. The caches are full of NaN: what is read of them before it was written shows. Where
+a mask is an input of the graph (a buffer, under `torch.compile`) nothing is proved of it, and the kernel looks at the
+mask itself: keys that no row keeps are not computed with. Exported programs know what their constants hold.
 """
 
 from __future__ import annotations
@@ -106,10 +106,13 @@ class ByArange(Attention):
     """As transformers' functions do it: the key is compared with the position, nothing is stored."""
 
     def forward(self, x: Tensor, position: Tensor) -> Tensor:
-        mask = torch.arange(CACHE)[None, :] <= position[:, None]
+        mask = self.mask(position)
         q, k, v = self.heads(x)
         k, v = self.keys.index_copy_(2, position, k), self.values.index_copy_(2, position, v)
         return self.attend(q, k, v, mask[None, None])
+
+    def mask(self, position: Tensor) -> Tensor:
+        return torch.arange(CACHE)[None, :] <= position[:, None]
 
 
 class XTransformers(Attention):
@@ -149,6 +152,51 @@ class WindowOfRing(Ring):
         return (age <= position[:, None]) & (age < 16)
 
 
+class ExecuTorch(Attention):
+    """The triangle's rows have two dimensions, for all rows of the batch and all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", triangle(), persistent=False)
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        mask = self.mask[position]
+        self.keys[:, :, position], self.values[:, :, position] = k, v
+        return self.attend(q, self.keys, self.values, mask)
+
+
+class SinkBesideWindow(ByArange):
+    """A neighbour: the first key is kept beside a window, so that nothing before the window may be left out."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        keys, at = torch.arange(CACHE), position[:, None]
+        return ((keys <= at) & (keys > at - 8)) | (keys == 0)
+
+
+class LaterKey(ByArange):
+    """A neighbour: the last key of the cache is kept by every row."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        return (torch.arange(CACHE) <= position[:, None]) | (torch.arange(CACHE) == CACHE - 1)
+
+
+class PrefixBeside(ByArange):
+    """A neighbour: every row keeps a prefix of 20 keys, also before its position is that far."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        return (torch.arange(CACHE) <= position[:, None]) | (torch.arange(CACHE) < 20)
+
+
+class UnmaskedLater(ByArange):
+    """A neighbour: the mask is made, and a key of it set afterwards."""
+
+    def mask(self, position: Tensor) -> Tensor:
+        mask = torch.arange(CACHE) <= position[:, None]
+        mask[:, 30] = True
+        return mask
+
+
 class Turned(GptFast):
     """A neighbour: the triangle keeps one key more, the last of the cache."""
 
@@ -178,12 +226,17 @@ class Spelling:
 SPELLINGS = {
     "gpt-fast": Spelling(GptFast, {"keep"}, {"ends"}),
     "litgpt": Spelling(LitGpt, {"keep"}, {"ends"}),
+    "ExecuTorch": Spelling(ExecuTorch, {"keep"}, {"ends"}),
     "torchtune": Spelling(TorchTune, {"keep"}, {"keep"}),
     "transformers' functions": Spelling(ByArange, {"ends"}, {"ends"}),
     "x-transformers": Spelling(XTransformers, {"ends"}, {"ends"}),
     "a ring": Spelling(Ring, {"ends"}, {"ends"}),
     "a window of a ring": Spelling(WindowOfRing, {"starts", "ends", "keep"}, {"starts", "ends", "keep"}),
     "a later key": Spelling(Turned, {"keep"}, {"keep"}, clean=True),
+    "a sink beside a window": Spelling(SinkBesideWindow, {"ends", "keep"}, {"ends", "keep"}),
+    "a later key, by arange": Spelling(LaterKey, {"keep"}, {"keep"}, clean=True),
+    "a prefix, by arange": Spelling(PrefixBeside, {"ends", "keep"}, {"ends", "keep"}, clean=True),
+    "unmasked afterwards": Spelling(UnmaskedLater, {"keep"}, {"keep"}, clean=True),
     "a prefix": Spelling(Prefix, {"keep"}, {"keep"}, clean=True),
 }
 

@@ -90,6 +90,7 @@ def test_a_static_cache_by_a_compile_config(name: str, form: str, more: dict[str
         ("Llama", "eager", {}, {}, 3),
         ("Llama", "sdpa", {}, {}, 3),
         ("Mistral", "eager", WINDOW, STATIC, 3),
+        ("Gemma3Text", "sdpa", HYBRID, STATIC, 3),
         ("Mistral", "eager", WINDOW, {}, 4),
         ("Mistral", "sdpa", WINDOW, {}, 5),
     ],

@@ -23,7 +23,7 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind
 
 _SHARE = 1 / 8  # of what half a cache saves: the most that looking may cost
-_KERNELS = 2  # that Inductor makes of the reductions
+_KERNELS = 3  # that Inductor makes of the reductions over a long mask; one over a short one (torch 2.13)
 _FAR = 1 << 30  # behind any cache
 
 
@@ -44,9 +44,12 @@ class MaskRange:
             keeps = self._kept(lower)
             place = {"dtype": torch.int32, "device": a.sources[a.query.source].device}
             keys = call(aten.arange.default, lower.plan.size(a.kv_len), **place)
-            ends = call(aten.where.ScalarOther, keeps, call(aten.add.Tensor, keys, 1), 0)
-            starts = call(aten.where.ScalarOther, keeps, keys, _FAR)
-            return call(aten.amax.default, ends, [1, 2, 3]), call(aten.amin.default, starts, [1, 2, 3])
+
+            def largest(number: Value) -> Value:
+                return call(aten.amax.default, call(aten.mul.Tensor, keeps, number), [1, 2, 3])
+
+            before = largest(call(aten.rsub.Scalar, keys, _FAR))  # how far the first one is from there
+            return largest(call(aten.add.Tensor, keys, 1)), call(aten.rsub.Scalar, before, _FAR)
 
     def _kept(self, lower: Lowering) -> Value:
         condition, call = lower.attention.mask.deep_condition, lower.plan.call

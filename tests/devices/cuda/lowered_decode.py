@@ -110,6 +110,18 @@ def cache_inputs() -> list[Tensor]:
     return [query(8), *keys_and_values(128), position, padding]
 
 
+def two_layers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """A mask that is passed in, and is the same for both."""
+    for _ in range(2):
+        q = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return q
+
+
+def of_two_layers() -> list[Tensor]:
+    keys = [on_gpu(8, 8, 32768, 128) for _ in range(2)]
+    return [on_gpu(8, 32, 1, 128), *keys, on_gpu(8, 1, 1, 32768, dtype=torch.bool)]
+
+
 def query(heads: int = 32, rows: int = 4, dim: int = 128) -> Tensor:
     return on_gpu(1, heads, rows, dim)
 
@@ -135,6 +147,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], An
         None,
     ),
     "a cache": (in_a_cache, cache_inputs, by_pass),
+    "a mask passed in": (two_layers, of_two_layers, by_pass),
     "large tiles": (of_large_tiles, large_tiles, None),
     "sink": (with_sink, lambda: [query(8), *keys_and_values(128), on_gpu(8)], by_pass),
 }

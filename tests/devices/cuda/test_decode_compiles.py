@@ -132,6 +132,19 @@ def test_no_operand_is_copied(program: str) -> None:
     assert ".copy_(" not in graph["code"] and "clone" not in graph["code"]
 
 
+@inductor
+def test_a_mask_that_is_passed_in_is_looked_at_once_for_all_layers() -> None:
+    graph = lowered(90)["a mask passed in"]
+    functions = [graph["kernels"][name][0]["function"] for name, _ in graph["calls"]]
+    looking = functions[: functions.index("attend")]
+    assert functions[len(looking) :] == ["attend", "join"] * 2
+    assert 1 <= len(looking) <= 3 and all(name.startswith(("triton_red", "triton_per")) for name in looking)
+    (mask,) = (a for a in graph["calls"][0][1] if a.startswith("arg"))
+    attended = [a for (_, a), function in zip(graph["calls"], functions) if function == "attend"]
+    assert all(any(mask in argument for argument in arguments) for arguments in attended)
+    assert ".copy_(" not in graph["code"] and "clone" not in graph["code"]
+
+
 def room(capability: int) -> Room:
     return Room(SHARED[capability], capability // 10)
 

@@ -178,14 +178,31 @@ def layers_that_unmask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def test_all_layers_look_once() -> None:
     nodes = emitted(layers, *operands(), KEPT["lengths"])
     assert is_told(nodes) == [True] * 3
-    assert sum("amax" in str(n.target) for n in nodes) == 1 == sum("amin" in str(n.target) for n in nodes)
+    assert sum("amax" in str(n.target) for n in nodes) == 2  # where the range begins, and where it ends
     same(layers, *operands(), KEPT["lengths"], rewritten=3, device="H200", targets=("decode",), reference=False)
+
+
+def test_a_mask_that_is_written_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor predicted to be."""
+    seen: list[int] = []
+    looking = mask_range.microseconds
+
+    def noted(problem: Any, setting: Any) -> float:
+        seen.append(setting.sharing_mask)
+        return looking(problem, setting)
+
+    monkeypatch.setattr(mask_range, "microseconds", noted)
+    emitted(layers, *operands(), KEPT["lengths"])
+    assert set(seen) == {3}
+    seen.clear()
+    emitted(layers_that_unmask, *operands(), KEPT["lengths"].clone())
+    assert set(seen) == {1}
 
 
 @pytest.mark.usefixtures("always")
 def test_a_mask_that_later_unmasks_is_looked_at_again() -> None:
     nodes = emitted(layers_that_unmask, *operands(), KEPT["lengths"].clone())
-    assert sum("amax" in str(n.target) for n in nodes) == sum(is_told(nodes)) == 3
+    assert sum("amax" in str(n.target) for n in nodes) == 2 * sum(is_told(nodes)) == 6
     given = (*operands(), KEPT["lengths"].clone())
     same(layers_that_unmask, *given, rewritten=3, device="H200", targets=("decode",), reference=False)
 
@@ -282,6 +299,22 @@ def test_it_is_looked_where_that_is_cheap(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_looked(32, 4096, 1) and is_looked(32, 4096, 1, device="A100")
     assert not is_looked(1, 4096, 1) and not is_looked(4, 512, 1)
     assert is_looked(1, 65536, 4)
+
+
+def test_keys_that_are_turned_in_place_are_no_cache() -> None:
+    """Rotary embeddings written to the projection's own result."""
+
+    def fn(x: Tensor, weight: Tensor, cosine: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        k = (x @ weight).view(4, 8192, 8, 128).transpose(1, 2)
+        k.mul_(cosine)
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+
+    with torch.device("meta"):
+        x, weight, cosine = (torch.empty(*shape, dtype=HALF) for shape in ((4, 8192, 64), (64, 1024), (8192, 128)))
+        q, mask = torch.empty(4, 32, 1, 128, dtype=HALF), torch.empty(4, 1, 1, 8192, dtype=torch.bool)
+    with torch.no_grad():
+        report = attn_pass.explain(fn, x, weight, cosine, q, mask, attn_pass_options={"device": "H200"})
+    assert report.sites[0].predicted_us["decode"] > 0.9 * predicted(1, 8192, 4, in_place=False)
 
 
 def test_only_a_cache_is_taken_for_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
