@@ -1,4 +1,4 @@
-"""A matrix of zeros and a number that masks, added to the scores: as the keep-condition it amounts to."""
+"""A matrix of zeros and a number that masks, alone or in a sum with a learned bias: as the keep-condition it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import FALSE, Expr, apply
+from attn_pass.model.expression import FALSE, Apply, Const, Expr, Load, apply, walk
 from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
 
@@ -21,16 +21,74 @@ def kept_in_place_of_added(a: Attention) -> Attention | None:
     mask = a.mask
     if mask.keep is not None or mask.bias is None or mask.computed is None or mask.computed.bias is None:
         return None
-    values = pieces(mask.computed.bias)
-    fills = {float(v.value) for _, v in values or () if v.value != 0}
-    if values is None or mask.fills is None or len(fills) != 1:
+    keep = None if mask.fills is None else _keep(mask.computed.bias)
+    if keep is None or not (_absorbs(keep, a) or mask.never_empty):
         return None
-    fill = fills.pop()
-    absorbs = fill <= ABSORBING and a.score_dtype in (torch.float32, torch.bfloat16)
-    if not (absorbs or mask.never_empty or fill == float("-inf")):
+    kept = replace(mask, bias=None, keep=keep, fills=None, computed=Computed(None, keep.condition))
+    return replace(a, mask=replace(kept, by_distance=None))
+
+
+def kept_beside_learned(a: Attention) -> Attention | None:
+    """The same with a keep-condition beside a learned bias, where the program adds a bias and a mask (T5).
+
+    What is learned is taken to mask nothing itself. None if the bias is no such sum.
+    """
+    mask = a.mask
+    if mask.keep is not None or mask.computed is None or mask.computed.bias is None:
+        return None
+    split = _split(mask.computed.bias)
+    if split is None or not _is_learned(split[0], a) or not _absorbs(split[1], a):
+        return None
+    bias, keep = split
+    computed = Computed(bias, keep.condition)
+    kept = replace(mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, bias_is_learned=True)
+    return replace(a, mask=kept)
+
+
+def _keep(added: Expr) -> Keep | None:
+    """What a matrix of zeros and one other number keeps."""
+    values = pieces(added)
+    fills = {float(v.value) for _, v in values or () if v.value != 0}
+    if values is None or len(fills) != 1:
         return None
     condition: Expr = FALSE
     for when, value in values:
         condition = apply("or", condition, when) if value.value == 0 else condition
-    kept = replace(mask, bias=None, keep=Keep(condition, fill), fills=None, computed=Computed(None, condition))
-    return replace(a, mask=replace(kept, by_distance=None))
+    return Keep(condition, fills.pop())
+
+
+def _absorbs(keep: Keep, a: Attention) -> bool:
+    """Whether scores that the fill is added to could as well have been replaced by it."""
+    absorbs = keep.fill <= ABSORBING and a.score_dtype in (torch.float32, torch.bfloat16)
+    return absorbs or keep.fill == float("-inf")
+
+
+def _split(added: Expr) -> tuple[Expr, Keep] | None:
+    """A sum of a bias and a mask, or a bias in the place of which a fill stands where a key is masked."""
+    if not isinstance(added, Apply):
+        return None
+    if added.op == "cast" and added.dtype is not None and added.dtype.is_floating_point:
+        inner = _split(added.args[0])
+        return None if inner is None else (apply("cast", inner[0], dtype=added.dtype), inner[1])
+    if added.op == "add":
+        one, other = added.args
+        for bias, mask in ((one, other), (other, one)):
+            if (keep := _keep(mask)) is not None:
+                return bias, keep
+    if added.op == "where":
+        condition, yes, no = added.args
+        if isinstance(no, Const) and not isinstance(yes, Const):
+            return yes, Keep(condition, float(no.value))
+        if isinstance(yes, Const) and not isinstance(no, Const):
+            return no, Keep(apply("not", condition), float(yes.value))
+    return None
+
+
+def _is_learned(bias: Expr, a: Attention) -> bool:
+    """Whether a bias is made of learned tables alone, by operations that make no large number of small ones."""
+    parts = list(walk(bias))
+    read = [e for e in parts if isinstance(e, Load)]
+    if not read or any(a.sources[e.source].kind != "table" for e in read):
+        return False
+    made = all(e.op in ("cast", "add", "sub", "neg") for e in parts if isinstance(e, Apply))
+    return made and all(isinstance(e, Apply | Load) for e in parts)

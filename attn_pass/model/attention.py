@@ -20,7 +20,8 @@ from attn_pass.model.mask import Mask
 from attn_pass.model.structure import row_index
 from attn_pass.model.valid_range import ValidRange
 
-SourceKind = Literal["input", "parameter", "buffer", "computed"]
+SourceKind = Literal["input", "parameter", "table", "buffer", "computed"]
+"""``table``: rows of a parameter, looked up by an embedding."""
 
 
 @dataclass(frozen=True)

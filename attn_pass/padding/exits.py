@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.padding.layouts import Layout, Rows
-from attn_pass.padding.masks import PaddingMask, averages, mask_of
+from attn_pass.padding.masks import PaddingMask, averages, hides_padding, mask_of
 from attn_pass.padding.rules import Rules, plain_name
 from attn_pass.reading.vocabulary import Call, understand
 
@@ -70,7 +70,9 @@ def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Ex
     in_others = any(node is a for a in user.kwargs.values())
     if 0 in used or in_others or mask_of(user) != around.mask or layout != Layout(0, 2):
         return None
-    if averages((user,)):  # of a row whose kept keys its other bounds rule out, over all values
+    if not hides_padding(user) or averages(
+        (user,)
+    ):  # of a row whose kept keys its other bounds rule out, over all values
         return None
     value = tensor_value(node)
     whole = value is not None and around.rules.shape(node)[0] == around.rows.batch

@@ -20,6 +20,7 @@ None; those between the first and the last, so that distances stay; those before
 """
 _PLACES: tuple[Places, ...] = ("any", "between", "before")
 _COUNTED = ("before", "after", "start", "end", "shift")
+_KNOWN = (*_COUNTED, "offsets", "keep", *PER_BATCH, "bias", "sink", "captured", "score", "fully_masked")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ def mask_of(node: Node) -> PaddingMask:
     return PaddingMask(**given)
 
 
+def hides_padding(site: Node) -> bool:
+    """Whether a call reads no key that its mask does not keep: one that gives masked scores a number may."""
+    others = {name: value for name, value in site.kwargs.items() if name not in _KNOWN}
+    return all(value is None or (name == "dropout" and value == 0) for name, value in others.items())
+
+
 def averages(sites: Iterable[Node]) -> bool:
     """Whether a row may average all values although its sequence has keys that are kept: other bounds exclude them."""
     return any(
@@ -102,19 +109,22 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
         return OTHER_ROWS
     if (value := tensor_value(mask.keep)) is not None and not _is_of_keys(sizes.shape(value), keys[2]):
         return "its mask differs from query to query, or from head to head"
-    return _refusal_of_arguments(node.kwargs, sizes)
+    return _refusal_of_arguments(node, sizes)
 
 
 def _is_of_keys(shape: tuple[Any, ...], keys: Any) -> bool:
     return len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] == keys
 
 
-def _refusal_of_arguments(given: Mapping[str, Any], sizes: Sizes) -> str:
+def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     """Why a call cannot run on packed rows.
 
     Causal it may be, since packing keeps the order. A window asks for all rows between two that are needed, a bias by
     positions for all before one: the kernel counts positions from the first row of a segment.
     """
+    given: Mapping[str, Any] = node.kwargs
+    if not hides_padding(node):
+        return "its masked keys count, or it draws random numbers"
     if any(given.get(name) is not None for name in ("shift", "start", "end", "offsets")):
         return "its mask counts positions from elsewhere than a sequence's first"
     if any(given.get(name) is not None and not _reaches_itself(given[name]) for name in ("before", "after")):

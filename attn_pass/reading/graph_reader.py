@@ -282,4 +282,8 @@ def _kind(node: Node) -> SourceKind:
     if node.op == "placeholder":
         value = tensor_value(node)
         return "parameter" if isinstance(value, torch.nn.Parameter) else "input"
-    return "buffer" if node.op == "get_attr" else "computed"
+    if node.op == "get_attr":
+        return "buffer"
+    call = understand(node)
+    table = None if call is None or call.op != "embedding" else call["input"]
+    return "table" if isinstance(table, Node) and _kind(table) == "parameter" else "computed"

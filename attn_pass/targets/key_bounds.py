@@ -69,7 +69,8 @@ def _of_batch(a: Attention, values: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
 
 def _bounded(a: Attention) -> Bounds:
-    if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
+    masks_too = a.mask.bias is not None and not a.mask.bias_is_learned
+    if a.mask.keep is None or (masks_too and not a.mask.never_empty):
         return Bounds()
     bounds = Bounds()
     whole: Expr = TRUE

@@ -2,7 +2,8 @@
 
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows and ranges of keys are
 bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an additive tensor, with
-as many dimensions as the mask varies over. Grouped heads share the keys that are packed for them.
+as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a boolean, and the bias
+stays as small as it is. Grouped heads share the keys that are packed for them.
 
 A masked key has no influence, whatever it holds, and a fully masked row gives what the program gives: the mean of the
 values if the fill is a number, zero or NaN if it is -inf. Soft caps and other functions of the scores are compiled into
@@ -33,12 +34,13 @@ from attn_pass.devices.cpu import cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
+from attn_pass.model.added_masks import kept_beside_learned
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import TRUE, Apply, Expr
+from attn_pass.model.expression import TRUE, Apply, Expr, expression_axes
 from attn_pass.model.index import Axis, product
 from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
-from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.base import FINITE_KEYS, LEARNED_BIAS, STRICT_KEYS, Offer, Refusal, Setting
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
 from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
@@ -81,6 +83,8 @@ class CpuKernel:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         if not training.adds_to_empty_rows(attention, setting):
             attention = with_keep(attention)
+        if not attention.needs_grad and not attention.dropout and setting.numerics != "strict":
+            attention = kept_beside_learned(attention) or attention
         adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
         score, captured = _score(attention)
         fill = training.fill_that_counts(attention, setting)
@@ -100,7 +104,11 @@ class CpuKernel:
             _microseconds(attention, decided, setting),
             fused=True,
             plan=decided,
-            assumptions=(FINITE_KEYS,) if adds and hides_keys(attention, setting) else (),
+            assumptions=(LEARNED_BIAS,)
+            if attention.mask.bias_is_learned
+            else (FINITE_KEYS,)
+            if adds and hides_keys(attention, setting)
+            else (),
             score_mod=score_mod_source(attention.modified, names_of(attention)) if score else "",
             moved=problem_of(attention, setting.hint).moved_bytes,
             handles=(half_precision.NAME,) if cost.falls_short(setting.device, attention.compute_dtype) else (),
@@ -145,7 +153,8 @@ class CpuKernel:
             given["keep"] = _kept(lower, decided.bounds.rest)
         if a.mask.bias is not None:
             apart = replace(a, mask=replace(a.mask, keep=None)) if training.gives_apart(a) else a
-            given["bias"] = additive_mask(Lowering(plan, nodes, apart), setting)
+            with_mask = Lowering(plan, nodes, apart)
+            given["bias"] = _learned(lower, setting) if a.mask.bias_is_learned else additive_mask(with_mask, setting)
         if decided.fill is not None:
             given["fill"] = decided.fill
         if a.dropout:
@@ -197,6 +206,17 @@ def _kept(lower: Lowering, condition: Expr) -> Value:
         return call(aten.view.dtype, as_bytes, torch.bool)
 
 
+def _learned(lower: Lowering, setting: Setting) -> Value:
+    """A bias beside a condition that masks, with keys next to each other in memory; once for all that add it."""
+    a, call = lower.attention, lower.plan.call
+    alone = Lowering(lower.plan, lower.nodes, replace(a, mask=replace(a.mask, keep=None)))
+    with lower.plan.sharing():
+        bias = additive_mask(alone, setting)
+        if fake_of(bias).stride(-1) == 1 or expression_axes(a.mask.bias or TRUE) & set(a.batch):
+            return bias
+        return call(aten.clone.default, bias, memory_format=torch.contiguous_format)
+
+
 def _in_float32(lower: Lowering, expression: Expr, groups: Sequence[tuple[Axis, ...]]) -> Value:
     made = lower.expression(expression, groups)
     return made if fake_of(made).dtype == torch.float32 else lower.plan.call(aten.to.dtype, made, torch.float32)
@@ -243,7 +263,7 @@ def _refusal_of_score(a: Attention) -> str | None:
 def _fully_masked(a: Attention, fill: float | None) -> str:
     if fill is not None or (a.dropout and a.mask.replaces_with_number):  # there is no such row then
         return "nan"
-    if a.mask.replaces_with_number and a.mask.bias is None:
+    if a.mask.replaces_with_number and (a.mask.bias is None or a.mask.bias_is_learned):
         return "mean"
     return "nan" if a.empty_row_is_nan else "zero"
 
@@ -267,7 +287,7 @@ def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
     if a.mask.bias is None:
         problem = replace(problem, mask_bytes=1, mask_elements=0 if bounds.rest == TRUE else problem.mask_elements)
     # Where fully masked rows average all keys beside a bias or with dropout nothing is skipped.
-    skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty)
+    skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty or a.mask.bias_is_learned)
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= VALID_SHARE if bounds.at_run_time else 1.0
     forward = cost.microseconds(a, problem, setting.device, share)
