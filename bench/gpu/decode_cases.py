@@ -114,6 +114,8 @@ CASES = (
     Case("starts and causal", lengths=(130, 65), starts=(126, 7), q_len=6, causal=True),
     Case("starts and a window", lengths=(600, 90), starts=(545, 0), q_len=3, causal=True, window=70, kv_len=700),
     Case("starts and a mask", starts=(211, 64), mask="boolean", q_len=5, dtype=torch.bfloat16),
+    Case("a range and a mask", lengths=(211, 64), starts=(130, 3), mask="boolean", q_len=5, cores=64),
+    Case("nothing found in a mask", lengths=(0, 300), starts=(1 << 30, 0), mask="boolean", q_len=2),
     Case("the mean where nothing is valid", lengths=(64, 300), starts=(64, 40), q_len=3, mean=True, cores=64),
     Case("the mean of rows before the first key", lengths=(3, 65), q_len=5, causal=True, mean=True, cores=64),
     Case("the mean behind a window", lengths=(340, 90), q_len=3, causal=True, window=30, mean=True, cores=64),

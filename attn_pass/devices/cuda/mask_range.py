@@ -66,6 +66,8 @@ def range_of(a: Attention, kind: MaskKind, setting: Setting) -> MaskRange | None
     """The range of a mask that is a tensor of the program's; None where it says nothing of which keys count."""
     if kind not in ("boolean", "additive") or setting.numerics == "strict":
         return None
+    if any(setting.can_be_zero(x.size) for x in (*a.heads, *a.rows, a.keys)):  # nothing is the largest of no numbers
+        return None
     condition = a.mask.deep_condition
     if condition is None:
         read = given_masks.added(a)

@@ -12,8 +12,10 @@ from against_eager import NEG_INF, qkv, randn, same
 
 import attn_pass
 from attn_pass.devices.cuda import mask_range
+from bench.gpu import stand_ins
 
 pytest.importorskip("triton")
+stand_ins.install()
 
 Tensor = torch.Tensor
 HALF = torch.bfloat16
@@ -172,6 +174,29 @@ def layers_that_unmask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q = given_keep(NEG_INF)(q, k, v, mask)
         mask[..., 30 + layer] = True
     return q
+
+
+WAITS = ("item", "nonzero", "_local_scalar_dense", "tolist", "masked_select", "equal")
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("target", ["decode", "flash", "flex"])
+def test_nothing_waits_for_the_device(target: str) -> None:
+    """Ranges are tensors from their making to the kernel: a CUDA graph serves every position."""
+
+    def of_position(q: Tensor, k: Tensor, v: Tensor, p: Tensor, padding: Tensor) -> Tensor:
+        keep = (at() <= row() + p) & (at() >= padding[:, None, None, None])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep, enable_gqa=True)
+
+    programs: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (of_position, (torch.tensor(11), torch.tensor([3, 0])))
+    ]
+    programs += [(given_keep(NEG_INF), (KEPT["lengths"],))] if target == "decode" else []
+    for fn, known in programs:
+        nodes = emitted(fn, *operands(), *known, targets=(target,))
+        targets = [str(n.target) for n in nodes if n.op.startswith("call")]
+        assert any(target in name for name in targets)
+        assert not {name.rpartition("aten.")[2].partition(".")[0] for name in targets} & set(WAITS), targets
 
 
 @pytest.mark.usefixtures("always")
