@@ -81,6 +81,14 @@ def explain(
             "--html", metavar="OUT", help="Also write an HTML page to this file: sites, masks, code before and after."
         ),
     ] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            "--graph",
+            metavar="OUT.json",
+            help="Also write the graphs before and after to this file, for Model Explorer: sites in colour.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option("--verbose", help="Show why each target refused, also those of other devices and of sites taken."),
@@ -121,13 +129,16 @@ def explain(
     from attn_pass.report.pages.collect import Collection, collect
 
     collection = Collection()
-    if html is not None and not html.resolve().parent.is_dir():
-        fail(f"--html {html}: there is no folder {html.resolve().parent}; create it first")
+    for flag, path in (("--html", html), ("--graph", graph)):
+        if path is not None and not path.resolve().parent.is_dir():
+            fail(f"{flag} {path}: there is no folder {path.resolve().parent}; create it first")
     of_choice = {"--choose": choose, "--device": device, "--option": option or None}
     with failing(show_traceback):
         of_capture = {"--training/--inference": training, "--dynamic": dynamic or None, "--aot": aot or None}
         if target.endswith(".pt2"):
-            _refuse({**of_choice, **of_capture}, f"{target} is already compiled, so these options have no effect")
+            of_graphs = {"--graph": graph}
+            already = f"{target} is already compiled, so these options have no effect"
+            _refuse({**of_choice, **of_capture, **of_graphs}, already)
             report = importlib.import_module("attn_pass").package_report(target)
         else:
             from torch.export import ExportedProgram
@@ -137,11 +148,13 @@ def explain(
             if isinstance(model, ExportedProgram):
                 _refuse(of_capture, f"{target} gives a program that is already exported")
             settings = {"attn_pass_options": options, "attn_pass_dynamic": dynamic, "attn_pass_aot": aot}
-            with in_mode(model, training), collect() if html is not None else nullcontext(collection) as collection:
+            with in_mode(model, training), collect() if html or graph else nullcontext(collection) as collection:
                 report = importlib.import_module("attn_pass").explain(model, *args, **settings, **kwargs)
     report.about["command"] = " ".join(["attn-pass", *map(shlex.quote, sys.argv[1:])])
     if html is not None:
         _write_page(html, report, collection)
+    if graph is not None:
+        _write_graphs(graph, collection)
     typer.echo(report.to_json() if as_json else report.table(verbose=verbose))
     if sentence := _why_failed(report, fail_on, expect):
         typer.echo(f"attn-pass: {sentence}", err=True)
@@ -284,6 +297,15 @@ def _write_page(path: Path, report: Report, collection: Collection) -> None:
         path.write_text(page(report, collection.graphs), encoding="utf-8")
     except OSError as error:
         fail(f"--html {path} cannot be written: {error.strerror or error}")
+
+
+def _write_graphs(path: Path, collection: Collection) -> None:
+    from attn_pass.report.pages.model_explorer import collections_of
+
+    try:
+        path.write_text(json.dumps(collections_of(collection.graphs)), encoding="utf-8")
+    except OSError as error:
+        fail(f"--graph {path} cannot be written: {error.strerror or error}")
 
 
 def _refuse(given: Mapping[str, object], why: str) -> None:

@@ -1,24 +1,30 @@
-"""What compilers make of attention, checked: `python -m bench others [--json FILE]`.
+"""What compilers make of attention, checked: `python -m bench others [--json FILE] [--backend onnxruntime]`.
 
-Every program of `tests/integration/miscompiled.py` goes through `attn_pass.check` with stock Inductor, up to the code
-that it would generate: its graphs are run as they are, so that a difference is one of its patterns', not of rounding.
+Every program goes through `attn_pass.check` with another compiler: those of `tests/integration/miscompiled.py`, the
+collected cases (``--cases FOLDER``) and generated programs (``--generated 2000``). Of stock Inductor it is the passes
+up to the code that it would generate: its graphs are run as they are, so that a difference is not one of rounding.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 import attn_pass
 from bench.harness.command import Json, Only, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
+from bench.suites.elsewhere import BACKENDS, Backend
 
 TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = (
@@ -30,61 +36,148 @@ COLUMNS = (
     Column("relative error", "error", ".1e"),
     Column("what it is", "what"),
 )
+FOUND = (*COLUMNS, Column("what differs, or why it was not run", "why"))
+_LONGEST = 160
+_NO_ERROR = "no error: the result has another shape than the program's, or a number is missing"
 
 
-def stock(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Stock Inductor as a backend, up to the code it would generate."""
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx
-
-    def as_it_is(graph: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        return make_boxed_func(graph.forward)
-
-    made: Callable[..., Any] = compile_fx(gm, list(example_inputs), inner_compile=as_it_is)
-    return made
-
-
-def row(name: str, program: Any) -> dict[str, Any]:
+def row(name: str, backend: Backend, function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """One program, checked."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        inputs = program.inputs(torch.float32)
-        result = attn_pass.check(program.function, *inputs, backend=stock, attn_pass_progress=False)
+        result = attn_pass.check(function, *args, backend=backend, attn_pass_progress=False, **kwargs)
     verdicts = [site.verdict for site in result.sites]
     what = "; ".join(dict.fromkeys(f"{s.mask}, {'x'.join(s.shapes[:1])}" for s in result.sites if s.shapes))
+    told = next((s.why for s in result.sites if s.verdict != "right" and s.why), "") or result.why
     return {
         "name": name,
         "right": verdicts.count("right"),
         "wrong": verdicts.count("WRONG"),
         "not_run": verdicts.count("not run"),
         "whole": result.whole,
-        "error": None if result.whole_error == math.inf else result.whole_error,
+        "error": result.whole_error if result.whole_error is not None and math.isfinite(result.whole_error) else None,
         "what": what or "a near miss",
+        "why": " ".join(told.replace("|", "/").split())[:_LONGEST],
         "status": "ok",
     }
 
 
-def main(json_file: Json = None, only: Only = "") -> None:
-    """Check what stock Inductor makes of programs that look like its attention patterns."""
-    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "integration")]
-    from miscompiled import PROGRAMS
+def is_found(made: dict[str, Any]) -> bool:
+    """Whether anything is wrong, or does not compile."""
+    return bool(made["wrong"]) or made["whole"] != "right"
 
+
+# ------------------------------------------------------------ the programs
+
+
+def collected(folder: Path) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """The cases of a folder that are compiled, in evaluation mode."""
+    for path in sorted(folder.glob("[0-9]*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if module.META.get("path", "compile") == "compile":
+            torch.manual_seed(0)
+            program, args, kwargs = module.make("cpu")
+            yield path.stem, program.eval(), args, kwargs
+
+
+def generated(count: int, seed: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """Programs that `make fuzz` draws, without those that draw random numbers or write to their inputs."""
+    sys.path[:0] = [str(TESTS / "fuzz")]
+    from fuzz_run import same_draws
+    from fuzz_strategy import programs
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as seeded
+
+    drawn: list[Any] = []
+
+    def draw(batch: int) -> None:
+        @settings(
+            max_examples=200,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )
+        @seeded(seed + batch)
+        @given(programs())
+        def keep(program: Any) -> None:
+            if not program.is_random and not program.writes and not any(r.writes for _, _, r in program.steps()):
+                drawn.append(program)
+
+        with same_draws():
+            keep()
+
+    for number in range(count):
+        while len(drawn) <= number:
+            draw(len(drawn))
+        program = drawn[number]
+        yield repr(program), program.function(), tuple(program.inputs.values()), {}
+
+
+# ------------------------------------------------------------ the run
+
+
+def main(
+    json_file: Json = None,
+    only: Only = "",
+    backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "inductor",
+    cases: Annotated[Path | None, typer.Option(help="A folder of collected cases.")] = None,
+    number: Annotated[int, typer.Option("--generated", help="Programs to generate.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the first generated program.")] = 1,
+    until: Annotated[float, typer.Option(help="Seconds after which no more is started.")] = math.inf,
+) -> None:
+    """Check what another compiler makes of programs that are attention, or look like it."""
+    if backend not in BACKENDS:
+        raise typer.BadParameter(f"{backend!r}: give one of {', '.join(BACKENDS)}", param_hint="--backend")
+    title, compiler = BACKENDS[backend]
+    sys.path[:0] = [str(TESTS / "support"), str(TESTS / "integration")]
     console = plain_console()
     tell = teller(console)
-    made = started("What is wrong elsewhere: stock Inductor", threads=torch.get_num_threads())
-    rows: list[dict[str, Any]] = []
-    for name, program in PROGRAMS.items():
-        if only in name:
-            rows.append(row(name, program))
-            tell(f"{name}: {rows[-1]['whole']}")
-    silent, failed = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "not run"))
-    notes = [
-        f"in float32, {silent} of {len(rows)} programs give a wrong result without a word, {failed} do not compile",
-        "no error: the result has another shape than the program's",
-        "each program is a few lines, in `tests/integration/miscompiled.py`; with the pass all of them are right "
-        "(`tests/integration/test_miscompiles.py`)",
-        "a near miss is no attention: it only looks like one of the patterns, and only the whole program is compared",
+    made = started(f"What is wrong elsewhere: {title}", threads=torch.get_num_threads())
+    end = time.monotonic() + until
+    listed = [
+        (name, program.function, program.inputs(torch.float32), {})
+        for name, program in importlib.import_module("miscompiled").PROGRAMS.items()
     ]
-    made.tables.append(Table("Programs that look like attention", COLUMNS, rows, notes))
+    tables = [("Programs that look like attention", iter(listed), True)]
+    if cases is not None:
+        tables.append(("Collected cases: what is wrong, or does not compile", collected(cases), False))
+    if number:
+        tables.append(("Generated programs: what is wrong, or does not compile", generated(number, seed), False))
+    for about, programs, all_shown in tables:
+        table = Table(about, COLUMNS if all_shown else FOUND)
+        made.tables.append(table)
+        rows: list[dict[str, Any]] = []
+        for name, function, args, kwargs in programs:
+            if (only not in name and not number) or time.monotonic() > end:
+                continue
+            try:
+                rows.append(row(name, compiler, function, *args, **kwargs))
+            except Exception as error:  # of the program itself: it does not run eagerly
+                tell(f"{name}: left out, {type(error).__name__}: {str(error)[:80]}")
+                continue
+            table.rows = [r for r in rows if all_shown or is_found(r)]
+            table.notes = notes(rows)
+            if is_found(rows[-1]):
+                tell(f"{name}: {rows[-1]['whole']}")
+            if json_file is not None and len(rows) % 20 == 0:
+                made.write(json_file)
+    made.tables[0].notes += [
+        "each of these programs is a few lines, in `tests/integration/miscompiled.py`; with the pass all of them are "
+        "right (`tests/integration/test_miscompiles.py`)",
+        "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
+    ]
     finish(console, made, json_file)
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """How many programs there were, and what became of them."""
+    wrong, failed = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "not run"))
+    alone = sum(r["wrong"] > 0 and r["whole"] != "WRONG" for r in rows)
+    told = f"{len(rows)} programs: {wrong} give a wrong result without a word, {failed} do not compile or were not run"
+    more = f"; {alone} more are wrong only in a site that is compiled alone" if alone else ""
+    return [told + more, _NO_ERROR]

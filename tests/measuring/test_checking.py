@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import attn_pass
 from attn_pass.cli.main import app
 from attn_pass.errors import OptionError
+from attn_pass.measuring.timing import relative_error
 
 Tensor = torch.Tensor
 
@@ -116,3 +118,31 @@ def test_the_command(tmp_path: Path) -> None:
     assert json.loads(stored.stdout)["right"] is True
     missing = CliRunner().invoke(app, ["check", target, "--backend", "nowhere"])
     assert missing.exit_code == 2 and "is not a backend" in missing.stderr
+
+
+def test_rows_that_are_no_number_eagerly_are_not_compared() -> None:
+    """A fully masked row is NaN in eager; what a backend makes of it is no error, and what it makes of others is."""
+    mask = torch.zeros(4, 4).masked_fill(torch.tensor([[True], [False], [False], [False]]), float("-inf"))
+    q = torch.randn(1, 1, 4, 8)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    def doubled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [x.nan_to_num(7.0) * 2 for x in gm(*args)]
+
+    def filled(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [x.nan_to_num(7.0) for x in gm(*args)]
+
+    with torch.no_grad():
+        assert attn_pass.check(masked, q, q, q, backend=filled).whole == "right"
+        assert attn_pass.check(masked, q, q, q, backend=doubled).whole == "WRONG"
+
+
+def test_what_is_0_or_infinite_has_an_error_too() -> None:
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert relative_error(zero, zero) == 0.0 and relative_error(one, zero) == 1.0
+    infinite = torch.tensor([float("inf"), 2.0])
+    assert relative_error(infinite, infinite) == 0.0
+    assert math.isnan(relative_error(torch.tensor([float("nan"), 2.0]), infinite))
+    assert relative_error(torch.tensor([5.0, 2.0]), torch.tensor([float("nan"), 2.0])) == 0.0

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from attn_pass.errors import AttnPassWarning, first_line
 from attn_pass.report.pages.graphs import GraphRecord, SiteChange
+from attn_pass.report.pages.model_explorer import nodes_of
 from attn_pass.report.pages.picture import Picture
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
@@ -89,6 +90,7 @@ def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphR
         return
     began = time.perf_counter()
     graph.before = printed(gm)
+    graph.nodes_before = _tried("listing the nodes", lambda: nodes_of(gm)) or []
     graph.compile_id = str(CompileContext.current_compile_id() or "") if program == "compile" else ""
     token = _CURRENT.set(graph)
     graph.seconds += time.perf_counter() - began
@@ -98,6 +100,7 @@ def root_graph(gm: GraphModule, report: Report, program: str) -> Iterator[GraphR
         began = time.perf_counter()
         _CURRENT.reset(token)
         graph.after = printed(gm)
+        graph.nodes_after = _tried("listing the nodes", lambda: nodes_of(gm)) or []
         own = {id(record) for record in report.sites}
         graph.sites = [c for c in graph.sites if id(c.record) in own]  # verifying rewrites smaller sites on the side
         if any(collection.draw for collection in active):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from attn_pass.report.pages.picture import Picture
 from attn_pass.report.site import ReportView, SiteReport
@@ -38,6 +39,7 @@ class GraphRecord:
         compile_id: Dynamo's, "0/0"; "" if it is not a graph of Dynamo's.
         report: its sites.
         before, after: readable code, source lines as comments; "" where it could not be printed.
+        nodes_before, nodes_after: the same as nodes for Model Explorer (`attn_pass.report.pages.model_explorer`).
         sites: a change for every site, in the order they were decided.
         drawing: the graph afterwards as torch.fx's drawer describes it to graphviz; "" if it was not requested.
         not_drawn: why there is none; "" otherwise.
@@ -49,6 +51,8 @@ class GraphRecord:
     before: str = ""
     after: str = ""
     sites: list[SiteChange] = field(default_factory=list)
+    nodes_before: list[dict[str, Any]] = field(default_factory=list)
+    nodes_after: list[dict[str, Any]] = field(default_factory=list)
     drawing: str = ""
     not_drawn: str = ""
     compile_id: str = ""

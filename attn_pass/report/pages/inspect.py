@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ from pathlib import Path
 from attn_pass.report.pages.collect import Collection, collect, warn_once
 from attn_pass.report.pages.graphs import GraphRecord
 from attn_pass.report.pages.html import index_page, page
+from attn_pass.report.pages.model_explorer import collections_of
 from attn_pass.report.pages.outputs import Output, Outputs, decompiled, watching
 
 _DRAWING_SECONDS = 60
@@ -34,7 +37,7 @@ def inspect(
     Inside, torch.compile uses attn_pass where your code requests it (`attn_pass.backend`, `wrap`, `enabled`,
     `install`). `inspect` only observes: graphs in this thread, Inductor's code and bytecode in all threads. It writes
     ``index.html``, which links to the other files and says what is missing and why; ``report.html``, ``.txt`` and
-    ``.json``; and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``,
+    ``.json``; ``model_explorer.json``, which Model Explorer opens; and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``,
     Inductor's ``output_code.py``, and Dynamo's bytecode.
     A failure to write is a warning, and does not affect compilation.
 
@@ -85,6 +88,9 @@ class _Folder:
         )
         self._file(main, "report.txt", lambda: f"{report.table(160, verbose=True)}\n", "the table")
         self._file(main, "report.json", report.to_json, "for attn-pass compare, and for programs")
+        if graphs:
+            graph = functools.partial(json.dumps, collections_of(graphs))
+            self._file(main, "model_explorer.json", graph, "the graphs before and after, for Model Explorer")
         sections, functions, why_none = [main], *decompiled(outputs)
         rest_code, rest_functions = list(outputs.code), list(functions)
         for number, graph in enumerate(collection.graphs, 1):
