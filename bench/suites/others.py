@@ -21,6 +21,7 @@ import torch
 import typer
 
 import attn_pass
+from attn_pass.report.text import counted
 from bench.harness.command import Json, Only, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
@@ -74,9 +75,9 @@ def is_found(made: dict[str, Any]) -> bool:
 def collected(folder: Path) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
     """The cases of a folder that are compiled, in evaluation mode."""
     for path in sorted(folder.glob("[0-9]*.py")):
-        spec = importlib.util.spec_from_file_location(path.stem, path)
+        spec = importlib.util.spec_from_file_location(f"case_{path.stem}", path)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where Dynamo looks for its globals
         spec.loader.exec_module(module)
         if module.META.get("path", "compile") == "compile":
             torch.manual_seed(0)
@@ -153,7 +154,7 @@ def main(
         made.tables.append(table)
         rows: list[dict[str, Any]] = []
         for name, function, args, kwargs in programs:
-            if (only not in name and not number) or time.monotonic() > end:
+            if (only not in name and not name.startswith("Program(")) or time.monotonic() > end:
                 continue
             try:
                 rows.append(row(name, compiler, function, *args, **kwargs))
@@ -178,6 +179,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
     """How many programs there were, and what became of them."""
     wrong, failed = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "not run"))
     alone = sum(r["wrong"] > 0 and r["whole"] != "WRONG" for r in rows)
-    told = f"{len(rows)} programs: {wrong} give a wrong result without a word, {failed} do not compile or were not run"
+    programs = counted(len(rows), "program")
+    told = f"{programs}: {wrong} wrong without a word, {failed} that do not compile or were not run"
     more = f"; {alone} more are wrong only in a site that is compiled alone" if alone else ""
     return [told + more, _NO_ERROR]

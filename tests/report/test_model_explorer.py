@@ -83,7 +83,9 @@ def test_graphs_before_and_after_with_their_sites() -> None:
 def test_the_command_and_inspect_write_it(tmp_path: Path) -> None:
     program = tmp_path / "explored.py"
     program.write_text(
-        "import torch\ndef f(q):\n    return (q @ q.mT).softmax(-1) @ q\ndef model():\n    return f, (torch.ones(1, 2, 8, 4),)\n"
+        "import torch\n"
+        "def f(q):\n    return (q @ q.mT).softmax(-1) @ q\n"
+        "def model():\n    return f, (torch.ones(1, 2, 8, 4),)\n"
     )
     done = CliRunner().invoke(app, ["explain", f"{program}:model", "--graph", str(tmp_path / "g.json")])
     assert done.exit_code == 0, done.output

@@ -37,8 +37,8 @@ def inspect(
     Inside, torch.compile uses attn_pass where your code requests it (`attn_pass.backend`, `wrap`, `enabled`,
     `install`). `inspect` only observes: graphs in this thread, Inductor's code and bytecode in all threads. It writes
     ``index.html``, which links to the other files and says what is missing and why; ``report.html``, ``.txt`` and
-    ``.json``; ``model_explorer.json``, which Model Explorer opens; and for each graph ``before.py``, ``after.py``, ``changes.diff``, ``score_functions.py``, ``graph.svg``,
-    Inductor's ``output_code.py``, and Dynamo's bytecode.
+    ``.json``; ``model_explorer.json``, which Model Explorer opens; and for each graph ``before.py``, ``after.py``,
+    ``changes.diff``, ``score_functions.py``, ``graph.svg``, Inductor's ``output_code.py``, and Dynamo's bytecode.
     A failure to write is a warning, and does not affect compilation.
 
     Args:
