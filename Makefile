@@ -10,12 +10,13 @@ SITE := .venv-docs
 CASES ?= cases/run.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-browser test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site wheel cases bench-s4 bench-peers
+.PHONY: help setup demo test test-browser test-explorer test-runtimes test-npu test-tpu-aot test-xla test-version fuzz sanitize lint types docs site wheel cases bench-s4 bench-peers
 
 help:
 	@echo "make demo      explain, rewrite and check real models, then measure seed S4"
 	@echo "make test      run the tests"
 	@echo "make test-browser  open the HTML report in a headless Chromium, where there is one"
+	@echo "make test-explorer  run the adapter in Model Explorer, in .venv-explorer"
 	@echo "make test-runtimes  export to ONNX Runtime and OpenVINO and run the results, in .venv-runtimes"
 	@echo "make test-npu  run the tests against the real torch_npu, without a device, in $(NPU)"
 	@echo "make test-tpu-aot  compile every kernel for TPUs with their own compiler, in .venv-tpu; no TPU needed"
@@ -60,6 +61,16 @@ test: $(STAMP)
 # Skips without a Chromium (Debian: apt-get install chromium; or CHROMIUM=path).
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest tests_on/browser $(ARGS)
+
+# An environment of its own: Model Explorer brings a web server.
+.venv-explorer/.attn_pass_ready: constraints.txt
+	test -x .venv-explorer/bin/python || $(PYTHON) -m venv .venv-explorer
+	.venv-explorer/bin/python -m pip install -c constraints.txt torch
+	.venv-explorer/bin/python -m pip install -c constraints.txt ai-edge-model-explorer pytest rich typer jinja2 platformdirs
+	touch $@
+
+test-explorer: .venv-explorer/.attn_pass_ready
+	OMP_NUM_THREADS=1 .venv-explorer/bin/python -m pytest tests_on/explorer $(ARGS)
 
 # An environment of its own: the runtimes bring backends of torch.compile and libraries of OpenMP.
 .venv-runtimes/.attn_pass_ready: constraints.txt constraints-runtimes.txt

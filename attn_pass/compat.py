@@ -62,6 +62,12 @@ def has_pre_grad_timing() -> bool:
     return hasattr(config, "pre_grad_pass_timing")
 
 
+def children_of(spec: Any) -> list[Any]:
+    """The parts of a nested structure's description (`torch.utils._pytree.TreeSpec`; a method in newer torch)."""
+    children = getattr(spec, "children", None)
+    return list(children() if callable(children) else spec.children_specs)
+
+
 def active_flash() -> str:
     """The FlashAttention that runs behind torch's operators: "FA2", or what the user activated, "FA3" or "FA4"."""
     from torch.nn import attention

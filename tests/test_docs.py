@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -96,6 +97,10 @@ def run_page(page_blocks: Sequence[Block], folder: Path) -> None:
             _check_commands(block)
         if block.not_run:
             assert block.not_run.startswith(REASONS), f"{block.where}: {block.not_run!r} is no reason that is listed"
+        elif block.needs and importlib.util.find_spec(block.needs) is None:
+            assert f'"{block.needs}' in (ROOT / "pyproject.toml").read_text(), (
+                f"{block.where}: no extra has {block.needs}"
+            )
         elif block.file:
             (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
             (folder / block.file).write_text(block.text)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from attn_pass.compat import require_inductor
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import before_inductor, inductor_patches, patches_for
-from attn_pass.entries.package import with_report
+from attn_pass.entries.package import warn_of_types, with_report
 from attn_pass.entries.retry import Failure, warn_failed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import Decision, failed, next_decision
@@ -81,6 +81,7 @@ def _compiled(
     original: ExportedProgram, path: str | None, patches: dict[str, Any], options: Options, tell: Tell
 ) -> str:
     """The package of an exported program, rewritten; or of the program as it is, if that fails twice."""
+    warn_of_types(original)
     if _writes_buffers(original):
         # Inductor folds what it can compute of a buffer's first value, even if the program writes to the buffer: a
         # position that is counted up would stay at 1 (seen in torch 2.13.0).

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "bash", "text", "toml", "cpp")
-_MARK = re.compile(r"<!-- (not run|file): (.+) -->")
+_MARK = re.compile(r"<!-- (not run|file|needs): (.+) -->")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Block:
     text: str
     not_run: str = ""
     file: str = ""
+    needs: str = ""  # a library without which it is left out
 
     @property
     def where(self) -> str:
@@ -59,6 +60,7 @@ def _blocks(page: str, text: str) -> Iterator[Block]:
                 start, language, lines = opened
                 kind, said = (mark[1], mark[2]) if mark else ("", "")
                 marks = {"not_run": said if kind == "not run" else "", "file": said if kind == "file" else ""}
+                marks["needs"] = said if kind == "needs" else ""
                 yield Block(page, start, language, "".join(f"{x}\n" for x in lines), **marks)
                 opened = mark = None
             else:

@@ -89,8 +89,8 @@ class _Folder:
         self._file(main, "report.txt", lambda: f"{report.table(160, verbose=True)}\n", "the table")
         self._file(main, "report.json", report.to_json, "for attn-pass compare, and for programs")
         if graphs:
-            graph = functools.partial(json.dumps, collections_of(graphs))
-            self._file(main, "model_explorer.json", graph, "the graphs before and after, for Model Explorer")
+            explored = functools.partial(json.dumps, collections_of(graphs))
+            self._file(main, "model_explorer.json", explored, "the graphs before and after, for Model Explorer")
         sections, functions, why_none = [main], *decompiled(outputs)
         rest_code, rest_functions = list(outputs.code), list(functions)
         for number, graph in enumerate(collection.graphs, 1):
