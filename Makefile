@@ -27,7 +27,7 @@ help:
 	@echo "make wheel     build the wheel, install it in a fresh environment, and use it there"
 	@echo "make lint      ruff and the import contracts"
 	@echo "make types     mypy --strict on the package"
-	@echo "make docs      write the parts of docs/ that come from the code"
+	@echo "make docs      write the parts of docs/ that come from the code, and the page and pictures of the results"
 	@echo "make site      build the documentation as a site in build/site, with mkdocs in $(SITE)"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
 	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
@@ -148,6 +148,7 @@ types: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/build.py
+	$(BIN)/python -m bench page
 
 # An environment of its own, of pure Python: what builds the pages imports nothing of the package, and needs no torch.
 $(SITE)/.ready: constraints-docs.txt
