@@ -137,6 +137,8 @@ def check(case: Case, tally: Tally | None = None, through: str = "graph") -> Non
         report, run, code = _through(case, inputs, through)
     if tally is not None:
         tally.add(case, report)
+    if case.program.is_random and any(site.target == "cpu_kernel" for site in report.sites):
+        return  # it draws other numbers (tests/devices/cpu/test_cpu_dropout.py has the mask that it drew)
     try:
         _compare(case, run, inputs, expected, truth, report, code)
     except Wrong:

@@ -73,7 +73,7 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     rows = problem.q_len * problem.heads // max(1, problem.kv_heads)
     heads = problem.batch * problem.kv_heads
     gain = _gain(device, problem.dtype)
-    if few := rows <= FEW_ROWS:
+    if few := rows <= FEW_ROWS and not (a.needs_grad or a.dropout):
         gain /= _GAINS["avx512"][problem.dtype]
     elif max(problem.head_dim, problem.value_dim) > 128:
         gain *= _WIDE

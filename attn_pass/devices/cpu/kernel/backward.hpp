@@ -51,9 +51,10 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, floa
           for (i64 d = 0; d < a.DV; ++d) mean[d] += T::one(grad[d * j.given.grad.stride[3]]) / float(a.S);
         continue;
       }
-      const auto* result = rows_at<T>(j.given.result, b, h, i);
-      of = {kept[0], 1.0f / kept[1], sum_of_products<T>(result, j.given.result.stride[3], grad, j.given.grad.stride[3], a.DV)};
-      if (j.given.rest.data)  // what rounding took counts: the gradients of a row's scores add up to nothing
+      of = {kept[0], 1.0f / kept[1], 0.0f};
+      const bool needed = j.panels > 1 || sink_rows;  // else it is summed up where it is taken off
+      if (needed) of.delta = sum_of_products<T>(rows_at<T>(j.given.result, b, h, i), j.given.result.stride[3], grad, j.given.grad.stride[3], a.DV);
+      if (needed && j.given.rest.data)  // what rounding took counts: the gradients of a row's scores add up to nothing
         of.delta += sum_of_products<T>(rows_at<T>(j.given.rest, b, h, i), j.given.rest.stride[3], grad, j.given.grad.stride[3], a.DV);
       if (j.given.lse_grad.data) {
         const i64* s = j.given.lse_grad.stride;
@@ -64,6 +65,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, floa
         const float factor = j.all.scale.factor, sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]];
         const float weight = sink == -INFINITY ? 0.0f : std::exp2((sink / (factor * LN2) - of.top) * factor) * of.share;
         sink_rows[(b * a.H + h) * a.L + i] = -weight * of.delta;
+        if (j.panels == 1) of.delta = 0;  // no log-sum-exp beside a sink
       }
     }
   }
@@ -172,7 +174,8 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
   for (i64 r = low * 6; r < high * 6; ++r) {
     float *weights = s + r * LDT, *gradients = g + r * LDT;
     if (r < block.n && words[r]) {
-      weigh_back<T>(a, all, block.rows[r], left[r], words[r], panel.key, there, weights, gradients);
+      const auto weigh = j.panels == 1 ? weigh_back<T, true> : weigh_back<T, false>;
+      weigh(a, all, block.rows[r], left[r], words[r], panel.key, there, weights, gradients);
     } else {
       std::memset(weights, 0, size_t(there) * 4);
       std::memset(gradients, 0, size_t(there) * 4);

@@ -113,44 +113,56 @@ ATTN_INLINE void fetch_row(const Args& a, const Gradients& j, const Row& row, i6
   for (i64 byte = 0; byte < to.row(row, key + there) - p; byte += 64) __builtin_prefetch(p + byte, 1, 2);
 }
 
-// A row of a tile: products `s` become weights, and gradients of the weights `g` those of the products.
-template <class T>
+// A row of a tile: products `s` become weights, and gradients of the weights `g` those of the products. Where the tile is
+// all of the row (WHOLE), delta is summed up from the very numbers it is taken off: what adds up to nothing does so.
+template <class T, bool WHOLE>
 ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, const Left& left, u64 word, i64 key, i64 there, float* s, float* g) {
   const vec by = Isa::set1(j.scale.before), factor = Isa::set1(j.scale.factor), top = Isa::set1(-left.top);
-  const vec share = Isa::set1(left.share), delta = Isa::set1(-left.delta), zero = Isa::zero();
+  const vec share = Isa::set1(left.share), zero = Isa::zero();
   const vec of_left = Isa::set1(j.dropout.factor), fill = Isa::set1(a.fill);
-  const u64 drawn = a.seed ? left_word(j.dropout, row.b * a.H + row.h, row.i, key) : 0;
-  const u64 kept = a.replaces ? kept_by_tensor(a, row, key) : ~u64(0);
-  vec total = zero;
+  const u64 drawn = a.seed ? left_word(j.dropout, row.b * a.H + row.h, row.i, key) : ~u64(0);
+  const u64 passing = a.replaces ? word & kept_by_tensor(a, row, key) : word;  // a score that was replaced passes no gradient on
+  vec delta = Isa::set1(-left.delta), total = zero;
 #ifdef ATTN_SCORE
   vec totals[CAPTURED];
   for (int c = 0; c < CAPTURED; ++c) totals[c] = zero;
 #endif
-  for (int n = 0; n < there; n += W) {
-    vec score = Isa::mul(Isa::load(s + n), by);
+  const auto weigh = [&](int n, vec x) __attribute__((always_inline)) {
+    vec score = Isa::mul(x, by);
 #ifdef ATTN_SCORE
-    const vec x = score;
+    x = score;
     score = ATTN_SCORE;
 #endif
     if (row.bias) score = Isa::add(score, bias_at(a, row, key + n, a.S - key - n));
-    if (a.replaces) score = Isa::keep(u32(kept >> n), score, fill);
-    const u32 bits = u32(word >> n), passing = bits & u32(kept >> n);  // a score that was replaced passes no gradient on
+    if (a.replaces) score = Isa::keep(u32(passing >> n), score, fill);
     const vec e = exp2_of<T::DEGREE>(Isa::mul(Isa::add(score, top), factor));
-    const vec weight = Isa::keep(bits, Isa::mul(e, share), zero);
-    vec of_weight = Isa::load(g + n), used = weight;
-    if (a.seed) {
-      const u32 left = u32(drawn >> n);
-      of_weight = Isa::keep(left, Isa::mul(of_weight, of_left), zero), used = Isa::keep(left, Isa::mul(weight, of_left), zero);
+    return Isa::keep(u32(word >> n), Isa::mul(e, share), zero);
+  };
+  const auto drop = [&](int n, vec x) __attribute__((always_inline)) { return a.seed ? Isa::keep(u32(drawn >> n), Isa::mul(x, of_left), zero) : x; };
+  vec weights[PANEL / W];
+  if constexpr (WHOLE) {
+    vec sum = zero;
+    for (int n = 0; n < there; n += W) {
+      weights[n / W] = weigh(n, Isa::load(s + n));
+      sum = Isa::add(sum, Isa::keep(u32(word >> n), Isa::mul(weights[n / W], drop(n, Isa::load(g + n))), zero));
     }
-    vec gradient = Isa::keep(passing, Isa::mul(weight, Isa::add(of_weight, delta)), zero);
-    Isa::store(s + n, used);
+    delta = Isa::add(delta, Isa::set1(-Isa::reduce_add(sum)));
+  }
+  for (int n = 0; n < there; n += W) {
+    vec x = Isa::load(s + n), weight;
+    if constexpr (WHOLE) weight = weights[n / W];
+    else weight = weigh(n, x);
+    const u32 bits = u32(passing >> n);
+    vec gradient = Isa::keep(bits, Isa::mul(weight, Isa::add(drop(n, Isa::load(g + n)), delta)), zero);
+    Isa::store(s + n, drop(n, weight));
     if (j.sums[0].data) add_up(j.sums[0], row, key + n, a.S - key - n, gradient, total);
 #ifdef ATTN_SCORE
+    x = Isa::mul(x, by);
 #define ATTN_CALL(which, slope) \
-  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(passing, mul(gradient, slope), zero), totals[which]);
+  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(bits, mul(gradient, slope), zero), totals[which]);
     ATTN_SLOPES(ATTN_CALL)
 #undef ATTN_CALL
-    gradient = Isa::keep(passing, mul(gradient, ATTN_SLOPE), zero);
+    gradient = Isa::keep(bits, mul(gradient, ATTN_SLOPE), zero);
 #endif
     Isa::store(g + n, gradient);
   }

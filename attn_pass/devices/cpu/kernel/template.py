@@ -111,6 +111,8 @@ class Call(CppTemplate):
         q, k = (self.operands[name].get_size() for name in ("q", "k"))
         if "offsets" in self.operands:
             return "attend_type"
+        if "statistics" in self.written:
+            return "attend_many"
         rows = q[1] * q[2] / k[1] if not any(x.free_symbols for x in (q[1], q[2], k[1])) else None
         return "attend_type" if rows is None else "attend_few" if rows <= 16 else "attend_many"
 
