@@ -64,6 +64,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "howto/runtimes.md": {"rules": lambda: table(named.runtimes)},
+    "xpu.md": {"rules": lambda: table(named.rules_on_xpu)},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
     "catalogue.md": {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attn_pass.devices.registry import families
+from attn_pass.devices.registry import families, of_type
 from attn_pass.targets.registry import built_in
 
 
@@ -37,6 +37,15 @@ def runtimes() -> Iterator[str]:
         for kernel in family.kernel_rules.values():
             for rule in kernel.rules:
                 yield f'| {family.here(torch.device("cpu")).name} | `"{family.name}"` | {rule.name} | {rule.source} |'
+
+
+def rules_on_xpu() -> Iterator[str]:
+    """Rows: a rule of the kernel on Intel's GPUs, and its source."""
+    yield "| rule | where it is written |"
+    yield "|---|---|"
+    for kernel in of_type("xpu").kernel_rules.values():
+        for rule in kernel.rules:
+            yield f"| {rule.name} | {rule.source} |"
 
 
 def _listed(names: Iterator[str] | tuple[str, ...]) -> str:

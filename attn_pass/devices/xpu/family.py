@@ -1,0 +1,58 @@
+"""The family of Intel's GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attn_pass.devices.base import Family
+from attn_pass.devices.device import Device
+from attn_pass.devices.xpu import facts
+from attn_pass.devices.xpu.rules import NAME, ONEDNN
+from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.targets.kernel_rules import Call
+from attn_pass.targets.torch_call import picked_by_torch
+
+
+class Xpu(Family):
+    """Intel's GPUs: torch's own call ends in oneDNN's kernel there, in inference."""
+
+    name = "xpu"
+    types = ("xpu",)
+    names = tuple(sheet.name for sheet in facts.SHEETS)
+    kernel_rules = {NAME: ONEDNN}
+    fused_operators = {"_scaled_dot_product_fused_attention_overrideable": NAME}
+
+    def here(self, at: torch.device) -> Device:
+        """The GPU of this process; one without a kernel where there is none."""
+        return facts.here(at)
+
+    def by_name(self, name: str) -> Device | None:
+        """A GPU of the table of data sheets."""
+        return facts.by_name(name)
+
+    def identity(self) -> Iterator[str]:
+        """The name of every GPU that is here."""
+        for number in range(torch.xpu.device_count()):
+            yield torch.xpu.get_device_name(number)
+
+    def machine(self) -> Iterator[tuple[str, str, str]]:
+        """The GPUs, and the switch of torch's call."""
+        for number in range(torch.xpu.device_count()):
+            on = "torch's call may use oneDNN's kernel" if facts.here(torch.device("xpu", number)).kernels else "off"
+            yield f"xpu:{number}", torch.xpu.get_device_name(number), on
+        if not torch.xpu.is_available():
+            yield "XPU device", "", "torch sees none; decide for one with device='Arc B580'"
+
+    def stock_kernel(
+        self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool
+    ) -> str | None:
+        """What torch's own call picks."""
+        if not written.plain:
+            return None
+        mask = "causal" if written.causal else written.mask
+        return picked_by_torch(Call(attention, mask, device, written.mask_needs_grad, deterministic))
+
+
+FAMILY = Xpu()

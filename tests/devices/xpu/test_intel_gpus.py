@@ -1,0 +1,151 @@
+"""Intel GPUs, without one: both sides of every rule, the GPU that is here, and what is emitted, run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as call
+
+import attn_pass
+from attn_pass.devices import registry
+from attn_pass.devices.xpu import facts
+from attn_pass.devices.xpu.rules import ONEDNN
+
+BF16 = torch.bfloat16
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return causal(q, k, v)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.dropout((q @ k.mT * 0.125).softmax(-1), 0.1, True) @ v
+
+
+def operands(
+    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = BF16, heads: int = 8, keys: int = 512, grad: bool = False
+) -> list[Tensor]:
+    shapes = ((2, 8, 512, dim), (2, heads, keys, dim), (2, heads, keys, value_dim))
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "Arc B580", **options})
+    return report.sites[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("program", [by_hand, causal])
+def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    site = decided(program, operands(dtype=dtype))
+    assert (site.outcome, site.target) == ("rewritten", "sdpa"), site.reason
+    assert site.decided_for == "Arc B580"
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "refused", "why"),
+    [
+        ("dtype", (by_hand, operands()), (by_hand, operands(dtype=torch.float64)), "float64 has no fused kernel"),
+        ("dropout", (by_hand, operands(grad=False)), (dropped, operands()), "dropout 0.1: oneDNN's kernel has"),
+        ("head dim", (by_hand, operands(576, 576)), (by_hand, operands(577, 577)), "a head dim of 577"),
+        ("head dim", (by_hand, operands(64, 576)), (by_hand, operands(64, 577)), "a head dim of 577"),
+        ("sizes", (by_hand, operands(keys=1)), (by_hand, operands(keys=0)), "a size is 0"),
+        ("gradient", (by_hand, operands()), (by_hand, operands(grad=True)), "a backward in some versions"),
+    ],
+)
+def test_both_sides_of_a_rule(rule: str, taken: Any, refused: Any, why: str) -> None:
+    assert rule in {r.name for r in ONEDNN.rules}
+    assert decided(*taken, choose="fused", targets=("sdpa",)).target == "sdpa"
+    site = decided(*refused, choose="fused", targets=("sdpa",))
+    assert site.target is None and why in site.refusals.get("sdpa", site.reason)
+
+
+def test_every_rule_has_two_sides() -> None:
+    """But the one of head dims that differ and are not known, which sizes of a graph on the CPU always are."""
+    rules = {r.name for r in ONEDNN.rules} - {"known head dims"}
+    assert rules == {"dtype", "dropout", "head dim", "sizes", "gradient"}
+    assert all(r.source for r in ONEDNN.rules)
+
+
+def test_a_call_is_left_and_named_by_its_kernel() -> None:
+    site = decided(call, operands())
+    assert site.outcome == "left" and site.predicted_us["leave"] > 0
+    other = decided(lambda q, k, v: call(q, *(x.repeat_interleave(4, 1) for x in (k, v))), operands(heads=2))
+    assert other.target in (None, "sdpa") and "onednn" in other.reason
+
+
+@pytest.mark.parametrize(("program", "heads"), [(by_hand, 8), (causal, 8), (grouped, 2)])
+def test_what_is_emitted_computes_the_same(program: Callable[..., Tensor], heads: int) -> None:
+    inputs = operands(dtype=torch.float32, heads=heads, keys=300 if program is by_hand else 512)
+    backend = attn_pass.wrap("aot_eager", device="Arc B580", choose="fused", on_error="raise")
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report:
+        got = torch.compile(program, backend=backend)(*inputs)
+        expected = program(*(x.double() for x in inputs))
+    assert report.sites[0].target == "sdpa"
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_fully_masked_rows_are_told() -> None:
+    """A boolean mask that is an input may leave a row nothing: what the kernel gives there is part of the report."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    site = decided(masked, [*operands(), torch.rand(2, 1, 512, 512) > 0.5], choose="fused")
+    assert site.target == "sdpa" and any("fully masked" in a for a in site.assumptions)
+    strict = decided(masked, [*operands(), torch.rand(2, 1, 512, 512) > 0.5], choose="fused", numerics="strict")
+    assert strict.target is None and "fully masked" in strict.refusals.get("sdpa", strict.reason)
+
+
+def test_without_a_gpu_nothing_is_taken_away() -> None:
+    """torch sees no Intel GPU here: tensors on one would be left, as they are."""
+    device = registry.of_type("xpu").here(torch.device("xpu"))
+    assert device.kernels == () and not device.is_here
+    assert not registry.of_type("xpu").keeps_inductors_patterns_off
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("Intel(R) Arc(TM) B580 Graphics", "Arc B580"),
+        ("Intel(R) Data Center GPU Max 1550", "Max 1550"),
+        ("Intel(R) Graphics", "Arc B580"),
+    ],
+)
+def test_the_gpu_that_is_here(name: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda at=None: name)
+    family, of_row = registry.of_type("xpu"), registry.by_name(row)
+    device = family.here(torch.device("xpu"))
+    assert (device.name, device.memory_gbytes, device.kernels) == (name, of_row.memory_gbytes, of_row.kernels)
+    assert list(family.identity()) == [name] and [r[0] for r in family.machine()] == ["xpu:0"]
+    before = torch._C._get_overrideable_sdp_enabled()
+    try:
+        torch._C._set_sdp_use_overrideable(False)
+        assert family.here(torch.device("xpu")).kernels == ()
+        assert [r[2] for r in family.machine()] == ["off"]
+    finally:
+        torch._C._set_sdp_use_overrideable(before)
+
+
+def test_names_of_the_table() -> None:
+    assert [s.name for s in facts.SHEETS] == list(registry.of_type("xpu").names)
+    assert registry.by_name("arc b580").type == "xpu" and not registry.by_name("ArcB580").is_here
