@@ -22,7 +22,7 @@ from attn_pass.graph.subgraphs import Body, bodies
 from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
 from attn_pass.model.formula import formula_of
 from attn_pass.options import Options, Runner
-from attn_pass.padding.regions import Graph, take_padding_out
+from attn_pass.padding.regions import PACKED_ROWS, Graph, take_padding_out
 from attn_pass.patterns import calls, composite, joined_scores, one_length, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.opaque import Opaque
@@ -97,7 +97,7 @@ def rewrite_graph(
         one_length.settle(gm.graph)
     region = Region.ambient() if program == "compile" else Region()
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
-    if changed and options.unpad and program == "compile":
+    if changed and options.unpad and PACKED_ROWS not in run.without and program in ("compile", "aoti"):
         _take_padding_out(run, gm, region)
     report.seconds += time.perf_counter() - started
     report.graphs += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from attn_pass.devices.registry import families
 from attn_pass.errors import AttnPassWarning
 from attn_pass.graph.provenance import Emission, culprits
+from attn_pass.padding.regions import PACKED_ROWS
 from attn_pass.report.record import Report
 
 
@@ -18,7 +19,8 @@ class Failure:
 
     Attributes:
         cause: the error in one line.
-        without: targets to decide without the next time, and why; empty where nothing else is worth trying.
+        without: targets to decide without the next time, and why; empty where nothing else is worth trying. Regions
+            on packed rows (`PACKED_ROWS`) are done without first: they change more than a site does.
         where: source line of the first site that had changed, "unknown source line" if none has one.
         changed: how many sites had changed.
     """
@@ -31,6 +33,9 @@ class Failure:
 
 def failure_of(error: BaseException, cause: str, report: Report, emissions: Sequence[Emission]) -> Failure:
     """What is to be known of an error of the compiler once its traceback, which holds on to graphs, is gone."""
+    if any(region.outcome == "packed" for region in report.regions):
+        without = {PACKED_ROWS: f"the compiler could not lower a graph with them ({cause})"}
+        return Failure(cause, without, first_where(report), len(report.rewritten))
     taken = {site.target for site in report.rewritten if site.target is not None}
     targets = culprits(error, emissions) & taken
     if targets:
@@ -48,8 +53,12 @@ def _torchs_own() -> set[str]:
 
 
 def mark_retried(report: Report, before: Report, failure: Failure) -> None:
-    """Let the sites that became something else say what they were to become first."""
+    """Let the sites and regions that became something else say what they were to become first."""
     report.seconds += before.seconds
+    report.regions = report.regions or before.regions
+    for region in report.regions:
+        if region.outcome == "packed" and PACKED_ROWS in failure.without:
+            region.mark_left(failure.without[PACKED_ROWS])
     for site, first in zip(report.sites, before.sites):
         reason = failure.without.get(first.target or "")
         if reason is not None and first.node == site.node:
@@ -62,7 +71,8 @@ def warn_failed(report: Report, failures: Sequence[Failure]) -> None:
     if not report.rewritten:
         _warn_left(first.where, first.changed, could_not_lower(failures))
         return
-    names, reason = " and ".join(first.without), next(iter(first.without.values()))
+    without = without_all(failures)
+    names, reason = " and ".join(without), next(reversed(without.values()))
     became = ", ".join(sorted({site.target or site.outcome for site in report.rewritten}))
     warnings.warn(
         f"attn_pass compiled the graph with the attention at {first.where} without {names}: {reason}; what is "
@@ -72,11 +82,23 @@ def warn_failed(report: Report, failures: Sequence[Failure]) -> None:
     )
 
 
+def without_all(failures: Sequence[Failure]) -> dict[str, str]:
+    """What every failure is to be done without, in their order."""
+    return {name: reason for failure in failures for name, reason in failure.without.items()}
+
+
+def is_last(failures: Sequence[Failure]) -> bool:
+    """Whether nothing is left to try: regions are done without once, and then targets once."""
+    of_targets = [f for f in failures if PACKED_ROWS not in f.without]
+    return len(of_targets) > 1 or not failures[-1].without
+
+
 def could_not_lower(failures: Sequence[Failure]) -> str:
     """The reason why the sites of a graph were left after all."""
     first, *again = failures
     reason = f"the compiler could not lower the rewritten graph ({first.cause})"
-    return reason + "".join(f", nor the one without {' and '.join(first.without)} ({f.cause})" for f in again)
+    tried = zip(failures, again)
+    return reason + "".join(f", nor the one without {' and '.join(f.without)} ({g.cause})" for f, g in tried)
 
 
 def leave_all(report: Report, reason: str) -> None:

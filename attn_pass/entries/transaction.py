@@ -23,9 +23,11 @@ from attn_pass.entries.retry import (
     Failure,
     could_not_lower,
     failure_of,
+    is_last,
     leave_all,
     mark_retried,
     warn_failed,
+    without_all,
 )
 from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
@@ -211,20 +213,19 @@ def _warn_other_device(report: Report, options: Options) -> None:
 
 
 def next_decision(decision: Decision, failures: Sequence[Failure], again: Callable[..., Decision]) -> Decision:
-    """What to compile after a failure: what is decided without the target that failed, once, or the original.
+    """What to compile after a failure: what is decided without regions, then without targets, or the original.
 
     Args:
         decision: what failed to compile.
         failures: all failures so far.
         again: decides on the original anew; called with ``without``.
     """
-    first = failures[0]
-    if len(failures) > 1 or not first.without:
+    if is_last(failures):
         decision.report.mark_left(could_not_lower(failures))
         return replace(decision, changed=False)
     collect.forget(decision.report)
-    retried = again(without=first.without)
-    mark_retried(retried.report, decision.report, first)
+    retried = again(without=without_all(failures))
+    mark_retried(retried.report, decision.report, failures[-1])
     return retried
 
 

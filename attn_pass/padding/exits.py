@@ -57,8 +57,8 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
         return Exit("by your word nobody uses rows of padding of the result", "nothing") if around.leaving else None
     if user.op == "call_function" and user.target is around.operator:
         return _as_keys(user, node, layout, around)
-    if plain_name(user) == "cross_entropy":
-        return _cross_entropy(user, node, layout, around)
+    if plain_name(user) in ("cross_entropy", "nll_loss"):
+        return _loss(user, node, layout, around)
     call = understand(user)
     rule = None if call is None or call.in_place else _BY_OPERATION.get(call.op)
     return None if call is None or rule is None else rule(call, node, layout, around)
@@ -84,6 +84,8 @@ def _getitem(call: Call, node: Node, layout: Layout, around: Surroundings) -> Ex
     entries = list(index) if isinstance(index, (tuple, list)) else [index]
     if call["input"] is not node or layout.merged or any(node is e for e in entries):
         return None
+    if len(entries) == 1 and isinstance(entries[0], Node) and layout == (0, 1):
+        return _selected(entries[0], around)
     if len(entries) == 2 and layout == (0, 1) and all(isinstance(e, Node) for e in entries):
         return _gathered(entries[0], entries[1], around)
     if any(e is Ellipsis or e is None or isinstance(e, Node) for e in entries) or len(entries) <= layout.length:
@@ -108,6 +110,14 @@ def _select(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exi
 def _pooled(position: int) -> Exit:
     named = {0: "the first position alone", -1: "the last position alone"}
     return Exit(f"{named.get(position, f'position {position} alone')} is read", "position", position)
+
+
+def _selected(mask: Node, around: Surroundings) -> Exit | None:
+    """``x[mask]``, a truth value for each row."""
+    value = tensor_value(mask)
+    if value is None or value.dtype != torch.bool or around.rules.shape(mask) != tuple(around.rows):
+        return None
+    return Exit("a mask selects rows", "nonzero", tensor=mask, at=Layout(0, 1))
 
 
 def _gathered(batch: Node, position: Node, around: Surroundings) -> Exit | None:
@@ -169,8 +179,11 @@ def _rows_alone(shape: tuple[Any, ...], layout: Layout, around: Surroundings) ->
     return layout if alone and len(shape) > max(layout) else None
 
 
-def _cross_entropy(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
-    """A loss without the rows whose label is to be ignored, which are padding by the caller's own word."""
+def _loss(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
+    """A loss without the rows whose label is to be ignored, which are padding by the caller's own word.
+
+    Of rows (N, C), all behind each other, with N labels; or of (B, C, L), with (B, L).
+    """
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, user.args)) | user.kwargs
     target, ignored = given.get("target"), given.get("ignore_index", -100)
@@ -178,9 +191,8 @@ def _cross_entropy(user: Node, node: Node, layout: Layout, around: Surroundings)
         return None
     labels = tensor_value(target)
     integers = labels is not None and not labels.is_floating_point() and target is not node
-    if not layout.merged or not integers or given.get("reduction", "mean") not in ("mean", "sum"):
-        return None
-    if layout != Layout(0, 0) or len(around.rules.shape(target)) != 1:
+    ranks = {Layout(0, 0): 1, Layout(0, 2): 2}
+    if not integers or ranks.get(layout) != len(around.rules.shape(target)):
         return None
     return Exit(f"the loss ignores labels of {ignored}", "other than", ignored, target, Layout(0, 0))
 

@@ -25,6 +25,8 @@ from attn_pass.padding.trace import Proof, Trace, ancestors, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
 
+PACKED_ROWS = "packed rows"
+"""What a second try is without, beside names of targets: regions."""
 ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
 FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
 Complain = Callable[[str, Exception], None]

@@ -71,7 +71,7 @@ class Rules:
         name = plain_name(node)
         if name in ("layer_norm", "rms_norm"):
             return self._norm(node)
-        if name == "mean":
+        if name in _REDUCTIONS:
             dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
             held = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
             return self.reduced(node, node.args[0] if node.args else node.kwargs.get("input"), dims, bool(held))
@@ -325,4 +325,5 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
     "masked_fill": lambda rules, node, call: rules.pointwise(node),
     "pow": lambda rules, node, call: rules.pointwise(node),
 }
+_REDUCTIONS = frozenset({"mean", "argmax", "argmin", "amin"})
 _MIXING = frozenset({"cumsum", "index", "expand", "repeat", "pad", "einsum", "max", "all", "any", "lookup"})

@@ -1,0 +1,71 @@
+"""Regions in packages and exported programs, and what is compiled where the compiler cannot lower one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from padded_encoders import Encoder, L, first, ids, masks, mean
+from torch.fx import GraphModule
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.errors import AttnPassWarning
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+OWN = {"choose": "fused", "targets": ("cpu_kernel",)}
+
+
+class Broken:
+    """A compiler that fails on packed rows, and on more if it is told to."""
+
+    def __init__(self, on: str = "offsets") -> None:
+        self.on, self.seen = on, 0
+
+    def __call__(self, gm: GraphModule, inputs: Any) -> Any:
+        self.seen += 1
+        if any("attn_pass" in str(n.target) and (self.on == "all" or self.on in n.kwargs) for n in gm.graph.nodes):
+            raise RuntimeError("no such sizes here")
+        return gm.forward
+
+
+def test_what_cannot_be_lowered_is_compiled_without_the_region_alone() -> None:
+    model, words, mask, broken = Encoder(first, layers=1).eval(), ids(), masks()[0], Broken()
+    compiled = torch.compile(model, backend=attn_pass.wrap(broken, **OWN))
+    with torch.no_grad(), attn_pass.record() as report, pytest.warns(AttnPassWarning, match="without packed rows"):
+        torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert [site.target for site in report.sites] == ["cpu_kernel"] and broken.seen == 2
+    (region,) = report.regions
+    assert region.outcome == "left" and "no such sizes here" in region.reason
+
+
+def test_where_that_does_not_help_the_target_is_dropped_too() -> None:
+    model, words, mask, broken = Encoder(first, layers=1).eval(), ids(), masks()[0], Broken("all")
+    compiled = torch.compile(model, backend=attn_pass.wrap(broken, **OWN))
+    with torch.no_grad(), attn_pass.record() as report, pytest.warns(AttnPassWarning):
+        torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert [site.outcome for site in report.sites] == ["left"] and broken.seen == 3
+    assert [region.outcome for region in report.regions] == ["left"]
+
+
+def test_an_exported_program_has_no_kernel_and_no_region() -> None:
+    with torch.no_grad():
+        program = torch.export.export(Encoder(first, layers=1).eval(), (ids(), masks()[0]))
+    assert attn_pass.rewrite(program).regions == []
+
+
+def test_a_package_for_any_batch(tmp_path: Path) -> None:
+    model, words, batch = Encoder(mean, layers=1).eval(), ids(), torch.export.Dim("batch", min=2, max=64)
+    shapes = ({0: batch}, {0: batch})
+    with torch.no_grad():
+        path = attn_pass.aot_compile(
+            model, (words, masks()[0]), dynamic_shapes=shapes, package_path=tmp_path / "m.pt2", options=OWN
+        )
+        (region,) = attn_pass.package_report(path).regions
+        assert region.outcome == "packed" and region.rows[1] == L
+        run = torch._inductor.aoti_load_package(path)
+        for mask in (*masks(), masks()[0].repeat(2, 1)[:7]):
+            given = words.repeat(2, 1)[: len(mask)]
+            torch.testing.assert_close(run(given, mask), model(given, mask), rtol=1e-4, atol=1e-5)
