@@ -36,7 +36,8 @@ from test_composes import Layer, Stack, randn
 
 rank, port = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-backend = attn_pass.wrap("aot_eager", choose="fused", on_error="raise")
+options = {"choose": "fused", "on_error": "raise"}
+backend = attn_pass.wrap("aot_eager", **options)
 everything = [randn(2, 7, 32, seed=r) for r in range(2)]
 
 
@@ -107,14 +108,17 @@ def sites(parallel):
     return [[s.outcome, s.target, s.reason] for s in report.sites]
 
 
-for parallel in (ddp, fsdp, tensor_parallel):
-    try:
-        told = sites(parallel)
-    except Exception:
-        told = traceback.format_exc()
-    print(json.dumps([parallel.__name__, told]), flush=True)
-    if isinstance(told, str):
-        os._exit(1)  # the other process may wait for this one for ever
+for target in ("", "cpu_kernel"):
+    if target:
+        backend = attn_pass.wrap("aot_eager", targets=(target,), **options)
+    for parallel in (ddp, fsdp, tensor_parallel):
+        try:
+            told = sites(parallel)
+        except Exception:
+            told = traceback.format_exc()
+        print(json.dumps([parallel.__name__ + target, told]), flush=True)
+        if isinstance(told, str):
+            os._exit(1)  # the other process may wait for this one for ever
 dist.destroy_process_group()
 """
 
@@ -154,12 +158,13 @@ def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo")
+@pytest.mark.parametrize("target", ["", "cpu_kernel"], ids=["any target", "the CPU kernel"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "tensor_parallel"])
-def test_two_processes(kind: str, in_two_processes: list[dict[str, Any]]) -> None:
+def test_two_processes(kind: str, target: str, in_two_processes: list[dict[str, Any]]) -> None:
     for reported in in_two_processes:
-        sites = reported.get(kind, f"not reached: {reported['errors']}")
+        sites = reported.get(kind + target, f"not reached: {reported['errors']}")
         assert isinstance(sites, list), sites
-        assert sites and all(outcome == "rewritten" for outcome, _, _ in sites), sites
+        assert sites and all(outcome == "rewritten" and target in (name, "") for outcome, name, _ in sites), sites
 
 
 @pytest.fixture

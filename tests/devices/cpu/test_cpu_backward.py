@@ -181,3 +181,18 @@ def test_slopes_are_autograds(text: str) -> None:
 def test_what_is_no_score_function_has_no_slope(text: str) -> None:
     with pytest.raises(ValueError, match=r"score function|do not end"):
         slopes.parsed(text)
+
+
+def test_derivatives_that_there_are_not() -> None:
+    """As of torch's own kernel: none is silently left out."""
+    inputs = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
+    (first,) = torch.autograd.grad(FORWARD(*inputs, 0.3)[0].square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative for .*attention.* is not implemented"):
+        torch.autograd.grad(first.sum(), inputs[:1])
+    query, key, value = (x.detach() for x in inputs)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, torch.ones_like(query))
+        for call in (FORWARD, operator.OPERATOR):
+            with pytest.raises(NotImplementedError, match="forward-mode derivative"):
+                call(dual, key, value, 0.3)
+            call(query, key, value, 0.3)

@@ -216,4 +216,9 @@ def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor
     return tuple(gradients[: len(needs)])  # the dispatcher drops arguments at the end that are their defaults
 
 
+def _no_second_gradient(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("derivative for attn_pass::attention_backward is not implemented: it is one itself")
+
+
 torch.library.register_autograd("attn_pass::attention_forward", _gradient, setup_context=_keep, lib=LIBRARY)
+torch.library.register_autograd("attn_pass::attention_backward", _no_second_gradient, lib=LIBRARY)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attn_pass.devices.cpu.kernel.build import entry
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
@@ -232,7 +233,12 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
     Raises:
         TypeError: a dtype is none that it takes.
         ValueError: arguments do not go together.
+        NotImplementedError: an operand has a tangent, which would be dropped.
     """
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (query, key, value)
+    ):
+        raise NotImplementedError("forward-mode derivative for attn_pass::attention is not implemented")
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
