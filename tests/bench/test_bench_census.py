@@ -125,3 +125,23 @@ def test_the_output_of_a_process_that_died_is_kept(tmp_path: Path) -> None:
     for names in (["lives"], ["lives", "another"]):
         run_all([task(name) for name in names], out, jobs=1, limit_s=120, console=Console(quiet=True))
     assert [json.loads(line)["name"] for line in out.read_text().splitlines()] == ["lives", "another"]
+
+
+def test_regions_are_counted_by_family_and_their_stops_listed() -> None:
+    packed = {"outcome": "packed", "reason": "", "sites": 12, "packed": 12}
+    left = {
+        "outcome": "left",
+        "reason": "mean may mix rows of padding with others (a.py:3 in f)",
+        "sites": 2,
+        "packed": 0,
+    }
+    common = {"bench": "padding", "stage": "as called", "family": "hf text", "control": False, "status": "ok"}
+    rows = [
+        {**common, "name": "a", "attentions": 12, "regions": [packed], "numerics": GOOD},
+        {**common, "name": "b", "attentions": 2, "regions": [left], "numerics": GOOD},
+        {**common, "name": "c", "attentions": 1, "regions": [], "numerics": WRONG},
+    ]
+    text = tables.markdown(rows)
+    assert "As called:" in text and "| hf text | 3 | 3 | 2 | 1 | 14 | 12 | 1 | 0 |" in text
+    assert "| mean may mix rows of padding with others | 1 | 1 | b |" in text
+    assert "Wrong numbers (1):\n\n- c (as called)" in text

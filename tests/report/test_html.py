@@ -18,6 +18,7 @@ from attn_pass.report.pages.html import page, short_paths
 from attn_pass.report.pages.plot import HEIGHT, WIDTH, plots, short
 from attn_pass.report.pages.side_by_side import side_by_side
 from attn_pass.report.record import Report
+from attn_pass.report.region import RegionReport
 from attn_pass.report.site import SiteReport
 
 Tensor = torch.Tensor
@@ -213,6 +214,16 @@ def test_text_of_a_model_or_a_stored_report_is_only_text(stored: bool) -> None:
         assert "<script" not in markup(text).lower() and "<img" not in text.lower()
         assert not html.faults and not any(name.startswith("on") for _, attrs in html.elements for name in attrs)
         assert EVIL in html.text and "49" not in html.text
+
+
+def test_regions_without_padding_are_on_the_page_as_text() -> None:
+    proved = {"operations": {"linear": 12}, "entries": ("ids",), "exits": (EVIL,), "rows": (4, 24)}
+    region = RegionReport(outcome="packed", reason="", where="model.py:3", sites=2, packed=2, **proved)
+    left = RegionReport(outcome="left", reason=EVIL, sites=1)
+    text = page(Report([site()], regions=[region, left]))
+    assert "2 of 2 attentions run on packed rows of (4, 24)" in text and "row by row: linear x12" in text
+    assert "<script" not in markup(text).lower() and "<img" not in text.lower() and Page(text).text.count(EVIL) == 2
+    assert 'id="padding"' not in page(Report([site()]))
 
 
 def test_code_of_a_model_is_only_text(collected: tuple[Report, Collection]) -> None:

@@ -29,7 +29,7 @@ def measure(folder: Path, name: str) -> Iterator[Row]:
     """One row: the calls in Dynamo's graphs, those the report read, and the numbers against eager."""
     census = open_census(folder)
     row = facts_of(census, name)
-    _build_with_sdpa()
+    build_with_sdpa()
     try:
         subject = prepared(census, name, keep_cache=True)
     except NotRunnable as error:
@@ -57,7 +57,7 @@ def measure(folder: Path, name: str) -> Iterator[Row]:
     yield {**row, "sites": dict(sites), "graphs": graphs, "seconds": round(report.seconds, 3), **told_report(report)}
 
 
-def _build_with_sdpa() -> None:
+def build_with_sdpa() -> None:
     """Let transformers models that are asked for with eager attention have SDPA, and parts that lack it stay eager."""
     from transformers import PreTrainedModel
 

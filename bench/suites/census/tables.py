@@ -16,12 +16,17 @@ NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run a
 
 def markdown(rows: Sequence[Row]) -> str:
     """All tables the rows are good for."""
-    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa")}
+    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "padding")}
     parts: list[str] = []
     if exports := of["export"]:
         parts += [export_table(exports), left_table(exports), troubles(exports)]
     if calls := of["sdpa"]:
         parts += [sdpa_table(calls), mask_table(calls), left_table(calls), troubles(calls)]
+    if regions := of["padding"]:
+        for stage in dict.fromkeys(row["stage"] for row in regions):
+            of_stage = [row for row in regions if row["stage"] == stage]
+            parts += [f"{stage.capitalize()}:", padding_table(of_stage), stops_table(of_stage)]
+        parts.append(troubles(regions))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -102,6 +107,43 @@ def mask_table(rows: Sequence[Row]) -> str:
             for mask, number in calls.most_common()
         ),
     )
+
+
+# ---- regions without padding ----
+
+
+def padding_table(rows: Sequence[Row]) -> str:
+    """A line a family: models whose attentions have a padding mask, and those with a region that is proved."""
+    return _by_title(_padding_cells(label, group) for label, group in by_family(rows))
+
+
+def _padding_cells(label: str, rows: Sequence[Row]) -> Row:
+    masked = [row for row in rows if row.get("regions")]
+    proved = [row for row in masked if any(r["outcome"] == "packed" for r in row["regions"])]
+    inside = sum(r["sites"] for row in masked for r in row["regions"])
+    packed = sum(r["packed"] for row in masked for r in row["regions"])
+    return {
+        "family": label,
+        "models": len(rows),
+        "with attention": sum(row.get("attentions", 0) > 0 for row in rows),
+        "with a padding mask": len(masked),
+        "with a region": len(proved),
+        "attentions with the mask": inside,
+        "in regions": packed,
+        **_bad(rows),
+    }
+
+
+def stops_table(rows: Sequence[Row]) -> str:
+    """Reasons why a mask's attentions have no region, most frequent first."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        for region in row.get("regions", ()):
+            if region["outcome"] == "left":
+                left[without_places(region["reason"])].append(row["name"])
+    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
+    header = ("why there is no region", "masks", "models", "such as")
+    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
 
 
 # ---- what is left, what is wrong ----
