@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import attn_pass
+from attn_pass.devices.cuda import mask_range
 
 transformers = pytest.importorskip("transformers")
 
@@ -107,3 +108,28 @@ def test_a_compiled_forward(
     assert compiles_of(lambda: model.generate(PROMPT, **given), graphs, wanted) == [graphs_wanted, 0]
     calls = [n for gm in graphs for n in gm.graph.nodes if "attn_pass.attention" in str(n.target)]
     assert len(calls) == 2 * graphs_wanted
+
+
+@pytest.mark.parametrize(("name", "more", "masks"), [("Llama", {}, 1), ("Gemma3Text", HYBRID, 2)])
+def test_on_a_gpu_the_range_is_looked_up_once_for_all_layers_of_a_kind(
+    monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any], masks: int
+) -> None:
+    """By what the operator is on a CPU, as if looking cost nothing: the model is small."""
+    monkeypatch.setattr(mask_range, "pays", lambda *_: True)
+    torch._dynamo.reset()
+    model, graphs = model_of(name, "sdpa", **more).bfloat16(), []  # type: ignore[var-annotated]
+
+    def seen(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(gm)
+        return gm
+
+    given = {"max_new_tokens": TOKENS, "do_sample": False, **STATIC}
+    wanted = model.generate(PROMPT, **given)
+    backend = attn_pass.wrap(seen, choose="fused", targets=("decode",), device="H200", on_error="raise")
+    config = transformers.CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    assert torch.equal(model.generate(PROMPT, compile_config=config, **given), wanted)
+    for gm in graphs:
+        calls = [n for n in gm.graph.nodes if "attn_pass.decode" in str(n.target)]
+        lengths, starts = zip(*(n.args[7:9] for n in calls))
+        assert len(calls) == 2 and None not in (*lengths, *starts) and len(set(lengths)) == masks
