@@ -215,7 +215,8 @@ def _check_writes(case: Case, inputs: list[torch.Tensor], gm: GraphModule) -> No
 
 
 def _options(case: Case) -> Any:
-    return make_options(choose=case.choose, targets=case.targets, numerics=case.numerics, on_error="raise")
+    asked = {"choose": case.choose, "targets": case.targets, "numerics": case.numerics, "device": case.device}
+    return make_options(**asked, on_error="raise")
 
 
 def _through(case: Case, inputs: list[torch.Tensor], through: str) -> tuple[Report, Callable[..., Any], str]:

@@ -5,7 +5,9 @@ on. ``fuzz_run.py 500 SEED`` with the seed that was printed for a batch draws th
 
 With ``--target cpu_kernel`` the programs are compiled by Dynamo without gradients, or with ``--training`` all with
 gradients, and every site that the target takes goes to it. With ``--caches`` all masks are those of caches:
-positions, lengths, windows, ring buffers, left padding.
+positions, lengths, windows, ring buffers, left padding. ``--device H200`` decides for a GPU, in half precision and with
+head dims of 16: its operators are what they are on a CPU, and the stand-ins of the bench; the ranges of masks are
+looked up whatever that costs.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
+import torch
 from fuzz_property import NoProgram, Tally, Wrong, check
 from fuzz_strategy import Case, cached, cases
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -78,6 +81,14 @@ def same_draws() -> Iterator[None]:
     providers.CONSTANTS_CACHE.cache.clear()
 
 
+def on_gpu(case: Case, device: str) -> Case:
+    """A program in inference that the kernels of a GPU take."""
+    p = case.program
+    half = torch.float16 if p.seed % 4 == 0 else torch.bfloat16
+    program = replace(p, dim=16, value_dim=16, dtype=half, upcast=False)
+    return replace(case, program=program, dialect="dynamo", grad=False, numerics="default", device=device)
+
+
 def on_target(name: str, *, training: bool = False) -> Callable[[Case], Case]:
     """Changes a program so that one target is asked alone; none where there is no name."""
     if not name:
@@ -85,14 +96,18 @@ def on_target(name: str, *, training: bool = False) -> Callable[[Case], Case]:
     return lambda case: replace(case, dialect="dynamo", grad=training, choose="fused", targets=(name,))
 
 
-def main(count: int, first: int, target: str = "", *, caches: bool = False, training: bool = False) -> int:
+def main(
+    count: int, first: int, target: str = "", *, caches: bool = False, training: bool = False, device: str = ""
+) -> int:
     """Runs ``count`` programs; returns how many batches failed."""
     alone = f", all for {target}" if target else ""
     alone += ", all over caches" if caches else ""
+    alone += f", for {device}" if device else ""
     to_target = on_target(target, training=training)
 
     def change(case: Case) -> Case:
-        return to_target(cached(case) if caches else case)
+        case = to_target(cached(case) if caches else case)
+        return on_gpu(case, device) if device else case
 
     print(f"seed {first}, {count} programs in batches of {BATCH}{alone}", flush=True)
     tally, failed, started = Tally(), 0, time.perf_counter()
@@ -119,15 +134,21 @@ def main(count: int, first: int, target: str = "", *, caches: bool = False, trai
 
 
 if __name__ == "__main__":
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int, help="programs")
     parser.add_argument("seed", type=int, nargs="?", help="of the first batch; drawn where it is not given")
     parser.add_argument("--target", default="", help="the one target that is asked")
     parser.add_argument("--training", action="store_true", help="with a target: all programs have gradients")
     parser.add_argument("--caches", action="store_true", help="masks over caches alone")
+    parser.add_argument("--device", default="", help="the GPU that is decided for, by name")
     asked = parser.parse_args()
+    if asked.device:
+        from attn_pass.devices.cuda import mask_range
+        from bench.gpu import stand_ins
+
+        stand_ins.install()
+        mask_range.pays = lambda *_: True
     torch.set_num_threads(1)
     first = random.SystemRandom().randrange(10**8) if asked.seed is None else asked.seed
-    sys.exit(min(1, main(asked.count, first, asked.target, caches=asked.caches, training=asked.training)))
+    more = {"caches": asked.caches, "training": asked.training, "device": asked.device}
+    sys.exit(min(1, main(asked.count, first, asked.target, **more)))

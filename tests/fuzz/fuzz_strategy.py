@@ -48,6 +48,7 @@ class Case:
     numerics: str = "default"
     later: tuple[int, int, int] | None = None  # batch, q_len, kv_len of another run: these sizes are symbols
     strides: tuple[str, str, str] = ("", "", "")
+    device: str | None = None  # that the pass decides for
 
     def __repr__(self) -> str:
         return text(self)
