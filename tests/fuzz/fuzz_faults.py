@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "numbers that float16 scores absorb made one",
         "targets/masks.py",
-        "    low = plan.call(aten.mul.Scalar, low, _HALF_ABSORBS)",
+        "    low = plan.call(aten.mul.Scalar, low, HALF_ABSORBS)",
         "    low = plan.call(aten.clamp.default, plan.call(aten.mul.Scalar, low, 1e38), _LOWEST, _LOWEST)",
     ),
     Fault(
