@@ -102,6 +102,9 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     strict = options.numerics == "strict"
     around = Surroundings(Rules(sizes), group.rows, group.mask, graph.operator, options.assume_padding_unused, strict)
     trace = Trace(group, around, Effects(gm.graph))
+    if any(map(trace.is_written, group.mask.nodes)):  # rows are counted once, in front of all that reads them
+        record.mark_left("its mask is written in place")
+        return
     proof = prove(trace)
     record.stops = tuple(dict.fromkeys(_stops(trace, proof)))
     record.operations = dict(Counter(_name(n, group) for n in gm.graph.nodes if n in proof.layouts))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from padded_encoders import LOWEST, B, E, Encoder, H, L, left, masks, packed
+from padded_encoders import LOWEST, B, E, Encoder, H, L, left, masks, packed, ran
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -115,6 +115,24 @@ def test_rows_that_are_seen_after_all(after: Callable[..., Any], reason: str) ->
 )
 def test_rows_of_padding_that_are_computed_since_they_are_read(after: Callable[..., Any]) -> None:
     packed(Encoder(after, layers=1), right()[:1])
+
+
+def test_a_mask_that_is_written_between_two_layers() -> None:
+    class Written(Encoder):
+        def forward(self, ids: Tensor, mask: Tensor) -> Any:
+            keep = mask.bool() & True
+            seen, x = keep[:, None, None, :], self.words(ids)
+            for number, layer in enumerate(self.layers):
+                q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in layer.qkv)
+                y = F.scaled_dot_product_attention(q, k, v, seen)
+                x = x + layer.out(y.transpose(1, 2).reshape(B, L, E))
+                keep[:, 2:5] &= number > 0
+            return x[:, 0]
+
+    regions, results, wanted = ran(Written(lambda model, x, mask: x), right())
+    assert sum(region.packed for region in regions) < 2
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------- where positions count
