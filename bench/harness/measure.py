@@ -105,7 +105,7 @@ def _built(shop: w.Workshop, chosen: Sequence[str]) -> tuple[list[Candidate], di
 def _work(shop: w.Workshop, rates: Rates) -> Row:
     program, module = shop.program, shop.module
     # The counter's hooks on modules know no torch.autograd.grad.
-    run = program.call(module.run if isinstance(module, Function) else module)
+    run = program.call(module.run if isinstance(module, Function) else module, module)
     flops = count_flops(run, shop.inputs) * program.kept
     size = moved_bytes(shop.inputs, run(*shop.inputs))
     dtype = name_of(program.dtype or shop.inputs[0].dtype)

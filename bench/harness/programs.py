@@ -71,8 +71,8 @@ class Program:
         exact = torch.float64 if self.float64 else torch.float32
         return self.call(module.to(exact))(*doubled(inputs, exact))
 
-    def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """What one call is: the program itself, or a training step of it."""
+    def call(self, run: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+        """What one call is: the program itself, or a training step of it; ``run`` was made of ``module``."""
         return step(run) if self.trains else run
 
     def answer(self, call: Callable[..., Any], inputs: Tensors) -> Any:

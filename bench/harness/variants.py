@@ -60,7 +60,7 @@ class Workshop:
         began = time.perf_counter()
         extra = self.program.extra.get(way)
         made = _CALLABLES[way](self) if extra is None else extra(self.module, self.inputs, self.folder)
-        run = self.program.call(made)
+        run = self.program.call(made, self.module)
         # A compiled function compiles in its first call.
         with attn_pass.record() as report:
             run(*self.inputs)

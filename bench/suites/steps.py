@@ -64,10 +64,9 @@ class Steps(Program):
 
     steps: int = STEPS
 
-    def call(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of the module that was compiled, or of the module itself."""
-        module = getattr(run, "_orig_mod", run)
-        assert isinstance(module, nn.Module)
+    def call(self, run: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+        """A step of the module that ``run`` was made of."""
+        assert module is not None
         return Trainer(run, module)
 
     def answer(self, call: Callable[..., Any], inputs: Tensors) -> torch.Tensor:
