@@ -25,6 +25,7 @@ from attn_pass.report.text import counted
 from bench.harness.command import Json, Only, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
+from bench.suites import found_elsewhere
 from bench.suites.elsewhere import BACKENDS, Backend
 
 TESTS = Path(__file__).parents[2] / "tests"
@@ -50,7 +51,9 @@ def row(name: str, backend: Backend, function: Callable[..., Any], *args: Any, *
         result = attn_pass.check(function, *args, backend=backend, attn_pass_progress=False, **kwargs)
     verdicts = [site.verdict for site in result.sites]
     what = "; ".join(dict.fromkeys(f"{s.mask}, {'x'.join(s.shapes[:1])}" for s in result.sites if s.shapes))
-    told = next((s.why for s in result.sites if s.verdict != "right" and s.why), "") or result.why
+    of_sites = next((s.why for s in result.sites if s.verdict != "right" and s.why), "")
+    told = (of_sites or result.why) if result.whole == "right" else (result.why or of_sites)
+    told = told.split("; reproduce it with")[0]
     return {
         "name": name,
         "right": verdicts.count("right"),
@@ -144,6 +147,7 @@ def main(
         (name, program.function, program.inputs(torch.float32), {})
         for name, program in importlib.import_module("miscompiled").PROGRAMS.items()
     ]
+    listed += [(name, program.function, program.inputs(), {}) for name, program in found_elsewhere.PROGRAMS.items()]
     tables = [("Programs that look like attention", iter(listed), True)]
     if cases is not None:
         tables.append(("Collected cases: what is wrong, or does not compile", collected(cases), False))
@@ -168,8 +172,9 @@ def main(
             if json_file is not None and len(rows) % 20 == 0:
                 made.write(json_file)
     made.tables[0].notes += [
-        "each of these programs is a few lines, in `tests/integration/miscompiled.py`; with the pass all of them are "
-        "right (`tests/integration/test_miscompiles.py`)",
+        "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
+        "`bench/suites/found_elsewhere.py`; with the pass all of them are right (`tests/integration/test_miscompiles.py`, "
+        "`tests/bench/test_bench_others.py`)",
         "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
     ]
     finish(console, made, json_file)
@@ -178,7 +183,7 @@ def main(
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """How many programs there were, and what became of them."""
     wrong, failed = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "not run"))
-    alone = sum(r["wrong"] > 0 and r["whole"] != "WRONG" for r in rows)
+    alone = sum(r["wrong"] > 0 and r["whole"] == "right" for r in rows)
     programs = counted(len(rows), "program")
     told = f"{programs}: {wrong} wrong without a word, {failed} that do not compile or were not run"
     more = f"; {alone} more are wrong only in a site that is compiled alone" if alone else ""

@@ -139,6 +139,16 @@ def test_rows_that_are_no_number_eagerly_are_not_compared() -> None:
         assert attn_pass.check(masked, q, q, q, backend=doubled).whole == "WRONG"
 
 
+def test_where_eager_overflows_nothing_is_compared() -> None:
+    def overflowing(q: Tensor) -> Tensor:
+        weights = (q.exp() * 1e38 * 1e38) @ q.mT  # infinite in float32, 1e76 in float64
+        return weights / weights.amax(-1, keepdim=True)
+
+    with torch.no_grad():
+        result = attn_pass.check(overflowing, torch.rand(1, 4, 4) + 1, backend="eager")
+    assert (result.whole, bool(result)) == ("not run", True) and "nothing can be compared" in result.why
+
+
 def test_what_is_0_or_infinite_has_an_error_too() -> None:
     zero, one = torch.zeros(3), torch.ones(3)
     assert relative_error(zero, zero) == 0.0 and relative_error(one, zero) == 1.0
