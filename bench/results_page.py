@@ -57,6 +57,8 @@ OTHERS = (
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),
     ("others.md", "programs that look like attention, as stock Inductor compiles them: what is wrong elsewhere"),
+    ("others-onnxruntime.md", "the same with ONNX Runtime, and collected cases"),
+    ("others-openvino.md", "the same with OpenVINO"),
     ("third-party.md", "small models of published packages: rewritten sites, differences from eager"),
     ("versions.md", "the core tests with other versions of torch"),
     ("verify-time.md", 'the time of `verify="graph"`'),

@@ -50,13 +50,6 @@ def boolean_added(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(weights.float().softmax(-1).type(v.dtype), 0.1, False) @ v
 
 
-def padding_expanded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Masked scores are 0, by a mask of (B, 1, 1, S) that is expanded."""
-    scores = q @ k.transpose(-2, -1)
-    out = (torch.arange(8) >= torch.tensor([[8], [5]])).view(2, 1, 1, 8).expand_as(scores)
-    return scores.masked_fill(out, 0.0).softmax(-1) @ v
-
-
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Two heads of keys and values for four of the query."""
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -67,6 +60,5 @@ PROGRAMS: Mapping[str, Found] = {
     "a mask of one row for all": Found(one_row_for_all, heads, "ONNX Runtime does not run it"),
     "products in bfloat16": Found(half, heads, "ONNX Runtime's CPU provider has no such kernel"),
     "a boolean mask that is added": Found(boolean_added, heads, "Inductor's patterns take it for a condition"),
-    "an expanded mask of padding": Found(padding_expanded, heads, "OpenVINO does not mask (a fill of 0, padding is 1)"),
     "grouped heads": Found(grouped, lambda: heads(2), "OpenVINO does not compile it"),
 }

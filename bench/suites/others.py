@@ -173,8 +173,8 @@ def main(
                 made.write(json_file)
     made.tables[0].notes += [
         "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
-        "`bench/suites/found_elsewhere.py`; with the pass all of them are right (`tests/integration/test_miscompiles.py`, "
-        "`tests/bench/test_bench_others.py`)",
+        "`bench/suites/found_elsewhere.py`; with the pass all of them are right "
+        "(`tests/integration/test_miscompiles.py`, `tests/bench/test_bench_others.py`)",
         "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
     ]
     finish(console, made, json_file)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import attn_pass
 from bench.suites import others
 from bench.suites.elsewhere import BACKENDS
 from bench.suites.found_elsewhere import PROGRAMS
-
-import attn_pass
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_what_fails_and_what_is_wrong_are_counted_apart() -> None:
     wrong = {**made, "whole": "WRONG", "wrong": 0}
     alone = {**made, "whole": "right", "wrong": 1}
     assert others.notes([made, wrong, alone])[0] == (
-        "3 programs: 1 wrong without a word, 1 that do not compile or were not run; 1 more are wrong only in a site that "
-        "is compiled alone"
+        "3 programs: 1 wrong without a word, 1 that do not compile or were not run; "
+        "1 more are wrong only in a site that is compiled alone"
     )
     assert others.is_found(alone) and not others.is_found({**made, "whole": "right", "wrong": 0})
