@@ -56,7 +56,7 @@ STAGES: dict[str, tuple[str, str, bool]] = {
     "variants": ("attn_pass.rewriting.decision", "variants", True),
     "choosing": ("attn_pass.rewriting.decision", "choose", True),
     "lengths": ("attn_pass.rewriting.decision", "lengths", True),
-    "the device": ("attn_pass.rewriting.setting", "device_for", True),
+    "the device": ("attn_pass.rewriting.run", "device_for", True),
     "planning": ("attn_pass.rewriting.emission", "Plan", True),
     "source lines": ("attn_pass.report.build", "source_line", False),
     "module paths": ("attn_pass.report.build", "module_path", False),

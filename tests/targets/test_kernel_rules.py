@@ -9,10 +9,12 @@ import pytest
 import torch
 from kernel_calls import BF16, FP16, FP32, FP64, H200, KERNELS, UNKNOWN, call, gpu
 
+from attn_pass.devices import registry
 from attn_pass.devices.cpu.facts import cpu
 from attn_pass.targets.torch_call import order, picked_by_torch, refusal
 
 CPU = {"device": cpu()}
+XPU = {"device": registry.by_name("Arc B580")}
 REACHED = {"reached": "cudnn"}  # the program's own call does
 NEWER = {"torch_version": (2, 14)}
 WIDE = {"device": gpu(9, 0, 92600), **NEWER}
@@ -31,6 +33,15 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ("cpu flash", "mask gradient"): [
         ({"mask": "additive", **CPU}, {"mask": "additive", "mask_needs_grad": True, **CPU})
     ],
+    ("onednn", "dtype"): [({"dtype": FP32, **XPU}, {"dtype": FP64, **XPU})],
+    ("onednn", "dropout"): [(XPU, {"dropout": 0.1, **XPU})],
+    ("onednn", "known head dims"): [({"dim": UNKNOWN, **XPU}, {"dim": UNKNOWN, "value_dim": 8, **XPU})],
+    ("onednn", "head dim"): [
+        ({"dim": 576, **XPU}, {"dim": 577, **XPU}),
+        ({"value_dim": 576, **XPU}, {"value_dim": 577, **XPU}),
+    ],
+    ("onednn", "sizes"): [({"kv_len": 1, **XPU}, {"kv_len": 0, **XPU})],
+    ("onednn", "gradient"): [(XPU, {"grad": True, **XPU}), ({"may_train": True, **XPU}, {"grad": True, **XPU})],
     ("flash", "dtype"): [({"dtype": BF16}, {"dtype": FP32}), ({"dtype": FP16}, {"dtype": FP64})],
     ("flash", "compute capability"): [
         ({"device": gpu(8, 0)}, {"device": gpu(7, 5)}),

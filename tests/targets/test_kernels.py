@@ -59,7 +59,12 @@ ROWS: dict[str, tuple[bool, dict[str, Any], str]] = {
     "half, dropout of everything": (False, {"dtype": HALF, "dropout": 1.0}, "dropout 1"),
     "a learned bias": (True, {"dtype": HALF, "bias": BIAS.clone().requires_grad_()}, ""),
     "cpu": (True, {"dtype": HALF, "device": "cpu"}, ""),
-    "cpu, dropout": (False, {"dtype": HALF, "dropout": 0.1, "device": "cpu"}, "no fused CPU kernel has dropout"),
+    "cpu, dropout": (True, {"dtype": HALF, "dropout": 0.1, "device": "cpu"}, "with cpu_kernel"),
+    "cpu, dropout, by torch": (
+        False,
+        {"dtype": HALF, "dropout": 0.1, "device": "cpu", "targets": ("sdpa",)},
+        "no fused CPU kernel has dropout",
+    ),
 }
 
 

@@ -55,7 +55,7 @@ def test_without_torch_npu_the_report_says_what_would_be_taken(monkeypatch: pyte
 
 def test_an_npu_of_no_known_family_is_planned_for_as_a2(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = npu_facts.here()
-    monkeypatch.setattr("attn_pass.rewriting.setting.device_for", lambda *_: unknown)
+    monkeypatch.setattr("attn_pass.rewriting.run.device_for", lambda *_: unknown)
     site = reported(plain, *qkv(2, 4, 6, 9, 16, dtype=BF16), device=None)
     assert site.target == FIA and any("planned for A2" in a for a in site.assumptions)
 
