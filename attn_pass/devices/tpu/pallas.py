@@ -30,7 +30,6 @@ from attn_pass.targets.constraints import AUTOCAST, Attended
 from attn_pass.targets.empty_rows import replaced_and_added
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, assumed
-from attn_pass.targets.operands import widened
 from attn_pass.targets.problem import problem_of
 
 _NEG_INF = float("-inf")
@@ -153,7 +152,11 @@ class _Pallas:
         ]
         if a.scale < 0:
             operands[0] = plan.call(aten.neg.default, operands[0])
-        query, key, value = (widened(plan, operand, dim) for operand in operands)
+        for number, operand in enumerate(operands):
+            missing = dim - fake_of(operand).shape[-1]
+            if missing:
+                operands[number] = plan.call(aten.constant_pad_nd.default, operand, [0, missing], 0.0)
+        query, key, value = operands
         return query, key, value
 
 
