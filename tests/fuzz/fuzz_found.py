@@ -508,4 +508,16 @@ FOUND: tuple[tuple[str, Case], ...] = (
             )
         ),
     ),
+    (
+        "causal by -inf, then turned, in training: the gradient of a replaced score is 0 in a row that is NaN",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                score=(Step(row="mask: masked_fill", mask=Mask()), Step(row="scale: mul", x=-0.5)),
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
 )
