@@ -7,6 +7,7 @@ that compute the same element in the same way have equal expressions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -438,3 +439,15 @@ def rewrite_indices(expression: Expr, values: Mapping[Axis, Index]) -> Expr:
         return index_value(substitute(part.index, values)) if isinstance(part, IndexValue) else None
 
     return transform(expression, replaced)
+
+
+_OVERFLOWS = 1e30  # twice a mask's fill may be infinite in float32
+
+
+def may_be_infinite(score: Expr) -> bool:
+    """Whether a score that is kept may come out as anything but a number or -inf, because of a number it is made of."""
+    if isinstance(score, Apply) and score.op in ("where", "cast"):
+        return any(may_be_infinite(e) for e in (score.args[1:] if score.op == "where" else score.args))
+    if isinstance(score, Const):
+        return score.value == math.inf
+    return any(isinstance(e, Const) and abs(e.value) >= _OVERFLOWS for e in walk(score))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from attn_pass.devices import roofline
 from attn_pass.devices.registry import family_of
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.model.expression import Apply, Const, Expr, walk
+from attn_pass.model.expression import may_be_infinite
 from attn_pass.options import LEAVE
 from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
@@ -184,7 +184,7 @@ def _guard_refusal(attention: Attention, setting: Setting) -> str:
     """Why a guard against NaN weights keeps a site as it is; empty where it does not, or where there is none."""
     if attention.nan_guard and setting.numerics == "strict":
         return f"numerics='strict': {NAN_GUARD}"
-    if attention.nan_guard and _may_be_infinite(attention.modified):
+    if attention.nan_guard and may_be_infinite(attention.modified):
         return "a guard against NaN weights, beside scores that may become infinite"
     return ""
 
@@ -287,18 +287,6 @@ def _is_asked(target: Target, allowed: tuple[str, ...] | None, setting: Setting)
         return target.name in allowed
     must_be_named = getattr(target, "must_be_named", None)
     return must_be_named is None or not must_be_named(setting)
-
-
-_OVERFLOWS = 1e30  # twice a mask's fill may be infinite in float32
-
-
-def _may_be_infinite(score: Expr) -> bool:
-    """Whether a score that is kept may come out as anything but a number or -inf, because of a number it is made of."""
-    if isinstance(score, Apply) and score.op in ("where", "cast"):
-        return any(_may_be_infinite(e) for e in (score.args[1:] if score.op == "where" else score.args))
-    if isinstance(score, Const):
-        return score.value == math.inf
-    return any(isinstance(e, Const) and abs(e.value) >= _OVERFLOWS for e in walk(score))
 
 
 def _predicted(attention: Attention, forms: _Forms, targets: Sequence[Target], at: Length) -> Mapping[str, float]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 
 from attn_pass.model.attention import Attention
-from attn_pass.model.expression import TRUE, Const, loads, walk
+from attn_pass.model.expression import TRUE, loads, may_be_infinite
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
 from attn_pass.targets.empty_rows import replaces_scores
@@ -39,8 +38,8 @@ def refusal(a: Attention, setting: Setting) -> str | None:
         return None
     if a.mask.bias is not None and not _never_empty(a, setting) and replaces_scores(a.mask.bias):
         return "a row may be fully masked by scores that are replaced and by a matrix that is added"
-    if a.not_affine and any(isinstance(e, Const) and math.isinf(e.value) for e in walk(a.modified)):
-        return "a function of the scores with an infinite number: where its rows are NaN, eager's gradients are not all"
+    if a.not_affine and may_be_infinite(a.modified):
+        return "a function of the scores may be infinite: where a row is NaN, not all of eager's gradients are"
     if gives_apart(a) and shifts_rows(a):
         return f"a bias of {a.compute_dtype} scores in float64, beside a mask that replaces them"
     condition = a.mask.condition
