@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import family_of
+from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets import constraints
 from attn_pass.targets.kernel_rules import Call, KernelRules
 
@@ -46,3 +47,11 @@ def picked_by_torch(call: Call, allowed: tuple[str, ...] | None = None) -> str |
         if may and family.takes_head_dims(kernel, call) and not refusal(kernel, call, by_torch=True):
             return kernel
     return None
+
+
+def picked_as_written(attention: Attention, written: AsWritten, device: Device, *, deterministic: bool) -> str | None:
+    """The kernel a program's own call ends in; None where it is unfused, or is no plain call."""
+    if not written.plain:
+        return None
+    mask = "causal" if written.causal else written.mask
+    return picked_by_torch(Call(attention, mask, device, written.mask_needs_grad, deterministic))

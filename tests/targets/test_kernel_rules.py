@@ -11,7 +11,8 @@ from kernel_calls import BF16, FP16, FP32, FP64, H200, KERNELS, UNKNOWN, call, g
 
 from attn_pass.devices import registry
 from attn_pass.devices.cpu.facts import cpu
-from attn_pass.targets.torch_call import order, picked_by_torch, refusal
+from attn_pass.model.attention import AsWritten
+from attn_pass.targets.torch_call import order, picked_as_written, picked_by_torch, refusal
 
 CPU = {"device": cpu()}
 XPU = {"device": registry.by_name("Arc B580")}
@@ -301,3 +302,16 @@ def test_cudnn_is_behind_where_the_environment_says_so(monkeypatch: pytest.Monke
 def test_a_restriction_leaves_what_it_names() -> None:
     assert picked_by_torch(call(), ("EFFICIENT_ATTENTION",)) == "efficient"
     assert picked_by_torch(call(), ("MATH",)) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "kernel"),
+    [
+        (AsWritten(True, plain=True), "flash"),
+        (AsWritten(True, plain=True, causal=True), "flash"),
+        (AsWritten(True, plain=True, mask="boolean"), "efficient"),
+        (AsWritten(True, plain=False), None),
+    ],
+)
+def test_what_a_program_s_own_call_ends_in(written: AsWritten, kernel: str | None) -> None:
+    assert picked_as_written(call().attention, written, gpu(8, 0), deterministic=False) == kernel

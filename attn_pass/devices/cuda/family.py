@@ -22,7 +22,7 @@ from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.structure import Band
 from attn_pass.targets.base import Setting, Target
 from attn_pass.targets.kernel_rules import Call
-from attn_pass.targets.torch_call import is_padded, picked_by_torch
+from attn_pass.targets.torch_call import is_padded, picked_as_written
 
 
 class Cuda(Family):
@@ -128,10 +128,7 @@ class Cuda(Family):
         self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool
     ) -> str | None:
         """What torch's own call picks."""
-        if not written.plain:
-            return None
-        mask = "causal" if written.causal else written.mask
-        return picked_by_torch(Call(attention, mask, device, written.mask_needs_grad, deterministic))
+        return picked_as_written(attention, written, device, deterministic=deterministic)
 
     def kernel_cost(self, kernel: str, attention: Attention, problem: Problem, setting: Setting) -> float:
         """Torch's kernels and the libraries'; a call of another device's operator as any fused kernel."""

@@ -11,8 +11,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.xpu import facts
 from attn_pass.devices.xpu.rules import NAME, ONEDNN
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.targets.kernel_rules import Call
-from attn_pass.targets.torch_call import picked_by_torch
+from attn_pass.targets.torch_call import picked_as_written
 
 
 class Xpu(Family):
@@ -49,10 +48,7 @@ class Xpu(Family):
         self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool
     ) -> str | None:
         """What torch's own call picks."""
-        if not written.plain:
-            return None
-        mask = "causal" if written.causal else written.mask
-        return picked_by_torch(Call(attention, mask, device, written.mask_needs_grad, deterministic))
+        return picked_as_written(attention, written, device, deterministic=deterministic)
 
 
 FAMILY = Xpu()
