@@ -77,7 +77,8 @@ test-explorer: .venv-explorer/.attn_pass_ready
 	test -x .venv-runtimes/bin/python || $(PYTHON) -m venv .venv-runtimes
 	.venv-runtimes/bin/python -m pip install -c constraints.txt torch
 	.venv-runtimes/bin/python -m pip install -c constraints.txt -c constraints-runtimes.txt \
-	    onnx onnxscript onnxruntime openvino transformers pytest rich typer jinja2 platformdirs
+	    onnx onnxscript onnxruntime openvino executorch transformers pytest rich typer jinja2 platformdirs
+	.venv-runtimes/bin/python -m pip install -c constraints-runtimes.txt --no-deps torch-tensorrt  # for its checks alone
 	touch $@
 
 test-runtimes: .venv-runtimes/.attn_pass_ready

@@ -76,8 +76,8 @@ class Options:
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
         timeline: name each site in torch's profiler: a range around the kernels that compute it, with its id and source
             line. Inductor's caches are not used then, and C++ wrappers (packages among them) have no ranges.
-        runtime: decide for a runtime that the program is exported to ("onnx", "openvino"): attention becomes the call
-            that its exporter translates, in the form that it runs. It comes before `device`.
+        runtime: decide for a runtime that the program is exported to ("onnx", "openvino", "executorch", "tensorrt"):
+            attention becomes the call that its exporter translates, in the form that it runs. It comes before `device`.
 
     Raises:
         OptionError: a value is not accepted; the message states the given value and the accepted ones.

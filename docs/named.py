@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from attn_pass.devices.registry import families, of_type
+from attn_pass.devices.runtimes.runtime import Runtime
 from attn_pass.targets.registry import built_in
 
 
@@ -33,10 +32,10 @@ def runtimes() -> Iterator[str]:
     """Rows: a runtime, and what its attention operator is asked about before a site is handed to it."""
     yield "| runtime | name | asks about | where it is from |"
     yield "|---|---|---|---|"
-    for family in (f for f in families() if f.is_runtime):
-        for kernel in family.kernel_rules.values():
-            for rule in kernel.rules:
-                yield f'| {family.here(torch.device("cpu")).name} | `"{family.name}"` | {rule.name} | {rule.source} |'
+    for family in families():
+        if isinstance(family, Runtime):
+            for rule in family.rules():
+                yield f'| {family.product} | `"{family.name}"` | {rule.name} | {rule.source} |'
 
 
 def rules_on_xpu() -> Iterator[str]:

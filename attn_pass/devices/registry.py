@@ -17,7 +17,7 @@ GROUP = "attn_pass.devices"
 # Loaded on demand, so that code that queries a device depends on none of them.
 _BUILT_IN = (
     *(f"attn_pass.devices.{name}.family" for name in ("cuda", "xpu", "npu", "tpu", "cpu")),
-    *(f"attn_pass.devices.runtimes.{name}" for name in ("onnx", "openvino")),
+    *(f"attn_pass.devices.runtimes.{name}" for name in ("onnx", "openvino", "executorch", "tensorrt")),
 )
 _NONE = Family()
 

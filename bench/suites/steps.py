@@ -93,14 +93,14 @@ GEMMA = {
 }
 
 
-def t5(batch: int = 2, length: int = 512, **sizes: Any) -> Built:
+def t5(batch: int = 2, length: int = 256, **sizes: Any) -> Built:
     """T5 small, with a quarter as many words out as in."""
     model = library("T5ForConditionalGeneration", "T5Config", **T5 | sizes)
     words = model.config.vocab_size
     return Loss(model, "input_ids", "labels"), (tokens(batch, length, words), tokens(batch, length // 4, words))
 
 
-def bert(batch: int = 4, length: int = 512, dropout: float = 0.0, **sizes: Any) -> Built:
+def bert(batch: int = 2, length: int = 512, dropout: float = 0.0, **sizes: Any) -> Built:
     """BERT small (Turc et al., 2019) on sequences of different lengths."""
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     model = library("BertForMaskedLM", "BertConfig", **{**BERT, **drops, "vocab_size": 8192} | sizes)
@@ -108,13 +108,13 @@ def bert(batch: int = 4, length: int = 512, dropout: float = 0.0, **sizes: Any) 
     return Loss(model, "input_ids", "attention_mask", "labels"), (ids, padding(batch, length), ids.roll(1, -1))
 
 
-def swin(batch: int = 4, **sizes: Any) -> Built:
+def swin(batch: int = 2, **sizes: Any) -> Built:
     """Swin tiny, its config class's default."""
     model = library("SwinForImageClassification", "SwinConfig", drop_path_rate=0.0, **sizes)
     return Loss(model, "pixel_values", "labels"), (pixels(batch, model.config.image_size), torch.arange(batch) % 2)
 
 
-def gemma(batch: int = 1, length: int = 1024, **sizes: Any) -> Built:
+def gemma(batch: int = 1, length: int = 768, **sizes: Any) -> Built:
     """A decoder as Gemma 2 is: soft caps, grouped heads, windows in every other layer."""
     model = library("Gemma2ForCausalLM", "Gemma2Config", **GEMMA | sizes)
     ids = tokens(batch, length, model.config.vocab_size)

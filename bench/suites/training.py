@@ -63,11 +63,16 @@ def learned(shape: tuple[int, int, int, int]) -> Tensors:
     return (torch.randn(1, shape[1], shape[2], shape[2], requires_grad=True),)
 
 
+def filled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal, masked with the lowest number of the dtype."""
+    return causal(q, k, v, fill=torch.finfo(q.dtype).min)
+
+
 def soft_capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Gemma's scores, causal."""
     keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool, device=q.device).tril()
     scores = 50.0 * torch.tanh(q @ k.transpose(-1, -2) * q.size(-1) ** -0.5 / 50.0)
-    return torch.softmax(scores.masked_fill(~keep, LOWEST), -1) @ v
+    return torch.softmax(scores.masked_fill(~keep, torch.finfo(q.dtype).min), -1) @ v
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -79,8 +84,8 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 LONG = (1, 8, 2048, 64)
 FORMS = (
     Form("by hand", by_hand),
-    Form("causal by hand", partial(causal, fill=LOWEST)),
-    Form("causal by hand, long", partial(causal, fill=LOWEST), LONG),
+    Form("causal by hand", filled),
+    Form("causal by hand, long", filled, LONG),
     Form("causal, soft cap (Gemma)", soft_capped, LONG),
     Form("call", call),
     Form("padded (BERT)", by_hand, rest=padding),

@@ -7,8 +7,9 @@ measured to be slower, the site is left. Times are those of a processor, from th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import expression_axes
 from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import Constraint
 from attn_pass.targets.kernel_rules import PADDABLE, SIZES, KernelRules, Rule
 
 CALL = "sdpa"
@@ -68,6 +70,10 @@ class Runtime(Family):
         return replace(
             processor(_CORES), type=self.name, name=self.product, kernels=(CALL,), is_measured=False, is_here=False
         )
+
+    def rules(self) -> Sequence[Constraint[Any]]:
+        """What its operator is asked about before a site is handed to it, in order."""
+        return tuple(rule for kernel in self.kernel_rules.values() for rule in kernel.rules)
 
     def stock_kernel(
         self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool

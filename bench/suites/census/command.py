@@ -13,7 +13,7 @@ import typer
 from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
-from bench.suites.census import export, padding, sdpa, tables
+from bench.suites.census import export, padding, runtimes, sdpa, tables
 from bench.suites.census.dataset import FolderError, open_census
 from bench.suites.census.rows import read_rows
 from bench.suites.census.workers import run_all
@@ -49,6 +49,7 @@ def _command(bench: ModuleType, names_start: str) -> Callable[..., None]:
 
 for _bench, _start, _about in (
     (export, "", "Export each model, rewrite the program, decomposed and not, and compare with eager."),
+    (runtimes, "", "Export each model to ONNX Runtime and OpenVINO, stock and rewritten, and count their operators."),
     (sdpa, "hf/", "Compile transformers models that call SDPA, and count which calls the pass reads."),
     (padding, "", "Compile each model, and list which regions run without padding, and why others do not."),
 ):

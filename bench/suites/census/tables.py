@@ -11,12 +11,12 @@ from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
-NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run as exported")
+NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run as exported", "not for this runtime")
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """All tables the rows are good for."""
-    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "padding")}
+    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "padding", "runtimes")}
     parts: list[str] = []
     if exports := of["export"]:
         parts += [export_table(exports), left_table(exports), troubles(exports)]
@@ -27,6 +27,11 @@ def markdown(rows: Sequence[Row]) -> str:
             of_stage = [row for row in regions if row["stage"] == stage]
             parts += [f"{stage.capitalize()}:", padding_table(of_stage), stops_table(of_stage)]
         parts.append(troubles(regions))
+    if translated := of["runtimes"]:
+        for stage in dict.fromkeys(row["stage"] for row in translated if "attentions" in row):
+            of_stage = [row for row in translated if row["stage"] == stage]
+            parts += [f"Runtime {stage}:", runtimes_table(of_stage), left_table(of_stage)]
+        parts.append(troubles(translated))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -144,6 +149,28 @@ def stops_table(rows: Sequence[Row]) -> str:
     ordered = sorted(left.items(), key=lambda item: -len(item[1]))
     header = ("why there is no region", "masks", "models", "such as")
     return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
+
+
+# ---- other runtimes ----
+
+
+def runtimes_table(rows: Sequence[Row]) -> str:
+    """A line a family: attentions in exported programs, and how many end as the runtime's operator."""
+    return _by_title(_runtimes_cells(label, group) for label, group in by_family(rows))
+
+
+def _runtimes_cells(label: str, rows: Sequence[Row]) -> Row:
+    ran = [row for row in rows if "attentions" in row]
+    sites = sum(row["attentions"] for row in ran)
+    stock, ours = (sum(row.get(name, 0) for row in ran) for name in ("stock", "operators"))
+    wrong = sum((row.get("stock_numerics") or {}).get("ok") is False for row in ran)
+    return {
+        **{"family": label, "models": len({row["name"] for row in rows}), "exportable": len(ran), "attentions": sites},
+        **{"operators, stock": stock, "% stock": percent(stock, sites)},
+        **{"operators, rewritten": ours, "% rewritten": percent(ours, sites)},
+        **{"stock fails": sum("stock_error" in row for row in ran), "stock is wrong": wrong},
+        **_bad(rows),
+    }
 
 
 # ---- what is left, what is wrong ----

@@ -20,7 +20,7 @@ from attn_pass.devices import registry
 from attn_pass.errors import OptionError
 
 CALL = torch.ops.aten.scaled_dot_product_attention.default
-RUNTIMES = ("onnx", "openvino")
+RUNTIMES = ("onnx", "openvino", "tensorrt")  # whose operator is torch's call
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def shape(node: object) -> tuple[int, ...]:
 
 
 def test_they_are_families() -> None:
-    assert registry.runtimes() == RUNTIMES
+    assert set(registry.runtimes()) == {*RUNTIMES, "executorch"}
     assert registry.runtime_of("openvino") == "openvino" and registry.runtime_of("inductor") is None
 
 
@@ -138,6 +138,18 @@ def test_it_says_why_not(function: Callable[..., Tensor], inputs: dict[str, int]
         program = Exported(function, qkv(**inputs)).program()
         (site,) = attn_pass.rewrite(program, runtime=runtime, choose="fused").sites
         assert site.outcome == "left" and reason in site.refusals["sdpa"], site.refusals
+
+
+def test_tensorrt_is_not_asked_for_a_row_that_is_fully_masked() -> None:
+    """What it gives there is not documented: a program that gives 0 is left, one that gives NaN or the mean is not."""
+
+    def padded_call(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), keep)
+
+    inputs = (*qkv(2, 4, 7, 7, kv_heads=2), randn(2, 1, 7, 7, seed=5) > 0)
+    _, report = rewritten(Exported(padded_call, inputs), "tensorrt", choose="fused")
+    assert "what TensorRT gives is not documented" in report.sites[0].refusals["sdpa"]
+    assert rewritten(PROGRAMS["padding, a row without keys"], "tensorrt")[1].sites[0].outcome == "rewritten"
 
 
 def test_gradients_are_not_for_a_runtime() -> None:

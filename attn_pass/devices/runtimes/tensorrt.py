@@ -1,0 +1,46 @@
+"""TensorRT: Torch-TensorRT turns torch's call into TensorRT's own ``IAttention`` layer, everything else into products.
+
+The rows are those of Torch-TensorRT 2.13's converter (``dynamo/conversion``), whose check the tests ask about every
+call; TensorRT itself has not run, here or anywhere. It adds a mask in the dtype of the query, has no dropout, and takes
+grouped heads. What it makes of a row that a boolean mask hides whole is not documented.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.devices.runtimes.runtime import Runtime, table
+from attn_pass.model.attention import Attention
+from attn_pass.targets.kernel_rules import HALF, Call, Rule, dtype_rule
+
+
+def _rows_have_keys(call: Call) -> bool:
+    mask = call.attention.mask
+    return call.mask != "boolean" or mask.never_empty or not mask.only_hides or call.attention.empty_row_is_nan
+
+
+class TensorRt(Runtime):
+    """``torch_tensorrt.dynamo.compile(program, inputs)``, and the backend of torch.compile."""
+
+    name = "tensorrt"
+    types = ("tensorrt",)
+    product = "TensorRT"
+    dynamo_backends = ("tensorrt", "torch_tensorrt")
+    masks_in_compute_dtype = True
+    kernel_rules = table(
+        dtype_rule(torch.float32, *HALF),
+        Rule(
+            "fully masked rows",
+            "a row may be fully masked, where the program gives 0: what TensorRT gives is not documented",
+            _rows_have_keys,
+            "IAttention: mask",
+        ),
+    )
+    packages = (("torch-tensorrt", "hands programs to TensorRT", "pip install torch-tensorrt"),)
+
+    def takes_as_written(self, attention: Attention) -> bool:
+        """Not with values of another size than the keys."""
+        return attention.head_dim == attention.value_head_dim
+
+
+FAMILY = TensorRt()

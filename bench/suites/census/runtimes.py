@@ -1,0 +1,120 @@
+"""Programs for other runtimes: how many attentions end as the runtime's own operator, stock and rewritten.
+
+Each model is exported by torch.export, translated as it is and after `attn_pass.rewrite(program, runtime=...)`, and run
+by ONNX Runtime and by OpenVINO on the CPU; results are compared with eager.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+import attn_pass
+from bench.suites.census.dataset import Census, NotRunnable, Subject, open_census, prepared, told
+from bench.suites.census.export import exported
+from bench.suites.census.rows import Row, told_report
+
+Translated = tuple[Counter[str], Callable[[], list[Tensor]]]
+"""The operators of a translated program, and what runs it."""
+
+
+def facts_of(census: Census, name: str) -> Row:
+    """What the first row of a model is about."""
+    return {"bench": "runtimes", "stage": next(iter(RUNTIMES)), **census.facts(name)}
+
+
+def measure(folder: Path, name: str) -> Iterator[Row]:
+    """A row for each runtime that is installed."""
+    census = open_census(folder)
+    facts = facts_of(census, name)
+    try:
+        subject = prepared(census, name)
+    except NotRunnable as error:
+        yield {**facts, "status": "unbuildable", "error": str(error)}
+        return
+    program, _, refusals = exported(subject)
+    if program is None:
+        yield {**facts, "status": "not exportable", "error": " | ".join(refusals)[:1200]}
+        return
+    for stage, (package, operator, translate) in RUNTIMES.items():
+        if find_spec(package) is not None:
+            facts["stage"] = stage
+            yield {**facts, **_compared(subject, program, stage, operator, translate)}
+
+
+def _compared(
+    subject: Subject,
+    program: ExportedProgram,
+    runtime: str,
+    operator: str,
+    translate: Callable[[Subject, ExportedProgram], Translated],
+) -> Row:
+    """How many operators stock and the rewritten program have, and what both compute."""
+    sites = subject.census.counted([program.module()])
+    row: Row = {"status": "ok", "attentions": sites.get("hand", 0) + sites.get("sdpa", 0), "sites": sites}
+    try:
+        found, run = translate(subject, program)
+        row.update(stock=found[operator], stock_numerics=subject.judged(run()))
+    except Exception as error:
+        row["stock_error"] = told(error)
+    ours = copy.deepcopy(program)
+    report = attn_pass.rewrite(ours, runtime=runtime)
+    row.update(told_report(report))
+    try:
+        found, run = translate(subject, ours)
+        row["operators"] = found[operator]
+        row["numerics"] = subject.judged(run())
+    except Exception as error:
+        row.update(status="does not run" if "stock_error" not in row else "not for this runtime", error=told(error))
+    return row
+
+
+def _tensors(subject: Subject) -> list[Tensor]:
+    return [x for x in tree_leaves((subject.args, subject.kwargs)) if isinstance(x, Tensor)]
+
+
+def _by_onnx(subject: Subject, program: ExportedProgram) -> Translated:
+    import onnxruntime  # type: ignore[import-not-found]
+
+    translated = torch.onnx.export(program, opset_version=23, dynamo=True, verbose=False)
+    assert translated is not None
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(
+        translated.model_proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [given.name for given in session.get_inputs()]
+    fed = dict(zip(names, (x.numpy() for x in _tensors(subject)), strict=True))
+    return (
+        Counter(node.op_type for node in translated.model.graph),
+        lambda: [torch.from_numpy(x) for x in session.run(None, fed)],
+    )
+
+
+def _by_openvino(subject: Subject, program: ExportedProgram) -> Translated:
+    import openvino  # type: ignore[import-not-found]
+
+    model = openvino.convert_model(program)
+    # In bfloat16 otherwise, on processors that have it.
+    compiled = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    results: Callable[[], Any] = lambda: compiled([x.numpy() for x in _tensors(subject)])  # noqa: E731
+    return (
+        Counter(node.get_type_name() for node in model.get_ops()),
+        lambda: [torch.from_numpy(x.copy()) for x in results().values()],
+    )
+
+
+RUNTIMES = {
+    "onnx": ("onnxruntime", "Attention", _by_onnx),
+    "openvino": ("openvino", "ScaledDotProductAttention", _by_openvino),
+}
+"""By the name `attn_pass.rewrite` has for it: the package, its attention operator, and what translates a program."""

@@ -1,0 +1,194 @@
+"""What becomes of programs for ExecuTorch: its operator's stand-in computes eager's results, both sides of every row.
+
+ExecuTorch itself runs them in tests_on/runtimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import executorch_stand_in
+import pytest
+import torch
+import torch.nn.functional as F
+from against_eager import qkv, randn
+from exported_programs import PROGRAMS, Exported, biased, by_hand, causal, kept, padded
+from torch import Tensor
+
+import attn_pass
+
+TAKEN = {
+    *("no mask", "rows and keys differ", "value heads of another size", "causal", "causal, more keys"),
+    *("a negative scale", "grouped heads", "one key head", "one row, grouped heads", "torch's call"),
+    *("torch's call with grouped heads", "torch's call of rank 3"),
+}
+
+
+@pytest.fixture
+def operator() -> Iterator[None]:
+    library = executorch_stand_in.registered()
+    yield
+    library._destroy()
+
+
+def rewritten(case: Exported, **options: object) -> tuple[torch.export.ExportedProgram, attn_pass.SiteReport]:
+    program = case.program()
+    settings = {"runtime": "executorch", "choose": "fused", "on_error": "raise", **options}
+    (site,) = attn_pass.rewrite(program, **settings).sites
+    return program, site
+
+
+def call_of(program: torch.export.ExportedProgram) -> torch.fx.Node:
+    (call,) = program.graph_module.graph.find_nodes(op="call_function", target=torch.ops.llama.custom_sdpa.default)
+    return call
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_it_becomes_is_the_attention(name: str, operator: None) -> None:
+    case = PROGRAMS[name]
+    program, site = rewritten(case)
+    assert (site.target == "custom_sdpa") == (name in TAKEN), site.reason
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 7, 11])
+def test_masks_of_one_sentence(rows: int, dtype: torch.dtype, operator: None) -> None:
+    q, k, v = (x.to(dtype) for x in qkv(1, 4, rows, 7))
+    bias = randn(rows, 7, seed=5).to(dtype)
+    for function, rest in ((padded_in_dtype, kept(4)), (hidden, kept(0)), (biased, bias)):
+        case = Exported(function, (q, k, v, rest))
+        program, site = rewritten(case)
+        assert site.target == "custom_sdpa", site.reason
+        exact = function(*(x.double() if x.is_floating_point() else x for x in case.inputs))
+        error = (program.module()(*case.inputs).double() - exact).abs().max()
+        assert error <= 2 * (function(*case.inputs).double() - exact).abs().max() + torch.finfo(dtype).eps
+
+
+def hidden(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).masked_fill(~keep[:, None, None], torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+def padded_in_dtype(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    added = torch.zeros(keep.shape, dtype=q.dtype).masked_fill(~keep, torch.finfo(q.dtype).min)
+    return biased(q, k, v, added[:, None, None])
+
+
+def test_a_triangle_is_a_position(operator: None) -> None:
+    """And needs no matrix: the one that the program has is not read."""
+    for name, first in (("causal", 0), ("causal, more keys", 0)):
+        call = call_of(rewritten(PROGRAMS[name])[0])
+        assert call.args[3:7] == (first, None, 0.0, True), name
+
+    def from_the_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
+        return (q @ k.mT * 0.25).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    case = Exported(from_the_last, qkv(2, 4, 3, 7))
+    program, _ = rewritten(case)
+    assert call_of(program).args[3:7] == (4, None, 0.0, True)
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
+def test_a_triangle_with_more_rows_than_keys_is_a_matrix(operator: None) -> None:
+    """The operator would end the process: it reads a key for every row."""
+    case = Exported(causal, qkv(2, 4, 9, 4))
+    program, _ = rewritten(case)
+    assert call_of(program).args[6] is False and call_of(program).args[3] == -5
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
+def test_operands_are_laid_positions_first_without_copies(operator: None) -> None:
+    """As linear layers give them; the result alone is turned, for the program, which turns it back."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        q, k, v = (x @ weight).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return by_hand(q, k, v).transpose(1, 2).flatten(2)
+
+    case = Exported(block, (randn(2, 7, 64), 0.1 * randn(64, 192, seed=2)))
+    program, _ = rewritten(case)
+    targets = [str(n.target) for n in program.graph_module.graph.nodes if n.op == "call_function"]
+    assert sum("transpose" in t for t in targets) == 2 and not any("clone" in t or "permute" in t for t in targets)
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
+
+
+def test_sizes_that_are_not_known(operator: None) -> None:
+    case = Exported(causal, qkv(2, 4, 7, 7))
+    length, batch = torch.export.Dim("length", min=2), torch.export.Dim("batch")
+    sizes = {0: batch, 2: length}
+    program = case.program(dynamic_shapes={"inputs": (sizes, sizes, sizes)})
+    (site,) = attn_pass.rewrite(program, runtime="executorch", choose="fused", on_error="raise").sites
+    assert site.target == "custom_sdpa"
+    for b, n in ((2, 7), (3, 13), (1, 2)):
+        inputs = qkv(b, 4, n, n)
+        torch.testing.assert_close(program.module()(*inputs), causal(*inputs))
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.5, training=True) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (2.0 * torch.tanh(q @ k.mT / 2.0)).softmax(-1) @ v
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT * 0.25, torch.ones(2, 4, 7, 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def called_with_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, keep)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "reason"),
+    [
+        (dropped, qkv(2, 4, 7, 7), "dropout 0.5: custom_sdpa ignores it"),
+        (capped, qkv(2, 4, 7, 7), "tanh (a soft cap)"),
+        (with_sink, qkv(2, 4, 7, 7), "custom_sdpa has no sink"),
+        (by_hand, qkv(q_len=3, kv_len=0), "a size is 0"),
+        (by_hand, tuple(x.double() for x in qkv(2, 4, 7, 7)), "takes float32, float16, bfloat16, not float64"),
+        (padded, (*qkv(2, 4, 7, 7), kept(7, 4)), "from batch row to batch row"),
+        (called_with_mask, (*qkv(1, 4, 7, 7), randn(7, 7) > 0), "custom_sdpa gives NaN there"),
+    ],
+)
+def test_it_says_why_not(
+    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], reason: str, operator: None
+) -> None:
+    _, site = rewritten(Exported(function, inputs))
+    assert site.outcome == "left" and reason in site.refusals["custom_sdpa"], site.refusals
+
+
+def test_rows_that_no_key_is_left_to(operator: None) -> None:
+    """A program that gives NaN there gets it; an option vouches that there are none."""
+
+    def by_hand_where(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    keep = torch.ones(7, 7, dtype=torch.bool)
+    keep[2] = False
+    case = Exported(by_hand_where, (*qkv(1, 4, 7, 7), keep))
+    program, site = rewritten(case)
+    assert site.target == "custom_sdpa"
+    torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs), equal_nan=True)
+    case = replace(case, function=called_with_mask)
+    assert rewritten(case, assume_nonempty_rows=True)[1].target == "custom_sdpa"
+
+
+def test_strict_numerics_hide_no_key(operator: None) -> None:
+    """A weight of 0 times a value that is NaN is NaN, in the triangle too."""
+    assert "does not assume" in rewritten(PROGRAMS["causal"], numerics="strict")[1].refusals["custom_sdpa"]
+    assert rewritten(PROGRAMS["no mask"], numerics="strict")[1].target == "custom_sdpa"
+
+
+def test_gradients_are_not_for_it(operator: None) -> None:
+    given = {"runtime": "executorch"}
+    (site,) = attn_pass.explain(by_hand, *qkv(grad=True), attn_pass_options=given).sites
+    assert "runs without gradients" in site.refusals["custom_sdpa"]
+
+
+def test_without_the_library() -> None:
+    _, site = rewritten(PROGRAMS["causal"])
+    assert site.outcome == "left" and "executorch" in site.refusals["custom_sdpa"]
