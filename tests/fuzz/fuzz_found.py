@@ -520,4 +520,32 @@ FOUND: tuple[tuple[str, Case], ...] = (
             targets=("cpu_kernel",),
         ),
     ),
+    (
+        "weights that are returned, in training: eager rounds the sum of their gradients, and here each is rounded",
+        Case(
+            Program(
+                lead=(2, 2),
+                q_len=1,
+                dim=3,
+                dtype=torch.float16,
+                one_kv=(False, True, False, False),
+                layouts=("as is", "stacked", "as is"),
+                score=(Step(row="mask: triu of the scores' shape"),),
+                softmax=Step(row="times the inverse sum"),
+                returns="softmax",
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
+    (
+        "dropout of one kept key: the kernel is given that key alone",
+        Case(
+            Program(
+                lead=(2, 2), q_len=1, score=(Step(row="mask: triu of the scores' shape"),), after=(Step(row="dropout"),)
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
 )

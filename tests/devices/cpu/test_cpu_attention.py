@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import philox
 import pytest
 import torch
+from kernel_reference import reference
 from torch import Tensor
 
 from attn_pass.devices.cpu.kernel import build, operator, scores, source
@@ -20,56 +20,6 @@ from attn_pass.devices.cpu.kernel.operator import OPERATOR, WITH_LSE
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCORE = "add(mul(tanh(mul(x, number(0.25f))), number(5.0f)), where(captured(1), captured(0), number(0.5f)))"
 ERRORS = {torch.float32: 8e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # of numbers of about 1
-
-
-def reference(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, to: torch.dtype = torch.float64, **given: Any
-) -> tuple[Tensor, Tensor]:
-    """The operator in float64, or as eager has it, as its docstring says it: the result, and the log-sum-exp."""
-    batch, heads, q_len, _ = query.shape
-    kv_len, groups = key.size(2), heads // key.size(1)
-    q, k, v = query.to(to), key.to(to).repeat_interleave(groups, 1), value.to(to).repeat_interleave(groups, 1)
-    scores = q @ k.mT * scale
-    if given.get("score"):
-        assert given["score"] == SCORE
-        scores = 5.0 * torch.tanh(q @ k.mT * 0.25) + torch.where(
-            given["captured"][1] > 0, given["captured"][0].to(to), 0.5
-        )
-    if (bias := given.get("bias")) is not None:
-        scores = scores + bias.to(to)
-
-    def each(name: str, otherwise: int) -> Tensor:
-        entry = given.get(name)
-        return (torch.tensor([otherwise]) if entry is None else entry).expand(batch)[:, None, None]
-
-    at = torch.arange(kv_len)[None, None]
-    position = torch.arange(q_len)[None, :, None] + each("shift", 0)
-    kept = (at >= each("starts", 0)) & (at < each("ends", kv_len))
-    for name, keeps in (
-        ("before", lambda n: at >= position - n),
-        ("after", lambda n: at <= position + n),
-        ("start", lambda n: at >= n),
-        ("end", lambda n: at < n),
-    ):
-        if given.get(name) is not None:
-            kept = kept & keeps(given[name])
-    kept = kept[:, None].expand(scores.shape)
-    if given.get("keep") is not None:
-        kept = kept & given["keep"]
-    fill, dropped = given.get("fill"), given.get("dropout", 0.0)
-    scores = torch.where(kept, scores, float("-inf") if fill is None else fill)
-    left = torch.ones(()) if not dropped else philox.left(given["seed"], dropped, tuple(scores.shape))
-    left = left.to(to) / (1 - dropped) if dropped < 1 else torch.zeros(())
-    kept = kept if fill is None else torch.ones_like(kept)
-    empty = (scores == float("-inf")).all(-1, keepdim=True)
-    scores = scores.masked_fill(empty, 0.0)  # a softmax of nothing would make NaN of gradients
-    lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
-    if (sink := given.get("sink")) is not None:
-        scores = torch.cat((scores, sink.to(to).expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) * left @ v, lse
-    out = scores.softmax(-1).masked_fill(~kept, 0.0) * left @ v
-    otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
-    return torch.where(empty, otherwise[given.get("fully_masked", "nan")].to(to), out), lse
 
 
 def laid_out(rng: random.Random, dtype: torch.dtype, batch: int, heads: int, length: int, dim: int) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_attention import DTYPES, SCORE, draw, reference
+from kernel_reference import of_score, reference
+from test_cpu_attention import DTYPES, SCORE, draw
 from torch import Tensor
 
 from attn_pass.devices.cpu.kernel import operator, slopes
@@ -109,6 +110,18 @@ def test_a_bias_of_all_keys_has_no_gradient(dtype: torch.dtype) -> None:
     assert got.abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kv_len", "given"), [(1, {}), (49, {"start": 7, "end": 8}), (130, {"start": 70, "end": 71})])
+def test_the_score_of_a_row_s_only_key_has_no_gradient(kv_len: int, given: dict[str, int], dtype: torch.dtype) -> None:
+    """As eager's, to the bit: its weight is 1, and the result is its value."""
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 2, n, 40).to(dtype).requires_grad_() for n in (70, kv_len, kv_len)]
+    bias = torch.randn(2, 1, kv_len).to(dtype).requires_grad_()
+    out = FORWARD(*operands, 0.2, bias=bias, **given)[0]
+    query, key, value, of_bias = torch.autograd.grad(out, [*operands, bias], torch.randn(out.shape).to(dtype))
+    assert query.eq(0).all() and key.eq(0).all() and of_bias.eq(0).all() and value.ne(0).any()
+
+
 def test_gradients_of_score_functions_and_what_they_capture() -> None:
     assert failures(torch.float32, 30, seed=9, scored=1.0) == []
 
@@ -160,21 +173,12 @@ SLOPES = {
 @pytest.mark.parametrize("text", SLOPES)
 def test_slopes_are_autograds(text: str) -> None:
     """The text of a derivative, computed with torch's functions."""
-    known = {"number": float, "neg": torch.neg, "where": lambda c, a, b: a if c > 0 else b}
-
-    def value(term: slopes.Term, x: Tensor) -> Any:
-        if term.name == "x":
-            return x
-        if term.name in ("number", "captured"):
-            return torch.tensor(float(term.args[0].name.rstrip("f")) if term.name == "number" else 0.5)
-        args = [value(a, x) for a in term.args]
-        return known[term.name](*args) if term.name in known else getattr(torch, term.name)(*args)
-
     derivative = slopes.slope(slopes.parsed(text), slopes.PRODUCT)
     for at in (-2.0, -1.0, 0.0, 0.25, 1.5):
         x = torch.tensor(at, requires_grad=True)
         (expected,) = torch.autograd.grad(SLOPES[text](x), x)
-        assert torch.allclose(value(derivative, x.detach()).double(), expected.double(), atol=1e-6), at
+        got = of_score(derivative, x.detach(), [torch.tensor(0.5)])
+        assert torch.allclose(got.double(), expected.double(), atol=1e-6), at
 
 
 @pytest.mark.parametrize("text", ["tanh(x", "tanh(x))", "x; y", ""])
@@ -195,4 +199,21 @@ def test_derivatives_that_there_are_not() -> None:
         for call in (FORWARD, operator.OPERATOR):
             with pytest.raises(NotImplementedError, match="forward-mode derivative"):
                 call(dual, key, value, 0.3)
+            with pytest.raises(NotImplementedError, match="forward-mode derivative"):
+                call(query, key, value, 0.3, bias=torch.autograd.forward_ad.make_dual(key[..., 0], key[..., 0]))
             call(query, key, value, 0.3)
+
+
+@pytest.mark.parametrize("call", [FORWARD, operator.OPERATOR, operator.WITH_LSE], ids=str)
+def test_a_tangent_of_torch_func_is_not_dropped(call: Any) -> None:
+    """It is taken off before the operator sees it."""
+    query, key, value = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    for derivative in (
+        lambda: torch.func.jvp(lambda x: call(x, key, value, 0.3), (query,), (query,)),
+        lambda: torch.func.jvp(lambda x: call(query, key, value, 0.3, bias=x), (query[..., :5],), (query[..., :5],)),
+        lambda: torch.func.jacfwd(lambda x: call(x, key, value, 0.3))(query),
+        lambda: torch.func.linearize(lambda x: call(x, key, value, 0.3), query),
+    ):
+        with pytest.raises(NotImplementedError, match="use reverse mode"):
+            derivative()
+    call(query, key, value, 0.3)

@@ -21,22 +21,31 @@ struct Back {
 };
 
 // ---- what a row's gradient begins with
-template <class T> float sum_of_products(const typename T::st* x, i64 x_stride, const typename T::st* y, i64 y_stride, i64 dim) {
-  if (x_stride != 1 || y_stride != 1) {
-    float sum = 0;
-    for (i64 d = 0; d < dim; ++d) sum += T::one(x[d * x_stride]) * T::one(y[d * y_stride]);
-    return sum;
+// Of n rows the sum of the result times its gradient, and of what rounding took from it, since the gradients of a row's
+// scores add up to nothing. In the order of a tile's products: where one key has all the weight the result is its value,
+// and what is taken off the gradient of its weight is that to the bit.
+template <class T> void deltas(const Back& j, i64 b, i64 h, i64 row, i64 n, char* memory, float* to) {
+  auto* room = reinterpret_cast<typename T::st*>(memory + j.at_room);
+  i32 *grad = reinterpret_cast<i32*>(memory + j.at_values), *other = grad + j.value_panel;  // values are packed there later
+  std::memset(to, 0, PANEL * 4);
+  pack_keys<T>(rows_at<T>(j.given.grad, b, h, row), j.given.grad.stride, n, j.a.DV, room, grad);
+  for (const Operand* x : {&j.given.result, &j.given.rest}) {
+    if (!x->data) continue;
+    pack_keys<T>(rows_at<T>(*x, b, h, row), x->stride, n, j.a.DV, room, other);
+    for (i64 r = 0; r < n; r += W) {
+      vec sum = Isa::zero();
+      for (i64 c = 0; c < j.value_columns; ++c)
+        sum = plus_product<T::PAIR>(sum, Isa::load_bits(grad + c * PANEL + r), Isa::load_bits(other + c * PANEL + r));
+      Isa::store(to + r, Isa::add(Isa::load(to + r), sum));
+    }
   }
-  vec sum = Isa::zero();
-  i64 d = 0;
-  for (; d + W <= dim; d += W) sum = Isa::fma(T::widen(x + d), T::widen(y + d), sum);
-  float rest = 0;
-  for (; d < dim; ++d) rest += T::one(x[d]) * T::one(y[d]);
-  return Isa::reduce_add(sum) + rest;
 }
 // Fully masked rows that are the mean of all values hand their gradients to all values: `mean` is the sum of these.
-template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, float* mean, float* sink_rows) {
+template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, float* mean, float* sink_rows) {
   const Args& a = j.a;
+  Left* left = reinterpret_cast<Left*>(memory + j.at_left);
+  const bool needed = j.panels > 1 || sink_rows;  // else it is summed up where it is taken off
+  float delta[PANEL] = {};
   for (i64 d = 0; d < j.ldv; ++d) mean[d] = 0;
   for (i64 g = 0; g < j.group; ++g) {
     const i64 h = hk * j.group + g;
@@ -44,6 +53,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, floa
       const float* kept = j.given.statistics + ((b * a.H + h) * a.L + i) * 2;
       const auto* grad = rows_at<T>(j.given.grad, b, h, i);
       Left& of = left[g * a.L + i];
+      if (needed && i % PANEL == 0) deltas<T>(j, b, h, i, std::min<i64>(PANEL, a.L - i), memory, delta);
       if (kept[1] == 0) {
         of = {0.0f, 0.0f, 0.0f};
         if (sink_rows) sink_rows[(b * a.H + h) * a.L + i] = 0.0f;
@@ -51,11 +61,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, Left* left, floa
           for (i64 d = 0; d < a.DV; ++d) mean[d] += T::one(grad[d * j.given.grad.stride[3]]) / float(a.S);
         continue;
       }
-      of = {kept[0], 1.0f / kept[1], 0.0f};
-      const bool needed = j.panels > 1 || sink_rows;  // else it is summed up where it is taken off
-      if (needed) of.delta = sum_of_products<T>(rows_at<T>(j.given.result, b, h, i), j.given.result.stride[3], grad, j.given.grad.stride[3], a.DV);
-      if (needed && j.given.rest.data)  // what rounding took counts: the gradients of a row's scores add up to nothing
-        of.delta += sum_of_products<T>(rows_at<T>(j.given.rest, b, h, i), j.given.rest.stride[3], grad, j.given.grad.stride[3], a.DV);
+      of = {kept[0], 1.0f / kept[1], delta[i % PANEL]};
       if (j.given.lse_grad.data) {
         const i64* s = j.given.lse_grad.stride;
         of.delta -= static_cast<const float*>(j.given.lse_grad.data)[b * s[0] + h * s[1] + i * s[2]];
@@ -116,21 +122,6 @@ template <class T> void pack_back(const Back& j, Panel& panel, i64 b, i64 hk, ch
   panel.packed = true;
 }
 
-template <class T>
-void products_of(const i32* rows, i64 ld, i64 columns, const i32* keys, i64 there, i64 count, float* to) {
-  Nothing nothing;
-  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
-#define ATTN_WHOLE(MR) score_panel<T::PAIR, MR, Isa::NR>(rows, ld, columns, keys, there, false, to, LDT, nullptr, nothing)
-#define ATTN_HALF(MR) score_panel<T::PAIR, MR, HALF>(rows, ld, columns, keys, there, false, to, LDT, nullptr, nothing)
-  if (there > HALF * W) {
-    ATTN_FOR_ROWS(strip_rows(count), ATTN_WHOLE)
-  } else {
-    ATTN_FOR_ROWS(strip_rows(count), ATTN_HALF)
-  }
-#undef ATTN_WHOLE
-#undef ATTN_HALF
-}
-
 // The keys that a row keeps. Where the bias's gradient is wanted, keys that it rules out have weights of 0 all the same.
 ATTN_INLINE u64 kept_back(const Args& a, const Row& row, i64 key, bool bias_too) {
   if (bias_too || !row.bias) return word_of(a, row, key);
@@ -141,7 +132,7 @@ ATTN_INLINE u64 kept_back(const Args& a, const Row& row, i64 key, bool bias_too)
 
 // A tile: its weights, and what it adds to all gradients. `dq` is of the block's first row.
 template <class T>
-ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Panel& panel, i64 hk, const Left* left, float* dq, char* memory) {
+ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Panel& panel, i64 hk, const Left* left, float* dq, Ahead& next, char* memory) {
   const Args& a = j.a;
   u64 words[BACK_ROWS + 6];
   u32 active = 0;
@@ -165,12 +156,15 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
   const i64 there = whole_steps(std::min(block.hi, a.S) - panel.key), keys = std::min(there, panel.n);
   const i32 *q = reinterpret_cast<i32*>(memory + j.at_q), *grad = reinterpret_cast<i32*>(memory + j.at_grad);
   float *s = reinterpret_cast<float*>(memory + j.at_s), *g = reinterpret_cast<float*>(memory + j.at_g);
+  const auto products = [&](const i32* rows, i64 ld, i64 columns, const i32* of_keys, i64 count, float* to) {
+    score_strip<T>(rows, ld, columns, of_keys, there, count, false, to, LDT, nullptr, next);
+  };
   for (i64 x = low; x < high; ++x) {
     for (i64 r = x * 6; r < std::min(x * 6 + 6, block.n); ++r) fetch_row(a, all, block.rows[r], panel.key, there);
-    if (active >> x & 1) products_of<T>(q + x * 6 * j.packed_columns, j.packed_columns, j.columns, panel.keys, there, block.n - x * 6, s + x * 6 * LDT);
+    if (active >> x & 1) products(q + x * 6 * j.packed_columns, j.packed_columns, j.columns, panel.keys, block.n - x * 6, s + x * 6 * LDT);
   }
   for (i64 x = low; x < high; ++x)
-    if (active >> x & 1) products_of<T>(grad + x * 6 * j.packed_values, j.packed_values, j.value_columns, panel.values, there, block.n - x * 6, g + x * 6 * LDT);
+    if (active >> x & 1) products(grad + x * 6 * j.packed_values, j.packed_values, j.value_columns, panel.values, block.n - x * 6, g + x * 6 * LDT);
   for (i64 r = low * 6; r < high * 6; ++r) {
     float *weights = s + r * LDT, *gradients = g + r * LDT;
     if (r < block.n && words[r]) {
@@ -202,30 +196,17 @@ ATTN_ONCE void tile_back(const Back& j, const Gradients& all, Block& block, Pane
     row /= 2, count = blocks_of(count, 2);
   }
   if (j.given.dq.data) {
-    Nothing nothing;
     const i32* rows = panel.rows;
     const i64 columns = blocks_of(keys, T::PER_COLUMN);
     for (i64 x = low; x < high; ++x) {
       if (!(active >> x & 1)) continue;
-#define ATTN_CALL(MR) add_values<T::PAIR, MR>(gradients + x * 6 * ldg, ldg, 1, &rows, &columns, j.ldq, dq + x * 6 * j.ldq, j.ldq, a.D, nothing)
-      ATTN_FOR_ROWS(strip_rows(block.n - x * 6), ATTN_CALL)
-#undef ATTN_CALL
+      for_rows(block.n - x * 6, [&](auto MR) ATTN_LAMBDA {
+        add_values<T::PAIR, MR>(gradients + x * 6 * ldg, ldg, 1, &rows, &columns, j.ldq, dq + x * 6 * j.ldq, j.ldq, a.D, next);
+      });
     }
   }
-  if (j.given.dv.data)
-    for (i64 k = 0; k < keys; k += 6) {
-#define ATTN_CALL(MR) \
-  add_all_transposed<T::PAIR, MR>(of_weights + row * step + k, step, grad_rows + row * j.ldv, j.ldv, count, panel.dv + k * j.ldv, j.ldv, a.DV)
-      ATTN_FOR_ROWS(strip_rows(keys - k), ATTN_CALL)
-#undef ATTN_CALL
-    }
-  if (j.given.dk.data)
-    for (i64 k = 0; k < keys; k += 6) {
-#define ATTN_CALL(MR) \
-  add_all_transposed<T::PAIR, MR>(of_gradients + row * step + k, step, q_rows + row * j.ldq, j.ldq, count, panel.dk + k * j.ldq, j.ldq, a.D)
-      ATTN_FOR_ROWS(strip_rows(keys - k), ATTN_CALL)
-#undef ATTN_CALL
-    }
+  if (j.given.dv.data) add_all_transposed<T::PAIR>(of_weights + row * step, step, grad_rows + row * j.ldv, j.ldv, count, panel.dv, keys, a.DV);
+  if (j.given.dk.data) add_all_transposed<T::PAIR>(of_gradients + row * step, step, q_rows + row * j.ldq, j.ldq, count, panel.dk, keys, a.D);
 }
 
 template <class T> void write_panel(const Back& j, const Panel& panel, i64 b, i64 hk, const float* mean) {
@@ -247,13 +228,34 @@ template <class T> void write_panel(const Back& j, const Panel& panel, i64 b, i6
   }
 }
 
-// The rows of a KV head, and the panels of one split.
-template <class T> void head_back(const Back& j, const Gradients& of_all, i64 b, i64 hk, i64 split, char* memory) {
+// Of a head that is one tile: what is written at its end, and what the task reads of its next head, if there is one.
+// Products take so little time there that the task would wait for memory.
+struct Head {
+  i64 b, hk;
+};
+template <class T> Ahead lines_ahead(const Back& j, Head head, const Head* next, Lines* lines) {
+  using st = typename T::st;
   const Args& a = j.a;
+  Ahead ahead = {lines, lines};
+  if (j.panels > 1 || a.L > BACK_ROWS || j.group > 1) return ahead;
+  for (const Output* x : {&j.given.dk, &j.given.dv, &j.given.dq})
+    if (x->data) ahead.add(x->row<st>(head.b, head.hk, 0), x->stride, x == &j.given.dq ? a.L : a.S, x == &j.given.dv ? a.DV : a.D);
+  if (!next) return ahead;
+  for (const Operand* x : {&a.k, &a.v}) ahead.add(rows_at<T>(*x, next->b, next->hk, 0), x->stride, a.S, x == &a.v ? a.DV : a.D);
+  for (const Operand* x : {&a.q, &j.given.grad}) ahead.add(rows_at<T>(*x, next->b, next->hk, 0), x->stride, a.L, x == &a.q ? a.D : a.DV);
+  return ahead;
+}
+
+// The rows of a KV head, and the panels of one split.
+template <class T> void head_back(const Back& j, const Gradients& of_all, Head head, const Head* next, i64 split, char* memory) {
+  const Args& a = j.a;
+  const i64 b = head.b, hk = head.hk;
+  Lines lines[7];
+  Ahead ahead = lines_ahead<T>(j, head, next, lines);
   Gradients all = of_all;
   Left* left = reinterpret_cast<Left*>(memory + j.at_left);
   float* mean = reinterpret_cast<float*>(memory + j.at_mean);
-  look_back<T>(j, b, hk, left, mean, split == 0 ? j.given.sink_rows : nullptr);
+  look_back<T>(j, b, hk, memory, mean, split == 0 ? j.given.sink_rows : nullptr);
   const i64 of_head = j.padded * j.ldq;
   float* dq = j.dq ? j.dq + ((split * a.B + b) * a.H + hk * j.group) * of_head : reinterpret_cast<float*>(memory + j.at_dq);
   if (j.given.dq.data) std::memset(dq, 0, size_t(j.group * of_head) * 4);
@@ -284,7 +286,7 @@ template <class T> void head_back(const Back& j, const Gradients& of_all, i64 b,
         if (!sees && !all.any_fresh) continue;
         for (i64 p = 0; p < count; ++p)
           if (all.any_fresh || (block.lo < panels[p].key + panels[p].n && block.hi > panels[p].key))
-            tile_back<T>(j, all, block, panels[p], hk, left + g * a.L + first, dq + g * of_head + first * j.ldq, memory);
+            tile_back<T>(j, all, block, panels[p], hk, left + g * a.L + first, dq + g * of_head + first * j.ldq, ahead, memory);
       }
     for (i64 p = 0; p < count; ++p) write_panel<T>(j, panels[p], b, hk, mean);
   }
@@ -305,14 +307,16 @@ template <class T> void back_task(const void* job, i64 task) {
     if (j.sums[t]) all.sums[t].data = static_cast<float*>(j.sums[t]) + (bp * s[0] + hp * s[1] + split * s[2]) * j.elements[t];
   }
   const i64 heads = j.a.HK, first_b = bp * j.a.B / j.batch_parts, first_h = hp * heads / j.head_parts;
-  for (i64 b = first_b; b < (bp + 1) * j.a.B / j.batch_parts; ++b)
-    for (i64 hk = first_h; hk < (hp + 1) * heads / j.head_parts; ++hk) {
+  const i64 end_b = (bp + 1) * j.a.B / j.batch_parts, end_h = (hp + 1) * heads / j.head_parts;
+  for (i64 b = first_b; b < end_b; ++b)
+    for (i64 hk = first_h; hk < end_h; ++hk) {
+      const Head next = hk + 1 < end_h ? Head{b, hk + 1} : Head{b + 1, first_h};
       all.any_fresh = false;
       for (Sums& to : all.sums) {
         to.fresh = to.is_matrix() && (to.stride[0] || b == first_b) && (to.stride[1] || hk == first_h);
         all.any_fresh = all.any_fresh || to.fresh;
       }
-      head_back<T>(j, all, b, hk, split, memory);
+      head_back<T>(j, all, {b, hk}, next.b < end_b ? &next : nullptr, split, memory);
     }
 }
 

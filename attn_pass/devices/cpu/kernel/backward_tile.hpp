@@ -43,10 +43,7 @@ ATTN_ONCE void add_transposed(const i32* A, i64 step, const i32* B, i64 ldb, i64
     for (int m = 0; m < MR; ++m) {
       const vec x = Isa::splat_bits(A + k * step + m);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) {
-        if constexpr (PAIR) c[m][n] = Isa::dot(c[m][n], x, b[n]);
-        else c[m][n] = Isa::fma(x, b[n], c[m][n]);
-      }
+      for (int n = 0; n < NR; ++n) c[m][n] = plus_product<PAIR>(c[m][n], x, b[n]);
     }
   }
 #pragma GCC unroll 6
@@ -54,22 +51,12 @@ ATTN_ONCE void add_transposed(const i32* A, i64 step, const i32* B, i64 ldb, i64
 #pragma GCC unroll 4
     for (int n = 0; n < NR; ++n) Isa::store(o + m * ldo + n * W, c[m][n]);
 }
-template <bool PAIR, int MR>
-ATTN_INLINE void add_all_transposed(const i32* A, i64 step, const i32* B, i64 ldb, i64 K, float* o, i64 ldo, i64 dim) {
-  i64 d = 0;
-  while (d < dim) {
-    const i64 rest = blocks_of(dim - d, W);
-    if (Isa::NR >= 4 && rest >= 4) {
-      add_transposed<PAIR, MR, 4>(A, step, B + d, ldb, K, o + d, ldo);
-      d += 4 * W;
-    } else if (rest >= 2) {
-      add_transposed<PAIR, MR, 2>(A, step, B + d, ldb, K, o + d, ldo);
-      d += 2 * W;
-    } else {
-      add_transposed<PAIR, MR, 1>(A, step, B + d, ldb, K, o + d, ldo);
-      d += W;
-    }
-  }
+// o[keys][dim] += the transpose of A's first columns times B, of which there are K rows.
+template <bool PAIR> ATTN_INLINE void add_all_transposed(const i32* A, i64 step, const i32* B, i64 ld, i64 K, float* o, i64 keys, i64 dim) {
+  for (i64 k = 0; k < keys; k += 6)
+    for_rows(keys - k, [&](auto MR) ATTN_LAMBDA {
+      for_columns(dim, [&](auto NR, i64 d) ATTN_LAMBDA { add_transposed<PAIR, decltype(MR)::value, NR>(A + k, step, B + d, ld, K, o + k * ld + d, ld); });
+    });
 }
 
 // W gradients of a row from key on, added where they belong; `total` collects those of one number for all keys.

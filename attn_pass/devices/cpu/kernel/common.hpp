@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -17,6 +18,7 @@
 
 #define ATTN_INLINE static inline __attribute__((always_inline))
 #define ATTN_METHOD inline __attribute__((always_inline))
+#define ATTN_LAMBDA __attribute__((always_inline))
 #define ATTN_ONCE static __attribute__((noinline))  // large, and called from several places: the compiler's time counts
 
 namespace attn_pass_cpu {
@@ -195,6 +197,8 @@ inline int threads_for(const Args& a) {
   return 1;
 #endif
 }
+
+template <int N> using Number = std::integral_constant<int, N>;
 
 inline i64 round_up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 inline i64 blocks_of(i64 n, i64 size) { return (n + size - 1) / size; }

@@ -217,12 +217,9 @@ template <class T> void part_task(const void* job, i64 task) {
       const i64 turns = R / 4 + R % 4 / 2 + R % 2;
       for (i64 r = 0, turn = 0; r < R; ++turn) {
         const i64 left = R - r, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        const i32* of = q + r * j.packed_columns;
-#define ATTN_CALL(MR) all_dots<T, MR>(of, j.packed_columns, k, k_stride[2], n, a.D, j.columns, turn, turns, s + r * PANEL)
-        if (taken == 4) ATTN_CALL(4);
-        else if (taken == 2) ATTN_CALL(2);
-        else ATTN_CALL(1);
-#undef ATTN_CALL
+        for_rows(taken, [&](auto MR) ATTN_LAMBDA {
+          if constexpr (MR <= 4) all_dots<T, MR>(q + r * j.packed_columns, j.packed_columns, k, k_stride[2], n, a.D, j.columns, turn, turns, s + r * PANEL);
+        });
         r += taken;
       }
       if (full && j.scale.as_they_are) {
@@ -255,9 +252,9 @@ template <class T> void part_task(const void* job, i64 task) {
       if (!whole) std::memcpy(before, o, size_t(R * j.ldv) * 4);
       for (i64 x = 0; x < strips; ++x) {
         const i64 r = x * 6, strip = more ? x : -1;
-#define ATTN_CALL(MR) add_all_lying<T, MR>(weights + r * PANEL, v, v_stride, n, a.DV, strip, strips, o + r * j.ldv, j.ldv)
-        ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
-#undef ATTN_CALL
+        for_rows(R - r, [&](auto MR) ATTN_LAMBDA {
+          add_all_lying<T, MR>(weights + r * PANEL, v, v_stride, n, a.DV, strip, strips, o + r * j.ldv, j.ldv);
+        });
       }
       if (whole || all_finite(o, R * j.ldv)) continue;
       std::memcpy(o, before, size_t(R * j.ldv) * 4);
@@ -269,11 +266,10 @@ template <class T> void part_task(const void* job, i64 task) {
       continue;
     }
     Lines next = lines_of<T>(v + PANEL * v_stride, v_stride, more ? PANEL : 0, a.DV, strips * columns * blocks_of(a.DV, WIDE));
-    for (i64 r = 0; r < R; r += 6) {
-#define ATTN_CALL(MR) add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV, next)
-      ATTN_FOR_ROWS(strip_rows(R - r), ATTN_CALL)
-#undef ATTN_CALL
-    }
+    for (i64 r = 0; r < R; r += 6)
+      for_rows(R - r, [&](auto MR) ATTN_LAMBDA {
+        add_values<T::PAIR, MR>(weights + r * PANEL, PANEL, 1, &values, &columns, j.ldv, o + r * j.ldv, j.ldv, a.DV, next);
+      });
   }
   if (!j.partial) {
     for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv);

@@ -42,9 +42,10 @@ LIBRARY.define(
     f"attention_forward({_GIVEN}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_OF_FORWARD = "Tensor grad, Tensor? lse_grad, Tensor result, Tensor statistics, Tensor rest, str[] wanted"
+_LEFT = len(_OF_FORWARD.split(", "))
 LIBRARY.define(
-    "attention_backward(Tensor grad, Tensor? lse_grad, Tensor result, Tensor statistics, Tensor rest, str[] wanted, "
-    f"{_GIVEN}) -> Tensor[]",
+    f"attention_backward({_OF_FORWARD}, {_GIVEN}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -146,17 +147,9 @@ def _backward(
     return list(made.values())
 
 
-def _backward_fake(
-    grad: Tensor,
-    lse_grad: Tensor | None,
-    result: Tensor,
-    statistics: Tensor,
-    rest: Tensor,
-    wanted: Sequence[str],
-    *values: Any,
-    **more: Any,
-) -> list[Tensor]:
-    given = _call(*values) | more
+def _backward_fake(*left: Any, **more: Any) -> list[Tensor]:
+    *_, wanted = left[:_LEFT]
+    given = _call(*left[_LEFT:]) | more
     return [gradient_like(name, given) for name in wanted]
 
 

@@ -112,7 +112,16 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const bool tensors = a.keep.data || a.bias.data;
-  Nothing nothing;
+  Lines lines[4];  // of a head that is one tile: its result, and what the next one reads
+  Ahead ahead = {lines, lines};
+  if (j.panels == 1 && j.blocks == 1 && j.group == 1) {
+    if (a.out) ahead.add(static_cast<st*>(a.out) + b * a.out_stride[0] + hk * a.out_stride[1], a.out_stride, a.L, a.DV);
+    if (bh + 1 < a.B * a.HK) {
+      const i64 next_b = (bh + 1) / a.HK, next_h = (bh + 1) % a.HK;
+      for (const Operand* x : {&a.q, &a.k, &a.v})
+        ahead.add(rows_at<T>(*x, next_b, next_h, 0), x->stride, x == &a.q ? a.L : a.S, x == &a.v ? a.DV : a.D);
+    }
+  }
 
   for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
@@ -153,7 +162,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         strip.active |= 1u << p;
         const i64 r = strip.row;
         score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, whole_steps(strip.hi - key), rows + r, strip.rows,
-                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r, nothing);
+                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r, ahead);
       }
     }
     for (i64 x = 0; x < count; ++x) {
@@ -198,10 +207,9 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
             add_kept<T>(weights + row * LD + (p + y) * PANEL, words[p + y][row], values[p + y], j.ldv, a.DV, o + row * j.ldv);
         }
         if (!plain) continue;
-#define ATTN_CALL(MR) \
-  add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, nothing)
-        ATTN_FOR_ROWS(strip_rows(strip.rows), ATTN_CALL)
-#undef ATTN_CALL
+        for_rows(strip.rows, [&](auto MR) ATTN_LAMBDA {
+          add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
+        });
       }
   }
   for (i64 r = 0; r < n; ++r)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from attn_pass.devices.cpu.kernel.build import entry
@@ -158,19 +159,10 @@ def attention(
     value: Tensor,
     scale: float,
     *,
-    keep: Tensor | None = None,
-    bias: Tensor | None = None,
-    sink: Tensor | None = None,
-    captured: Sequence[Tensor] | None = None,
-    score: str = "",
-    fully_masked: str = "nan",
-    fill: float | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
     lse: Tensor | None = None,
     statistics: Tensor | None = None,
     rest: Tensor | None = None,
-    **bounds: Any,
+    **given: Any,
 ) -> Tensor:
     """``softmax(scale * query @ key.mT + bias, over the keys that are kept) @ value``.
 
@@ -182,6 +174,13 @@ def attention(
         key: (B, Hkv, S, D); ``H % Hkv == 0``, head ``h`` uses KV head ``h // (H // Hkv)``.
         value: (B, Hkv, S, Dv).
         scale: of the product.
+        lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
+            kept; a sink is not among the scores.
+        statistics: where what the backward needs of a row is written to: (B, H, L, 2), float32, contiguous.
+        rest: where what rounding took from the result is written to: as the result, the backward's too.
+        given: what the schemas name besides, each of which may be left out:
+
+    Given:
         before: keys that lie at most so far before the row's own position are kept; all where it is None.
         after: the same behind it: 0 is causal.
         start: the first key that is kept; 0 where it is None.
@@ -202,10 +201,6 @@ def attention(
         fill: the score of keys that are not kept, which count with it; then there are no bounds.
         seed: (1,), int64: with the place of a weight it says whether the weight is dropped (`dropout.hpp`).
         dropout: the probability of that; the other weights are divided by ``1 - dropout``, and are 0 where that is.
-        lse: where the log-sum-exp of a row's scores is written to: (B, H, L), float32, contiguous. -inf where no key is
-            kept; a sink is not among the scores.
-        statistics: where what the backward needs of a row is written to: (B, H, L, 2), float32, contiguous.
-        rest: where what rounding took from the result is written to: as the result, the backward's too.
 
     Returns:
         (B, H, L, Dv), heads after positions in memory.
@@ -216,15 +211,36 @@ def attention(
     out = result_like(query, value)
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out
-    given = {"keep": keep, "bias": bias, "sink": sink, "captured": captured, "score": score, **bounds}
-    given |= {"fully_masked": fully_masked, "fill": fill, "seed": seed, "dropout": dropout}
     args = arguments(query, key, value, scale, **given)
     args.out, args.out_stride = out.data_ptr(), (ctypes.c_int64 * 4)(*out.stride())
     args.lse = None if lse is None else lse.data_ptr()
     args.statistics = None if statistics is None else statistics.data_ptr()
     args.rest = None if rest is None else rest.data_ptr()
-    entry(query.dtype, score)(ctypes.byref(args))
+    entry(query.dtype, given.get("score", ""))(ctypes.byref(args))
     return out
+
+
+def _tensors_of(given: Mapping[str, Any]) -> Iterator[Tensor]:
+    for one_or_more in given.values():
+        entries = one_or_more if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
+        yield from (x for x in entries if isinstance(x, Tensor))
+
+
+def _may_have_tangent(x: Tensor) -> bool:
+    try:
+        return forward_ad.unpack_dual(x).tangent is not None
+    except RuntimeError:  # under a trace (torch.func.linearize), which does not say
+        return True
+
+
+def _refuse_tangents(tensors: Iterable[Tensor]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    if eager_transforms.JVP_NESTING or any(map(_may_have_tangent, tensors)):
+        raise NotImplementedError(
+            "forward-mode derivative for attn_pass::attention is not implemented (torch.func.jvp, jacfwd, hessian): "
+            "use reverse mode, or leave the attention as it is written"
+        )
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
@@ -233,12 +249,10 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
     Raises:
         TypeError: a dtype is none that it takes.
         ValueError: arguments do not go together.
-        NotImplementedError: an operand has a tangent, which would be dropped.
+        NotImplementedError: an operand has a tangent, which would be dropped, or may have had one inside of
+            `torch.func.jvp`, which takes tangents off before an operator sees them.
     """
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (query, key, value)
-    ):
-        raise NotImplementedError("forward-mode derivative for attn_pass::attention is not implemented")
+    _refuse_tangents((query, key, value, *_tensors_of(given)))
     floats = ", ".join(map(str, ELEMENTS))
     torch._check_type(query.dtype in ELEMENTS, lambda: f"attention takes {floats}; got {query.dtype}")
     torch._check_type(key.dtype == query.dtype == value.dtype, lambda: "query, key and value are of one dtype")
@@ -251,9 +265,8 @@ def check(query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -
         **dict.fromkeys(BOUNDS, (torch.int64,)),
     }
     for name, dtypes in wanted.items():
-        one_or_more = given.get(name)
-        for x in one_or_more if isinstance(one_or_more, (list, tuple)) else [one_or_more]:
-            if x is not None and x.dtype not in dtypes:
+        for x in _tensors_of({name: given.get(name)}):
+            if x.dtype not in dtypes:
                 raise TypeError(f"{name} takes {', '.join(map(str, dtypes))}; got {x.dtype}")
     bounded = [name for name in (*NUMBERS, *BOUNDS) if given.get(name) is not None]
     if given.get("fill") is not None and bounded:

@@ -55,28 +55,26 @@ ATTN_INLINE const typename T::st* contiguous(const typename T::st* row, i64 stri
   return room;
 }
 
-// ---- 2^t, by a polynomial on [-1/2, 1/2] as exact as the type needs; 0 for -inf, NaN for NaN
+// ---- 2^t, by a polynomial on [-1/2, 1/2] as exact as the type needs; 0 for -inf, NaN for NaN. 2^0 is 1 to the bit: the
+// weight of a row's only key is then 1, and the gradient of its score 0.
 template <int DEGREE> ATTN_INLINE vec exp2_of(vec t) {
   t = Isa::max(Isa::set1(-200.0f), t);
   const vec n = Isa::round(t), f = Isa::add(t, Isa::mul(n, Isa::set1(-1.0f)));
   vec p;
   if constexpr (DEGREE == 3) {
-    p = Isa::fma(Isa::set1(5.5170568e-2f), f, Isa::set1(2.4261441e-1f));
-    p = Isa::fma(p, f, Isa::set1(6.9326098e-1f));
-    p = Isa::fma(p, f, Isa::set1(9.9992448e-1f));
+    p = Isa::fma(Isa::set1(5.50089305e-2f), f, Isa::set1(2.42210959e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.93282927e-1f));
   } else if constexpr (DEGREE == 4) {
-    p = Isa::fma(Isa::set1(9.5677341e-3f), f, Isa::set1(5.5862851e-2f));
-    p = Isa::fma(p, f, Isa::set1(2.4023996e-1f));
-    p = Isa::fma(p, f, Isa::set1(6.9313675e-1f));
-    p = Isa::fma(p, f, Isa::set1(9.9999995e-1f));
+    p = Isa::fma(Isa::set1(9.58285304e-3f), f, Isa::set1(5.59064247e-2f));
+    p = Isa::fma(p, f, Isa::set1(2.40240986e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.93124193e-1f));
   } else {
-    p = Isa::fma(Isa::set1(1.3276472e-3f), f, Isa::set1(9.6755413e-3f));
-    p = Isa::fma(p, f, Isa::set1(5.5507134e-2f));
-    p = Isa::fma(p, f, Isa::set1(2.4022120e-1f));
-    p = Isa::fma(p, f, Isa::set1(6.9314697e-1f));
-    p = Isa::fma(p, f, Isa::set1(1.0000001f));
+    p = Isa::fma(Isa::set1(1.32647271e-3f), f, Isa::set1(9.67151264e-3f));
+    p = Isa::fma(p, f, Isa::set1(5.55073371e-2f));
+    p = Isa::fma(p, f, Isa::set1(2.40222421e-1f));
+    p = Isa::fma(p, f, Isa::set1(6.93146978e-1f));
   }
-  return Isa::times_exp2(p, n);
+  return Isa::times_exp2(Isa::fma(p, f, Isa::set1(1.0f)), n);
 }
 
 // ---- memory that is read next, line by line beside the products: in one go it would wait for the lines before it
@@ -100,7 +98,26 @@ template <class T> ATTN_INLINE Lines lines_of(const typename T::st* from, i64 st
   return {reinterpret_cast<const char*>(from), stride * size, bytes, rows, blocks_of(rows * blocks_of(bytes, 64), std::max<i64>(1, steps)), 0};
 }
 
+// Several of them, one after the other.
+struct Ahead {
+  Lines *at, *end;
+  ATTN_METHOD void step() {
+    if (at == end) return;
+    at->step();
+    if (at->rows <= 0) ++at;
+  }
+  // Adds `rows` rows of n elements, a line a step; none where the elements of a row lie apart.
+  template <class S> ATTN_METHOD void add(const S* from, const i64* stride, i64 rows, i64 n) {
+    const i64 size = sizeof(S);
+    if (from && stride[3] == 1) *end++ = {reinterpret_cast<const char*>(from), stride[2] * size, n * size, rows, 1, 0};
+  }
+};
+
 // ---- c[MR][NR] += A (MR rows of columns) times B (rows of NR vectors of columns)
+template <bool PAIR> ATTN_INLINE vec plus_product(vec c, vec x, vec y) {
+  if constexpr (PAIR) return Isa::dot(c, x, y);
+  else return Isa::fma(x, y, c);
+}
 template <bool PAIR, int MR, int NR, class Next>
 ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, vec (&c)[MR][NR], Next& next) {
   for (i64 k = 0; k < K; ++k) {
@@ -112,10 +129,7 @@ ATTN_INLINE void multiply(const i32* A, i64 lda, const i32* B, i64 ldb, i64 K, v
     for (int m = 0; m < MR; ++m) {
       const vec x = Isa::splat_bits(A + m * lda + k);
 #pragma GCC unroll 4
-      for (int n = 0; n < NR; ++n) {
-        if constexpr (PAIR) c[m][n] = Isa::dot(c[m][n], x, b[n]);
-        else c[m][n] = Isa::fma(x, b[n], c[m][n]);
-      }
+      for (int n = 0; n < NR; ++n) c[m][n] = plus_product<PAIR>(c[m][n], x, b[n]);
     }
   }
 }
@@ -207,10 +221,12 @@ ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
 // W biases from key on, of which n are there, as floats.
 ATTN_INLINE vec bias_at(const Args& a, const Row& r, i64 key, i64 n) {
   const i64 stride = a.bias.stride[3];
-  if (stride == 1 && n >= W) {
-    if (a.bias_type == FLOAT32) return Isa::load(static_cast<const float*>(r.bias) + key);
-    const u16* p = static_cast<const u16*>(r.bias) + key;
-    return a.bias_type == BFLOAT16 ? Isa::load_bf16(p) : Isa::load_f16(p);
+  if (stride == 1) {
+    const float* p = static_cast<const float*>(r.bias) + key;
+    const u16* half = static_cast<const u16*>(r.bias) + key;
+    if (n >= W) return a.bias_type == FLOAT32 ? Isa::load(p) : a.bias_type == BFLOAT16 ? Isa::load_bf16(half) : Isa::load_f16(half);
+    n = std::max<i64>(n, 0);
+    return a.bias_type == FLOAT32 ? Isa::load_some(p, n) : a.bias_type == BFLOAT16 ? Isa::load_some_bf16(half, n) : Isa::load_some_f16(half, n);
   }
   float part[W] = {};
   for (i64 i = 0; i < std::min<i64>(n, W); ++i) part[i] = element_at(r.bias, (key + i) * stride, a.bias_type);
@@ -267,13 +283,23 @@ ATTN_INLINE Scale scale_of(const Args& a) {
 
 // A strip's micro-kernel for the number of rows it has: rows of zeros make up for what is not there.
 ATTN_INLINE int strip_rows(i64 n) { return n >= 5 ? 6 : n == 3 ? 4 : int(n); }
-#define ATTN_FOR_ROWS(rows, CALL) \
-  switch (rows) {                 \
-    case 1: CALL(1); break;       \
-    case 2: CALL(2); break;       \
-    case 4: CALL(4); break;       \
-    default: CALL(6); break;      \
+template <class Call> ATTN_INLINE void for_rows(i64 n, const Call& call) {
+  switch (strip_rows(n)) {
+    case 1: return call(Number<1>{});
+    case 2: return call(Number<2>{});
+    case 4: return call(Number<4>{});
+    default: return call(Number<6>{});
   }
+}
+// `dim` columns of results, in so many vectors at a time; from which column on.
+template <class Call> ATTN_INLINE void for_columns(i64 dim, const Call& call) {
+  for (i64 d = 0; d < dim;) {
+    const i64 rest = blocks_of(dim - d, W);
+    if (Isa::NR >= 4 && rest >= 4) call(Number<4>{}, d), d += 4 * W;
+    else if (rest >= 2) call(Number<2>{}, d), d += 2 * W;
+    else call(Number<1>{}, d), d += W;
+  }
+}
 
 // ---- what a score function is made of (`scores.py` writes it)
 ATTN_INLINE vec number(float x) { return Isa::set1(x); }
@@ -354,20 +380,20 @@ ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, 
   }
   following = next;
 }
+// The same for as many rows as a strip has.
+template <class T, class Next>
+ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, i64 count, bool done, float* s, i64 ld, vec* top, Next& next) {
+  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
+  for_rows(count, [&](auto MR) ATTN_LAMBDA {
+    if (there > HALF * W) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next);
+    else score_panel<T::PAIR, MR, HALF>(q, ldq, columns, keys, there, done, s, ld, top, next);
+  });
+}
 template <class T, class Next>
 ATTN_INLINE void score_rows(const Args& a, const Scale& scale, const i32* q, i64 ldq, i64 columns, const i32* keys, i64 key, i64 there,
                             const Row* rows, i64 count, const u64* words, bool full, float* s, i64 ld, vec* top, Next& next) {
   const bool done = full && scale.as_they_are;
-#define ATTN_WHOLE(MR) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next)
-#define ATTN_HALF(MR) score_panel<T::PAIR, MR, HALF>(q, ldq, columns, keys, there, done, s, ld, top, next)
-  constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
-  if (there > HALF * W) {
-    ATTN_FOR_ROWS(strip_rows(count), ATTN_WHOLE)
-  } else {
-    ATTN_FOR_ROWS(strip_rows(count), ATTN_HALF)
-  }
-#undef ATTN_WHOLE
-#undef ATTN_HALF
+  score_strip<T>(q, ldq, columns, keys, there, count, done, s, ld, top, next);
   if (done) return;
   for (i64 r = 0; r < count; ++r) top[r] = finish_row(a, scale, rows[r], full ? ~u64(0) : words[r], key, there, s + r * ld, top[r]);
 }
@@ -519,19 +545,8 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
 template <bool PAIR, int MR, class Next>
 ATTN_INLINE void add_values(const i32* p, i64 ldp, u32 active, const i32* const* values, const i64* counts, i64 ldv, float* o, i64 ldo, i64 dim, Next& next) {
   const i32* at[8];
-  i64 d = 0;
-  while (d < dim) {
+  for_columns(dim, [&](auto NR, i64 d) ATTN_LAMBDA {
     for (u32 x = active; x; x &= x - 1) at[__builtin_ctz(x)] = values[__builtin_ctz(x)] + d;
-    const i64 rest = blocks_of(dim - d, W);
-    if (Isa::NR >= 4 && rest >= 4) {
-      add_columns<PAIR, MR, 4>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
-      d += 4 * W;
-    } else if (rest >= 2) {
-      add_columns<PAIR, MR, 2>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
-      d += 2 * W;
-    } else {
-      add_columns<PAIR, MR, 1>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
-      d += W;
-    }
-  }
+    add_columns<PAIR, MR, NR>(p, ldp, active, at, counts, ldv, o + d, ldo, next);
+  });
 }
