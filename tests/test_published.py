@@ -91,6 +91,24 @@ def test_every_link_of_the_readme_leads_somewhere() -> None:
             assert (ROOT / link).exists(), f"{name}: {link}"
 
 
+def test_what_an_index_asks_for_is_there() -> None:
+    """The owner names the repository; everything else is in place."""
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for part in (
+        "[project.urls]\n",
+        "classifiers = [\n",
+        "keywords = [",
+        'license = "MIT"',
+        'readme"]',
+        "platformdirs",
+    ):
+        assert part in pyproject, part
+    for name in ("CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE", "examples/first_look.ipynb"):
+        assert (ROOT / name).stat().st_size > 100, name
+    workflows = "\n".join(path.read_text() for path in (ROOT / ".github" / "workflows").iterdir())
+    assert all(f'"{version}"' in workflows for version in ("2.11.0", "2.12.0", "2.13.0"))
+
+
 def test_the_version_is_one() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{attn_pass.__version__}"' in pyproject

@@ -15,6 +15,7 @@ from attn_pass.devices.device import Device
 from attn_pass.devices.registry import families, family_of, of_type
 from attn_pass.entries.explain import explain
 from attn_pass.errors import own_version
+from attn_pass.report.text import duration
 from attn_pass.targets.registry import all_targets
 
 
@@ -95,7 +96,7 @@ def targets(device: str) -> Iterator[Finding]:
     for target in all_targets():
         offers = [us for name, us in site.predicted_us.items() if name.split(" (")[0] == target.name]
         if offers:
-            yield Finding(target.name, "offers", f"{min(offers):.0f} us predicted")
+            yield Finding(target.name, "offers", f"{duration(min(offers))} predicted")
         else:
             yield Finding(target.name, "", site.refusals.get(target.name, "makes no offer for this form"))
 

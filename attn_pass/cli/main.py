@@ -20,6 +20,7 @@ from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
 from attn_pass.progress import logged_to_stderr, progress
+from attn_pass.report.text import duration
 
 if TYPE_CHECKING:
     from attn_pass.report.pages.collect import Collection
@@ -231,7 +232,7 @@ def calibrate(
         with logged_to_stderr(), progress(silent=as_json) as tell:
             tell("measuring")
             outcome = session.calibrate(
-                at, seconds, lambda name, reading: tell(f"{name}: {reading.us:.1f} us"), keep_if_busy=keep_if_busy
+                at, seconds, lambda name, reading: tell(f"{name}: {duration(reading.us)}"), keep_if_busy=keep_if_busy
             )
     except AttnPassError as error:
         fail(str(error))

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from attn_pass.devices.device import CoreTimes, Device, Shares
+from attn_pass.report.text import counted
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -33,7 +34,7 @@ class Sheet:
     cudnn: int = 0
     shares: Mapping[str, Shares] = field(default_factory=dict)  # what each kernel reaches of these rates
     cache_gbytes: float = 0.0  # where it is known; twice the memory's rate otherwise
-    generation: str = ""  # of an Ascend NPU
+    generation: str = ""  # of an Ascend NPU; the architecture of AMD's GPUs
 
 
 def row_of(name: str, sheets: Sequence[Sheet]) -> Sheet | None:
@@ -120,17 +121,25 @@ _AVX512_FP16 = Core(
     template_us=8.0,
     times=replace(_AVX512.times, few_rows_products=0.5),
 )
-_CORES = {"avx512_fp16": _AVX512_FP16}
+# Of data sheets (Neoverse V2 at 2.8 GHz: four units of 128 bits, products of bfloat16 by BFMMLA), times what the first
+# row reaches of its own; what a call costs is the first row's.
+_NEON = replace(
+    _AVX512,
+    matmul_gflops={torch.float32: 70.0, torch.float64: 35.0, torch.bfloat16: 180.0, torch.float16: 110.0},
+    fused_gflops={torch.float32: 60.0, torch.float64: 30.0, torch.bfloat16: 60.0, torch.float16: 60.0},
+    vector_gflops={torch.float32: 30.0, torch.bfloat16: 20.0, torch.float16: 20.0},
+)
+_CORES = {"avx512_fp16": _AVX512_FP16, "neon": _NEON}
 _MEASURED = ("avx512", "avx512_bf16", "avx512_fp16")
 
 
 @lru_cache(maxsize=8)
 def processor(cores: int, instruction_set: str = "avx512") -> Device:
-    """A CPU with that many cores; one with other instructions has the constants of the first, and is not measured."""
+    """A CPU with that many cores; those with AVX-512 are measured; what is not listed has the first's rates."""
     core = _CORES.get(instruction_set, _AVX512)
     return Device(
         type="cpu",
-        name=f"cpu, {cores} core{'' if cores == 1 else 's'}",
+        name=f"cpu, {counted(cores, 'core')}",
         cores=cores,
         matmul_gflops={k: v * cores for k, v in core.matmul_gflops.items()},
         fused_gflops={k: v * cores for k, v in core.fused_gflops.items()},

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from attn_pass.compat import require_inductor
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import before_inductor, inductor_patches, patches_for
+from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.package import warn_of_types, with_report
 from attn_pass.entries.retry import Failure, warn_failed
 from attn_pass.entries.snapshot import Snapshot
@@ -96,6 +97,7 @@ def _compiled(
         return rewrite_exported(program, options, "inductor", without)
 
     decision = again()
+    warn_other_device(decision.report, options, "program", stacklevel=4)
     while decision.changed and not package:
         report = decision.report
         tell(f"compiling the package: {report.summary().removeprefix('attn_pass: ')}")

@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
 from attn_pass.devices.registry import families
+from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import DECIDED, decide
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
@@ -94,7 +95,9 @@ class RewritePass:
         gm = graph.owning_module
         if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
             return
-        publish(decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti", "hook").report)
+        report = decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti", "hook").report
+        warn_other_device(report, self.options)
+        publish(report)
 
     def uuid(self) -> str:
         """Identity for Inductor's caches: attn_pass's sources, the options, the devices and torch's version."""

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from attn_pass.entries.export import rewrite_exported, shapes_text
+from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import decide
 from attn_pass.errors import RewriteError, cause_of
 from attn_pass.options import make_options
@@ -28,7 +29,8 @@ def rewrite(
 ) -> Report:
     """Rewrite the attention of a GraphModule or an exported program in place; compiles nothing.
 
-    An exported program stays valid: its signature fits its graph, `module()` runs, torch.export.save works.
+    An exported program stays valid: its signature fits its graph, `module()` runs, torch.export.save works. One warning
+    tells if `device` names a device that the program's tensors are not on: move the program there before it runs.
 
     Args:
         program: a graph whose nodes have fake values in their metadata (Dynamo's, torch.export's), or any GraphModule
@@ -66,6 +68,7 @@ def rewrite(
             f"rewrite takes a torch.fx.GraphModule or a torch.export.ExportedProgram, got {type(program).__name__}; "
             "for a model use torch.compile(model, backend=attn_pass.backend) or attn_pass.aot_compile"
         )
+    warn_other_device(report, own_options, "program")
     publish(report, compiled=False)
     return report
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,10 +14,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass import engine
-from attn_pass.devices.registry import device_for
 from attn_pass.entries.breaks import break_after
 from attn_pass.entries.environment import environment_fault
 from attn_pass.entries.inductor import compiled_site
+from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.retry import (
     Failure,
     could_not_lower,
@@ -31,7 +30,7 @@ from attn_pass.entries.retry import (
 )
 from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
-from attn_pass.errors import AttnPassWarning, EnvironmentFault, OptionError, RewriteError, cause_of
+from attn_pass.errors import EnvironmentFault, OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import KNOWN_TENSORS
 from attn_pass.options import Options, Runner
@@ -152,7 +151,7 @@ def compile_rewritten(
         return compile_graph(gm, example_inputs, None)
     known = known_buffers(gm, example_inputs, options)
     decision = decide(gm, options, "compile", runner, known)
-    _warn_other_device(decision.report, options)
+    warn_other_device(decision.report, options)
     restore_tracing = tracing_state()
     failures: list[Failure] = []
     compiled: Callable[..., Any] | None = None
@@ -194,22 +193,6 @@ def failed(error: Exception, decision: Decision, options: Options) -> Failure:
             f"the rewritten graph does not compile: {cause}; use on_error='warn' to compile the original instead"
         ) from error
     return failure_of(error, cause, decision.report, decision.emissions)
-
-
-def _warn_other_device(report: Report, options: Options) -> None:
-    """One warning where what is about to be compiled was decided for a device that its tensors are not on."""
-    if options.device is None:
-        return
-    decided = device_for(torch.device("cpu"), options.device)
-    others = sorted({site.device for site in report.rewritten if site.device and site.device != decided.type})
-    if others:
-        warnings.warn(
-            f"attn_pass decided for {options.device!r}, as the option `device` says, but this graph's tensors are on "
-            f"{' and '.join(others)}: what suits one may be slow on the other, or fail. Leave `device` out when you "
-            "compile; with attn_pass.explain it shows what another device would get",
-            AttnPassWarning,
-            stacklevel=3,
-        )
 
 
 def next_decision(decision: Decision, failures: Sequence[Failure], again: Callable[..., Decision]) -> Decision:

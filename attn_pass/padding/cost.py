@@ -15,6 +15,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
 from attn_pass.padding.trace import Proof
 from attn_pass.reading.vocabulary import operation_of
+from attn_pass.report.text import duration
 
 _PRODUCTS = ("linear", "matmul", "baddbmm")
 _LEAST_US = 2000.0  # finding rows and taking them takes about 50 us and the reading of some rows of numbers
@@ -40,4 +41,4 @@ def too_small(proof: Proof, device: Device, hint: Callable[[Index], int]) -> str
             us += 2e-3 * rows * numbers / device.matmul(weights[0].dtype)
     if us >= _LEAST_US:
         return ""
-    return f"its products take {us:.0f} us by prediction, less than packing pays for"
+    return f"its products take {duration(us)} by prediction, less than packing pays for"

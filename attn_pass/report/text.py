@@ -14,7 +14,7 @@ from attn_pass.report.site import SiteReport
 _TABLE_WIDTH = 160
 _BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
 
-_LAYER_PATH = re.compile(r"\b[A-Za-z_]\w*(?:\.\w+)*\.\d+(?:\.\w+)+")  # "layers.0.attn.tril"
+_BUFFER = re.compile(r"(?<=\bif )[\w. ]+(?= is constant)")  # "layers.0.attn.tril" in a hint
 
 _TENSOR = re.compile(r"\bt\d+\b")
 
@@ -65,7 +65,7 @@ def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
     module = common_module([member.module for member in group])
     why = "\n".join(_why(site, verbose))
     if len(group) > 1:
-        for name in (*site.fixed, *_LAYER_PATH.findall(site.hint)):
+        for name in (*site.fixed, *_BUFFER.findall(site.hint)):
             why = why.replace(name, without_numbers(name))
     return (
         number,
@@ -86,12 +86,12 @@ def row_key(site: SiteReport) -> str:
     for name in ("formula", "score_mod"):  # in which tensors are called by their number in the whole program
         text = json.dumps(fields[name])
         fields[name] = _TENSOR.sub(lambda tensor: numbers.setdefault(tensor[0], f"t{len(numbers)}"), text)
-    fields["hint"] = _LAYER_PATH.sub(lambda path: without_numbers(path[0]), site.hint)
+    fields["hint"] = _BUFFER.sub(lambda path: without_numbers(path[0]), site.hint)
     fields["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
     text = json.dumps(fields, sort_keys=True)
     for name in site.fixed:
         text = text.replace(json.dumps(name)[1:-1], without_numbers(name))
-    return text + "/".join(_pattern(site.module))
+    return text + "/" + without_numbers(site.module)
 
 
 def printable(text: str) -> str:
@@ -110,7 +110,7 @@ def duration(microseconds: float) -> str:
 def common_module(modules: Sequence[str]) -> str:
     """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]
-    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in zip(*parts, strict=True))
+    return ".".join(part[0] if len(set(part)) == 1 else without_numbers(part[0]) for part in zip(*parts, strict=True))
 
 
 def place_and_dtype(site: SiteReport) -> str:
@@ -120,8 +120,8 @@ def place_and_dtype(site: SiteReport) -> str:
 
 
 def without_numbers(path: str) -> str:
-    """A path with its layers' numbers left open: "layers.*.tril"."""
-    return ".".join(_pattern(path))
+    """A path with its numbers left open: "layers.*.tril", "block*.mask"."""
+    return re.sub(r"\d+", "*", path)
 
 
 def shape_lines(site: SiteReport) -> list[str]:
@@ -164,10 +164,6 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
             if verbose or target not in site.other_devices:
                 same.setdefault(why, []).append(target)
         yield from (f"{', '.join(targets)}: {why}" for why, targets in same.items() if why != site.reason)
-
-
-def _pattern(module: str) -> list[str]:
-    return ["*" if part.isdigit() else part for part in module.split(".")]
 
 
 def _width() -> int:

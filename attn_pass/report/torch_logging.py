@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
-from attn_pass.report.text import printable
+from attn_pass.report.text import duration, printable
 
 NAME = "attn_pass"
 """Name of the logger and of the pass in provenance; artifacts are attn_pass_report, _before and _after."""
@@ -96,4 +96,5 @@ def _details(site: SiteReport) -> Iterator[str]:
         yield printable(f"{site.where}: {target}: {why}")
     for name, times in (("predicted", site.predicted_us), ("measured", site.measured_us)):
         if times:
-            yield printable(f"{site.where}: {name} us: {', '.join(f'{k} {v:.4g}' for k, v in times.items())}")
+            shown = ", ".join(f"{label} {duration(time)}" for label, time in times.items())
+            yield printable(f"{site.where}: {name}: {shown}")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from attn_pass.report.text import counted
+
 
 def device_name(device: str) -> str:
     """The processor in words, with the number of cores this process may use."""
@@ -26,7 +28,7 @@ def device_name(device: str) -> str:
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         name = models[0].split(":", 1)[1].strip() if models else name
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
+    return f"{name}, {counted(cores or 1, 'core')}"
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch._inductor import exc
 import attn_pass
 from attn_pass.entries import dynamo
 from attn_pass.entries.environment import environment_fault
+from attn_pass.entries.hook import RewritePass
 from attn_pass.errors import AttnPassWarning, EnvironmentFault, OptionError
+from attn_pass.options import make_options
 from attn_pass.tuning import disk_cache
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
@@ -111,18 +114,46 @@ def test_an_option_that_went_to_the_model_is_told(given: dict[str, Any], hint: s
     assert hint in str(raised.value)
 
 
-def test_a_device_that_the_tensors_are_not_on_is_one_warning() -> None:
-    x = torch.randn(1, 2, 64, 64)
+class TwoSites(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x @ x.mT).softmax(-1) @ x
+        return (x @ x.mT).softmax(-1) @ x
 
-    def attention(q: torch.Tensor) -> torch.Tensor:
-        return (q @ q.mT).softmax(-1) @ q
 
+def by_aot_compile(x: torch.Tensor, path: Path, device: str) -> None:
+    attn_pass.aot_compile(TwoSites(), (x,), package_path=path, options={"device": device, "choose": "fused"})
+
+
+def by_rewrite(x: torch.Tensor, path: Path, device: str) -> None:
+    attn_pass.rewrite(torch.export.export(TwoSites(), (x,)), device=device, choose="fused")
+
+
+def by_wrap(x: torch.Tensor, path: Path, device: str) -> None:
     def left_alone(gm: Any, inputs: Any) -> Any:  # what is emitted for a GPU does not run here
         return lambda *given: (given[0],)
 
-    with pytest.warns(AttnPassWarning, match="this graph's tensors are on cpu"):
-        torch.compile(attention, backend=attn_pass.wrap(left_alone, choose="fused", device="H200"))(x)
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", AttnPassWarning)
-        torch.compile(attention, backend=attn_pass.wrap("eager", choose="fused", device="cpu"))(x)
+    torch.compile(TwoSites(), backend=attn_pass.wrap(left_alone, choose="fused", device=device))(x)
+
+
+def by_hook(x: torch.Tensor, path: Path, device: str) -> None:
+    gm = torch.export.export(TwoSites(), (x,)).module()
+    assert isinstance(gm, torch.fx.GraphModule)
+    RewritePass(make_options(device=device, choose="fused"))(gm.graph)
+
+
+@pytest.mark.parametrize("entry", [by_aot_compile, by_rewrite, by_wrap, by_hook])
+def test_a_device_that_the_tensors_are_not_on_is_one_warning(
+    entry: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(device: str) -> list[str]:
+        torch._dynamo.reset()
+        with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AttnPassWarning)
+            entry(torch.randn(1, 2, 64, 64), tmp_path / "model.pt2", device)
+        return [str(w.message) for w in caught if issubclass(w.category, AttnPassWarning)]
+
+    packaged = lambda program, *, package_path, inductor_configs: package_path
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", packaged)
+    (words,) = told("H200")
+    assert words.startswith("attn_pass decided for 'H200'") and "tensors are on cpu" in words
+    assert told("cpu") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -298,6 +299,51 @@ class Layers(torch.nn.Module):
         for layer in self.layers:
             q = layer(q, k, v)
         return q
+
+
+class Numbered(torch.nn.Module):
+    """Layers that are no list: their numbers are at the end of their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block1, self.block2 = Masked(), Masked()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.block2(self.block1(q, k, v), k, v)
+
+
+class NumberedBuffers(torch.nn.Module):
+    """One module for all layers, with a buffer for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in range(2):
+            self.register_buffer(f"tril{layer}", torch.ones(256, 256).tril())
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        for layer in range(2):
+            tril = getattr(self, f"tril{layer}")[: q.size(-2), : q.size(-2)]
+            q = (q @ k.mT / 8).masked_fill(tril == 0, float("-inf")).softmax(-1) @ v
+        return q
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize(
+    ("model", "module", "buffer"),
+    [(Layers, "layers.*", "layers.*.tril"), (Numbered, "block*", "block*.tril"), (NumberedBuffers, "", "tril*")],
+)
+def test_rows_that_differ_in_the_name_of_a_layer_or_buffer_are_one(
+    model: type[torch.nn.Module], module: str, buffer: str, constant: bool
+) -> None:
+    inputs = tuple(torch.randn(2, 4, 200, 64) for _ in range(3))
+    options = {"assume_constant_buffers": constant}
+    report = attn_pass.explain(model(), *inputs, attn_pass_options=options)
+    table = report.table(400)
+    assert len(report.sites) == 2 and len(report.groups()) == 1
+    assert re.search(r"^ ?x2 ", table, re.MULTILINE) and module in table
+    assert (f"buffer {buffer} keeps" if constant else f"if {buffer} is constant") in table
+    assert "×2" in report.to_html() and "<td>2</td>" in report._repr_html_()
+    assert module in report.to_html() and module in report._repr_html_()
 
 
 def test_a_mask_in_a_buffer_names_the_option_that_reads_it() -> None:

@@ -146,7 +146,7 @@ def test_what_a_site_knows_is_on_the_page() -> None:
     text = Page(Report([reported], seconds=0.25, graphs=1).to_html()).text
     for part in (
         *("rewritten to sdpa", "×3", "model.py:12 in forward", "model.layers.0.self_attn", "(1, 8, s77, 64)"),
-        *("40 µs", "10 µs", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
+        *("40 us", "10 us", "predicted 40 us as written", "flex", "no score function is needed", "grouped_heads"),
         *("no row is fully masked", "buffer mask", "return score + b", "1.5e-07", "there is no H200 here", "matmul_1"),
         *("0.125 * dot(q, k)", "j <= i", "-inf", "400 kB per call", "250 ms", "1.2 MB"),
     ):
@@ -162,13 +162,13 @@ def test_equal_layers_are_one_entry() -> None:
 def test_the_totals_count_every_call() -> None:
     left = site(outcome="left", target=None, predicted_us={"leave": 100.0}, roofline={}, where="b.py:1 in f")
     text = " ".join(Page(Report([site(count=2), left]).to_html()).text.split())
-    assert "120 µs180 µs as written, 1.5x" in text  # 2 * 10 + 100 of 2 * 40 + 100
+    assert "120 us180 us as written, 1.5x" in text  # 2 * 10 + 100 of 2 * 40 + 100
     assert "800 kBper run" in text
 
 
 def test_measured_times_come_before_predictions() -> None:
     text = " ".join(Page(Report([site(measured_us={"leave": 33.0, "sdpa": 11.0})]).to_html()).text.split())
-    assert "33 µs → 11 µs" in text and "Forms, measured" in text and "12 µs" not in text
+    assert "33 us → 11 us" in text and "Forms, measured" in text and "12 us" not in text
 
 
 # ---------------------------------------------------------------- nothing is taken for markup

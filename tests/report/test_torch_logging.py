@@ -70,10 +70,10 @@ def rewritten(fn: Any, *inputs: Tensor, **options: Any) -> GraphModule:
 def test_torch_logs_takes_our_name(tmp_path: Path) -> None:
     reported = ran(tmp_path, TORCH_LOGS="attn_pass")
     assert reported.count("attn_pass: 1 attention site: 1 rewritten") == 1
-    assert "program.py:5 in forward: rewritten to sdpa: " in reported and "predicted us" not in reported
+    assert "program.py:5 in forward: rewritten to sdpa: " in reported and ": predicted: " not in reported
     assert "no attention found" not in reported  # of the second graph
     more = ran(tmp_path, TORCH_LOGS="+attn_pass")
-    assert "program.py:5 in forward: cudnn: there is no such kernel" in more and "predicted us: " in more
+    assert "program.py:5 in forward: cudnn: there is no such kernel" in more and ": predicted: leave " in more
 
 
 def test_nothing_is_logged_by_default(tmp_path: Path) -> None:

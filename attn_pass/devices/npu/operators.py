@@ -40,6 +40,7 @@ from attn_pass.devices.npu.rules import Case, has_many_rows, merged_fits, refusa
 from attn_pass.devices.roofline import Problem, traffic
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
+from attn_pass.report.text import duration
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of
@@ -193,7 +194,7 @@ def _overload(name: str) -> Any | None:
 def _uninstalled(name: str, microseconds: float) -> str:
     version = ".".join(str(torch.__version__).split("+")[0].split(".")[:2])
     return (
-        f"{name} would be taken ({microseconds:.0f} us predicted), but nothing has registered it: "
+        f"{name} would be taken ({duration(microseconds)} predicted), but nothing has registered it: "
         f"pip install 'torch-npu=={version}.*' with CANN, and import torch_npu"
     )
 

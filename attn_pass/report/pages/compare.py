@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attn_pass.report.pages.html import rendered
 from attn_pass.report.pages.times import baseline_us, time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, duration, plain_table
+from attn_pass.report.text import common_module, duration, plain_table, without_numbers
 
 Aspect = Literal["outcome", "target", "reason", "time"]
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -97,8 +97,8 @@ class Comparison:
         """Cells of the table: sites, where, what, before, after; layers with the same change are one row."""
         groups: dict[Hashable, list[Change]] = defaultdict(list)
         for change in self.changes:
-            layers = tuple("*" if part.isdigit() else part for part in change.site.module.split("."))
-            groups[(change.site.where, layers, change.what, _cell(change, 0), _cell(change, 1))].append(change)
+            layer = without_numbers(change.site.module)
+            groups[(change.site.where, layer, change.what, _cell(change, 0), _cell(change, 1))].append(change)
         rows: list[tuple[str, ...]] = []
         for group in groups.values():
             first = group[0]
@@ -219,8 +219,8 @@ def _cell(change: Change, side: int) -> str:
     leaving, taken = baseline_us(site), time_taken(site)
     how = "measured" if site.measured_us else "predicted"
     times = "" if leaving is None else f"{how} {duration(leaving)} {site.baseline}"
+    reason = "" if times and site.reason.startswith(times) else site.reason  # which has the same two times
     times += "" if taken is None else f", {duration(taken)} as taken"
-    reason = "" if times and site.reason.startswith(f"{leaving or 0:.0f} us") else site.reason
     return "\n".join(filter(None, (outcome, times, reason)))
 
 

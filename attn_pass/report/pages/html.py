@@ -17,7 +17,7 @@ from attn_pass.report.pages.plot import plots, short
 from attn_pass.report.pages.side_by_side import Run, side_by_side
 from attn_pass.report.pages.times import baseline_us, shown_times, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, place_and_dtype, printable, shape_lines
+from attn_pass.report.text import common_module, duration, place_and_dtype, printable, shape_lines
 
 if TYPE_CHECKING:
     import jinja2
@@ -206,7 +206,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters |= {
         "short": short,
-        "us": _microseconds,
+        "us": duration,
         "quantity": _quantity,
         "size": _size,
         "plain": printable,
@@ -229,11 +229,6 @@ def _own(name: str) -> str:
 
 def rendered(template: str, **values: Any) -> str:
     return str(_environment().get_template(template).render(**values))
-
-
-def _microseconds(value: float) -> str:
-    """ "830 µs", "1.38 ms"."""
-    return f"{value:.3g} µs" if value < 1000 else f"{value / 1e3:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
 
 
 def _quantity(value: float) -> str:
