@@ -234,15 +234,32 @@ def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, floa
         results = subject.results(compiled(subject.model, dynamic=None, backend=backend))
     except Exception as failure:
         return "not run", None, f"the whole program does not compile: {why(failure)}", against
+    return (*judged(results, eager, reference, against), against)
+
+
+def judged(
+    results: Sequence[torch.Tensor], eager: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], against: str
+) -> tuple[Verdict, float | None, str]:
+    """Verdict, relative error, and what is to be said of a whole program's results.
+
+    Args:
+        results: what a backend computed.
+        eager: what the program computes eagerly, whose own error is allowed for.
+        reference: what both are compared with.
+        against: what that is: "float64", or "eager".
+    """
     error, known = relative_error(results, reference), relative_error(eager, reference)
     if math.isnan(known):
-        return "not run", None, "eager's own result is no number where float64's is: nothing can be compared", against
+        return "not run", None, "eager's own result is no number where float64's is: nothing can be compared"
     roundings = 1.0 if against == "float64" else _TIMES_KNOWN  # eager's own are in what it is compared with
     allowed = max(_TIMES_KNOWN * known, *(roundings * rounding(t.dtype) for t in eager), 0.0)
     if error <= allowed:
-        return "right", error, "", against
-    words = f"the whole program: error {error:.2g}, where eager has {known:.2g} and {allowed:.2g} is allowed"
-    return "WRONG", error, words, against
+        return "right", error, ""
+    return (
+        "WRONG",
+        error,
+        f"the whole program: error {error:.2g}, where eager has {known:.2g} and {allowed:.2g} is allowed",
+    )
 
 
 def _cells(site: CheckedSite) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+_QUICK: Mapping[str, Any] = {"cpp_wrapper": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def inductor_patterns(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -22,6 +23,14 @@ def inductor_patterns(gm: GraphModule, example_inputs: Sequence[Any]) -> Callabl
         return make_boxed_func(graph.forward)
 
     made: Callable[..., Any] = compile_fx(gm, list(example_inputs), inner_compile=as_it_is)
+    return made
+
+
+def inductor_compiled(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Stock Inductor with its C++, compiled with less optimisation: the same operations in the same order."""
+    from torch._inductor.compile_fx import compile_fx
+
+    made: Callable[..., Any] = compile_fx(gm, list(example_inputs), config_patches=_QUICK)
     return made
 
 
@@ -80,6 +89,7 @@ def _at_first_call(convert: Callable[[tuple[torch.Tensor, ...]], Callable[..., A
 
 BACKENDS: Mapping[str, tuple[str, Backend]] = {
     "inductor": ("stock Inductor", inductor_patterns),
+    "inductor_compiled": ("stock Inductor, compiled", inductor_compiled),
     "onnxruntime": ("ONNX Runtime", onnxruntime),
     "openvino": ("OpenVINO", openvino),
 }

@@ -1,7 +1,8 @@
 """What compilers make of attention, checked: `python -m bench others [--json FILE] [--backend onnxruntime]`.
 
-Every program goes through `attn_pass.check` with another compiler: those of `tests/integration/miscompiled.py`, the
-collected cases (``--cases FOLDER``) and generated programs (``--generated 2000``). Of stock Inductor it is the passes
+Every program goes through `attn_pass.check` with another compiler: those of `tests/integration/miscompiled.py` and the
+collected cases (``--cases FOLDER``). Generated programs (``--generated 2000``) are compiled twenty at once, whole, and
+for runtimes in float32; with ``--keep FILE`` a run goes on where the last one ended. Of stock Inductor it is the passes
 up to the code that it would generate: its graphs are run as they are, so that a difference is not one of rounding.
 """
 
@@ -27,6 +28,7 @@ from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
 from bench.suites import found_elsewhere
 from bench.suites.elsewhere import BACKENDS, Backend
+from bench.suites.others_generated import Outcome, generated, keep, outcomes, read
 
 TESTS = Path(__file__).parents[2] / "tests"
 COLUMNS = (
@@ -40,6 +42,7 @@ COLUMNS = (
 )
 FOUND = (*COLUMNS, Column("what differs, or why it was not run", "why"))
 _LONGEST = 160
+_ANY_TYPE = ("inductor", "inductor_compiled")
 _NO_ERROR = "no error: the result has another shape than the program's, or a number is missing"
 
 
@@ -88,40 +91,6 @@ def collected(folder: Path) -> Iterator[tuple[str, Callable[..., Any], tuple[Any
             yield path.stem, program.eval(), args, kwargs
 
 
-def generated(count: int, seed: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
-    """Programs that `make fuzz` draws, without those that draw random numbers or write to their inputs."""
-    sys.path[:0] = [str(TESTS / "fuzz")]
-    from fuzz_run import same_draws
-    from fuzz_strategy import programs
-    from hypothesis import HealthCheck, Phase, given, settings
-    from hypothesis import seed as seeded
-
-    drawn: list[Any] = []
-
-    def draw(batch: int) -> None:
-        @settings(
-            max_examples=200,
-            deadline=None,
-            database=None,
-            phases=(Phase.generate,),
-            suppress_health_check=list(HealthCheck),
-        )
-        @seeded(seed + batch)
-        @given(programs())
-        def keep(program: Any) -> None:
-            if not program.is_random and not program.writes and not any(r.writes for _, _, r in program.steps()):
-                drawn.append(program)
-
-        with same_draws():
-            keep()
-
-    for number in range(count):
-        while len(drawn) <= number:
-            draw(len(drawn))
-        program = drawn[number]
-        yield repr(program), program.function(), tuple(program.inputs.values()), {}
-
-
 # ------------------------------------------------------------ the run
 
 
@@ -133,6 +102,10 @@ def main(
     number: Annotated[int, typer.Option("--generated", help="Programs to generate.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the first generated program.")] = 1,
     until: Annotated[float, typer.Option(help="Seconds after which no more is started.")] = math.inf,
+    kept: Annotated[
+        Path | None, typer.Option("--keep", help="What is known of generated programs, to go on from.")
+    ] = None,
+    together: Annotated[int, typer.Option(min=1, help="Generated programs in one compile.")] = 20,
 ) -> None:
     """Check what another compiler makes of programs that are attention, or look like it."""
     if backend not in BACKENDS:
@@ -151,14 +124,12 @@ def main(
     tables = [("Programs that look like attention", iter(listed), True)]
     if cases is not None:
         tables.append(("Collected cases: what is wrong, or does not compile", collected(cases), False))
-    if number:
-        tables.append(("Generated programs: what is wrong, or does not compile", generated(number, seed), False))
     for about, programs, all_shown in tables:
         table = Table(about, COLUMNS if all_shown else FOUND)
         made.tables.append(table)
         rows: list[dict[str, Any]] = []
         for name, function, args, kwargs in programs:
-            if (only not in name and not name.startswith("Program(")) or time.monotonic() > end:
+            if only not in name or time.monotonic() > end:
                 continue
             try:
                 rows.append(row(name, compiler, function, *args, **kwargs))
@@ -171,6 +142,12 @@ def main(
                 tell(f"{name}: {rows[-1]['whole']}")
             if json_file is not None and len(rows) % 20 == 0:
                 made.write(json_file)
+    if number:
+        of_generated = Table("Generated programs: what is wrong, or does not compile", FOUND)
+        made.tables.append(of_generated)
+        for found in checked(number, seed, backend, end, kept, together):
+            fill(of_generated, found)
+            tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
     made.tables[0].notes += [
         "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
         "`bench/suites/found_elsewhere.py`; with the pass all of them are right "
@@ -178,6 +155,54 @@ def main(
         "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
     ]
     finish(console, made, json_file)
+
+
+def checked(
+    number: int, seed: int, backend: str, end: float, kept: Path | None, together: int
+) -> Iterator[list[Outcome]]:
+    """What is known of the generated programs, after each compile of so many together; in float32 for runtimes."""
+    compiler = BACKENDS[backend][1]
+    found = read(kept) if kept is not None else []
+    programs = list(generated(number, seed, start=len(found), in_float32=backend not in _ANY_TYPE))
+    yield list(found)
+    for at in range(0, len(programs), together):
+        if time.monotonic() > end:
+            return
+        new = outcomes(programs[at : at + together], compiler)
+        if kept is not None:
+            keep(kept, new)
+        found += new
+        yield list(found)
+
+
+def fill(table: Table, found: list[Outcome]) -> None:
+    """The rows of those that are wrong or fail, where they are new; and the notes."""
+    known = {row["name"] for row in table.rows}
+    for outcome in found:
+        if outcome.verdict == "right" or outcome.name in known or _is_not_the_compilers(outcome):
+            continue
+        table.rows.append(
+            {
+                **dict.fromkeys(("right", "wrong", "not_run")),
+                "name": outcome.name,
+                "whole": outcome.verdict,
+                "error": outcome.error,
+                "what": "",
+                "why": " ".join(outcome.why.replace("|", "/").split())[:_LONGEST],
+                "status": "ok",
+            }
+        )
+    wrong = sum(outcome.verdict == "WRONG" for outcome in found)
+    not_theirs = sum(map(_is_not_the_compilers, found))
+    failed = sum(outcome.verdict == "not run" for outcome in found) - not_theirs
+    table.notes = [
+        f"{counted(len(found), 'program')}: {wrong} wrong without a word, {failed} that do not compile, "
+        f"{not_theirs} that were not compared, as eager's own result is no number or Dynamo does not trace them"
+    ]
+
+
+def _is_not_the_compilers(outcome: Outcome) -> bool:
+    return outcome.verdict == "not run" and not outcome.why.startswith("the compiler fails")
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:

@@ -68,7 +68,8 @@ LAYOUTS = {
     "heads last": Layout(lambda s: (*s[:-3], s[-2], s[-3], s[-1]), lambda x, s: x.transpose(-3, -2), 3),
     "dims first": Layout(lambda s: (*s[:-2], s[-1], s[-2]), lambda x, s: x.mT),
     "dims first, transposed": Layout(lambda s: (*s[:-2], s[-1], s[-2]), lambda x, s: x.transpose(-1, -2)),
-    "reversed": Layout(lambda s: s[::-1], lambda x, s: x.permute(*range(len(s) - 1, -1, -1))),
+    # As a list: Dynamo takes `*range(3, -1, -1)` for its three arguments (torch 2.13.0).
+    "reversed": Layout(lambda s: s[::-1], lambda x, s: x.permute([*range(len(s) - 1, -1, -1)])),
     "rotated": Layout(lambda s: (s[-1], *s[:-1]), lambda x, s: x.permute([*range(1, len(s)), 0])),
     "moved": Layout(lambda s: (*s[1:], s[0]), lambda x, s: torch.movedim(x, -1, 0)),
     "copied": Layout(lambda s: s, lambda x, s: x.clone().contiguous()),
