@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -64,7 +65,9 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "usage.md": {"targets": lambda: table(named.targets), "devices": lambda: table(named.devices)},
     "howto/device.md": {"toy": lambda: f"```python\n{TOY.read_text()}```\n"},
     "howto/runtimes.md": {"rules": lambda: table(named.runtimes)},
-    "xpu.md": {"rules": lambda: table(named.rules_on_xpu)},
+    "xpu.md": {"rules": lambda: table(partial(named.rules_of, "xpu"))},
+    "rocm.md": {"rules": lambda: table(partial(named.rules_of, "rocm"))},
+    "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
     "comparison.md": {"peers": lambda: table(measured.peers)},
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
     "catalogue.md": {

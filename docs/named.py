@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attn_pass.devices.registry import families, of_type
+from attn_pass.devices.registry import families
 from attn_pass.devices.runtimes.runtime import Runtime
 from attn_pass.targets.registry import built_in
 
@@ -38,13 +38,15 @@ def runtimes() -> Iterator[str]:
                 yield f'| {family.product} | `"{family.name}"` | {rule.name} | {rule.source} |'
 
 
-def rules_on_xpu() -> Iterator[str]:
-    """Rows: a rule of the kernel on Intel's GPUs, and its source."""
-    yield "| rule | where it is written |"
-    yield "|---|---|"
-    for kernel in of_type("xpu").kernel_rules.values():
-        for rule in kernel.rules:
-            yield f"| {rule.name} | {rule.source} |"
+def rules_of(name: str) -> Iterator[str]:
+    """Rows: a rule of a family's kernels, and its source; with the kernels' names where there are several."""
+    kernels = next(family for family in families() if family.name == name).kernel_rules
+    several = len(kernels) > 1
+    yield f"| {'kernel | ' if several else ''}rule | where it is written |"
+    yield f"|{'---|' if several else ''}---|---|"
+    for kernel, rules in kernels.items():
+        for rule in rules.rules:
+            yield f"| {f'{kernel} | ' if several else ''}{rule.name} | {rule.source} |"
 
 
 def _listed(names: Iterator[str] | tuple[str, ...]) -> str:

@@ -46,7 +46,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 BUILT = (
     *("../README.md", "architecture.md", "catalogue.md", "comparison.md", "cuda.md", "howto/device.md", "rewrites.md"),
-    *("howto/runtimes.md", "xpu.md", "usage.md"),
+    *("howto/runtimes.md", "mps.md", "rocm.md", "xpu.md", "usage.md"),
 )
 
 

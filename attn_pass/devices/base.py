@@ -94,6 +94,10 @@ class Family:
 
     # ------------------------------------------------------------ devices
 
+    def claims(self, kind: str) -> bool:
+        """Whether tensors on devices of this type belong to the family, with this build of torch."""
+        return kind in self.types
+
     def here(self, at: torch.device) -> Device:
         """The device of this process, with its calibration; without kernels if there is none."""
         return unknown(at.type)

@@ -80,7 +80,8 @@ class Device:
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
     flash: str = "FA2"  # the FlashAttention behind torch's operators (torch.nn.attention.activate_flash_attention_impl)
     instruction_set: str = ""  # of a CPU, as `attn_pass.devices.cpu.cost` names them
-    generation: str = ""  # of an Ascend NPU, as `attn_pass.devices.npu.generations` names them
+    generation: str = ""  # of an Ascend NPU, as `attn_pass.devices.npu.generations` names them; AMD's architecture
+    family: str = ""  # its family by name, where the type does not tell: AMD's GPUs are of torch's type for NVIDIA's
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 
     def knows(self, kernel: str) -> bool:

@@ -16,7 +16,7 @@ GROUP = "attn_pass.devices"
 
 # Loaded on demand, so that code that queries a device depends on none of them.
 _BUILT_IN = (
-    *(f"attn_pass.devices.{name}.family" for name in ("cuda", "xpu", "npu", "tpu", "cpu")),
+    *(f"attn_pass.devices.{name}.family" for name in ("cuda", "xpu", "rocm", "mps", "npu", "tpu", "cpu")),
     *(f"attn_pass.devices.runtimes.{name}" for name in ("onnx", "openvino", "executorch", "tensorrt")),
 )
 _NONE = Family()
@@ -31,12 +31,13 @@ def families() -> tuple[Family, ...]:
 
 def family_of(device: Device) -> Family:
     """The family of a device; one that knows nothing where no family claims its type."""
-    return of_type(device.type)
+    named = (f for f in families() if f.name == device.family)
+    return next(named, _NONE) if device.family else of_type(device.type)
 
 
 def of_type(kind: str) -> Family:
     """The family of a `torch.device`'s type."""
-    return next((f for f in families() if kind in f.types), _NONE)
+    return next((f for f in families() if f.claims(kind)), _NONE)
 
 
 def names() -> tuple[str, ...]:

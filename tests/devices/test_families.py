@@ -18,7 +18,7 @@ NAMED = {
     "devices/catalog.py": "the processor's own row says whose it is",
     "devices/registry.py": "the list of built-in families",
     "engine.py": "a region without a recorded device is decided for the host's",
-    "entries/transaction.py": "a device that the options name is looked up as from the host",
+    "entries/other_device.py": "a device that the options name is looked up as from the host",
     "graph/regions.py": "the devices that torch.autocast has",
     "graph/writes.py": "methods of a tensor that move it, by their names",
     "measuring/benchmark.py": "which processors are free matters only where the host computes",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -10,6 +12,20 @@ import torch
 from attn_pass.devices.catalog import processor
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
+
+_ARM = ("aarch64", "arm64")
+_PROCESSORS = {"Graviton4": (96, 430.0), "Graviton3": (64, 245.0)}  # cores, and 80 % of the memory's rate in GB/s
+NAMES = tuple(_PROCESSORS)
+"""Processors that need not be here: ARM's, with rates of data sheets."""
+
+
+def by_name(name: str) -> Device | None:
+    """A processor of the table, on all of its cores."""
+    known = next((n for n in NAMES if n.lower() == name.lower().replace(" ", "")), None)
+    if known is None:
+        return None
+    cores, memory = _PROCESSORS[known]
+    return replace(processor(cores, "neon"), name=known, memory_gbytes=memory, is_here=False)
 
 
 def cpu() -> Device:
@@ -19,13 +35,15 @@ def cpu() -> Device:
 
 
 def instruction_set() -> str:
-    """What the CPU kernel runs on here; "amx" and "avx512_fp16" where products of torch's own have more."""
+    """What the CPU kernel runs on here; "amx", "avx512_fp16" and "neon" where products of torch's own have more."""
     return detected()
 
 
 @cache
 def detected() -> str:
     """The same, asked of the processor: tests of decisions put another in its place."""
+    if platform.machine().lower() in _ARM:
+        return "neon"
     if torch.cpu._is_amx_tile_supported():
         return "amx"
     name = source.of_this_machine()[0].name

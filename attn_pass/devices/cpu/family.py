@@ -16,7 +16,7 @@ from attn_pass.devices.base import Family, OnReading
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.cpu import probes
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
-from attn_pass.devices.cpu.facts import cpu, instruction_set
+from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
@@ -30,6 +30,7 @@ class Cpu(Family):
 
     name = "cpu"
     types = ("cpu",)
+    names = NAMES
     kernel_rules = {"cpu flash": CPU_FLASH}
     fused_operators = {"_scaled_dot_product_flash_attention_for_cpu": "cpu flash"}
     forms = frozenset(("local", "recompute", "decomposed"))
@@ -44,6 +45,10 @@ class Cpu(Family):
     def here(self, at: torch.device) -> Device:
         """This machine's CPU, with what was measured of it."""
         return calibration_store.applied(cpu())
+
+    def by_name(self, name: str) -> Device | None:
+        """An ARM processor of the table."""
+        return by_name(name)
 
     def facts(self, device: Device) -> str:
         """The processor's architecture and vector unit."""

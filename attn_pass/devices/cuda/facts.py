@@ -73,8 +73,7 @@ def cuda_here(at: torch.device | None = None) -> Device:
     """A GPU of this process, or the current one.
 
     By its name where the catalogue has it, else by one of its kind (`_like`); its size is what its properties say.
-    Without the kernels that this build of torch lacks or that ``torch.backends.cuda`` has switched off. AMD's GPUs,
-    which torch calls cuda as well, have other kernels, and none here.
+    Without the kernels that this build of torch lacks or that ``torch.backends.cuda`` has switched off.
     """
     properties = torch.cuda.get_device_properties(at)
     capability = (properties.major, properties.minor)
@@ -93,8 +92,6 @@ def with_flash(device: Device, version: str) -> Device:
 
 def _kernels(sheet: Sheet, *, of_this_process: bool = False) -> tuple[str, ...]:
     """The kernels that a GPU has a share for; of this process those that it can use."""
-    if of_this_process and torch.version.hip is not None:
-        return ()
     there = (k for k in KERNELS if k.is_listed and k.name in sheet.shares)
     return tuple(k.name for k in there if not of_this_process or k.is_usable())
 

@@ -26,7 +26,7 @@ from attn_pass.targets.torch_call import is_padded, picked_as_written
 
 
 class Cuda(Family):
-    """NVIDIA's GPUs; of AMD's, which torch calls cuda as well, no kernel is known."""
+    """NVIDIA's GPUs. Torch calls AMD's cuda as well, where it is built for them: they are a family of their own."""
 
     name = "cuda"
     types = ("cuda",)
@@ -44,6 +44,10 @@ class Cuda(Family):
         ("triton", "the targets decode and flex on CUDA", "comes with torch for CUDA: pip install triton"),
         *(kernel.package for kernel in KERNELS if kernel.package is not None),
     )
+
+    def claims(self, kind: str) -> bool:
+        """Unless torch is built for ROCm."""
+        return super().claims(kind) and torch.version.hip is None
 
     def here(self, at: torch.device) -> Device:
         """The GPU of this process, with what was measured of it; one without kernels where there is none."""
@@ -67,7 +71,7 @@ class Cuda(Family):
 
     def present(self) -> Sequence[str]:
         """The first GPU."""
-        return ("cuda:0",) if torch.cuda.is_available() else ()
+        return ("cuda:0",) if _numbers() else ()
 
     def uncalibrated(self, at: torch.device) -> Device:
         """The GPU as its row of the catalogue has it."""
@@ -93,6 +97,8 @@ class Cuda(Family):
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The GPUs and cuDNN."""
+        if torch.version.hip is not None:
+            return
         for number in _numbers():
             major, minor = torch.cuda.get_device_capability(number)
             yield f"cuda:{number}", torch.cuda.get_device_name(number), f"compute capability {major}.{minor}"
@@ -158,7 +164,8 @@ class Cuda(Family):
 
 
 def _numbers() -> range:
-    return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    of_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    return range(torch.cuda.device_count() if of_nvidia else 0)
 
 
 FAMILY = Cuda()

@@ -136,6 +136,12 @@ _NO_HOOK = Rule(
     lambda c: "inside Inductor's hook nothing keeps Inductor from fusing what follows into the kernel, and failing",
     lambda c: c.setting.runner != "hook",
 )
+_HAS_VECTORS = Rule(
+    "processor",
+    # check_cpu_supported in flex_cpu.py; pytorch#185816 for ARM's.
+    lambda c: "Inductor's FlexAttention for CPUs needs AVX2",
+    lambda c: c.setting.device.instruction_set not in ("plain", "neon"),
+)
 _NO_BACKWARD = Rule(
     "gradient", lambda c: "FlexAttention has no backward on the CPU", lambda c: not c.attention.needs_grad
 )
@@ -237,6 +243,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
     "cpp": (
         _ANY_SCORE,
         _VERSION,
+        _HAS_VECTORS,
         _NO_HOOK,
         _NO_BACKWARD,
         _DTYPE,

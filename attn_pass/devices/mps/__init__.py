@@ -1,0 +1,1 @@
+"""Apple's GPUs, which torch calls mps: the Metal kernels behind torch's own call."""

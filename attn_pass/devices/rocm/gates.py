@@ -1,0 +1,62 @@
+"""What opens and closes the fused kernels of torch's call on AMD's GPUs: architectures, and environment variables.
+
+``check_flash_attention_hardware_support`` and ``check_mem_efficient_hardware_support`` in aten's cuda/sdp_utils.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+EXPERIMENTAL_GATE = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+CK_GATE = "TORCH_ROCM_FA_PREFER_CK"
+SUPPORTED = ("gfx90a", "gfx942", "gfx950")
+"""MI200, MI300, MI350."""
+EXPERIMENTAL = ("gfx110", "gfx115", "gfx120")
+"""Radeon RX 7000, Ryzen AI, Radeon RX 9000: by their first letters, as each has several numbers."""
+
+
+def is_supported(architecture: str) -> bool:
+    """Whether AOTriton has kernels that torch uses without being asked to."""
+    return architecture in SUPPORTED
+
+
+def is_experimental(architecture: str) -> bool:
+    """Whether AOTriton has kernels that torch uses only with `EXPERIMENTAL_GATE`."""
+    return architecture.startswith(EXPERIMENTAL)
+
+
+def is_open(architecture: str) -> bool:
+    """Whether torch's call may use a fused kernel there, by the environment of this process."""
+    return is_supported(architecture) or (is_experimental(architecture) and _is_set(EXPERIMENTAL_GATE))
+
+
+def why_closed(architecture: str) -> str:
+    """Why torch's call has no fused kernel there, and what opens it if anything does; "" where it has."""
+    if is_open(architecture):
+        return ""
+    if is_experimental(architecture):
+        return f"AOTriton is experimental on {architecture}: torch's call uses it with {EXPERIMENTAL_GATE}=1 only"
+    return f"AOTriton, and so torch's call, has no fused kernel for {architecture or 'this GPU'}"
+
+
+def library() -> str:
+    """The library behind FlashAttention's operator: "AOTriton", or "CK" where the user prefers it."""
+    preferred = getattr(torch.backends.cuda, "preferred_rocm_fa_library", None)
+    try:
+        name = "" if preferred is None or torch.version.hip is None else str(preferred())
+    except RuntimeError:
+        name = ""
+    return "CK" if name.lower().endswith("ck") or _is_set(CK_GATE) else "AOTriton"
+
+
+def identity() -> Iterator[str]:
+    """The gates as they are: a choice depends on them."""
+    yield from (f"{gate}={os.environ.get(gate, '')}" for gate in (EXPERIMENTAL_GATE, CK_GATE))
+
+
+def _is_set(gate: str) -> bool:
+    """As torch's ``check_env`` reads it: anything but 1 is no."""
+    return os.environ.get(gate) == "1"

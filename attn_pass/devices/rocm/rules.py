@@ -1,0 +1,123 @@
+"""The rules of AOTriton's kernels behind torch's call: those of aten's cuda/sdp_utils.cpp as they are built for ROCm.
+
+Torch's call tries FlashAttention first, then the memory-efficient kernel; both are AOTriton's. Rules that torch does
+not check are about what AOTriton's kernels are not known to get right.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attn_pass.devices.rocm import gates
+from attn_pass.targets.kernel_rules import (
+    DROPOUT,
+    HALF,
+    KNOWN,
+    NEVER,
+    PADDABLE,
+    SIZES,
+    Call,
+    KernelRules,
+    Rule,
+    dtype_rule,
+    equal_causal_lengths,
+    width,
+)
+
+FLASH_NAME, EFFICIENT_NAME = "aotriton flash", "aotriton efficient"
+
+
+def _widest(call: Call) -> int:
+    """The widest head dim. Torch 2.13 builds AOTriton 0.12, versions before it 0.11."""
+    if call.device.generation.startswith("gfx11") or call.device.flash == "CK":
+        return 256
+    return 512
+
+
+def _widest_efficient(call: Call) -> int:
+    return _widest(call) if call.torch_version >= (2, 13) else 256
+
+
+ARCHITECTURE = Rule(
+    "architecture",
+    lambda c: gates.why_closed(c.device.generation),
+    lambda c: c.device.flash == "CK" or gates.is_open(c.device.generation),
+    "check_flash_attention_hardware_support, check_mem_efficient_hardware_support",
+)
+CAUSAL = Rule(
+    # The memory-efficient kernel's check has no such row; what it gives for unequal lengths is not known here.
+    "causal lengths",
+    "causal with unequal lengths",
+    equal_causal_lengths,
+    "check_flash_causal_non_square_seqlens",
+)
+FLASH = KernelRules(
+    "FLASH_ATTENTION",
+    lambda dtype: 8,  # torch's own call pads for this kernel, and for no other
+    (
+        ARCHITECTURE,
+        dtype_rule(*HALF),
+        DROPOUT,
+        PADDABLE,
+        SIZES,
+        Rule(
+            "head dim",
+            lambda c: f"the head dim is over {_widest(c)}, or not known",
+            lambda c: (width(c) or 1 << 30) <= _widest(c),
+            "check_head_dim_size_flash, aotriton_max_hdim",
+        ),
+        Rule("mask", "the flash kernel takes no mask", lambda c: not c.has_mask_tensor, "check_for_attn_mask"),
+        CAUSAL,
+        Rule(
+            "backward head dim",
+            "its backward takes head dims up to 192 on this GPU",
+            # Torch takes the first number of gfx12 for that of NVIDIA's compute capability 12.
+            lambda c: not (c.trains and c.device.generation.startswith("gfx12")) or (width(c) or 0) <= 192,
+            "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
+        ),
+    ),
+)
+EFFICIENT = KernelRules(
+    "EFFICIENT_ATTENTION",
+    lambda dtype: 8,
+    (
+        ARCHITECTURE,
+        dtype_rule(torch.float32, *HALF),
+        Rule(
+            "float32",
+            "CK's kernels take half precision only",
+            lambda c: c.device.flash != "CK" or c.dtype in HALF,
+            "ck_mem_efficient_dtypes",
+        ),
+        DROPOUT,
+        KNOWN,
+        SIZES,
+        Rule(
+            "head dim",
+            lambda c: f"the head dim is over {_widest_efficient(c)}",
+            lambda c: (width(c) or 1 << 30) <= _widest_efficient(c),
+            "check_head_dim_size_mem_efficient",
+        ),
+        Rule(
+            "grouped heads",
+            "AOTriton's memory-efficient kernel takes no grouped heads",
+            lambda c: c.attention.groups == 1,
+            "supports_gqa in can_use_mem_efficient_attention",
+        ),
+        Rule(
+            # Online softmaxes compute exp(-inf - -inf) where the first tile has no key.
+            "mask",
+            "what AOTriton gives where a whole tile of keys is masked is not known (pytorch #147460)",
+            lambda c: not c.has_mask_tensor or c.reached == EFFICIENT_NAME,
+            "not confirmed on a GPU",
+            checked=NEVER,
+        ),
+        Rule(
+            CAUSAL.name,
+            CAUSAL.reason,
+            CAUSAL.holds,
+            "not confirmed on a GPU",
+            checked=NEVER,
+        ),
+    ),
+)

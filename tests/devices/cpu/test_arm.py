@@ -1,0 +1,80 @@
+"""ARM's processors, without one: their costs are another's, and what needs vectors of x86 is not offered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attn_pass
+from attn_pass.devices import registry
+from attn_pass.devices.cpu import facts
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (20 * torch.tanh(q @ k.mT / 160)).softmax(-1) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.size(-2))[:, None], torch.arange(k.size(-2))
+    return (q @ k.mT * 0.125).masked_fill((i - j).abs() > 32, float("-inf")).softmax(-1) @ v
+
+
+def operands(dtype: torch.dtype = torch.float32, rows: int = 512, batch: int = 16) -> list[Tensor]:
+    return [torch.randn(batch, 12, rows, 64).to(dtype) for _ in range(3)]
+
+
+def decided(program: Any, inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return attn_pass.explain(program, *inputs, attn_pass_options={"device": "Graviton4", **options}).sites[0]
+
+
+@pytest.fixture
+def on_arm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr(facts, "instruction_set", facts.detected)  # the tests have another in its place
+    facts.detected.cache_clear()
+    yield
+    facts.detected.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_by_hand_becomes_torchs_call(dtype: torch.dtype) -> None:
+    site = decided(by_hand, operands(dtype))
+    assert site.target == "sdpa" and site.decided_for == "Graviton4", site.reason
+
+
+def test_other_forms_need_a_margin() -> None:
+    site = decided(window, operands(rows=4096, batch=1))
+    assert site.outcome == "rewritten"
+    if site.target != "sdpa":
+        assert "the rates are another processor's and not those of Graviton4" in site.reason
+
+
+def test_flex_is_not_offered_where_inductor_has_no_template() -> None:
+    site = decided(capped, operands(), targets=("flex",), choose="fused")
+    assert site.target is None and "needs AVX2" in site.refusals.get("flex", site.reason)
+
+
+@pytest.mark.usefixtures("on_arm")
+def test_a_machine_of_arms_says_so() -> None:
+    assert facts.detected() == "neon"
+    device = facts.cpu()
+    assert device.instruction_set == "neon" and not device.is_measured
+    x86 = registry.by_name("Graviton4").matmul_gflops[torch.float16] / 96
+    assert device.matmul_gflops[torch.float16] == pytest.approx(x86 * device.cores)
+
+
+def test_names_of_the_table() -> None:
+    for name in facts.NAMES:
+        device = registry.by_name(name.upper())
+        assert (device.type, device.name, device.instruction_set) == ("cpu", name, "neon") and not device.is_here
+        assert registry.family_of(device).name == "cpu"

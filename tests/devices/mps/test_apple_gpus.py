@@ -1,0 +1,192 @@
+"""Apple's GPUs, without one: both sides of every rule, the GPU that is here, and what is emitted, run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as call
+
+import attn_pass
+from attn_pass.cli import doctor
+from attn_pass.compat import TORCH_VERSION
+from attn_pass.devices import registry
+from attn_pass.devices.mps import facts
+from attn_pass.devices.mps.family import FAMILY
+from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR, VECTOR_NAME
+from attn_pass.targets.kernel_rules import Call, KernelRules
+
+F16, F32 = torch.float16, torch.float32
+GATE = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
+many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's kernel for many rows came with 2.13")
+
+
+@pytest.fixture(autouse=True)
+def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GATE, raising=False)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def holed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.arange(k.size(-2)) % 3 > 0
+    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def operands(
+    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = F16, rows: int = 512, keys: int = 512, grad: bool = False
+) -> list[Tensor]:
+    shapes = ((2, 8, rows, dim), (2, 8, keys, dim), (2, 8, keys, value_dim))
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "M4", **options})
+    return report.sites[0]
+
+
+@many_rows
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, F16])
+@pytest.mark.parametrize("program", [by_hand, causal])
+def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    site = decided(program, operands(dtype=dtype))
+    assert (site.outcome, site.target) == ("rewritten", "sdpa"), site.reason
+    assert site.decided_for == "M4"
+
+
+def test_few_rows_do_in_any_version() -> None:
+    assert decided(by_hand, operands(rows=8), choose="fused").target == "sdpa"
+
+
+@many_rows
+@pytest.mark.parametrize(
+    ("rule", "taken", "refused", "why"),
+    [
+        ("dtype", operands(), operands(dtype=torch.float64), "float64 has no fused kernel"),
+        ("gradient", operands(), operands(grad=True), "no backward"),
+        ("sizes", operands(), operands(keys=0), "a size is 0"),
+        ("head dim", operands(256, 256), operands(48, 48), "head dims of 48 and 48"),
+        ("causal lengths", operands(), operands(keys=300), "unequal lengths"),
+    ],
+)
+def test_both_sides_of_a_rule(rule: str, taken: Any, refused: Any, why: str) -> None:
+    assert rule in {r.name for r in PREFILL.rules}
+    only = {"choose": "fused", "targets": ("sdpa",)}
+    assert decided(causal, taken, **only).target == "sdpa"
+    site = decided(causal, refused, **only)
+    assert site.target is None and why in site.refusals.get("sdpa", site.reason)
+
+
+def test_masks_as_tensors_are_left() -> None:
+    site = decided(holed, operands(rows=8), choose="fused", targets=("sdpa",))
+    assert site.target is None and "with a mask as a tensor" in site.refusals.get("sdpa", site.reason)
+
+
+def asked(**changes: Any) -> Call:
+    """A call of plain attention in float16 on an M4, or with what is given in its place."""
+    device = facts.by_name("M4")
+    assert device is not None
+    of_call = {name: changes.pop(name) for name in ("mask", "reached", "torch_version") if name in changes}
+    values: dict[str, Any] = dict(
+        compute_dtype=F16, head_dim=64, value_head_dim=64, dropout=0.0, needs_grad=False, q_len=8, kv_len=8
+    )
+    given: Any = {"mask": "none", "torch_version": (2, 13), **of_call}
+    return Call(SimpleNamespace(**(values | changes)), device=device, **given)  # type: ignore[arg-type]
+
+
+SHARED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dtype", {"compute_dtype": F32}, {"compute_dtype": torch.float64}),
+    ("gradient", {}, {"needs_grad": True}),
+    ("dropout", {}, {"dropout": 0.1}),
+    ("known head dims", {}, {"head_dim": None}),
+    ("mask", {"mask": "boolean", "reached": VECTOR_NAME}, {"mask": "boolean"}),
+    ("mask", {"mask": "causal"}, {"mask": "additive"}),
+]
+ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
+    *((kernel, *row) for kernel in (VECTOR, PREFILL) for row in SHARED),
+    (VECTOR, "head dim", {"head_dim": 96, "value_head_dim": 96}, {"head_dim": 80, "value_head_dim": 80}),
+    (VECTOR, "head dim", {}, {"value_head_dim": 128}),
+    (VECTOR, "few rows", {}, {"q_len": 9, "kv_len": 64}),
+    (VECTOR, "few rows", {"q_len": 1}, {"q_len": 4, "kv_len": 3}),
+    (VECTOR, "causal", {}, {"mask": "causal"}),
+    (PREFILL, "version", {}, {"torch_version": (2, 12)}),
+    (PREFILL, "head dim", {"head_dim": 72, "value_head_dim": 72}, {"head_dim": 40, "value_head_dim": 40}),
+    (PREFILL, "many rows", {"q_len": 9}, {"q_len": 8}),
+    (PREFILL, "causal lengths", {"mask": "causal"}, {"mask": "causal", "q_len": 9}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "name", "taken", "refused"), ROWS)
+def test_both_sides_of_a_row(kernel: KernelRules, name: str, taken: dict[str, Any], refused: dict[str, Any]) -> None:
+    (rule,) = (r for r in kernel.rules if r.name == name)
+    assert rule.holds(asked(**taken)) and not rule.holds(asked(**refused))
+    assert rule.why(asked(**refused)) and rule.source
+
+
+def test_every_row_has_two_sides() -> None:
+    """Sizes of 0 are asked about by programs alone."""
+    for kernel in (VECTOR, PREFILL):
+        assert {r.name for r in kernel.rules} - {"sizes"} == {name for of, name, _, _ in ROWS if of is kernel}
+
+
+def test_a_call_is_left() -> None:
+    assert decided(call, operands()).outcome == "left"
+
+
+@many_rows
+def test_the_gate_closes_the_kernel_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATE, "1")
+    assert decided(causal, operands(), choose="fused").target is None
+    assert decided(by_hand, operands(rows=8), choose="fused").target == "sdpa"
+    monkeypatch.setenv(GATE, "0")
+    assert decided(causal, operands(), choose="fused").target == "sdpa"
+
+
+@many_rows
+@pytest.mark.parametrize("program", [by_hand, causal])
+def test_what_is_emitted_computes_the_same(program: Callable[..., Tensor]) -> None:
+    inputs = operands(dtype=F32)
+    backend = attn_pass.wrap("aot_eager", device="M4", choose="fused", on_error="raise")
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report, pytest.warns(attn_pass.AttnPassWarning, match="M4"):
+        got = torch.compile(program, backend=backend)(*inputs)
+        expected = program(*(x.double() for x in inputs))
+    assert report.sites[0].target == "sdpa"
+    torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "row"), [("Apple M4", "M4"), ("Apple M4 Max", "M4 Max"), ("Apple M1", "M4")])
+def test_the_gpu_that_is_here(name: str, row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_row = registry.by_name(row)
+    assert list(FAMILY.identity()) == [] and FAMILY.here(torch.device("mps")).kernels == ()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "get_name", lambda: name, raising=False)
+    device = FAMILY.here(torch.device("mps"))
+    assert (device.name, device.cores, device.kernels) == (name, of_row.cores, (VECTOR_NAME, PREFILL_NAME))
+    assert registry.of_type("mps") is FAMILY is registry.family_of(device)
+    assert not FAMILY.keeps_inductors_patterns_off
+    (before,) = FAMILY.identity()
+    (row_of,) = (f for f in doctor.machine() if f.what == "mps")
+    assert row_of.found == name and GATE not in row_of.note
+    monkeypatch.setenv(GATE, "1")
+    assert GATE in next(f for f in doctor.machine() if f.what == "mps").note
+    assert [before] != list(FAMILY.identity())
+
+
+def test_names_of_the_table() -> None:
+    for name in FAMILY.names:
+        device = registry.by_name(name.lower().replace(" ", ""))
+        assert device.type == "mps" and not device.is_here

@@ -1,0 +1,274 @@
+"""AMD's GPUs, without one: both sides of every rule, gates, the GPU that is here, and what is emitted, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as call
+
+import attn_pass
+from attn_pass.cli import doctor
+from attn_pass.devices import registry
+from attn_pass.devices.rocm import facts, gates
+from attn_pass.devices.rocm.family import FAMILY
+from attn_pass.devices.rocm.rules import EFFICIENT, EFFICIENT_NAME, FLASH, FLASH_NAME
+from attn_pass.targets.kernel_rules import Call, KernelRules
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gate in (gates.EXPERIMENTAL_GATE, gates.CK_GATE):
+        monkeypatch.delenv(gate, raising=False)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 0.125).softmax(-1) @ v
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def holed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    keep = torch.arange(k.size(-2)) % 3 > 0
+    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
+    return causal(q, k, v)
+
+
+def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.dropout((q @ k.mT * 0.125).softmax(-1), 1.0, True) @ v
+
+
+def operands(
+    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = BF16, heads: int = 8, keys: int = 512, grad: bool = False
+) -> list[Tensor]:
+    shapes = ((2, 8, 512, dim), (2, heads, keys, dim), (2, heads, keys, value_dim))
+    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "MI300X", **options})
+    return report.sites[0]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("program", [by_hand, causal])
+def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    site = decided(program, operands(dtype=dtype))
+    assert (site.outcome, site.target) == ("rewritten", "sdpa"), site.reason
+    assert site.decided_for == "MI300X"
+
+
+def test_training_does_too() -> None:
+    assert decided(causal, operands(grad=True)).target == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "refused", "why"),
+    [
+        ("dtype", (by_hand, operands()), (by_hand, operands(dtype=torch.float64)), "float64 has no fused kernel"),
+        ("sizes", (by_hand, operands(keys=1)), (by_hand, operands(keys=0)), "a size is 0"),
+        ("head dim", (by_hand, operands(512, 512)), (by_hand, operands(520, 520)), "the head dim is over"),
+        ("mask", (causal, operands()), (holed, operands()), "a whole tile of keys is masked"),
+        ("causal lengths", (causal, operands()), (causal, operands(keys=300)), "unequal lengths"),
+        ("grouped heads", (grouped, operands(heads=2)), (grouped, operands(heads=2, dtype=F32)), "no grouped heads"),
+    ],
+)
+def test_both_sides_of_a_rule(rule: str, taken: Any, refused: Any, why: str) -> None:
+    assert rule in {r.name for r in (*FLASH.rules, *EFFICIENT.rules)}
+    only = {"choose": "fused", "targets": ("sdpa",)}
+    assert decided(*taken, **only).target == "sdpa"
+    site = decided(*refused, **only)
+    assert site.target is None and why in site.refusals.get("sdpa", site.reason)
+
+
+def asked(**changes: Any) -> Call:
+    """A call of plain attention in bfloat16 on an MI300X, or with what is given in its place."""
+    device = facts.by_name("MI300X")
+    assert device is not None
+    of_device = {name: changes.pop(name) for name in ("generation", "flash") if name in changes}
+    of_call = {name: changes.pop(name) for name in ("mask", "reached", "may_train") if name in changes}
+    values: dict[str, Any] = dict(
+        compute_dtype=BF16, head_dim=64, value_head_dim=64, dropout=0.0, needs_grad=False, groups=1, q_len=8, kv_len=8
+    )
+    sizes = SimpleNamespace(batch_size=2, query_heads=8, kv_heads=(), **(values | changes))
+    given: Any = {"mask": "none", "torch_version": (2, 13), **of_call}
+    return Call(sizes, device=replace(device, **of_device), **given)  # type: ignore[arg-type]
+
+
+ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
+    (FLASH, "architecture", {}, {"generation": "gfx1100"}),
+    (FLASH, "architecture", {"generation": "gfx906", "flash": "CK"}, {"generation": "gfx906"}),
+    (FLASH, "dtype", {}, {"compute_dtype": F32}),
+    (FLASH, "dropout", {"dropout": 0.5}, {"dropout": 1.0}),
+    (FLASH, "known head dims", {"head_dim": 64, "value_head_dim": 32}, {"head_dim": 64, "value_head_dim": None}),
+    (FLASH, "head dim", {"head_dim": 512}, {"head_dim": 513}),
+    (FLASH, "head dim", {"head_dim": 256, "generation": "gfx1151"}, {"head_dim": 264, "generation": "gfx1151"}),
+    (FLASH, "head dim", {"head_dim": 256, "flash": "CK"}, {"head_dim": 264, "flash": "CK"}),
+    (FLASH, "mask", {"mask": "causal"}, {"mask": "additive"}),
+    (FLASH, "causal lengths", {"mask": "none", "q_len": 3}, {"mask": "causal", "q_len": 3}),
+    (
+        FLASH,
+        "backward head dim",
+        {"needs_grad": True, "head_dim": 192, "generation": "gfx1201"},
+        {"needs_grad": True, "head_dim": 200, "generation": "gfx1201"},
+    ),
+    (EFFICIENT, "architecture", {}, {"generation": "gfx1201"}),
+    (EFFICIENT, "dtype", {"compute_dtype": F32}, {"compute_dtype": torch.float64}),
+    (EFFICIENT, "float32", {"flash": "CK"}, {"flash": "CK", "compute_dtype": F32}),
+    (EFFICIENT, "dropout", {}, {"dropout": 1.0}),
+    (EFFICIENT, "known head dims", {}, {"head_dim": None}),
+    (EFFICIENT, "head dim", {"head_dim": 512}, {"head_dim": 520}),
+    (EFFICIENT, "grouped heads", {}, {"groups": 4}),
+    (EFFICIENT, "mask", {"mask": "additive", "reached": EFFICIENT_NAME}, {"mask": "additive"}),
+    (EFFICIENT, "causal lengths", {"mask": "causal"}, {"mask": "causal", "q_len": 3}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "name", "taken", "refused"), ROWS)
+def test_both_sides_of_a_row(kernel: KernelRules, name: str, taken: dict[str, Any], refused: dict[str, Any]) -> None:
+    (rule,) = (r for r in kernel.rules if r.name == name)
+    assert rule.holds(asked(**taken)) and not rule.holds(asked(**refused))
+    assert rule.why(asked(**refused)) and rule.source
+
+
+def test_every_row_has_two_sides() -> None:
+    """Sizes of 0 are asked about by programs alone."""
+    for kernel in (FLASH, EFFICIENT):
+        assert {r.name for r in kernel.rules} - {"sizes"} == {name for of, name, _, _ in ROWS if of is kernel}
+
+
+def test_versions_before_2_13_have_narrower_head_dims() -> None:
+    (rule,) = (r for r in EFFICIENT.rules if r.name == "head dim")
+    older = replace(asked(head_dim=264), torch_version=(2, 12))
+    assert not rule.holds(older) and rule.holds(replace(older, torch_version=(2, 13)))
+
+
+@pytest.mark.parametrize("name", ["RX 7900 XTX", "RX 9070 XT"])
+def test_an_experimental_gpu_needs_its_gate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = decided(causal, operands(), device=name)
+    assert closed.target is None
+    assert f"{gates.EXPERIMENTAL_GATE}=1" in closed.refusals.get("sdpa", closed.reason)
+    monkeypatch.setenv(gates.EXPERIMENTAL_GATE, "1")
+    assert decided(causal, operands(), device=name).target == "sdpa"
+    monkeypatch.setenv(gates.EXPERIMENTAL_GATE, "true")  # which torch's check_env ignores
+    assert decided(causal, operands(), device=name).target is None
+
+
+def test_a_call_is_left_and_its_mask_with_it() -> None:
+    assert decided(call, operands()).outcome == "left"
+
+    def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return call(q, k, v, attn_mask=mask)
+
+    assert decided(with_mask, [*operands(), torch.randn(2, 1, 512, 512).to(BF16)]).outcome == "left"
+
+
+@pytest.mark.parametrize(("program", "heads"), [(by_hand, 8), (causal, 8), (grouped, 2)])
+def test_what_is_emitted_computes_the_same(program: Callable[..., Tensor], heads: int) -> None:
+    inputs = operands(heads=heads)
+    backend = attn_pass.wrap("aot_eager", device="MI300X", choose="fused", on_error="raise")
+    torch._dynamo.reset()
+    with torch.no_grad(), attn_pass.record() as report, pytest.warns(attn_pass.AttnPassWarning, match="MI300X"):
+        got = torch.compile(program, backend=backend)(*inputs)
+        expected = program(*(x.double() for x in inputs))
+    assert report.sites[0].target == "sdpa"
+    torch.testing.assert_close(got.double(), expected, atol=1e-2, rtol=2e-2)
+
+
+# ---- the GPU that is here
+
+
+class Properties(SimpleNamespace):
+    """A GPU as a torch that is built for ROCm describes one."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def put(name: str, architecture: str, cores: int) -> None:
+        properties = Properties(name=name, gcnArchName=f"{architecture}:sramecc+:xnack-", multi_processor_count=cores)
+        monkeypatch.setattr(torch.version, "hip", "7.1.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda at=None: properties)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "row"),
+    [
+        ("AMD Instinct MI300X", "gfx942", "MI300X"),
+        ("AMD Instinct MI300A", "gfx942", "MI300X"),
+        ("AMD Instinct MI355X", "gfx950", "MI355X"),
+        ("AMD Radeon RX 7900 XTX", "gfx1100", "RX 7900 XTX"),
+        ("AMD Radeon RX 7800 XT", "gfx1101", "RX 7900 XTX"),
+        ("AMD Radeon Graphics", "gfx906", "MI250X"),
+        ("AMD Radeon Graphics", "gfx1030", "MI300X"),
+    ],
+)
+def test_the_gpu_that_is_here(name: str, architecture: str, row: str, gpu: Callable[..., None]) -> None:
+    of_row = registry.by_name(row)
+    gpu(name, architecture, of_row.cores // 2)
+    device = registry.of_type("cuda").here(torch.device("cuda"))
+    assert registry.of_type("cuda") is FAMILY and registry.family_of(device) is FAMILY
+    assert (device.name, device.generation, device.is_here) == (name, architecture, True)
+    assert device.memory_gbytes == of_row.memory_gbytes / 2
+    assert device.kernels == (FLASH_NAME, EFFICIENT_NAME)
+
+
+def test_doctor_names_the_closed_gate(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("AMD Radeon RX 7900 XTX", "gfx1100", 96)
+    rows = {f.what: f for f in doctor.machine()}
+    assert rows["cuda:0"].found == "AMD Radeon RX 7900 XTX (gfx1100)"
+    assert f"{gates.EXPERIMENTAL_GATE}=1" in rows["cuda:0"].note and rows["ROCm"].found == "7.1.0"
+    monkeypatch.setenv(gates.EXPERIMENTAL_GATE, "1")
+    before = list(FAMILY.identity())
+    assert {f.what: f for f in doctor.machine()}["cuda:0"].note == "torch's call may use AOTriton"
+    gpu("AMD Radeon VII", "gfx906", 60)
+    assert "has no fused kernel for gfx906" in {f.what: f for f in doctor.machine()}["cuda:0"].note
+    assert list(FAMILY.identity()) != before
+
+
+def test_a_kernel_that_is_switched_off_is_not_there(gpu: Callable[..., None]) -> None:
+    gpu("AMD Instinct MI300X", "gfx942", 304)
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        device = FAMILY.here(torch.device("cuda"))
+        (row,) = (r for r in FAMILY.machine() if r[0] == "cuda:0")
+    assert device.kernels == (EFFICIENT_NAME,) and row[2] == f"{FLASH_NAME} is switched off"
+
+
+def test_ck_is_told(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("AMD Instinct MI300X", "gfx942", 304)
+    assert FAMILY.here(torch.device("cuda")).flash == "AOTriton"
+    monkeypatch.setenv(gates.CK_GATE, "1")
+    assert FAMILY.here(torch.device("cuda")).flash == "CK"
+
+
+def test_without_rocm_cuda_is_nvidias() -> None:
+    assert torch.version.hip is None
+    assert registry.of_type("cuda").name == "cuda" and not FAMILY.claims("cuda")
+    assert not FAMILY.keeps_inductors_patterns_off
+    assert [f.found for f in doctor.machine() if f.what == "ROCm device"] == [""]
+
+
+def test_names_of_the_table() -> None:
+    for name in FAMILY.names:
+        device = registry.by_name(name.lower())
+        assert registry.family_of(device) is FAMILY and not device.is_here and device.type == "cuda"
+        assert gates.is_supported(device.generation) or gates.is_experimental(device.generation)
