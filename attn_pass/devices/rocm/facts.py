@@ -58,5 +58,5 @@ def _of(sheet: Sheet) -> Device:
 
 def _switched_on() -> tuple[str, ...]:
     """The kernels that ``torch.backends.cuda`` has not switched off."""
-    switches = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
-    return tuple(kernel for kernel, is_on in zip(_KERNELS, switches) if is_on())
+    names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled")
+    return tuple(kernel for kernel, name in zip(_KERNELS, names) if getattr(torch.backends.cuda, name)())
