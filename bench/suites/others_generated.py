@@ -31,6 +31,14 @@ class Generated:
     wide: Callable[..., Any]
     inputs: tuple[torch.Tensor, ...]
 
+    def runs(self) -> bool:
+        """Whether it runs eagerly."""
+        try:
+            self.function(*self.inputs)
+        except Exception:
+            return False
+        return True
+
     def references(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Results run eagerly, and in float64 whatever types the program names."""
         given = (x.double() if x.is_floating_point() else x for x in self.inputs)
@@ -95,6 +103,10 @@ def outcomes(programs: Sequence[Generated], backend: Backend) -> list[Outcome]:
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        if failed := [program for program in programs if not program.runs()]:
+            rest = [program for program in programs if program not in failed]
+            found = [_failed(program, NotImplementedError()) for program in failed]
+            return sorted([*found, *(outcomes(rest, backend) if rest else [])], key=lambda outcome: outcome.number)
         try:
             results = _together(programs, backend)
         except Exception as failure:
@@ -111,7 +123,10 @@ def _together(programs: Sequence[Generated], backend: Backend) -> list[list[torc
     def together(groups: list[tuple[torch.Tensor, ...]]) -> list[Any]:
         return [function(*inputs) for function, inputs in zip(functions, groups)]
 
-    made = compiled(together, dynamic=False, backend=backend)([program.inputs for program in programs])
+    # Where a program breaks the graph the functions are compiled one by one, which are one function to Dynamo: beyond
+    # its limit it would run them eagerly, and tell nobody.
+    with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
+        made = compiled(together, dynamic=False, backend=backend)([program.inputs for program in programs])
     return [tensors_of(result) for result in made]
 
 
