@@ -190,6 +190,10 @@ class Sdpa:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if decided.head_dim is not None:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
+        if mask is not None and family_of(setting.device).is_runtime:
+            # Exporters trace the call more than once, and where the mask is learned one trace needs gradients, another
+            # does not: torch's call gives the result of one kernel, then of another, in another layout.
+            out = plan.call(aten.clone.default, out, memory_format=torch.contiguous_format)
         return lower.result(out)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +66,7 @@ def same(
         exact = reference if callable(reference) else _as_float64(fn)
         truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
-    # The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
-    backend = attn_pass.wrap("aot_eager_default_partitioner", **{"choose": "fused", "on_error": "raise", **options})
+    backend = attn_pass.wrap(_compiler(dynamic), **{"choose": "fused", "on_error": "raise", **options})
     with attn_pass.record() as report:
         results, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
     if rewritten is not None:
@@ -75,6 +76,17 @@ def same(
     _compare("gradient", got, wanted, truth[1] if truth else None, twice)
     _compare("input", left, touched, None, twice)
     return report
+
+
+def _compiler(dynamic: bool | None) -> str:
+    """What compiles the rewritten graph: AOTAutograd for one test in four, by its name; the others execute it.
+
+    AOTAutograd takes half of such a test's time, and what it finds in what the pass writes, generated programs find.
+    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs.
+    The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
+    """
+    drawn = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode()) % 4 == 0
+    return "aot_eager_default_partitioner" if drawn or dynamic else "eager"
 
 
 def _as_float64(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -140,6 +140,32 @@ def test_it_says_why_not(function: Callable[..., Tensor], inputs: dict[str, int]
         assert site.outcome == "left" and reason in site.refusals["sdpa"], site.refusals
 
 
+class Biased(torch.nn.Module):
+    """A block with a learned bias, which torch's call takes in another kernel where gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(randn(4, 7, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x.unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return ((q @ k.mT * 0.25 + self.bias).softmax(-1) @ v).transpose(1, 2).reshape(2, 7, 64)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_program_that_is_traced_again_with_other_kernels(runtime: str) -> None:
+    """Exporters decompose without gradients, where a reshape becomes a view, and run what they get with them."""
+    block, x = Biased().eval(), randn(2, 7, 192)
+    program = torch.export.export(block, (x,))
+    (site,) = attn_pass.rewrite(program, runtime=runtime, on_error="raise").rewritten
+    assert site.target == "sdpa"
+    with torch.no_grad():
+        decomposed = program.run_decompositions(
+            {op: f for op, f in torch.export.default_decompositions().items() if op != CALL}
+        )
+    torch.testing.assert_close(decomposed.module()(x), block(x))
+
+
 def test_tensorrt_is_not_asked_for_a_row_that_is_fully_masked() -> None:
     """What it gives there is not documented: a program that gives 0 is left, one that gives NaN or the mean is not."""
 
