@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from attn_pass.graph.subgraphs import Body, bodies
 from attn_pass.graph.values import MAY_BE_ZERO, Sizes, tensor_value
 from attn_pass.model.formula import formula_of
 from attn_pass.options import Options, Runner
-from attn_pass.padding.regions import PACKED_ROWS, Graph, take_padding_out
+from attn_pass.padding.regions import PACKED_ROWS, Graph, of_other_targets, take_padding_out
 from attn_pass.patterns import calls, composite, joined_scores, one_length, softmax
 from attn_pass.patterns.base import Site
 from attn_pass.patterns.opaque import Opaque
@@ -95,18 +95,19 @@ def rewrite_graph(
     )
     if program == "compile":
         one_length.settle(gm.graph)
-    region = Region.ambient() if program == "compile" else Region()
+    region, known = Region.ambient() if program == "compile" else Region(), len(report.sites)
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
     if changed and options.unpad and PACKED_ROWS not in run.without and program in ("compile", "aoti"):
-        _take_padding_out(run, gm, region)
+        _take_padding_out(run, gm, region, report.sites[known:])
     report.seconds += time.perf_counter() - started
     report.graphs += 1
     return changed
 
 
-def _take_padding_out(run: Run, gm: GraphModule, region: Region) -> None:
+def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence[SiteReport]) -> None:
     """Runs what surrounds the attentions without padding, where nobody sees it, and records what came of it."""
-    operators = {family.attention_of_packed_rows() for family in families()} - {None}
+    operators = {operator for family in families() for operator in family.attention_of_packed_rows()}
+    draws = run.program != "compile" or not torch._inductor.config.fallback_random
 
     def complain(what: str, error: Exception) -> None:
         run.complain(None, what, error)
@@ -115,12 +116,12 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region) -> None:
         value = tensor_value(site)
         return run.device(torch.device("cpu") if value is None else value.device)
 
-    for operator in operators:
-        regions = take_padding_out(Graph(gm, operator, run.sizes, region, run.options, device), complain)
-        run.report.regions += regions
-        if any(r.outcome == "packed" for r in regions):
-            gm.graph.lint()
-            gm.recompile()
+    regions = take_padding_out(Graph(gm, operators, run.sizes, region, run.options, device, draws), complain)
+    names = {family.packs_rows for family in families()}
+    run.report.regions += [*regions, *of_other_targets(sites, names - {""})]
+    if any(r.outcome == "packed" for r in regions):
+        gm.graph.lint()
+        gm.recompile()
 
 
 class _Rewriting:

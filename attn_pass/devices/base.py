@@ -118,12 +118,15 @@ class Family:
         """A hash of sources that become part of generated code but not of the graph; "" without such."""
         return ""
 
-    def attention_of_packed_rows(self) -> Any:
-        """The operator that computes attention over packed rows (``offsets``), if a graph may have calls of it.
+    packs_rows = ""
+    """The target whose attentions run on packed rows, without padding; "" for none."""
 
-        None for none.
+    def attention_of_packed_rows(self) -> Sequence[Any]:
+        """The operators that compute attention over packed rows (``offsets``), of those that a graph may have calls of.
+
+        The attention is an operator's result, or the first of its results.
         """
-        return None
+        return ()
 
     def before_inductor(self) -> None:
         """Registers this family's operators with Inductor before it compiles a graph with them."""

@@ -6,7 +6,7 @@ that a mask multiplies with something else than 0, the rows whose label counts. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,12 +41,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What an exit is told by: the rows of a region, its mask, its kernel."""
+    """What an exit is told by: the rows of a region, its mask, its kernels."""
 
     rules: Rules
     rows: Rows
     mask: PaddingMask
-    operator: Any
+    operators: Collection[Any]
     leaving: bool = False  # the user says that rows of padding are not used where they leave the model
     strict: bool = False  # nothing is said of rows of padding, not that they are finite
 
@@ -55,7 +55,7 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
     """How the rows of ``node`` leave by ``user``; None where it may see padding."""
     if user.op == "output":
         return Exit("by your word nobody uses rows of padding of the result", "nothing") if around.leaving else None
-    if user.op == "call_function" and user.target is around.operator:
+    if user.op == "call_function" and user.target in around.operators:
         return _as_keys(user, node, layout, around)
     if plain_name(user) in ("cross_entropy", "nll_loss"):
         return _loss(user, node, layout, around)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
-from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.graph.values import Sizes, fake_value, tensor_value
 from attn_pass.padding.layouts import Rows
 
+ADDED_IN_TRAINING = (
+    "a mask that is added is none in training: the gradient of fully masked rows passes through it"
+    " (assume_nonempty_rows=True: there are none)"
+)
 OTHER_ROWS = "its queries are not the rows that its keys are"
 PER_BATCH = ("starts", "ends")
 Places = Literal["any", "between", "before"]
@@ -20,7 +25,19 @@ None; those between the first and the last, so that distances stay; those before
 """
 _PLACES: tuple[Places, ...] = ("any", "between", "before")
 _COUNTED = ("before", "after", "start", "end", "shift")
-_KNOWN = (*_COUNTED, "offsets", "keep", *PER_BATCH, "bias", "sink", "captured", "score", "fully_masked")
+_KNOWN = (
+    *_COUNTED,
+    "offsets",
+    "keep",
+    *PER_BATCH,
+    "bias",
+    "sink",
+    "captured",
+    "score",
+    "fully_masked",
+    "seed",
+    "dropout",
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +63,17 @@ class Group:
     sites: list[Node] = field(default_factory=list)
 
 
-def groups(graph: Graph, operator: Any, sizes: Sizes) -> tuple[list[Group], dict[Node, str]]:
+def groups(graph: Graph, operators: Collection[Any], sizes: Sizes) -> tuple[list[Group], dict[Node, str]]:
     """The attentions that can run on packed rows, by mask; and why the others with a mask cannot."""
     by_key: dict[Any, Group] = {}
     refused: dict[Node, str] = {}
-    for node in graph.find_nodes(op="call_function", target=operator, sort=True):
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in operators:
+            continue
         mask = mask_of(node)
         if not mask.nodes:
+            if _adds_mask(node, sizes):
+                refused[node] = ADDED_IN_TRAINING
             continue
         if reason := _refusal(node, mask, sizes):
             refused[node] = reason
@@ -65,6 +86,15 @@ def groups(graph: Graph, operator: Any, sizes: Sizes) -> tuple[list[Group], dict
     return list(by_key.values()), refused
 
 
+def _adds_mask(node: Node, sizes: Sizes) -> bool:
+    """Whether a call with gradients adds something that differs from sequence to sequence and has no gradient."""
+    bias, query = node.kwargs.get("bias"), tensor_value(node.args[0])
+    added = tensor_value(bias)
+    if not isinstance(bias, Node) or query is None or added is None or tensor_value(node) is not None:
+        return False
+    return sizes.shape(added)[:1] == sizes.shape(query)[:1] and not is_trained(bias)
+
+
 def mask_of(node: Node) -> PaddingMask:
     """The mask of a call of the kernel."""
     given = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
@@ -73,8 +103,7 @@ def mask_of(node: Node) -> PaddingMask:
 
 def hides_padding(site: Node) -> bool:
     """Whether a call reads no key that its mask does not keep: one that gives masked scores a number may."""
-    others = {name: value for name, value in site.kwargs.items() if name not in _KNOWN}
-    return all(value is None or (name == "dropout" and value == 0) for name, value in others.items())
+    return all(value is None for name, value in site.kwargs.items() if name not in _KNOWN)
 
 
 def averages(sites: Iterable[Node]) -> bool:
@@ -124,18 +153,41 @@ def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     """
     given: Mapping[str, Any] = node.kwargs
     if not hides_padding(node):
-        return "its masked keys count, or it draws random numbers"
+        return "its masked keys count"
     if any(given.get(name) is not None for name in ("shift", "start", "end", "offsets")):
         return "its mask counts positions from elsewhere than a sequence's first"
     if any(given.get(name) is not None and not _reaches_itself(given[name]) for name in ("before", "after")):
         return "its window does not hold the row itself, or is known at run time only"
     if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
         return "its scores depend on positions"
+    if isinstance(fake_value(node), (tuple, list)):
+        if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
+            return "its log-sum-exp is used as well"
+        added = [n for n in (given.get("bias"), *(given.get("captured") or ())) if isinstance(n, Node)]
+        if any(map(is_trained, added)):
+            return "what is added to its scores has a gradient, which is a sum over all sequences"
     return "its sink differs from row to row" if _varies(given.get("sink"), (0, 2), sizes) else ""
 
 
 def _reaches_itself(distance: Any) -> bool:
     return type(distance) is int and distance >= 0
+
+
+def is_trained(node: Node) -> bool:
+    """Whether a tensor may have a gradient, by what it is made of."""
+    return any(value.requires_grad for n in ancestors((node,)) if (value := tensor_value(n)) is not None)
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are made of."""
+    seen: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return seen
 
 
 def _varies(value: Any, dims: Iterable[int], sizes: Sizes) -> bool:

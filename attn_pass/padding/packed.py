@@ -18,12 +18,13 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.compat import sizes_at_run_time
 from attn_pass.graph.effects import is_pure
-from attn_pass.graph.regions import Region
+from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, Places
+from attn_pass.padding.rules import first_tensor
 
 aten = torch.ops.aten
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom")
@@ -36,11 +37,11 @@ class CannotPackError(Exception):
 class Emitter:
     """Inserts calls into a graph, run on fake values as they are, and can take all of them back."""
 
-    def __init__(self, gm: GraphModule, sizes: Sizes, like: Node, before: Node, region: Region) -> None:
-        self.graph, self.sizes = gm.graph, sizes
-        self.like, self.cursor, self.region = like, before, region
+    def __init__(self, gm: GraphModule, sizes: Sizes, like: Node, before: Node, regions: Regions) -> None:
+        self.graph, self.sizes, self.regions = gm.graph, sizes, regions
+        self.like, self.cursor, self.region = like, before, regions.of(before)
         self.inserted: list[Node] = []
-        value = tensor_value(like)
+        value = first_tensor(like)
         self._mode: FakeTensorMode = value.fake_mode  # type: ignore[union-attr]
 
     @contextmanager
@@ -58,10 +59,10 @@ class Emitter:
                 raise
 
     @contextmanager
-    def standing(self, before: Node, like: Node, region: Region) -> Iterator[None]:
-        """Calls are inserted in front of a node, as part of what another one was, under its state."""
+    def standing(self, before: Node, like: Node) -> Iterator[None]:
+        """Calls are inserted in front of a node, under its state, as part of what another one was."""
         held = self.cursor, self.like, self.region
-        self.cursor, self.like, self.region = before, like, region
+        self.cursor, self.like, self.region = before, like, self.regions.of(before)
         try:
             yield
         finally:
@@ -137,7 +138,7 @@ class Packing:
         self.offsets = call(aten.constant_pad_nd.default, ends, [1, 0], 0)
         kept = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
         self.keep = call(aten.reshape.default, kept, [1, 1, 1, self.count])
-        self._packed: dict[tuple[Node, Layout | None, int | None, int | None], Node] = {}
+        self._packed: dict[tuple[Any, ...], Node] = {}
 
     # ------------------------------------------------------------ which rows
 
@@ -203,11 +204,17 @@ class Packing:
         if self._order.get(node, -1) < self._order[self._at]:
             return node
         if node not in copies:
-            if node.op not in ("call_function", "call_method") or not is_pure(node):
+            if node.op not in ("call_function", "call_method") or not is_pure(node) or not self._is_same_here(node):
                 raise CannotPackError(f"{node.name}, which says which rows are read, is computed too late")
             args, kwargs = mapped(node, lambda n: self._in_front(n, copies))
             copies[node] = self.emit.call(node.target, *args, op=node.op, **kwargs)
         return copies[node]
+
+    def _is_same_here(self, node: Node) -> bool:
+        """Whether a node gives the same under the state that rows are counted under: autocast leaves integers alone."""
+        values = [tensor_value(n) for n in (node, *node.all_input_nodes)]
+        integers = not any(v is not None and v.is_floating_point() for v in values)
+        return integers or self.emit.regions.of(node) == self.emit.region
 
     # ------------------------------------------------------------ operands
 
@@ -235,6 +242,7 @@ class Packing:
         return self._once((node, None, batch, length), lambda: self._spread(node, batch, length))
 
     def _once(self, key: Any, make: Callable[[], Node]) -> Node:
+        key = (*key, self.emit.region.grad_enabled)  # what is packed under no_grad passes no gradient on
         if key not in self._packed:
             self._packed[key] = make()
         return self._packed[key]

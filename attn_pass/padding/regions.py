@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,20 @@ from attn_pass.graph.values import Sizes
 from attn_pass.options import Options
 from attn_pass.padding.cost import is_product, too_small
 from attn_pass.padding.exits import FINITE, Surroundings
-from attn_pass.padding.masks import OTHER_ROWS, Group, groups
+from attn_pass.padding.masks import OTHER_ROWS, Group, ancestors, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
-from attn_pass.padding.rules import Rules, plain_name
-from attn_pass.padding.trace import Proof, Trace, ancestors, prove
+from attn_pass.padding.rules import Rules, first_tensor, plain_name
+from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
+from attn_pass.report.site import SiteReport
 
 PACKED_ROWS = "packed rows"
 """What a second try is without, beside names of targets: regions."""
 ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
 FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
+FINITE_GRADIENTS = "rows of padding hold finite numbers, so that their gradients are 0"
 Complain = Callable[[str, Exception], None]
 
 
@@ -38,19 +40,21 @@ class Graph:
 
     Attributes:
         gm: the graph.
-        operator: the attention that takes packed rows.
+        operators: the attentions that take packed rows.
         sizes: those of the graph.
         region: the state around the graph.
         options: the user's.
         device: what the attentions run on.
+        draws: whether dropout may draw other random numbers than eager.
     """
 
     gm: GraphModule
-    operator: Any
+    operators: Collection[Any]
     sizes: Sizes
     region: Region
     options: Options
     device: Callable[[Node], Device]
+    draws: bool = True
 
 
 def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
@@ -83,7 +87,7 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
 def _refused(graph: Graph) -> list[RegionReport]:
     """The attentions that keep some keys and cannot run on packed rows, by the reason."""
     by_reason: dict[str, list[Node]] = {}
-    for node, reason in groups(graph.gm.graph, graph.operator, graph.sizes)[1].items():
+    for node, reason in groups(graph.gm.graph, graph.operators, graph.sizes)[1].items():
         if reason != OTHER_ROWS:
             by_reason.setdefault(reason, []).append(node)
     return [
@@ -92,15 +96,36 @@ def _refused(graph: Graph) -> list[RegionReport]:
     ]
 
 
+def of_other_targets(sites: Iterable[SiteReport], targets: Collection[str]) -> list[RegionReport]:
+    """A record of the attentions over padded sequences that became none of ``targets``, which run on packed rows."""
+    by_target: dict[str | None, list[SiteReport]] = {}
+    for site in sites:
+        query, key = (site.shapes.get(name, ()) for name in ("query", "key"))
+        is_of_sequences = "padding" in site.mask.split(" and ") and query[2:3] == key[2:3]
+        if site.kind == "attention" and is_of_sequences and site.target not in targets:
+            by_target.setdefault(site.target, []).append(site)
+    return [
+        RegionReport(
+            outcome="left",
+            reason=f"its attentions {f'became {target}' if target else 'are left'}, and rows are packed for"
+            f" {' and '.join(sorted(targets))} only",
+            where=of_target[0].where,
+            sites=sum(site.count for site in of_target),
+        )
+        for target, of_target in by_target.items()
+    ]
+
+
 def _new(graph: Graph, done: set[Node]) -> Iterator[Group]:
-    possible, _ = groups(graph.gm.graph, graph.operator, graph.sizes)
+    possible, _ = groups(graph.gm.graph, graph.operators, graph.sizes)
     return (g for g in possible if done.isdisjoint(g.sites))
 
 
 def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     gm, sizes, options = graph.gm, graph.sizes, graph.options
     strict = options.numerics == "strict"
-    around = Surroundings(Rules(sizes), group.rows, group.mask, graph.operator, options.assume_padding_unused, strict)
+    rules = Rules(sizes, graph.draws)
+    around = Surroundings(rules, group.rows, group.mask, graph.operators, options.assume_padding_unused, strict)
     trace = Trace(group, around, Effects(gm.graph))
     if any(map(trace.is_written, group.mask.nodes)):  # rows are counted once, in front of all that reads them
         record.mark_left("its mask is written in place")
@@ -120,18 +145,25 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     record.exits = tuple(dict.fromkeys(f"{leaving.words}{_place(user)}" for _, user, leaving in exits))
     by_word = any(user.op == "output" for _, user, _ in exits)
     finite = any(leaving.words == FINITE for *_, leaving in exits)
-    record.assumptions = (*(ASSUMED,) * by_word, *(FINITE_ROWS,) * finite)
+    record.assumptions = (*(ASSUMED,) * by_word, *(FINITE_ROWS,) * finite, *(FINITE_GRADIENTS,) * _is_trained(proof))
 
 
 def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
     """Why a region that is proved is left as it is; empty where it is not."""
     if not proof.sites:
         return record.stops[0] if record.stops else "its attentions have no rows that could be followed"
+    if graph.options.numerics == "strict" and _is_trained(proof):
+        return "gradients of rows of padding are not assumed to be finite"
     if not any(is_product(node) for node in proof.layouts):
         return "nothing but the attention itself would run on fewer rows"
     if graph.options.choose != "cheapest":
         return ""
     return too_small(proof, graph.device(proof.sites[0]), graph.sizes.hint)
+
+
+def _is_trained(proof: Proof) -> bool:
+    """Whether something in a region may have a gradient."""
+    return any(value.requires_grad for n in proof.layouts if (value := first_tensor(n)) is not None)
 
 
 def _stops(trace: Trace, proof: Proof) -> Iterator[str]:

@@ -9,12 +9,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.regions import Regions
-from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.graph.values import Sizes
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
 from attn_pass.padding.masks import PER_BATCH, averages, places
 from attn_pass.padding.packed import CannotPackError, Emitter, Packing, mapped
-from attn_pass.padding.rules import Rule
+from attn_pass.padding.rules import Rule, first_tensor
 from attn_pass.padding.trace import Proof, Trace
 
 aten = torch.ops.aten
@@ -44,9 +44,9 @@ class Rewrite:
         state = self.regions.of(self.anchor)
         self._check(region, state)
         first = self.proof.sites[0]
-        emit = Emitter(self.gm, self.sizes, first, self.anchor, state)
+        emit = Emitter(self.gm, self.sizes, first, self.anchor, self.regions)
         exits = [e for by_user in self.proof.exits.values() for e in by_user.values()]
-        value = tensor_value(first)
+        value = first_tensor(first)
         assert value is not None
         replaced: list[tuple[Node, Node, Node]] = []
         with emit.running():
@@ -56,17 +56,27 @@ class Rewrite:
             packing.prepare(self._spreads(region), bool(exits))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
-                with emit.standing(before, node, self.regions.of(before)):
+                with emit.standing(before, node):
                     self.new[node] = self._packed_call(emit, packing, node)
             for node, by_user in self.proof.exits.items():
-                user = min(by_user, key=self.order.__getitem__)
-                with emit.standing(user, node, self.regions.of(user)):
-                    whole = packing.unpacked(self.new[node], self.proof.layouts[node])
-                replaced += [(user, node, whole) for user in by_user]
+                replaced += self._leave(emit, packing, node, sorted(by_user, key=self.order.__getitem__))
         for user, node, whole in replaced:
             user.replace_input_with(node, whole)
         for node in reversed(region):
             self.gm.graph.erase_node(node)
+
+    def _leave(self, emit: Emitter, packing: Packing, node: Node, users: list[Node]) -> list[tuple[Node, Node, Node]]:
+        """The rows of a value in their places: for each user what it is to read.
+
+        Once for all users with gradients and once for those without, which would cut the gradient of the others off.
+        """
+        made: dict[bool | None, Node] = {}
+        for user in users:
+            state = self.regions.of(user)
+            if state.grad_enabled not in made:
+                with emit.standing(user, node):
+                    made[state.grad_enabled] = packing.unpacked(self.new[node], self.proof.layouts[node])
+        return [(user, node, made[self.regions.of(user).grad_enabled]) for user in users]
 
     def _check(self, region: list[Node], state: Any) -> None:
         """Raises `CannotPackError` where an operation would have to move to where it means something else."""

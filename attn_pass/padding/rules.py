@@ -37,10 +37,13 @@ class Rule:
 
 
 class Rules:
-    """The rules of one graph's nodes."""
+    """The rules of one graph's nodes.
 
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
+    Where ``draws``, dropout works row by row: random numbers need not be those that eager draws for all rows.
+    """
+
+    def __init__(self, sizes: Sizes, draws: bool = True) -> None:
+        self.sizes, self.draws = sizes, draws
         self._known: dict[Node, Rule | None] = {}
 
     def of(self, node: Node) -> Rule | None:
@@ -169,7 +172,7 @@ def _same(rules: Rules, node: Node, call: Call) -> Rule | None:
 
 def _dropout(rules: Rules, node: Node, call: Call) -> Rule | None:
     off = call["training"] is False or call["p"] == 0
-    return _same(rules, node, call) if off else None
+    return _same(rules, node, call) if off or (rules.draws and call["training"] is True) else None
 
 
 def _moved(order: Callable[[Call, int], tuple[int, ...] | None]) -> Callable[[Rules, Node, Call], Rule | None]:
@@ -228,7 +231,7 @@ def _over(name: str, keeps: bool) -> Callable[[Rules, Node, Call], Rule | None]:
 
 
 def _embedding(rules: Rules, node: Node, call: Call) -> Rule | None:
-    if call.get("max_norm") is not None:
+    if call.get("max_norm") is not None or call.get("scale_grad_by_freq"):  # the latter counts words of all rows
         return None
     return rules.keeping(node, call["index"], range(len(rules.shape(node)) - 1))
 

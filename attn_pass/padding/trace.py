@@ -7,7 +7,6 @@ What is seen is computed as it was, and so is all that it is made of. The rest i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +17,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import product
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
-from attn_pass.padding.masks import Group
+from attn_pass.padding.masks import Group, ancestors
 from attn_pass.padding.rules import Rule, plain_name
 from attn_pass.report.places import source_line
 
@@ -197,18 +196,6 @@ def _can_be_told(trace: Trace, found: Exit) -> bool:
     made_of = ancestors((found.tensor,))
     written = any(trace.is_written(n) for n in made_of)
     return len(made_of) <= _MOST and made_of.isdisjoint(trace.group.sites) and not written
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are made of."""
-    seen: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return seen
 
 
 def what_sees(user: Node) -> str:

@@ -280,10 +280,14 @@ def along_stack(pieces: Sequence[tuple[Node, Position, int]], which: Index) -> t
 
 def _kind(node: Node) -> SourceKind:
     if node.op == "placeholder":
-        value = tensor_value(node)
-        return "parameter" if isinstance(value, torch.nn.Parameter) else "input"
+        return "parameter" if _is_parameter(node) else "input"
     if node.op == "get_attr":
         return "buffer"
     call = understand(node)
     table = None if call is None or call.op != "embedding" else call["input"]
-    return "table" if isinstance(table, Node) and _kind(table) == "parameter" else "computed"
+    return "table" if isinstance(table, Node) and _is_parameter(table) else "computed"
+
+
+def _is_parameter(node: Node) -> bool:
+    """Whether a node is a parameter: an input, or an attribute of the graph, as with Inductor's ``freezing``."""
+    return node.op in ("placeholder", "get_attr") and isinstance(tensor_value(node), torch.nn.Parameter)

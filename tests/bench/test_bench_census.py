@@ -142,6 +142,6 @@ def test_regions_are_counted_by_family_and_their_stops_listed() -> None:
         {**common, "name": "c", "attentions": 1, "regions": [], "numerics": WRONG},
     ]
     text = tables.markdown(rows)
-    assert "As called:" in text and "| hf text | 3 | 3 | 2 | 1 | 14 | 12 | 1 | 0 |" in text
+    assert "As called:" in text and "| hf text | 3 | 3 | 3 | 2 | 1 | 14 | 12 | 1 | 0 |" in text
     assert "| mean may mix rows of padding with others | 1 | 1 | b |" in text
     assert "Wrong numbers (1):\n\n- c (as called)" in text

@@ -48,6 +48,12 @@ def test_a_table_of_biases(spelling: str, padding_left: bool) -> None:
     assert region.packed == 2
 
 
+def test_a_table_that_is_frozen() -> None:
+    """With Inductor's ``freezing`` parameters are attributes of the graph."""
+    with torch._inductor.config.patch(freezing=True):
+        assert packed(Biased(), masks()[:1]).packed == 2
+
+
 def test_positions_of_rows_that_lie_anywhere() -> None:
     packed(Biased(), [(torch.rand(B, L) < 0.5).long() for _ in range(3)])
 

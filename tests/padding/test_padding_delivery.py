@@ -69,3 +69,20 @@ def test_a_package_for_any_batch(tmp_path: Path) -> None:
         for mask in (*masks(), masks()[0].repeat(2, 1)[:7]):
             given = words.repeat(2, 1)[: len(mask)]
             torch.testing.assert_close(run(given, mask), model(given, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_training_compiled_by_inductor() -> None:
+    """One program for every batch: forward and backward know the number of rows at run time only."""
+    torch._dynamo.reset()
+    model, words = Encoder(mean, layers=1, eager=False).eval(), ids()
+    compiled = torch.compile(model, backend=attn_pass.wrap("inductor", on_error="raise", **OWN))
+    with attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in masks()[::2]:
+            gradients = []
+            for run in (compiled, model):
+                model.zero_grad()
+                (run(words, mask) ** 2).sum().backward()
+                gradients.append([x.grad.clone() for x in model.parameters() if x.grad is not None])
+            for one, other in zip(*gradients, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert [region.outcome for region in report.regions] == ["packed"]

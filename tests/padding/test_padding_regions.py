@@ -110,6 +110,20 @@ def test_a_cross_attention_masks_the_same_keys() -> None:
     assert region.packed == 2 and "masked in another attention" in region.exits[0]
 
 
+@pytest.mark.parametrize("padding_left", [False, True])
+@pytest.mark.parametrize("after", [first, mean])
+def test_one_sentence_that_is_padded(after: Callable[..., Any], padding_left: bool) -> None:
+    torch._dynamo.reset()
+    model = Encoder(after).eval()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad(), attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in masks(padding_left)[0].split(1):
+            words = ids()[:1]
+            torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert [region.packed for region in report.regions] == [2]
+
+
 def test_two_encoders_are_two_regions() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -39,6 +39,7 @@ class Cpu(Family):
     logarithm_of_torch_call = True
     keeps_inductors_patterns_off = True
     takes_composites = True
+    packs_rows = "cpu_kernel"
     caution = 1.25
     calibrated = "the CPU"
 
@@ -71,10 +72,11 @@ class Cpu(Family):
 
             del gradient_template  # importing it registers the lowerings
 
-    def attention_of_packed_rows(self) -> Any:
-        """The kernel of our own."""
-        operator = sys.modules.get("attn_pass.devices.cpu.kernel.operator")
-        return None if operator is None else operator.OPERATOR
+    def attention_of_packed_rows(self) -> Sequence[Any]:
+        """The kernel of our own, in inference and in training."""
+        modules = {"operator": "OPERATOR", "gradients": "FORWARD"}
+        loaded = ((sys.modules.get(f"attn_pass.devices.cpu.kernel.{m}"), name) for m, name in modules.items())
+        return [getattr(module, name) for module, name in loaded if module is not None]
 
     def inductor_patches(self, target: str) -> Mapping[str, Any]:
         """No fusion into FlexAttention's C++ template.

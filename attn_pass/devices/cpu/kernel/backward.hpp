@@ -50,13 +50,13 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, fl
   for (i64 g = 0; g < j.group; ++g) {
     const i64 h = hk * j.group + g;
     for (i64 i = 0; i < a.L; ++i) {
-      const float* kept = j.given.statistics + ((b * a.H + h) * a.L + i) * 2;
+      const float* kept = j.given.statistics + ((b * a.H + h) * a.rows + i) * 2;
       const auto* grad = rows_at<T>(j.given.grad, b, h, i);
       Left& of = left[g * a.L + i];
       if (needed && i % PANEL == 0) deltas<T>(j, b, h, i, std::min<i64>(PANEL, a.L - i), memory, delta);
       if (kept[1] == 0) {
         of = {0.0f, 0.0f, 0.0f};
-        if (sink_rows) sink_rows[(b * a.H + h) * a.L + i] = 0.0f;
+        if (sink_rows) sink_rows[(b * a.H + h) * a.rows + i] = 0.0f;
         if (a.fully_masked == GIVES_MEAN)
           for (i64 d = 0; d < a.DV; ++d) mean[d] += T::one(grad[d * j.given.grad.stride[3]]) / float(a.S);
         continue;
@@ -70,7 +70,7 @@ template <class T> void look_back(const Back& j, i64 b, i64 hk, char* memory, fl
         const i64* s = a.sink.stride;
         const float factor = j.all.scale.factor, sink = static_cast<const float*>(a.sink.data)[b * s[0] + h * s[1] + i * s[2]];
         const float weight = sink == -INFINITY ? 0.0f : std::exp2((sink / (factor * LN2) - of.top) * factor) * of.share;
-        sink_rows[(b * a.H + h) * a.L + i] = -weight * of.delta;
+        sink_rows[(b * a.H + h) * a.rows + i] = -weight * of.delta;
         if (j.panels == 1) of.delta = 0;  // no log-sum-exp beside a sink
       }
     }
@@ -418,7 +418,7 @@ template <class T> void lay_out(Back& j) {
   j.parts_of_task = task;
 }
 
-template <class T> void attend_backward(const BackwardArgs& given) {
+template <class T> void backward_whole(const BackwardArgs& given) {
   Back j;
   j.given = given;
   j.a = given.a;
@@ -467,4 +467,34 @@ template <class T> void attend_backward(const BackwardArgs& given) {
     run_tasks(blocks_of(j.elements[t], JOINED), join_sums, &parts, threads);
   }
   call_arena().give_back();
+}
+
+struct BackSegments {
+  BackwardArgs given;
+  int threads;
+};
+template <class T> void segment_back(const void* job, i64 task) {
+  const BackSegments& j = *static_cast<const BackSegments*>(job);
+  const Args& whole = j.given.a;
+  const Segment at = segment_at(whole, task);
+  if (at.rows <= 0) return;
+  BackwardArgs part = j.given;
+  part.a = segment_of<T>(whole, at, j.threads);
+  const i64 size = sizeof(typename T::st), first = at.head * whole.rows + at.first;
+  for (Operand* x : {&part.grad, &part.result, &part.rest}) moved(x->data, (at.first * x->stride[2] + at.head * x->stride[1]) * size);
+  moved(part.lse_grad.data, (at.first * part.lse_grad.stride[2] + at.head * part.lse_grad.stride[1]) * 4);
+  part.statistics += first * 2;
+  if (part.sink_rows) part.sink_rows += first;
+  moved(part.dq.data, (at.first * part.dq.stride[2] + at.head * part.dq.stride[1]) * size);
+  for (Output* x : {&part.dk, &part.dv}) moved(x->data, (at.first * x->stride[2] + at.kv_head * x->stride[1]) * size);
+  backward_whole<T>(part);
+}
+
+template <class T> void attend_backward(const BackwardArgs& given) {
+  if (!given.a.offsets.data) return backward_whole<T>(given);
+  const int threads = threads_for(given.a);
+  const i64 tasks = given.a.segments * given.a.HK;
+  const bool each = tasks >= 4 * threads;  // as the forward has it
+  const BackSegments j = {given, each ? 1 : threads};
+  run_tasks(tasks, segment_back<T>, &j, each ? threads : 1);
 }

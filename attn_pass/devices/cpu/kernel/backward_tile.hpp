@@ -107,7 +107,7 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
   const vec by = Isa::set1(j.scale.before), factor = Isa::set1(j.scale.factor), top = Isa::set1(-left.top);
   const vec share = Isa::set1(left.share), zero = Isa::zero();
   const vec of_left = Isa::set1(j.dropout.factor), fill = Isa::set1(a.fill);
-  const u64 drawn = a.seed ? left_word(j.dropout, row.b * a.H + row.h, row.i, key) : ~u64(0);
+  const u64 drawn = a.seed ? left_word(j.dropout, a.first_head + row.b * a.H + row.h, row.i, key) : ~u64(0);
   const u64 passing = a.replaces ? word & kept_by_tensor(a, row, key) : word;  // a score that was replaced passes no gradient on
   vec delta = Isa::set1(-left.delta), total = zero;
 #ifdef ATTN_SCORE

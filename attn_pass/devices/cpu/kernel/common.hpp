@@ -63,7 +63,7 @@ struct PerBatch {
 // With `offsets`, a segment of rows lies behind the other: B is 1, L and S count all rows, and segment b is the rows, of
 // queries, keys and values, from offsets[b] to offsets[b + 1], each of which sees its own segment alone. A row's position,
 // and a key's, is that in its segment; so are those of `bias` and `captured`, whose first dimension is the segment.
-// `keep` lies as the keys do, (1, H, 1, S). Neither a log-sum-exp nor a sink for each row.
+// `keep` lies as the keys do, (1, H, 1, S). No sink for each row, and no gradients of `bias` and `captured`.
 struct Args {
   Operand q, k, v, keep, bias;
   Operand sink;                  // (B, H, L, 1), float32
@@ -77,6 +77,8 @@ struct Args {
   void* rest;  // as `out`: what rounding to its type took from it, for the backward; or null
   i64 B, H, HK, L, S, D, DV;
   i64 before, after, start, end, segments;
+  i64 rows;        // of a head in `lse` and `statistics`: L, those of all segments where there are any
+  i64 first_head;  // what dropout calls this call's first head: those of a segment have numbers of their own
   PerBatch shift, starts, ends, offsets;
   const i64* seed;  // of one number, or null
   double dropout;

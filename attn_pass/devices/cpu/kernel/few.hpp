@@ -348,33 +348,14 @@ template <class T> void attend_whole(const Args& a) {
   else attend_many<T>(a);
 }
 
-// Packed rows: each segment is an attention of its own, and so is each KV head of it.
 struct Segments {
   Args a;
   int threads;
 };
 template <class T> void segment_task(const void* job, i64 task) {
   const Segments& j = *static_cast<const Segments*>(job);
-  Args a = j.a;
-  const i64 b = task / a.HK, hk = task % a.HK, group = a.H / a.HK, head = hk * group;
-  const i64 from = a.offsets.at(b, 0), rows = a.offsets.at(b + 1, 0) - from;
-  if (rows <= 0) return;
-  const auto move = [](const void*& data, i64 bytes) {
-    if (data) data = static_cast<const char*>(data) + bytes;
-  };
-  const i64 size = sizeof(typename T::st), of_bias = a.bias_type == FLOAT32 ? 4 : 2;
-  move(a.q.data, (from * a.q.stride[2] + head * a.q.stride[1]) * size);
-  move(a.k.data, (from * a.k.stride[2] + hk * a.k.stride[1]) * size);
-  move(a.v.data, (from * a.v.stride[2] + hk * a.v.stride[1]) * size);
-  move(a.keep.data, from * a.keep.stride[3] + head * a.keep.stride[1]);
-  move(a.bias.data, (b * a.bias.stride[0] + head * a.bias.stride[1]) * of_bias);
-  move(a.sink.data, head * a.sink.stride[1] * 4);
-  for (Operand& x : a.captured) move(x.data, (b * x.stride[0] + head * x.stride[1]) * 4);
-  for (PerBatch* x : {&a.shift, &a.starts, &a.ends}) x->data = x->data ? x->data + b * x->stride : nullptr;
-  a.out = static_cast<char*>(a.out) + (from * a.out_stride[2] + head * a.out_stride[1]) * size;
-  a.offsets = {nullptr, 0};
-  a.B = a.HK = 1, a.H = group, a.L = a.S = rows, a.threads = j.threads;
-  attend_whole<T>(a);
+  const Segment at = segment_at(j.a, task);
+  if (at.rows > 0) attend_whole<T>(segment_of<T>(j.a, at, j.threads));
 }
 
 template <class T> void attend_type(const Args& a) {

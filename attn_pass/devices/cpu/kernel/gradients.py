@@ -33,7 +33,7 @@ from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import BACKWARD
 
 # Autograd takes no tensors that are keywords.
-_GIVEN = f"{OPERANDS}, {GIVEN}, float? fill=None, Tensor? seed=None, float dropout=0.0"
+_GIVEN = f"{OPERANDS}, {GIVEN}, float? fill=None, Tensor? seed=None, float dropout=0.0, Tensor? offsets=None"
 NAMES = tuple(part.split("=")[0].split()[-1] for part in _GIVEN.split(", "))
 """The forward's arguments, in order."""
 _OPERANDS = NAMES[:3]
@@ -196,6 +196,8 @@ def _gradient(ctx: Any, grad: Tensor | None, lse_grad: Tensor | None, *_: Tensor
     wanted = [name for name in (*_OPERANDS, "bias", "sink") if needs.get(name)]
     of_captured = needs.get("captured") or ()
     wanted += [f"captured{n}" for n, is_needed in enumerate(of_captured) if is_needed]
+    if given["offsets"] is not None and any(name not in (*_OPERANDS, "sink") for name in wanted):
+        raise NotImplementedError("beside packed rows a bias, and what a score function reads, have no gradient")
     if grad is None:
         grad = torch.zeros_like(result)
     values = [given[name] for name in NAMES]

@@ -175,7 +175,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
           const i64 p = __builtin_ctz(m), there = whole_steps(strip.hi - (w0 + p) * PANEL);
           float* at = s + r * LD + p * PANEL;
           if (a.seed) {
-            const u64 left = left_word(j.dropout, b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
+            const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
             sum = weigh<T, true>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
           } else {
             sum = weigh<T, false>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);

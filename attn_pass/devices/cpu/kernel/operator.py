@@ -57,7 +57,10 @@ class Args(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("rest", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS, "segments")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("B", "H", "HK", "L", "S", "D", "DV", *NUMBERS, "segments", "rows", "first_head")
+        ),
         *((name, _PerBatch) for name in BOUNDS),
         ("seed", ctypes.c_void_p),
         ("dropout", ctypes.c_double),
@@ -140,6 +143,7 @@ def arguments(
         DV=value.size(3),
         **{name: otherwise if bounds.get(name) is None else bounds[name] for name, otherwise in NUMBERS.items()},
         segments=per_batch,
+        rows=q_len,
         **{name: _per_batch(bounds.get(name), per_batch + (name == "offsets")) for name in BOUNDS},
         seed=seed.data_ptr() if seed is not None and dropout else None,
         dropout=dropout,
@@ -191,7 +195,8 @@ def attention(
         offsets: (N + 1,), int64, rising from 0 to L: packed rows. B is 1 and S is L; segment ``n`` is the rows, of
             queries and keys, from ``offsets[n]`` to ``offsets[n + 1]``, and sees itself alone. Positions count from a
             segment's first row; ``bias`` and ``captured``, of four dimensions, are read at (n, head, position of the
-            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L).
+            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L). With
+            gradients ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
         sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).

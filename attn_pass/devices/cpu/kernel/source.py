@@ -22,8 +22,8 @@ ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OUTER = "attn_pass_cpu"
 BACKWARD = "attend_backward"
 """The kernel of the gradients, which takes ``BackwardArgs``."""
-_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "few.hpp")
-_BACKWARD_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "backward_tile.hpp", "backward.hpp")
+_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "few.hpp")
+_BACKWARD_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "backward_tile.hpp", "backward.hpp")
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,8 @@ class Filled:
             if name in operands:
                 (stride,) = strides_in(operands[name], (borders if name == "offsets" else per_batch,))
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {self.number(stride)}}};")
-        sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3], "segments": per_batch}
+        sizes = {"B": q[0], "H": q[1], "HK": k[1], "L": q[2], "S": k[2], "D": q[3], "DV": v[3]}
+        sizes |= {"segments": per_batch, "rows": q[2]}
         lines += [f"{args}.{name} = {self.number(size)};" for name, size in {**sizes, **numbers}.items()]
         lines += [f"{args}.{name} = {_floating(value)};" for name, value in self.template.floats.items()]
         if "seed" in operands:

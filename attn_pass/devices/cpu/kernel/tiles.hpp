@@ -484,7 +484,7 @@ inline float log_of_sum(Running r, float factor) {
 template <class T>
 void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o) {
   using st = typename T::st;
-  if (a.lse) a.lse[(b * a.H + h) * a.L + i] = log_of_sum(r, factor);
+  if (a.lse) a.lse[(b * a.H + h) * a.rows + i] = log_of_sum(r, factor);
   if (!a.out && !a.statistics) return;
   float share = 1.0f;  // of the sum's own unit in the unit that a larger sink makes
   if (a.sink.data) {
@@ -496,7 +496,7 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
     r.top = top;
   }
   if (a.statistics) {
-    float* kept = a.statistics + ((b * a.H + h) * a.L + i) * 2;
+    float* kept = a.statistics + ((b * a.H + h) * a.rows + i) * 2;
     kept[0] = r.top, kept[1] = r.sum;
   }
   if (!a.out) return;

@@ -1,0 +1,255 @@
+"""Training on packed rows: losses and gradients are eager's, and what would change a gradient is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from padded_encoders import LOWEST, B, E, Encoder, H, L, first, ids, masks, mean
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import attn_pass
+from attn_pass.devices.cpu.kernel import build
+from attn_pass.report.region import RegionReport
+
+pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+
+
+def right() -> list[Tensor]:
+    return [m for m in masks() if m.any(1).all()]
+
+
+def stepped(model: nn.Module, run: Callable[..., Any], given: tuple[Tensor, ...]) -> list[Tensor]:
+    """The results of a step, and the gradients of all that has one."""
+    model.zero_grad()
+    inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+    result = run(*inputs)
+    results = [result] if isinstance(result, Tensor) else list(result)
+    weights = torch.linspace(0.5, 1.5, results[0].numel()).view(results[0].shape)
+    (results[0] * weights).sum().backward()
+    held = [x.grad for x in (*model.parameters(), *inputs)]
+    return [*(x.detach() for x in results), *(torch.zeros(0) if g is None else g for g in held)]
+
+
+def trained(
+    model: nn.Module, batches: list[Tensor], words: Tensor | None = None, tolerance: float = 2e-4, **options: Any
+) -> list[RegionReport]:
+    """The regions of a model in training, whose results and gradients were compared with eager's for every batch."""
+    torch._dynamo.reset()
+    words = ids() if words is None else words
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise", **options)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in batches:
+            got, wanted = (stepped(model, run, (words, mask)) for run in (compiled, model))
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance / 10)
+    return report.regions
+
+
+def packed(model: nn.Module, batches: list[Tensor], **given: Any) -> RegionReport:
+    (region,) = trained(model.eval(), batches, **given)
+    assert region.outcome == "packed", region.reason
+    return region
+
+
+def left(model: nn.Module, batches: list[Tensor], **given: Any) -> RegionReport:
+    (region,) = trained(model.eval(), batches, **given)
+    assert region.outcome == "left"
+    return region
+
+
+def labels(mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), torch.arange(L) % 3, -100)
+
+
+def token_loss(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(model.head(x).view(-1, 3), labels(mask).view(-1))
+
+
+@pytest.mark.parametrize("after", [first, mean, token_loss])
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_gradients_are_those_of_eager(after: Callable[..., Any], by_hand: bool) -> None:
+    batches = [*right(), masks(left=True)[0]] if after is not token_loss else right()
+    region = packed(Encoder(after, eager=by_hand), batches, assume_nonempty_rows=by_hand)
+    assert region.packed == 2 and "gradients are 0" in region.assumptions[-1]
+
+
+class Filled(nn.Module):
+    """One attention whose scores are replaced where a key is padding."""
+
+    def __init__(self, after: Callable[..., Any]) -> None:
+        super().__init__()
+        self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(3)), nn.Embedding(50, E)
+        self.after = after
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(words)
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.qkv)
+        y = (q @ k.transpose(2, 3)).masked_fill(mask[:, None, None, :] == 0, LOWEST).softmax(-1) @ v
+        return self.after(y.transpose(1, 2).reshape(B, L, E), mask)
+
+
+def test_a_sequence_without_keys() -> None:
+    """Its rows average all of its values, and the gradients of all of them are those of eager."""
+    packed(Filled(lambda x, mask: x[:, 0]), masks())
+    packed(Filled(lambda x, mask: (x * mask[..., None]).sum(1)), masks())
+
+
+def test_half_precision() -> None:
+    packed(Encoder(first, eager=False, layers=1).bfloat16(), right(), tolerance=0.06)
+
+
+class Given(nn.Module):
+    """An encoder whose rows are given, with a gradient of their own."""
+
+    def __init__(self, after: Callable[..., Any], layers: int = 1) -> None:
+        super().__init__()
+        self.encoder = Encoder(after, layers=layers, eager=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        for layer in self.encoder.layers:
+            x = layer(x, mask.bool())
+        return self.encoder.after(self.encoder, x, mask)
+
+
+def test_rows_that_are_given_have_gradients() -> None:
+    region = packed(Given(mean), right(), words=torch.randn(B, L, E))
+    assert region.packed == 1
+
+
+def test_an_accuracy_without_gradients_cuts_none_off() -> None:
+    """Both read the same rows, the first under no_grad."""
+
+    def scored(model: Any, x: Tensor, mask: Tensor) -> Any:
+        with torch.no_grad():
+            share = (x * mask[..., None]).sum(1)
+        return (x * mask[..., None]).sum(1), share
+
+    packed(Encoder(scored, layers=1, eager=False), right())
+
+
+def test_rows_that_are_packed_without_gradients_first() -> None:
+    class Twice(Given):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            keep = mask.bool()
+            with torch.no_grad():
+                stopped = self.encoder.layers[0](x, keep)
+            return mean(self.encoder, self.encoder.layers[0](x + stopped, keep), mask)
+
+    assert packed(Twice(mean), right(), words=torch.randn(B, L, E)).packed == 2
+
+
+def test_a_frozen_encoder_under_a_head_that_is_trained() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = Encoder(lambda model, x, mask: x, layers=1, eager=False), nn.Linear(E, 3)
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.encoder(words, mask)
+            return F.cross_entropy(self.head(x).view(-1, 3), labels(mask).view(-1))
+
+    packed(Frozen(), right())
+
+
+def test_weights_that_are_shared_and_used_outside() -> None:
+    def tied(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        weights = mask[..., None]
+        return (F.linear(x, model.words.weight) * weights).sum(1) + model.words.weight.sum() * 1e-2
+
+    packed(Encoder(tied, layers=1, eager=False), right())
+
+
+# ---------------------------------------------------------------- what is left
+
+
+class Biased(nn.Module):
+    """One attention with something learned in its scores: ``added(positions)``, (H, L, L)."""
+
+    def __init__(self, learned: bool) -> None:
+        super().__init__()
+        self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(3)), nn.Embedding(50, E)
+        self.table = nn.Embedding(2 * L, H)
+        self.table.weight.requires_grad_(learned)
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.words(words)
+        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.qkv)
+        at = torch.arange(L)
+        added = self.table(at[:, None] - at[None] + L).permute(2, 0, 1)[None]
+        added = added + (1.0 - mask[:, None, None, :].float()) * LOWEST
+        y = (q @ k.transpose(2, 3) + added).softmax(-1) @ v
+        return (y.transpose(1, 2).reshape(B, L, E) * mask[..., None]).sum(1)
+
+
+def test_a_learned_bias_is_summed_over_sequences() -> None:
+    regions = trained(Biased(learned=True), right())
+    assert not any(region.packed for region in regions)
+
+
+def test_an_added_mask_is_none_in_training() -> None:
+    """The gradient of a row that it masks fully passes through it."""
+    region = left(Encoder(mean, layers=1), right())
+    assert "assume_nonempty_rows" in region.reason
+
+
+def test_strict_numerics_assume_nothing_of_rows_of_padding() -> None:
+    def chosen(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask.bool()[..., None], x, 0.0).sum(1)
+
+    assert "finite" in left(Encoder(chosen, layers=1, eager=False), right(), numerics="strict").reason
+    assert packed(Encoder(chosen, layers=1, eager=False), right()).packed == 1
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda model, x, mask: x,
+        lambda model, x, mask: x.mean(1),
+        lambda model, x, mask: F.cross_entropy(model.head(x).view(-1, 3), labels(mask).abs().view(-1) % 3),
+        lambda model, x, mask: F.mse_loss(x, torch.zeros_like(x)),
+        lambda model, x, mask: F.batch_norm(x.transpose(1, 2), None, None, training=True)[:, :, 0],
+    ],
+)
+def test_rows_whose_gradients_count(after: Callable[..., Any]) -> None:
+    """What every row adds to is left, or computed for all rows: gradients are eager's either way."""
+    trained(Encoder(after, layers=1, eager=False).eval(), right()[:1])
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def dropped(model: nn.Module, mask: Tensor) -> tuple[RegionReport, Tensor]:
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    with attn_pass.record() as report:
+        result = torch.compile(model, backend=backend, fullgraph=True)(ids(), mask)
+    (region,) = report.regions
+    return region, result
+
+
+def test_dropout_of_rows_draws_for_the_rows_that_are_there() -> None:
+    def wide(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return F.dropout(x * 0.0 + 1.0, 0.5, True) * mask[..., None]
+
+    mask = right()[0]
+    region, result = dropped(Encoder(wide, layers=1, eager=False).train(), mask)
+    assert region.outcome == "packed" and "dropout" in region.operations
+    kept = result.detach()[mask.bool()]
+    assert set(kept.unique().tolist()) == {0.0, 2.0} and 0.3 < (kept == 0).double().mean() < 0.7
+    assert not result[mask == 0].any()
+
+
+def test_with_eagers_random_numbers_dropout_is_left() -> None:
+    with torch._inductor.config.patch(fallback_random=True):
+        model = Encoder(mean, layers=1, eager=False).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        region, _ = dropped(model, right()[0])
+    assert region.outcome == "left" and "dropout may mix" in " ".join((region.reason, *region.stops))
