@@ -138,6 +138,9 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
         return OTHER_ROWS
     if (value := tensor_value(mask.keep)) is not None and not _is_of_keys(sizes.shape(value), keys[2]):
         return "its mask differs from query to query, or from head to head"
+    masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
+    if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
+        return "its call has heads in the place of sequences, as that of a single sentence has"
     return _refusal_of_arguments(node, sizes)
 
 

@@ -99,7 +99,7 @@ def test_a_bias_of_the_rows_themselves_is_left() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_inside_an_attention_is_left() -> None:
+def test_dropout_inside_an_attention_draws_what_it_draws_with_padding() -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -111,5 +111,11 @@ def test_dropout_inside_an_attention_is_left() -> None:
             y = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None, :], dropout_p=0.3)
             return y.transpose(1, 2).reshape(B, L, E)[:, 0]
 
-    regions, _, _ = ran(Dropped(), [m for m in masks() if m.any(1).all()][:1])
-    assert all(region.outcome == "left" for region in regions)
+    model, results = Dropped(), []
+    for unpad in (True, False):
+        torch.manual_seed(1)
+        regions, (result,), (eager,) = ran(model, [m for m in masks() if m.any(1).all()][:1], unpad=unpad)
+        results.append(result)
+        assert not torch.equal(result, eager)
+        assert [region.outcome for region in regions] == ["packed"] * unpad
+    torch.testing.assert_close(*results)

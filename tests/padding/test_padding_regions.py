@@ -121,7 +121,8 @@ def test_one_sentence_that_is_padded(after: Callable[..., Any], padding_left: bo
         for mask in masks(padding_left)[0].split(1):
             words = ids()[:1]
             torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
-    assert [region.packed for region in report.regions] == [2]
+    (region,) = report.regions
+    assert region.packed == 0 and "single sentence" in region.reason
 
 
 def test_two_encoders_are_two_regions() -> None:
@@ -286,7 +287,7 @@ def test_an_operation_that_mixes_rows_ends_the_region(between: Callable[..., Ten
     assert left(Encoder(first, between, layers=1)).reason.startswith(f"{name} may mix")
 
 
-def test_dropout_that_is_on() -> None:
+def test_dropout_that_draws_as_eager() -> None:
     class On(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -295,7 +296,8 @@ def test_dropout_that_is_on() -> None:
         def forward(self, words: Tensor, mask: Tensor) -> Tensor:
             return self.encoder(words, mask)
 
-    regions, _, _ = ran(On(), masks()[:1])
+    with torch._inductor.config.patch(fallback_random=True):
+        regions, _, _ = ran(On(), masks()[:1])
     assert [r.outcome for r in regions] == ["left"] and "dropout may mix" in regions[0].reason
 
 

@@ -26,6 +26,10 @@ class NotRunnable(Exception):
     """The model cannot be built here, or does not run as it is; nothing is learnt about attn_pass."""
 
 
+class NotWanted(NotRunnable):
+    """The model is none that is asked for, by its inputs."""
+
+
 @dataclass(frozen=True)
 class Census:
     """The modules of a census folder.
@@ -99,8 +103,10 @@ class Subject:
         return verdict
 
 
-def prepared(census: Census, name: str, keep_cache: bool = False) -> Subject:
-    """Build a model and run it.
+def prepared(
+    census: Census, name: str, keep_cache: bool = False, is_wanted: Callable[[Mapping[str, Any]], bool] | None = None
+) -> Subject:
+    """Build a model and run it, if it is wanted by its inputs.
 
     The weights are sharpened, as the census does it: libraries initialise attention to be nearly uniform, which would
     hide a wrong scale or mask. `keep_cache=False` asks transformers models for no key-value cache, which is no output
@@ -108,10 +114,13 @@ def prepared(census: Census, name: str, keep_cache: bool = False) -> Subject:
 
     Raises:
         NotRunnable: it cannot be built or run.
+        NotWanted: it is not asked for.
     """
     torch.set_num_threads(1)
     try:
         model, inputs = census.zoo.build(name, dropout=None)
+        if is_wanted is not None and not is_wanted(inputs if isinstance(inputs, Mapping) else {}):
+            raise NotWanted(name)
         model.eval()
         if not keep_cache:
             _without_cache(model)
@@ -120,6 +129,8 @@ def prepared(census: Census, name: str, keep_cache: bool = False) -> Subject:
             _sharpen(census, model, args, kwargs)
         expected = _outputs(census, model, args, kwargs)
         again = _outputs(census, model, args, kwargs, SEED + 1)
+    except NotWanted:
+        raise
     except Exception as error:
         raise NotRunnable(told(error)) from error
     return Subject(census, model, args, kwargs, expected, all(map(_same, expected, again)))

@@ -1,30 +1,33 @@
 """Models with padding under torch.compile: which have a proved region without padding, and why the others have none.
 
-Models are as the census has them, with transformers' own calls of `scaled_dot_product_attention`; the rewritten graph
-runs eagerly, and only the CPU kernel is offered, whatever it is predicted to take. Most return `last_hidden_state`,
-which shows rows of padding; so each is compiled once more under `assume_padding_unused`.
+Models are as the census has them, with transformers' own calls of `scaled_dot_product_attention`; those whose inputs
+hold a mask with padding in it. Each is traced once: the rewritten graph runs eagerly, and only the CPU kernel is
+offered, whatever it is predicted to take. Most return `last_hidden_state`, which shows rows of padding; so each graph
+is rewritten once more under `assume_padding_unused`, and that is not run.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx import Graph, GraphModule
 
 import attn_pass
-from bench.suites.census.dataset import Census, NotRunnable, Subject, open_census, prepared, told
+from attn_pass.report.record import Report
+from bench.suites.census.dataset import Census, NotRunnable, NotWanted, Subject, open_census, prepared, told
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 
-STAGES: Mapping[str, Mapping[str, Any]] = {"as called": {}, "padding unused": {"assume_padding_unused": True}}
+AS_CALLED, UNUSED = STAGES = ("as called", "padding unused")
 
 
 def facts_of(census: Census, name: str) -> Row:
     """What the row of a model is about."""
-    return {"bench": "padding", "stage": next(iter(STAGES)), **census.facts(name)}
+    return {"bench": "padding", "stage": AS_CALLED, **census.facts(name)}
 
 
 def measure(folder: Path, name: str) -> Iterator[Row]:
@@ -33,26 +36,61 @@ def measure(folder: Path, name: str) -> Iterator[Row]:
     row = facts_of(census, name)
     build_with_sdpa()
     try:
-        subject = prepared(census, name)
+        subject = prepared(census, name, is_wanted=has_padding)
+    except NotWanted:
+        yield {**row, "status": "no padding"}
+        return
     except NotRunnable as error:
         yield {**row, "status": "unbuildable", "error": str(error)}
         return
-    for stage, options in STAGES.items():
-        torch._dynamo.reset()
-        yield {**row, "stage": stage, **compiled(subject, options)}
+    for stage, of_stage in compiled(subject):
+        yield {**row, "stage": stage, **of_stage}
 
 
-def compiled(subject: Subject, options: Mapping[str, Any]) -> Row:
+def has_padding(inputs: Mapping[str, Any]) -> bool:
+    """Whether a mask of a model's inputs, by its name, keeps some positions and not others."""
+    masks = (x for name, x in inputs.items() if "mask" in name and isinstance(x, torch.Tensor) and x.dim() == 2)
+    return any(bool((x != x.flatten()[0]).any()) for x in masks)
+
+
+def compiled(subject: Subject) -> Iterator[tuple[str, Row]]:
     """What becomes of one model. With the user's word its rows of padding are others, and nothing is compared."""
+    backends = {AS_CALLED: _backend(), UNUSED: _backend(assume_padding_unused=True)}
+    reports: dict[str, list[Report]] = {stage: [] for stage in STAGES}
+
+    def both(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graphs = {AS_CALLED: gm, UNUSED: _copied(gm)}
+        made = {}
+        for stage, backend in backends.items():
+            with attn_pass.record() as report:
+                made[stage] = backend(graphs[stage], inputs)
+            reports[stage].append(report)
+        return made[AS_CALLED]
+
     made: Row = {"status": "ok", "numerics": None}
-    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), **options)
-    with warnings.catch_warnings(record=True) as caught, attn_pass.record() as report:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", attn_pass.AttnPassWarning)
         try:
-            got = subject.run(torch.compile(subject.model, backend=backend))
-            made["numerics"] = None if options else subject.judged(got)
+            made["numerics"] = subject.judged(subject.run(torch.compile(subject.model, backend=both)))
         except Exception as error:
             made.update(status="does not run", error=told(error))
     made["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
-    rewritten = sum(site.outcome != "left" for site in report.sites)
-    return {**made, "attentions": rewritten, "regions": [region.to_dict() for region in report.regions]}
+    yield AS_CALLED, {**made, **_told(reports[AS_CALLED])}
+    yield UNUSED, {"status": made["status"], "numerics": None, "warnings": [], **_told(reports[UNUSED])}
+
+
+def _backend(**options: Any) -> Callable[..., Any]:
+    return attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), **options)
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made = GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
+
+
+def _told(reports: Sequence[Report]) -> Row:
+    rewritten = sum(len(report.rewritten) for report in reports)
+    return {"attentions": rewritten, "regions": [region.to_dict() for report in reports for region in report.regions]}

@@ -11,7 +11,14 @@ from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
-NOT_OURS = ("unbuildable", "not exportable", "not decomposable", "does not run as exported", "not for this runtime")
+NOT_OURS = (
+    "unbuildable",
+    "no padding",
+    "not exportable",
+    "not decomposable",
+    "does not run as exported",
+    "not for this runtime",
+)
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -130,6 +137,7 @@ def _padding_cells(label: str, rows: Sequence[Row]) -> Row:
     return {
         "family": label,
         "models": len(rows),
+        "with padding": sum(row["status"] not in ("no padding", "unbuildable") for row in rows),
         "with attention": sum(row.get("attentions", 0) > 0 for row in rows),
         "with a padding mask": len(masked),
         "with a region": len(proved),
@@ -203,7 +211,7 @@ def troubles(rows: Sequence[Row]) -> str:
         name = f"{row['name']} ({row['stage']})" if row.get("stage") else row["name"]
         if is_wrong(row):
             lists["Wrong numbers"].append(f"{name} {_numbers(row['numerics'])}")
-        if row["status"] != "ok":
+        if row["status"] not in ("ok", "no padding"):
             lists[row["status"].capitalize()].append(f"{name}: {first_line(row.get('error', ''))}")
         for warning in row.get("warnings", ()):
             lists["Warned"].append(f"{name}: {warning[:300]}")
