@@ -84,6 +84,11 @@ class Device:
     family: str = ""  # its family by name, where the type does not tell: AMD's GPUs are of torch's type for NVIDIA's
     is_here: bool = True  # False for one that is decided for by its data sheet alone
 
+    @property
+    def kind(self) -> str:
+        """Its family where its type does not tell that, else its type: "rocm" for AMD's GPUs."""
+        return self.family or self.type
+
     def knows(self, kernel: str) -> bool:
         """Whether the predictions for a kernel are based on measurements."""
         return self.is_measured or kernel in self.measured_kernels

@@ -71,7 +71,7 @@ class FlashAttn(CudaKernel):
         """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
         reason = _refusal(attention, setting)
         if reason is not None:
-            return Refusal(self.name, reason, other_device=setting.device.type != "cuda")
+            return Refusal(self.name, reason, other_device=setting.device.kind != "cuda")
         try:
             given = arguments_of(attention)
         except NoForm as found:
@@ -146,8 +146,8 @@ def _problem(a: Attention, decided: FlashAttnPlan, setting: Setting) -> Problem:
 
 def _refusal(a: Attention, setting: Setting) -> str | None:
     device = setting.device
-    if device.type != "cuda":
-        return f"flash_attn does not run on {device.type} devices"
+    if device.kind != "cuda":
+        return f"flash_attn does not run on {device.kind} devices"
     if not device.kernels:
         return f"no measured rule for {device.type} devices yet"
     if device.capability < (8, 0):

@@ -75,8 +75,8 @@ class FlashAttn3(CudaKernel):
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttn3Plan] | Refusal:
         """Takes what FlashAttention-3 computes, in half precision on Hopper."""
-        if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} does not run on {setting.device.type} devices", other_device=True)
+        if setting.device.kind != "cuda":
+            return Refusal(self.name, f"{self.name} does not run on {setting.device.kind} devices", other_device=True)
         reason = refusal(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason)

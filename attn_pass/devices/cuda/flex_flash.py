@@ -59,8 +59,8 @@ class FlexFlash(Flex, CudaKernel):
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what `flex` takes on CUDA, within the limits of the kernel and of torch's code for it."""
-        if setting.device.type != "cuda":
-            return Refusal(self.name, f"{self.name} does not run on {setting.device.type} devices", other_device=True)
+        if setting.device.kind != "cuda":
+            return Refusal(self.name, f"{self.name} does not run on {setting.device.kind} devices", other_device=True)
         case = Case(attention, setting, function_of(attention, setting))
         for constraint in CONSTRAINTS:
             if not constraint.holds(case):

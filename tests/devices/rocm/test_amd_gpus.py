@@ -74,6 +74,16 @@ def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], d
     assert site.decided_for == "MI300X"
 
 
+def test_nvidias_libraries_are_another_devices() -> None:
+    def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (20 * torch.tanh(q @ k.mT / 160)).softmax(-1) @ v
+
+    site = decided(capped, operands())
+    assert site.outcome == "left" and {"flash_attn", "flash_attn_3"} <= set(site.other_devices)
+    assert "flash_attn does not run on rocm devices" in site.refusals["flash_attn"]
+    assert "compute capability" not in site.reason
+
+
 def test_training_does_too() -> None:
     assert decided(causal, operands(grad=True)).target == "sdpa"
 
