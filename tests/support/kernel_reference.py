@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import philox
 import torch
+from philox import left
 from torch import Tensor
 
 from attn_pass.devices.cpu.kernel import slopes
@@ -60,15 +60,15 @@ def reference(
         kept = kept & given["keep"]
     fill, dropped = given.get("fill"), given.get("dropout", 0.0)
     scores = torch.where(kept, scores, float("-inf") if fill is None else fill)
-    left = torch.ones(()) if not dropped else philox.left(given["seed"], dropped, tuple(scores.shape))
-    left = left.to(to) / (1 - dropped) if dropped < 1 else torch.zeros(())
+    stays = torch.ones(()) if not dropped else left(given["seed"], dropped, tuple(scores.shape))
+    stays = stays.to(to) / (1 - dropped) if dropped < 1 else torch.zeros(())
     kept = kept if fill is None else torch.ones_like(kept)
     empty = (scores == float("-inf")).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)  # a softmax of nothing would make NaN of gradients
     lse = scores.logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
     if (sink := given.get("sink")) is not None:
         scores = torch.cat((scores, sink.to(to).expand(*scores.shape[:3], 1)), -1)
-        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) * left @ v, lse
-    out = scores.softmax(-1).masked_fill(~kept, 0.0) * left @ v
+        return scores.softmax(-1)[..., :-1].masked_fill(~kept | empty, 0.0) * stays @ v, lse
+    out = scores.softmax(-1).masked_fill(~kept, 0.0) * stays @ v
     otherwise = {"nan": torch.tensor(float("nan")), "zero": torch.tensor(0.0), "mean": v.mean(-2, keepdim=True)}
     return torch.where(empty, otherwise[given.get("fully_masked", "nan")].to(to), out), lse

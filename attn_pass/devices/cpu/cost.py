@@ -53,15 +53,11 @@ _FEW_ROW = 15_000.0  # a row of them, whatever the keys
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
-# In training, by dtype: below so many keys counts so many times, and from there on. Products and a softmax gain more
-# from few keys than the kernel does, the more so in bfloat16, in which products are fast.
-_TRAINED: Mapping[torch.dtype, tuple[int, float, float]] = {
-    torch.float32: (256, 2.3, 1.0),
-    torch.bfloat16: (512, 4.5, 1.0),
-    torch.float16: (0, 1.0, 1.0),
-}
-_LEARNED: Mapping[torch.dtype, tuple[int, float, float]] = {  # where a bias gets a gradient, which is written, too
-    torch.float32: (256, 2.3, 1.4),
+_DROPPED = 30.0  # a score whose weight is dropped or left, by 32 bits that are drawn
+# Where a bias gets a gradient, which is written, too: below so many keys training counts so many times, and from there
+# on. In bfloat16, in which products are fast, products and a softmax gain more from few keys than the kernel does.
+_LEARNED: Mapping[torch.dtype, tuple[int, float, float]] = {
+    torch.float32: (0, 1.4, 1.4),
     torch.bfloat16: (1024, 4.5, 2.3),
     torch.float16: (0, 1.4, 1.4),
 }
@@ -95,7 +91,9 @@ def in_training(forward: float, a: Attention, problem: Problem) -> float:
 
     Of those, too, only the forward is predicted: forward and backward together take about 3.5 times as long with each.
     """
-    few, of_few, of_many = (_LEARNED if wants_mask_gradient(a) else _TRAINED)[problem.dtype]
+    if not wants_mask_gradient(a):
+        return forward
+    few, of_few, of_many = _LEARNED[problem.dtype]
     return forward * (of_few if problem.kv_len < few else of_many)
 
 
@@ -127,7 +125,8 @@ def _few(p: Problem, rows: int, heads: int, share: float) -> float:
 
 def _each_score(a: Attention, p: Problem) -> float:
     """What is done to a score beside its product and its weight."""
-    each = _ADDED if a.mask.bias is not None else _LOOKED_AT if p.mask_elements else 0.0
+    each = _DROPPED if a.dropout else 0.0
+    each += _ADDED if a.mask.bias is not None else _LOOKED_AT if p.mask_elements else 0.0
     if a.not_affine:
         operations = [e for e in walk(a.modified) if isinstance(e, Apply)]
         each += sum(_TRANSCENDENTAL if _is_transcendental(e) else _OPERATION for e in operations)

@@ -228,11 +228,11 @@ template <class T> void write_panel(const Back& j, const Panel& panel, i64 b, i6
   }
 }
 
-// Of a head that is one tile: what is written at its end, and what the task reads of its next head, if there is one.
-// Products take so little time there that the task would wait for memory.
 struct Head {
   i64 b, hk;
 };
+// Of a head that is one tile: what is written at its end, and what the task reads of its next head, if there is one.
+// Products take so little time there that the task would wait for memory.
 template <class T> Ahead lines_ahead(const Back& j, Head head, const Head* next, Lines* lines) {
   using st = typename T::st;
   const Args& a = j.a;
