@@ -41,6 +41,7 @@ RUNS = (
     Run("cases-cpu", "collected cases that must be fast"),
     Run("models-cpu", "whole models"),
     Run("decode-cpu", "decoding over a static cache"),
+    Run("padding-cpu", "batches with padding, one layer of twelve"),
     Run("peers-cpu", "whole models, compared with other systems"),
 )
 SCALING = "S5.2: speedup over the sequence length"

@@ -1,13 +1,15 @@
 """Whether a region is worth its packing: what its products take against what finding the rows takes.
 
 How much padding a batch has is known at run time only. Without any, all rows are packed, and a region costs what
-finding them does; so only a model whose products take much longer than that is packed.
+finding them does: there is no second program for such batches, which would have to be compiled as well. So a region is
+packed only where that is a small share of its products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch.fx import Node
 
 from attn_pass.devices.device import Device
@@ -18,7 +20,10 @@ from attn_pass.reading.vocabulary import operation_of
 from attn_pass.report.text import duration
 
 _PRODUCTS = ("linear", "matmul", "baddbmm")
-_LEAST_US = 2000.0  # finding rows and taking them takes about 50 us and the reading of some rows of numbers
+_SHARE = 0.02  # of its products' time, which a region without padding may cost
+_FINDING_US, _ROW_US = 60.0, 0.1  # measured: 60 us for 512 rows, 0.9 ms for 8,192
+_PREPARING_SHARE = 0.05  # where some rows are padding, and their number is a new one
+_PREPARING_US = 1000.0  # oneDNN makes code for each number of rows and each size of weights: 0.7 to 2.2 ms, one by one
 
 
 def is_product(node: Node) -> bool:
@@ -30,15 +35,20 @@ def too_small(proof: Proof, device: Device, hint: Callable[[Index], int]) -> str
     """Why packing would not pay even where much is padding; empty where it may."""
     rows = hint(product(proof.group.rows))
     us = 0.0
+    prepared: set[tuple[int, ...]] = set()
     for node in proof.layouts:
         weights = [
             v
             for n in node.all_input_nodes
-            if is_product(node) and n not in proof.layouts and (v := tensor_value(n)) is not None
+            if is_product(node) and n not in proof.layouts and (v := tensor_value(n)) is not None and v.dim() == 2
         ]
-        numbers = max((v.numel() for v in weights if v.dim() == 2), default=0)
-        if isinstance(numbers, int) and weights:
-            us += 2e-3 * rows * numbers / device.matmul(weights[0].dtype)
-    if us >= _LEAST_US:
+        for weight in weights[:1]:
+            numbers = weight.numel()
+            us += 2e-3 * rows * numbers / device.matmul(weight.dtype) if isinstance(numbers, int) else 0.0
+            if weight.dtype != torch.float32:
+                prepared.add(tuple(map(int, weight.shape)))
+    finding, preparing = _FINDING_US + _ROW_US * rows, _PREPARING_US * len(prepared)
+    if us * _SHARE >= finding and us * _PREPARING_SHARE >= preparing:
         return ""
-    return f"its products take {duration(us)} by prediction, less than packing pays for"
+    what = duration(finding) + (f", and {duration(preparing)} where their number is new" if prepared else "")
+    return f"its products take {duration(us)} by prediction, too little beside finding the rows: {what}"

@@ -258,7 +258,12 @@ class Packing:
         return self._back(taken, order)
 
     def _spread(self, node: Node, batch: int | None, length: int | None) -> Node:
-        call = self.emit.call
+        call, value = self.emit.call, tensor_value(node)
+        assert value is not None
+        if value.requires_grad and value.dtype in (torch.bfloat16, torch.float16):  # gradients are sums over sequences
+            return call(
+                aten.to.dtype, self._spread(call(aten.to.dtype, node, torch.float32), batch, length), value.dtype
+            )
         if batch is None:
             assert length is not None
             return call(aten.index_select.default, node, length, self._position_of_row)

@@ -103,6 +103,32 @@ def test_half_precision() -> None:
     packed(Encoder(first, eager=False, layers=1).bfloat16(), right(), tolerance=0.06)
 
 
+def test_gradients_of_positions_are_summed_in_single_precision() -> None:
+    """In half precision a sum of many sequences, one by one, would lose what a sum at once keeps."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.qkv = nn.Embedding(L, E), nn.ModuleList(nn.Linear(E, E) for _ in range(3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = x + self.places(torch.arange(L))[None]
+            q, k, v = (one(x).view(-1, L, H, E // H).transpose(1, 2) for one in self.qkv)
+            y = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None, :])
+            x = y.transpose(1, 2).reshape(-1, L, E) * 1e-3 + x
+            return (x * mask[..., None]).sum(1)
+
+    torch._dynamo.reset()
+    model, words, mask = Placed(), torch.randn(300, L, E), (torch.arange(L) < 20).long().expand(300, L).contiguous()
+    wanted = stepped(model, model, (words, mask))[1]
+    model = model.bfloat16()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    with attn_pass.record() as report:
+        got = stepped(model, torch.compile(model, backend=backend, fullgraph=True), (words.bfloat16(), mask))[1]
+    assert [region.outcome for region in report.regions] == ["packed"]
+    assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
+
+
 class Given(nn.Module):
     """An encoder whose rows are given, with a gradient of their own."""
 
