@@ -33,9 +33,11 @@ REFUSAL = "the target reads the whole cache: it takes no range of keys that is k
 def variants(attention: Attention) -> Iterator[Attention]:
     """The attention with the range of keys that its mask may keep.
 
-    Beside a bias whose fully masked rows average all keys, what is masked with a number is left to the bias.
+    Beside a bias whose fully masked rows average all keys, what is masked with a number is left to the bias. So it is
+    in training where it is added and may mask all of a row: such scores have gradients, and replaced ones have none.
     """
-    a = kept_in_place_of_added(attention) or attention
+    keeps_gradients = not attention.needs_grad or attention.mask.never_empty
+    a = (kept_in_place_of_added(attention) if keeps_gradients else None) or attention
     if a.mask.keep is None or (a.mask.bias is not None and not a.mask.never_empty):
         return
     conditions = conjuncts(a.mask.deep_condition or TRUE)

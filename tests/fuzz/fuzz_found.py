@@ -548,4 +548,14 @@ FOUND: tuple[tuple[str, Case], ...] = (
             targets=("cpu_kernel",),
         ),
     ),
+    (
+        "a length of 0 as a number that is added, in training: scores that are not replaced have gradients",
+        Case(
+            Program(
+                lead=(2, 2), kv_len=4, score=(Step(row="mask: add where", fill=_LOWEST, mask=Mask("nothing valid")),)
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
 )
