@@ -86,6 +86,7 @@ _WITHOUT_MAXIMUM = (
     "base 2",
     "times the inverse sum",
     "normalised exp",
+    "minus logsumexp",
 )
 
 

@@ -558,4 +558,20 @@ FOUND: tuple[tuple[str, Case], ...] = (
             targets=("cpu_kernel",),
         ),
     ),
+    (
+        "an infinite score less its logarithm of the sum is no number at that key alone",
+        Case(
+            Program(
+                lead=(2, 2),
+                dim=2,
+                value_dim=2,
+                dtype=torch.bfloat16,
+                key=(Step(row="last is no number"),),
+                score=(Step(row="scale: mul", x=0.3),),
+                softmax=Step(row="minus logsumexp"),
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
 )
