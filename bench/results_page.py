@@ -54,6 +54,7 @@ OTHERS = (
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("training-cpu.md", "training steps"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),
+    ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
     ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),

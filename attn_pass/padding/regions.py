@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from attn_pass.devices.device import Device
 from attn_pass.errors import first_line
@@ -78,6 +79,8 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
             _take_out(graph, group, record)
         except CannotPackError as error:
             record.mark_left(str(error))
+        except GuardOnDataDependentSymNode as error:
+            record.mark_left(f"torch wants to know the number of rows while it compiles ({first_line(error)})")
         except Exception as error:
             record.mark_left(f"internal error: {type(error).__name__}: {first_line(error)}")
             complain("a region is left with its padding", error)

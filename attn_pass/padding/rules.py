@@ -60,6 +60,9 @@ class Rules:
     def _rule(self, node: Node) -> Rule | None:
         if node.op not in ("call_function", "call_method") or first_tensor(node) is None:
             return None
+        if plain_name(node) == "type_as":  # of the second operand only the type is read; packed, where it has rows
+            same = all(self.shape(n) == self.shape(node) for n in node.all_input_nodes)
+            return self.pointwise(node) if same else None
         call = understand(node)
         if call is not None and not call.in_place:
             rule = _BY_OPERATION.get(call.op)
@@ -288,7 +291,7 @@ def indexed_dims(index: Any, rank: int) -> dict[int, int] | None:
         if entry is None:
             result += 1
         elif isinstance(entry, slice):
-            if entry == slice(None):
+            if entry in (slice(None), slice(0, None)):
                 dims[source] = result
             source, result = source + 1, result + 1
         else:

@@ -7,13 +7,14 @@ What is seen is computed as it was, and so is all that it is made of. The rest i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
-from attn_pass.graph.values import tensor_value
+from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.index import product
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
@@ -158,10 +159,16 @@ def prove(trace: Trace) -> Proof:
             seen.add(operand)
             waiting.append(operand)
     region = {n: layout for n, layout in trace.layouts.items() if n not in seen}
+    region = {n: layout for n, layout in region.items() if not _is_of_a_list(n, region)}
     left = {
         n: {u: e for u in n.users if u not in region and (e := _exit(trace, exits, n, u)) is not None} for n in region
     }
     return Proof(trace.group, region, {n: e for n, e in left.items() if e}, stops)
+
+
+def _is_of_a_list(node: Node, region: Collection[Node]) -> bool:
+    """Whether a node takes one of several tensors that are computed as they were: what is packed is that one."""
+    return any(n not in region and isinstance(fake_value(n), (tuple, list)) for n in node.all_input_nodes)
 
 
 def is_inner(trace: Trace, node: Node, user: Node) -> bool:

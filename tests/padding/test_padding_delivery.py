@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from padded_encoders import Encoder, L, first, ids, masks, mean
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.errors import AttnPassWarning
+from attn_pass.padding.rewrite import Rewrite
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 OWN = {"choose": "fused", "targets": ("cpu_kernel",)}
@@ -86,3 +89,14 @@ def test_training_compiled_by_inductor() -> None:
             for one, other in zip(*gradients, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
     assert [region.outcome for region in report.regions] == ["packed"]
+
+
+def test_a_region_whose_number_of_rows_torch_asks_for_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(self: object) -> None:
+        raise GuardOnDataDependentSymNode(sympy.Symbol("u0"), "Could not guard on Eq(u0, 0)")
+
+    monkeypatch.setattr(Rewrite, "apply", apply)
+    compiled = torch.compile(Encoder(first, layers=1).eval(), backend=attn_pass.wrap("eager", on_error="raise", **OWN))
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled(ids(), masks()[0])
+    assert "the number of rows while it compiles" in report.regions[0].reason

@@ -110,6 +110,31 @@ def test_a_cross_attention_masks_the_same_keys() -> None:
     assert region.packed == 2 and "masked in another attention" in region.exits[0]
 
 
+def test_pieces_of_rows_of_which_one_is_seen() -> None:
+    """What takes a piece of rows that are computed as they were is where the region begins."""
+
+    class Cut(Encoder):
+        def forward(self, words: Tensor, mask: Tensor) -> Any:
+            x = torch.cat([self.words(words)] * 2, -1)
+            one, other = x.chunk(2, -1)
+            return first(self, self.layers[0](self.norm(one), mask.bool()), mask), other.mean(1)
+
+    assert packed(Cut(first, layers=1)).packed == 1
+
+
+def test_a_slice_of_all_rows() -> None:
+    region = packed(Encoder(first, between=lambda x, keep: x[:, slice(0, None), :]))
+    assert (region.packed, region.stops) == (2, ())
+    assert left(Encoder(lambda model, x, mask: x[:, slice(1, None), :].sum(1)), masks()[:1]).packed == 0
+
+
+def test_a_type_that_is_taken_from_another_tensor() -> None:
+    region = packed(Encoder(first, between=lambda x, keep: (x.double() * 2).type_as(x)))
+    assert (region.packed, region.stops) == (2, ())
+    other = left(Encoder(lambda model, x, mask: (x.double() * mask[..., None]).sum(1).type_as(x)), masks()[:1])
+    assert "type_as may mix" in other.reason
+
+
 @pytest.mark.parametrize("padding_left", [False, True])
 @pytest.mark.parametrize("after", [first, mean])
 def test_one_sentence_that_is_padded(after: Callable[..., Any], padding_left: bool) -> None:
