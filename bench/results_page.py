@@ -55,6 +55,7 @@ OTHERS = (
     ("training-cpu.md", "training steps"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
+    ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
     ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),

@@ -85,13 +85,15 @@ class Sdpa:
         if by_distance is not None:
             copied += problem_of(attention, setting.hint).query_bytes
         repaired = problem.operand_bytes if decided.mask.repairs else 0
-        width = max(problem.head_dim, problem.value_dim)
+        dims = (problem.head_dim, problem.value_dim)
+        if decided.head_dim is not None:
+            dims, copied = (max(dims), max(dims)), copied + problem.operand_bytes
         problem = replace(
             problem,
             causal=decided.mask.kind == "causal",
-            copied_bytes=copied + _padded_bytes(attention, setting) + repaired,
-            head_dim=width,
-            value_dim=width,
+            copied_bytes=copied + repaired,
+            head_dim=dims[0],
+            value_dim=dims[1],
             mask_elements=0
             if not decided.mask.is_tensor
             else problem.mask_elements
@@ -118,7 +120,8 @@ class Sdpa:
         if (reason := mask_refusal(a, setting)) is not None:
             raise Unfit(reason)
         form = mask_form(a, setting)
-        return SdpaPlan(form, kernel, common_head_dim(a), _distance_mask(a, form, setting))
+        head_dim = None if family_of(setting.device).takes_unequal_head_dims else common_head_dim(a)
+        return SdpaPlan(form, kernel, head_dim, _distance_mask(a, form, setting))
 
     def unfit(self, a: Attention, setting: Setting) -> str | None:
         """Why torch has no fused kernel for it, but for what its mask does to a row; None if it has."""
@@ -269,13 +272,6 @@ def _over_distances(lower: Lowering, setting: Setting, by: ByDistance) -> Value:
     length = by.axis.size
     sizes = [plan.size(n) for n in (batch, heads, a.q_len, a.kv_len)]
     return plan.call(aten.as_strided.default, dense, sizes, [plan.size(n) for n in (heads * length, length, 1, 1)])
-
-
-def _padded_bytes(a: Attention, setting: Setting) -> int:
-    if a.head_dim == a.value_head_dim:
-        return 0
-    problem = problem_of(a, setting.hint)
-    return problem.operand_bytes
 
 
 def sdpa_function(plan: Plan) -> Callable[..., Any]:

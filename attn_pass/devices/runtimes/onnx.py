@@ -21,6 +21,7 @@ class Onnx(Runtime):
     types = ("onnx",)
     product = "ONNX (opset 23)"
     dynamo_backends = ("onnxrt",)
+    takes_unequal_head_dims = True
     kernel_rules = table(dtype_rule(torch.float32, torch.float64, *HALF))
     broadcasts_masks = False
     one_row = (0.95, 0.5)

@@ -22,6 +22,7 @@ class OpenVino(Runtime):
     types = ("openvino",)
     product = "OpenVINO"
     dynamo_backends = ("openvino",)
+    takes_unequal_head_dims = True
     kernel_rules = table(
         dtype_rule(torch.float32, torch.float64, *HALF),
         groups_rule("openvino 2026.4: src/common/snippets, 'Incompatible MatMul batch dimension'"),

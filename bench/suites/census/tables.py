@@ -168,15 +168,16 @@ def runtimes_table(rows: Sequence[Row]) -> str:
 
 
 def _runtimes_cells(label: str, rows: Sequence[Row]) -> Row:
-    ran = [row for row in rows if "attentions" in row]
+    ran = [row for row in rows if "operators" in row]
     sites = sum(row["attentions"] for row in ran)
     stock, ours = (sum(row.get(name, 0) for row in ran) for name in ("stock", "operators"))
     wrong = sum((row.get("stock_numerics") or {}).get("ok") is False for row in ran)
     return {
-        **{"family": label, "models": len({row["name"] for row in rows}), "exportable": len(ran), "attentions": sites},
+        **{"family": label, "models": len({row["name"] for row in rows}), "translated": len(ran), "attentions": sites},
         **{"operators, stock": stock, "% stock": percent(stock, sites)},
         **{"operators, rewritten": ours, "% rewritten": percent(ours, sites)},
-        **{"stock fails": sum("stock_error" in row for row in ran), "stock is wrong": wrong},
+        **{"not for it, stock neither": sum(row["status"] == "not for this runtime" for row in rows)},
+        "stock is wrong": wrong,
         **_bad(rows),
     }
 

@@ -85,6 +85,12 @@ def test_a_mask_is_broadcast_where_the_runtime_does_it() -> None:
     assert shape(call_of(program).args[3])[2:] == (1, 7)
 
 
+def test_values_of_another_size_are_padded_for_tensorrt_alone() -> None:
+    for runtime, size in (("onnx", 5), ("openvino", 5), ("tensorrt", 16)):
+        program, _ = rewritten(PROGRAMS["value heads of another size"], runtime, choose="fused")
+        assert [shape(x)[-1] for x in call_of(program).args[:3]] == [16, 16, size], runtime
+
+
 def test_grouped_heads() -> None:
     """ONNX has them; for OpenVINO the queries of a group become rows, and keys are not repeated either way."""
     onnx, _ = rewritten(PROGRAMS["grouped heads"], "onnx")
