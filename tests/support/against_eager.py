@@ -52,13 +52,15 @@ def same(
     dynamic: bool | None = None,
     reference: Callable[..., Any] | bool = True,
     twice: float = 2.0,
+    aot: bool = False,
     **options: Any,
 ) -> attn_pass.Report:
     """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, writes to its inputs.
 
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
     last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be.
-    ``reference`` computes in float64 what ``fn`` should; False compares with eager alone.
+    ``reference`` computes in float64 what ``fn`` should; False compares with eager alone. ``aot``: AOTAutograd compiles
+    the rewritten graph, whatever the test's name.
     """
     expected, wanted, touched = _run(fn, _copies(inputs), grad)
     truth: tuple[list[Any], list[Any]] | None = None
@@ -66,7 +68,7 @@ def same(
         exact = reference if callable(reference) else _as_float64(fn)
         truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
-    backend = attn_pass.wrap(_compiler(dynamic), **{"choose": "fused", "on_error": "raise", **options})
+    backend = attn_pass.wrap(_compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
     with attn_pass.record() as report:
         results, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
     if rewritten is not None:
@@ -78,15 +80,16 @@ def same(
     return report
 
 
-def _compiler(dynamic: bool | None) -> str:
+def _compiler(always: bool | None) -> str:
     """What compiles the rewritten graph: AOTAutograd for one test in four, by its name; the others execute it.
 
     AOTAutograd takes half of such a test's time, and what it finds in what the pass writes, generated programs find.
-    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs.
+    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs. In a checkpoint it is,
+    where what is emitted is a higher-order operator: eager saves other tensors than its second forward.
     The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
     """
     drawn = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode()) % 4 == 0
-    return "aot_eager_default_partitioner" if drawn or dynamic else "eager"
+    return "aot_eager_default_partitioner" if drawn or always else "eager"
 
 
 def _as_float64(fn: Callable[..., Any]) -> Callable[..., Any]:

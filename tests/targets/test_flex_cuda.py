@@ -109,7 +109,7 @@ def test_a_checkpointed_layer_trains() -> None:
         layer: Any = torch.utils.checkpoint.checkpoint(masked(window, cap=True), q, k, v, use_reentrant=False)
         return layer * 2
 
-    same(fn, *qkv(grad=True, **BIG), rewritten=1, grad=True, **ON_CUDA)
+    same(fn, *qkv(grad=True, **BIG), rewritten=1, grad=True, aot=True, **ON_CUDA)
 
 
 def test_an_exported_program_stays_valid() -> None:
