@@ -84,8 +84,8 @@ def _compiler(always: bool | None) -> str:
     """What compiles the rewritten graph: AOTAutograd for one test in four, by its name; the others execute it.
 
     AOTAutograd takes half of such a test's time, and what it finds in what the pass writes, generated programs find.
-    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs. In a checkpoint it is,
-    where what is emitted is a higher-order operator: eager saves other tensors than its second forward.
+    With dynamic sizes it is always there: to a compiler without it Dynamo hands floats as inputs. So it is where a
+    higher-order operator is emitted into a checkpoint: eager's second forward saves other tensors than the first.
     The default partitioner: which of its values the backward computes again is the compiler's choice, and takes long.
     """
     drawn = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode()) % 4 == 0
