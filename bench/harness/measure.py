@@ -174,8 +174,9 @@ def child(name: str, function: Callable[..., Iterator[Row]], args: tuple[Any, ..
 def judged(rows: list[Row]) -> list[Row]:
     """Adds to the rows of one program: how many times as fast as stock, the noise, and what to make of it."""
     by_way = {row["way"]: row for row in rows if row["status"] == "ok"}
+    ways = {row["way"] for row in rows}
     for row in by_way.values():
-        base = by_way.get(w.base_of(row["way"]))
+        base = by_way.get(w.base_of(row["way"], ways))
         if "floor_us" in row:
             row["of_floor"] = row["floor_us"] / row["median_us"]
         if base is not None:
@@ -185,7 +186,7 @@ def judged(rows: list[Row]) -> list[Row]:
         if row["error"] is None:
             continue
         if row["tolerance"] is None:
-            known = by_way.get(w.EAGER) or by_way.get(w.base_of(row["way"]))
+            known = by_way.get(w.EAGER) or by_way.get(w.base_of(row["way"], ways))
             row["tolerance"] = 0.0 if known is None else _TIMES_KNOWN * known["error"]
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"

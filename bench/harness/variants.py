@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,27 @@ STOCK_FROZEN, PASS_FROZEN = "compile, stock, frozen", "compile, attn_pass, froze
 PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
 DECOMPOSED, PACKAGE_PASS = "AOTInductor, decomposed", "AOTInductor, attn_pass"
 PACKAGE_HAND = "AOTInductor, by hand"
+IN_ORT, IN_ORT_AGAIN, IN_ORT_PASS = "ONNX Runtime, stock", "ONNX Runtime, stock (A/A)", "ONNX Runtime, attn_pass"
+IN_OPENVINO, IN_OPENVINO_AGAIN, IN_OPENVINO_PASS = "OpenVINO, stock", "OpenVINO, stock (A/A)", "OpenVINO, attn_pass"
 
 COMPILED = (EAGER, STOCK, STOCK_AGAIN, PASS, HAND)
 FROZEN = (STOCK_FROZEN, PASS_FROZEN)
 """With Inductor's ``freezing``, which folds weights into the code and packs those of linear layers."""
 PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
 
-AGAIN: Mapping[str, str] = {STOCK: STOCK_AGAIN, PACKAGE: PACKAGE_AGAIN}
+AGAIN: Mapping[str, str] = {
+    STOCK: STOCK_AGAIN,
+    PACKAGE: PACKAGE_AGAIN,
+    IN_ORT: IN_ORT_AGAIN,
+    IN_OPENVINO: IN_OPENVINO_AGAIN,
+}
 """The same code measured twice: the difference is noise."""
 
 
-def base_of(way: str) -> str:
-    """What a way is compared with: packages with the stock package, everything else with stock torch.compile."""
-    return PACKAGE if way.startswith("AOTInductor") else STOCK
+def base_of(way: str, ways: Collection[str]) -> str:
+    """What one of these ways is compared with: the stock way of the same system, or else stock torch.compile."""
+    stock = f"{way.partition(',')[0]}, stock"
+    return stock if stock in ways else STOCK
 
 
 @dataclass

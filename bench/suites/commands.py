@@ -1,4 +1,4 @@
-"""The commands that measure a list of programs: variants, forms, models, training, steps, peers, cases."""
+"""The commands that measure a list of programs: variants, forms, models, training, steps, runtimes, peers, cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.harness.document import LEGEND, STANDARD, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
 from bench.harness.programs import Program, Setting
-from bench.suites import cases, forms, masks, models, peers, steps, training
+from bench.suites import cases, forms, masks, models, peers, runtimes, steps, training
 
 
 def _tables(
@@ -69,6 +69,12 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "models": _command(models, "Whole models at real sizes: eager, stock, the pass, both frozen.", models.WAYS, 9),
     "training": _command(training, "Training steps, forward and backward: eager, stock, the pass."),
     "steps": _command(steps, "Whole training steps with the optimizer: eager, stock, the pass.", times=9),
+    "runtimes": _command(
+        runtimes,
+        "Whole models in ONNX Runtime and OpenVINO, as exported and after the pass (make bench-peers installs them).",
+        runtimes.WAYS,
+        9,
+    ),
     "peers": _command(
         peers,
         "Whole models beside other systems; needs onnx, onnxruntime, onnxscript and openvino (make bench-peers).",

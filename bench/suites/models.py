@@ -77,9 +77,9 @@ def gpt2(attention: str = "eager", length: int = 1024, **sizes: Any) -> Built:
     return Prefill(model.transformer, model.lm_head), (tokens(1, length, model.config.vocab_size),)
 
 
-def gpt2_body(attention: str = "eager", length: int = 1024) -> Built:
+def gpt2_body(attention: str = "eager", length: int = 1024, **sizes: Any) -> Built:
     """The same without its head."""
-    model = library("GPT2Model", "GPT2Config", attention)
+    model = library("GPT2Model", "GPT2Config", attention, **sizes)
     return Called(model, "input_ids", use_cache=False), (tokens(1, length, model.config.vocab_size),)
 
 
@@ -120,23 +120,23 @@ def llama_decode(attention: str = "eager", length: int = 4096) -> Built:
     return Decode(model, length), (tokens(1, 1, model.config.vocab_size),)
 
 
-def t5_encoder() -> Built:
+def t5_encoder(num_layers: int = 12) -> Built:
     """The encoder of t5-base."""
-    sizes: dict[str, Any] = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64}
+    sizes: dict[str, Any] = {"d_model": 768, "d_ff": 3072, "num_layers": num_layers, "num_heads": 12, "d_kv": 64}
     model = library("T5EncoderModel", "T5Config", **sizes)
     return Called(model, "input_ids"), (tokens(1, 512, model.config.vocab_size),)
 
 
-def whisper_encoder() -> Built:
+def whisper_encoder(encoder_layers: int = 12) -> Built:
     """The encoder of whisper-small on 30 s of sound, 3000 frames."""
-    sizes: dict[str, Any] = {"encoder_layers": 12, "encoder_attention_heads": 12, "encoder_ffn_dim": 3072}
+    sizes: dict[str, Any] = {"encoder_layers": encoder_layers, "encoder_attention_heads": 12, "encoder_ffn_dim": 3072}
     model = library("WhisperModel", "WhisperConfig", d_model=768, decoder_layers=1, **sizes)
     return Called(model.encoder, "input_features"), (torch.randn(1, 80, 3000),)
 
 
-def image_model(model: str, config: str, attention: str = "eager") -> Built:
-    """Of its config class's default sizes: ViT-B/16 and swin_tiny."""
-    return Called(library(model, config, attention), "pixel_values"), (pixels(8, 224),)
+def image_model(model: str, config: str, attention: str = "eager", **sizes: Any) -> Built:
+    """Of its config class's default sizes but for these: ViT-B/16 and swin_tiny."""
+    return Called(library(model, config, attention, **sizes), "pixel_values"), (pixels(8, 224),)
 
 
 vit = partial(image_model, "ViTModel", "ViTConfig")

@@ -72,12 +72,13 @@ def _onnx_runtime_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -
     path = folder / "rewritten.onnx"
     with contextlib.redirect_stdout(io.StringIO()):
         torch.onnx.export(program, opset_version=23, dynamo=True).save(str(path), external_data=True)
-    run = _session(path)
+    run = in_session(path)
     run.took = took  # type: ignore[attr-defined]
     return run
 
 
-def _session(path: Path) -> Callable[..., Any]:
+def in_session(path: Path) -> Callable[..., Any]:
+    """A file in ONNX Runtime, on as many threads as torch has."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -95,7 +96,7 @@ def _session(path: Path) -> Callable[..., Any]:
 
 def in_onnx_runtime(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     """The model exported to ONNX, in ONNX Runtime."""
-    return _session(_onnx(module, inputs, folder))
+    return in_session(_onnx(module, inputs, folder))
 
 
 def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
@@ -107,7 +108,7 @@ def _onnx_runtime_fused(module: nn.Module, inputs: Tensors, folder: Path) -> Cal
     path = folder / "fused.onnx"
     program.save(str(path), external_data=True)
     fused = Counter(node.op_type for node in program.model.graph if "Attention" in node.op_type)
-    run = _session(path)
+    run = in_session(path)
     run.took = _listed(fused) or "no attention fused"  # type: ignore[attr-defined]
     return run
 
@@ -120,17 +121,18 @@ def in_openvino(module: nn.Module, inputs: Tensors, folder: Path, precision: str
     """The model exported to ONNX, in OpenVINO, which may compute in this precision."""
     import openvino
 
-    return _in_openvino(openvino.Core().read_model(_onnx(module, inputs, folder)), "", precision)
+    return openvino_model(openvino.Core().read_model(_onnx(module, inputs, folder)), "", precision)
 
 
 def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     import openvino
 
     program, took = _rewritten(module, inputs, "openvino")
-    return _in_openvino(openvino.convert_model(program), f"{took}, ")
+    return openvino_model(openvino.convert_model(program), f"{took}, ")
 
 
-def _in_openvino(converted: Any, took: str, precision: str = "f32") -> Callable[..., Any]:
+def openvino_model(converted: Any, took: str, precision: str = "f32") -> Callable[..., Any]:
+    """A model in OpenVINO, on as many threads as torch has; ``took`` begins what is told of it."""
     import openvino
 
     core = openvino.Core()

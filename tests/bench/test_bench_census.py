@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from bench.harness.document import Table
 from bench.harness.process import Task, in_child
 from bench.suites import compile_time
-from bench.suites.census import tables
+from bench.suites.census import command, export, tables
 from bench.suites.census.dataset import FolderError, open_census
 from bench.suites.census.rows import read_rows
 from bench.suites.census.workers import run_all
@@ -97,6 +98,20 @@ def test_a_folder_that_is_no_census_is_named(tmp_path: Path) -> None:
     (tmp_path / "zoo.py").touch()
     with pytest.raises(FolderError, match=r"has no census\.py, models\.txt"):
         open_census(tmp_path)
+
+
+def test_a_model_that_cannot_be_built_has_a_row_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for module in ("census", "zoo"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    (tmp_path / "census.py").touch()
+    (tmp_path / "models.txt").write_text("a")
+    (tmp_path / "zoo.py").write_text(
+        "family = is_control = lambda name: ''\ndef build(name, dropout): raise KeyError('no such model')\n"
+    )
+    (row,) = command.rows_of(export.__name__, tmp_path, "a")
+    assert (row["name"], row["status"], row["stage"]) == ("a", "unbuildable", "export")
+    assert row["error"] == "KeyError: 'no such model'"
 
 
 # ---- processes ----

@@ -22,7 +22,7 @@ from bench.harness import baseline, command, document, floors, measure, plots
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
-from bench.suites import cases, forms, masks, never_slower, peers, spellings
+from bench.suites import cases, forms, masks, never_slower, peers, runtimes, spellings
 from bench.suites.seeds import s1, s2, s3, s4, s5, traffic
 from bench.suites.seeds.command import chosen
 
@@ -93,7 +93,7 @@ def test_two_compiles_of_a_program_share_nothing() -> None:
 # ---------------------------------------------------------------- what is measured
 
 
-@pytest.mark.parametrize("module", [s1, s2, s3, s4, s5, forms, masks, peers])
+@pytest.mark.parametrize("module", [s1, s2, s3, s4, s5, forms, masks, peers, runtimes])
 @pytest.mark.parametrize("quick", [False, True])
 def test_programs_have_names_of_their_own(module: Any, quick: bool) -> None:
     setting = Setting(quick=quick)
@@ -258,6 +258,14 @@ def test_packages_are_compared_with_the_stock_package() -> None:
     rows = [row(w.STOCK, 10.0), row(w.STOCK_AGAIN, 10.0), row(w.PACKAGE, 100.0), row(w.PACKAGE_AGAIN, 100.0)]
     by_way = {r["way"]: r for r in measure.judged([*rows, row(w.PACKAGE_PASS, 50.0)])}
     assert by_way[w.PACKAGE_PASS]["over_stock"] == 2.0
+
+
+def test_a_runtime_is_compared_with_itself_where_its_stock_way_ran_and_with_stock_inductor_elsewhere() -> None:
+    rows = [row(w.STOCK, 10.0), row(w.STOCK_AGAIN, 10.0), row(w.IN_ORT, 30.0), row(w.IN_ORT_AGAIN, 30.0)]
+    fused = "OpenVINO, by another way"
+    by_way = {r["way"]: r for r in measure.judged([*rows, row(w.IN_ORT_PASS, 20.0), row(fused, 5.0)])}
+    assert by_way[w.IN_ORT_PASS]["over_stock"] == 1.5
+    assert by_way[fused]["over_stock"] == 2.0
 
 
 def test_without_a_second_stock_row_nothing_is_judged() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -164,8 +165,8 @@ class CustomSdpa:
             query = plan.call(aten.neg.default, query)
         mask = _matrix(lower, setting) if decided.has_mask else None
         causal = decided.first is not None
-        # The operator reads as many keys as there are queries, and those before the first of them, without a triangle
-        # too; with a matrix its size is asked for, but no more keys are read.
+        # Whatever the mask, the operator reads ``first + q_len`` keys, as of a cache that ends with its last query.
+        # Without a triangle all keys are read only if the queries are told to be the last of them.
         first = plan.size(a.kv_len - a.q_len if decided.first is None else decided.first)
         out: Value = plan.call(decided.operator, query, key, value, first, mask, 0.0, causal, abs(a.scale))
         if decided.head_dim is not None:
@@ -198,6 +199,7 @@ def _matrix(lower: Lowering, setting: Setting) -> Value:
     return plan.call(aten.expand.default, mask, [plan.size(a.q_len), plan.size(a.kv_len)])
 
 
+@cache
 def _operator() -> Any | None:
     """The operator, which its library registers; None where that is not installed."""
     with contextlib.suppress(ImportError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -14,8 +15,8 @@ from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
 from bench.suites.census import export, padding, runtimes, sdpa, tables
-from bench.suites.census.dataset import FolderError, open_census
-from bench.suites.census.rows import read_rows
+from bench.suites.census.dataset import FolderError, NotMeasured, open_census
+from bench.suites.census.rows import Row, read_rows
 from bench.suites.census.workers import run_all
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
@@ -40,11 +41,21 @@ def _command(bench: ModuleType, names_start: str) -> Callable[..., None]:
         except FolderError as error:
             raise typer.BadParameter(str(error), param_hint="--census") from error
         names = [name for name in census.names(only, listed) if name.startswith(names_start)]
-        tasks = [Task(bench.facts_of(census, name), bench.measure, (folder, name)) for name in names]
+        tasks = [Task(bench.facts_of(census, name), rows_of, (bench.__name__, folder, name)) for name in names]
         run_all(tasks, out, jobs=jobs, limit_s=limit_s, console=plain_console())
         summary([out])
 
     return measure
+
+
+def rows_of(bench: str, folder: Path, name: str) -> Iterator[Row]:
+    """What a process does: the rows of a model, or one that says why there are none."""
+    module, census = import_module(bench), open_census(folder)
+    try:
+        yield from module.measure(census, name)
+    except NotMeasured as error:
+        row = {**module.facts_of(census, name), "status": error.status}
+        yield {**row, "error": str(error)} if str(error) else row
 
 
 for _bench, _start, _about in (

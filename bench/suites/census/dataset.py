@@ -22,12 +22,16 @@ class FolderError(Exception):
     """The folder is no census; the message says what is missing."""
 
 
-class NotRunnable(Exception):
-    """The model cannot be built here, or does not run as it is; nothing is learnt about attn_pass."""
+class NotMeasured(Exception):
+    """The model cannot be built here, or is none that is asked about: nothing is learnt about attn_pass.
 
+    Attributes:
+        status: "unbuildable", "not exportable" ..., which its row gets.
+    """
 
-class NotWanted(NotRunnable):
-    """The model is none that is asked for, by its inputs."""
+    def __init__(self, status: str, why: str = "") -> None:
+        super().__init__(why)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -104,23 +108,22 @@ class Subject:
 
 
 def prepared(
-    census: Census, name: str, keep_cache: bool = False, is_wanted: Callable[[Mapping[str, Any]], bool] | None = None
+    census: Census, name: str, keep_cache: bool = False, refused: Callable[[Mapping[str, Any]], str] | None = None
 ) -> Subject:
-    """Build a model and run it, if it is wanted by its inputs.
+    """Build a model and run it, unless its inputs are ``refused``, with the status of its row.
 
     The weights are sharpened, as the census does it: libraries initialise attention to be nearly uniform, which would
     hide a wrong scale or mask. `keep_cache=False` asks transformers models for no key-value cache, which is no output
     torch.export knows.
 
     Raises:
-        NotRunnable: it cannot be built or run.
-        NotWanted: it is not asked for.
+        NotMeasured: it cannot be built or run, or is refused.
     """
     torch.set_num_threads(1)
     try:
         model, inputs = census.zoo.build(name, dropout=None)
-        if is_wanted is not None and not is_wanted(inputs if isinstance(inputs, Mapping) else {}):
-            raise NotWanted(name)
+        if refused is not None and (status := refused(inputs if isinstance(inputs, Mapping) else {})):
+            raise NotMeasured(status)
         model.eval()
         if not keep_cache:
             _without_cache(model)
@@ -129,10 +132,10 @@ def prepared(
             _sharpen(census, model, args, kwargs)
         expected = _outputs(census, model, args, kwargs)
         again = _outputs(census, model, args, kwargs, SEED + 1)
-    except NotWanted:
+    except NotMeasured:
         raise
     except Exception as error:
-        raise NotRunnable(told(error)) from error
+        raise NotMeasured("unbuildable", told(error)) from error
     return Subject(census, model, args, kwargs, expected, all(map(_same, expected, again)))
 
 

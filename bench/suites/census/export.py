@@ -6,13 +6,12 @@ import io
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch.export import ExportedProgram
 
 import attn_pass
-from bench.suites.census.dataset import Census, NotRunnable, Subject, open_census, prepared, told
+from bench.suites.census.dataset import Census, NotMeasured, Subject, prepared, told
 from bench.suites.census.rows import Row, told_report
 
 STAGES = ("export", "decomposed")
@@ -25,22 +24,12 @@ def facts_of(census: Census, name: str) -> Row:
     return {"bench": "export", "stage": STAGES[0], **census.facts(name)}
 
 
-def measure(folder: Path, name: str) -> Iterator[Row]:
+def measure(census: Census, name: str) -> Iterator[Row]:
     """One row for the exported program, one for the decomposed one."""
-    census = open_census(folder)
-    facts = facts_of(census, name)
-    try:
-        subject = prepared(census, name)
-    except NotRunnable as error:
-        yield {**facts, "status": "unbuildable", "error": str(error)}
-        return
+    subject = prepared(census, name)
     began = time.perf_counter()
-    program, how, refusals = exported(subject)
-    facts["export_s"] = round(time.perf_counter() - began, 2)
-    if program is None:
-        yield {**facts, "status": "not exportable", "error": " | ".join(refusals)[:1200]}
-        return
-    facts["strict"] = how
+    program, strict = exported(subject)
+    facts = {**facts_of(census, name), "export_s": round(time.perf_counter() - began, 2), "strict": strict}
     decomposed, refusal = None, ""
     began = time.perf_counter()
     try:
@@ -58,17 +47,21 @@ def measure(folder: Path, name: str) -> Iterator[Row]:
         yield {**facts, **rewritten(subject, decomposed)}
 
 
-def exported(subject: Subject) -> tuple[ExportedProgram | None, bool, list[str]]:
-    """(program, whether it was exported strictly, why earlier ways failed); non-strict export is tried first."""
+def exported(subject: Subject) -> tuple[ExportedProgram, bool]:
+    """The program, and whether it was exported strictly; non-strict export is tried first.
+
+    Raises:
+        NotMeasured: neither works.
+    """
     refusals: list[str] = []
     for strict in (False, True):
         try:
             with torch.no_grad():
                 program = torch.export.export(subject.model, subject.args, subject.kwargs, strict=strict)
-            return program, strict, refusals
+            return program, strict
         except Exception as error:
             refusals.append(f"strict={strict}: {told(error)}")
-    return None, False, refusals
+    raise NotMeasured("not exportable", " | ".join(refusals)[:1200])
 
 
 def rewritten(subject: Subject, program: ExportedProgram) -> Row:

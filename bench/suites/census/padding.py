@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.fx import Graph, GraphModule
 
 import attn_pass
 from attn_pass.report.record import Report
-from bench.suites.census.dataset import Census, NotRunnable, NotWanted, Subject, open_census, prepared, told
+from bench.suites.census.dataset import Census, Subject, prepared, told
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 
@@ -30,27 +29,19 @@ def facts_of(census: Census, name: str) -> Row:
     return {"bench": "padding", "stage": AS_CALLED, **census.facts(name)}
 
 
-def measure(folder: Path, name: str) -> Iterator[Row]:
+def measure(census: Census, name: str) -> Iterator[Row]:
     """A row for each stage: the records of all regions of a model's graphs, and the numbers against eager."""
-    census = open_census(folder)
     row = facts_of(census, name)
     build_with_sdpa()
-    try:
-        subject = prepared(census, name, is_wanted=has_padding)
-    except NotWanted:
-        yield {**row, "status": "no padding"}
-        return
-    except NotRunnable as error:
-        yield {**row, "status": "unbuildable", "error": str(error)}
-        return
+    subject = prepared(census, name, refused=without_padding)
     for stage, of_stage in compiled(subject):
         yield {**row, "stage": stage, **of_stage}
 
 
-def has_padding(inputs: Mapping[str, Any]) -> bool:
-    """Whether a mask of a model's inputs, by its name, keeps some positions and not others."""
+def without_padding(inputs: Mapping[str, Any]) -> str:
+    """The status of a model none of whose masks, by their names, keeps some positions and not others."""
     masks = (x for name, x in inputs.items() if "mask" in name and isinstance(x, torch.Tensor) and x.dim() == 2)
-    return any(bool((x != x.flatten()[0]).any()) for x in masks)
+    return "" if any(bool((x != x.flatten()[0]).any()) for x in masks) else "no padding"
 
 
 def compiled(subject: Subject) -> Iterator[tuple[str, Row]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 import attn_pass
-from bench.suites.census.dataset import Census, NotRunnable, Subject, open_census, prepared, told
+from bench.suites.census.dataset import Census, NotMeasured, Subject, prepared, told
 from bench.suites.census.export import exported
 from bench.suites.census.rows import Row, told_report
 
@@ -31,19 +30,11 @@ def facts_of(census: Census, name: str) -> Row:
     return {"bench": "runtimes", "stage": next(iter(RUNTIMES)), **census.facts(name)}
 
 
-def measure(folder: Path, name: str) -> Iterator[Row]:
+def measure(census: Census, name: str) -> Iterator[Row]:
     """A row for each runtime that is installed."""
-    census = open_census(folder)
     facts = facts_of(census, name)
-    try:
-        subject = prepared(census, name)
-    except NotRunnable as error:
-        yield {**facts, "status": "unbuildable", "error": str(error)}
-        return
-    program, _, refusals = exported(subject)
-    if program is None:
-        yield {**facts, "status": "not exportable", "error": " | ".join(refusals)[:1200]}
-        return
+    subject = prepared(census, name)
+    program, _ = exported(subject)
     for stage, (package, operator, translate) in RUNTIMES.items():
         if find_spec(package) is not None:
             facts["stage"] = stage
@@ -69,9 +60,10 @@ def _compared(
         stock = None if row["stock_numerics"]["ok"] else computed
     except Exception as error:
         row["stock_error"] = told(error)
-    ours, _, refusals = exported(subject)  # translating a program may leave something in it
-    if ours is None:
-        return {**row, "status": "not exportable", "error": " | ".join(refusals)[:1200]}
+    try:
+        ours, _ = exported(subject)  # translating a program may leave something in it
+    except NotMeasured as error:
+        return {**row, "status": error.status, "error": str(error)}
     report = attn_pass.rewrite(ours, runtime=runtime)
     row.update(told_report(report))
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from other_gpus import Sides, by_hand, causal, check_sides, decided_for, holed, operands
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as call
 
@@ -20,6 +22,7 @@ from attn_pass.devices.mps.family import FAMILY
 from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR, VECTOR_NAME
 from attn_pass.targets.kernel_rules import Call, KernelRules
 
+decided = partial(decided_for, device="M4")
 F16, F32 = torch.float16, torch.float32
 GATE = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
 many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's kernel for many rows came with 2.13")
@@ -28,34 +31,6 @@ many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's kernel f
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GATE, raising=False)
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.125).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
-
-def holed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.arange(k.size(-2)) % 3 > 0
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
-
-def operands(
-    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = F16, rows: int = 512, keys: int = 512, grad: bool = False
-) -> list[Tensor]:
-    shapes = ((2, 8, rows, dim), (2, 8, keys, dim), (2, 8, keys, value_dim))
-    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
-
-
-def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(inputs[0].requires_grad):
-        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "M4", **options})
-    return report.sites[0]
 
 
 @many_rows
@@ -115,7 +90,7 @@ SHARED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mask", {"mask": "boolean", "reached": VECTOR_NAME}, {"mask": "boolean"}),
     ("mask", {"mask": "causal"}, {"mask": "additive"}),
 ]
-ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
+ROWS: list[Sides] = [
     *((kernel, *row) for kernel in (VECTOR, PREFILL) for row in SHARED),
     (VECTOR, "head dim", {"head_dim": 96, "value_head_dim": 96}, {"head_dim": 80, "value_head_dim": 80}),
     (VECTOR, "head dim", {}, {"value_head_dim": 128}),
@@ -131,9 +106,7 @@ ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kernel", "name", "taken", "refused"), ROWS)
 def test_both_sides_of_a_row(kernel: KernelRules, name: str, taken: dict[str, Any], refused: dict[str, Any]) -> None:
-    (rule,) = (r for r in kernel.rules if r.name == name)
-    assert rule.holds(asked(**taken)) and not rule.holds(asked(**refused))
-    assert rule.why(asked(**refused)) and rule.source
+    check_sides(kernel, name, asked(**taken), asked(**refused))
 
 
 def test_every_row_has_two_sides() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from other_gpus import Sides, by_hand, causal, check_sides, decided_for, grouped, holed, operands
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as call
 
@@ -20,6 +22,7 @@ from attn_pass.devices.rocm.family import FAMILY
 from attn_pass.devices.rocm.rules import EFFICIENT, EFFICIENT_NAME, FLASH, FLASH_NAME
 from attn_pass.targets.kernel_rules import Call, KernelRules
 
+decided = partial(decided_for, device="MI300X")
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -27,43 +30,6 @@ BF16, F32 = torch.bfloat16, torch.float32
 def no_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     for gate in (gates.EXPERIMENTAL_GATE, gates.CK_GATE):
         monkeypatch.delenv(gate, raising=False)
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.125).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
-
-def holed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.arange(k.size(-2)) % 3 > 0
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return causal(q, k, v)
-
-
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.dropout((q @ k.mT * 0.125).softmax(-1), 1.0, True) @ v
-
-
-def operands(
-    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = BF16, heads: int = 8, keys: int = 512, grad: bool = False
-) -> list[Tensor]:
-    shapes = ((2, 8, 512, dim), (2, heads, keys, dim), (2, heads, keys, value_dim))
-    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
-
-
-def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(inputs[0].requires_grad):
-        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "MI300X", **options})
-    return report.sites[0]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
@@ -121,7 +87,7 @@ def asked(**changes: Any) -> Call:
     return Call(sizes, device=replace(device, **of_device), **given)  # type: ignore[arg-type]
 
 
-ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
+ROWS: list[Sides] = [
     (FLASH, "architecture", {}, {"generation": "gfx1100"}),
     (FLASH, "architecture", {"generation": "gfx906", "flash": "CK"}, {"generation": "gfx906"}),
     (FLASH, "dtype", {}, {"compute_dtype": F32}),
@@ -152,9 +118,7 @@ ROWS: list[tuple[KernelRules, str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kernel", "name", "taken", "refused"), ROWS)
 def test_both_sides_of_a_row(kernel: KernelRules, name: str, taken: dict[str, Any], refused: dict[str, Any]) -> None:
-    (rule,) = (r for r in kernel.rules if r.name == name)
-    assert rule.holds(asked(**taken)) and not rule.holds(asked(**refused))
-    assert rule.why(asked(**refused)) and rule.source
+    check_sides(kernel, name, asked(**taken), asked(**refused))
 
 
 def test_every_row_has_two_sides() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from other_gpus import by_hand, causal, decided_for, dropped, grouped, operands
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as call
 
@@ -15,39 +17,8 @@ from attn_pass.devices import registry
 from attn_pass.devices.xpu import facts
 from attn_pass.devices.xpu.rules import ONEDNN
 
+decided = partial(decided_for, device="Arc B580")
 BF16 = torch.bfloat16
-
-
-def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.mT * 0.125).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keep = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-    return (q @ k.mT * 0.125).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
-
-def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), 1) for x in (k, v))
-    return causal(q, k, v)
-
-
-def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.dropout((q @ k.mT * 0.125).softmax(-1), 0.1, True) @ v
-
-
-def operands(
-    dim: int = 64, value_dim: int = 64, dtype: torch.dtype = BF16, heads: int = 8, keys: int = 512, grad: bool = False
-) -> list[Tensor]:
-    shapes = ((2, 8, 512, dim), (2, heads, keys, dim), (2, heads, keys, value_dim))
-    return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
-
-
-def decided(program: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> attn_pass.SiteReport:
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(inputs[0].requires_grad):
-        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": "Arc B580", **options})
-    return report.sites[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
@@ -62,7 +33,7 @@ def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], d
     ("rule", "taken", "refused", "why"),
     [
         ("dtype", (by_hand, operands()), (by_hand, operands(dtype=torch.float64)), "float64 has no fused kernel"),
-        ("dropout", (by_hand, operands(grad=False)), (dropped, operands()), "dropout 0.1: oneDNN's kernel has"),
+        ("dropout", (by_hand, operands(grad=False)), (dropped(0.1), operands()), "dropout 0.1: oneDNN's kernel has"),
         ("head dim", (by_hand, operands(576, 576)), (by_hand, operands(577, 577)), "a head dim of 577"),
         ("head dim", (by_hand, operands(64, 576)), (by_hand, operands(64, 577)), "a head dim of 577"),
         ("sizes", (by_hand, operands(keys=1)), (by_hand, operands(keys=0)), "a size is 0"),
