@@ -42,6 +42,7 @@ RUNS = (
     Run("models-cpu", "whole models"),
     Run("decode-cpu", "decoding over a static cache"),
     Run("padding-cpu", "batches with padding, one layer of twelve"),
+    Run("padding-cpu-bf16", "the same in bfloat16"),
     Run("peers-cpu", "whole models, compared with other systems"),
 )
 SCALING = "S5.2: speedup over the sequence length"

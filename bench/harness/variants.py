@@ -67,10 +67,10 @@ class Workshop:
             return Candidate(way, run, seconds, path.stat().st_size)
         began = time.perf_counter()
         extra = self.program.extra.get(way)
-        made = _CALLABLES[way](self) if extra is None else extra(self.module, self.inputs, self.folder)
-        run = self.program.call(made, self.module)
-        # A compiled function compiles in its first call.
+        # A compiled function compiles in its first call; a frozen one, and a program for a runtime, as it is made.
         with attn_pass.record() as report:
+            made = _CALLABLES[way](self) if extra is None else extra(self.module, self.inputs, self.folder)
+            run = self.program.call(made, self.module)
             run(*self.inputs)
         first, began = time.perf_counter() - began, time.perf_counter()
         run(*self.inputs)
