@@ -57,6 +57,7 @@ class Family:
         encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
             where it takes no mask; elsewhere it writes the attention out.
         broadcasts_masks: torch's call takes a mask there that has one row or one key for all.
+        joins_sinks: a sink becomes a key of zeros in torch's call, whose mask it is added by.
         takes_unequal_head_dims: torch's call takes values of another size than the keys there, without padding.
         is_runtime: it is no device but a runtime that programs are exported to (`Options.runtime`).
         dynamo_backends: the backends of torch.compile that hand graphs to this runtime.
@@ -85,6 +86,7 @@ class Family:
     keeps_inductors_patterns_off = False
     encoder_kernel_calls_sdpa = False
     broadcasts_masks = True
+    joins_sinks = False
     takes_unequal_head_dims = False
     is_runtime = False
     dynamo_backends: tuple[str, ...] = ()

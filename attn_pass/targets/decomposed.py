@@ -19,7 +19,7 @@ from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.views import Permute
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
+from attn_pass.targets.problem import moved_query_bytes, not_served, problem_of, serves
 
 
 class Decomposed:
@@ -34,7 +34,7 @@ class Decomposed:
         if setting.eager_form:
             return Refusal(self.name, "it is written as products and a softmax already")
         if not serves(self.name, setting):
-            return Refusal(self.name, f"no measured rule for {setting.device.type} devices yet", other_device=True)
+            return Refusal(self.name, not_served(setting), other_device=True)
         if attention.dropout:
             return Refusal(self.name, "dropout is left to the call")
         if setting.autocast is not None:

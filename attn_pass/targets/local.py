@@ -29,7 +29,7 @@ from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Set
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import hides_keys
 from attn_pass.targets.operands import common_head_dim, operands
-from attn_pass.targets.problem import problem_of, serves
+from attn_pass.targets.problem import not_served, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa, sdpa_function
 
 _ROWS = (32, 64, 128, 256)  # rows of a block that are tried
@@ -94,7 +94,7 @@ class Local:
         if not choices:
             return "the mask is neither a sliding window nor chunks of a known size"
         if not serves(self.name, setting):
-            return f"no measured rule for {setting.device.type} devices yet"
+            return not_served(setting)
         if not a.mask.structure.is_exact or not a.mask.never_empty:
             return "part of the mask depends on run-time values, or a row may keep no key"
         if a.mask.structure.row != row_index(a.rows):

@@ -82,3 +82,11 @@ def _lies_in_order(load: Load, order: list[Axis]) -> bool:
 def serves(form: str, setting: Setting) -> bool:
     """Whether a form of torch's call, or of products, is one for the setting's device."""
     return form in family_of(setting.device).forms
+
+
+def not_served(setting: Setting) -> str:
+    """Why a form that is none for the setting's device is refused there."""
+    device = setting.device
+    if family_of(device).is_runtime:
+        return f"programs for {device.name} get one attention operator, and this form is another"
+    return f"no measured rule for {device.type} devices yet"

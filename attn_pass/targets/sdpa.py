@@ -5,7 +5,8 @@ and the result is sliced: that adds zeros to every dot product, and columns of z
 that is not dense is copied.
 
 With a sink, in inference, the target emits ``aten._scaled_dot_product_flash_attention_for_cpu``, whose logarithm of the
-sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient.
+sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient. For runtimes the
+sink becomes a key of zeros.
 
 A mask that depends only on the difference of key and row (ALiBi, T5's buckets, decay, dilated windows), is computed in
 the program and needs no gradient becomes one vector of distances, computed by the program's own operations. The kernel
@@ -17,7 +18,6 @@ would fall back to the unfused path.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,6 @@ from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
-from attn_pass.model.expression import Expr
 from attn_pass.targets.base import Offer, Refusal, Setting
 from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.kernel_rules import Call
@@ -47,8 +46,9 @@ from attn_pass.targets.masks import (
     shifts_rows,
     wants_mask_gradient,
 )
-from attn_pass.targets.operands import Unfit, common_head_dim, operands, settled
+from attn_pass.targets.operands import Unfit, common_head_dim, operands
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
+from attn_pass.targets.sinks import is_joined, sink_refusal, with_key_of_zeros, with_logarithm
 from attn_pass.targets.torch_call import order, picked_by_torch, refusal, rules_of
 
 
@@ -88,17 +88,16 @@ class Sdpa:
         dims = (problem.head_dim, problem.value_dim)
         if decided.head_dim is not None:
             dims, copied = (max(dims), max(dims)), copied + problem.operand_bytes
+        mask_elements = problem.mask_elements if by_distance is None else setting.hint(by_distance.axis.size)
+        if is_joined(attention, setting):
+            mask_elements, copied = problem.scores, copied + problem.operand_bytes
         problem = replace(
             problem,
             causal=decided.mask.kind == "causal",
             copied_bytes=copied + repaired,
             head_dim=dims[0],
             value_dim=dims[1],
-            mask_elements=0
-            if not decided.mask.is_tensor
-            else problem.mask_elements
-            if by_distance is None
-            else setting.hint(by_distance.axis.size),
+            mask_elements=mask_elements if decided.mask.is_tensor else 0,
         )
         predicted = cost_of(decided.kernel, attention, problem, setting)
         return Offer(
@@ -114,12 +113,12 @@ class Sdpa:
 
     def _plan(self, a: Attention, setting: Setting) -> SdpaPlan:
         """Raises `Unfit`."""
-        if a.sink is not None and (a.needs_grad or not family_of(setting.device).logarithm_of_torch_call):
-            raise Unfit("the sum of exponentials, which a sink needs, has no gradient in the fused kernel")
+        if (reason := sink_refusal(a, setting)) is not None:
+            raise Unfit(reason)
         kernel = self._kernel(a, setting, mask_needs_grad=wants_mask_gradient(a))
         if (reason := mask_refusal(a, setting)) is not None:
             raise Unfit(reason)
-        form = mask_form(a, setting)
+        form = mask_form(a, setting) if not is_joined(a, setting) else MaskForm("additive")
         head_dim = None if family_of(setting.device).takes_unequal_head_dims else common_head_dim(a)
         return SdpaPlan(form, kernel, head_dim, _distance_mask(a, form, setting))
 
@@ -163,16 +162,19 @@ class Sdpa:
         """Plans the call. Operands get a dense last dimension, which the kernel requires."""
         a, decided = offer.attention, offer.plan
         lower = Lowering(plan, nodes, a)
+        mask: Value | None
         query, key, value = operands(lower, decided.head_dim)
         if a.scale < 0:
             # The fused CPU kernel multiplies the -inf of is_causal by the scale, too (seen in torch 2.13.0).
             query = plan.call(aten.neg.default, query)
-        if a.sink is not None:
-            return lower.result(_with_sink(lower, a.sink, (query, key, value), decided.mask, setting))
         by_distance = decided.by_distance
-        if by_distance is not None:
+        if a.sink is not None and is_joined(a, setting):
+            (query, key, value), mask = with_key_of_zeros(lower, a.sink, (query, key, value), setting)
+        elif a.sink is not None:
+            return lower.result(with_logarithm(lower, a.sink, (query, key, value), decided.mask, setting))
+        elif by_distance is not None:
             query = plan.call(aten.flip.default, query, [2])
-            mask: Value | None = _over_distances(lower, setting, by_distance)
+            mask = _over_distances(lower, setting, by_distance)
         else:
             mask = mask_tensor(lower, decided.mask.kind, setting)
         empty = None
@@ -182,7 +184,7 @@ class Sdpa:
         target = sdpa_function(plan)
         if mask is not None:
             mask, empty = repaired(lower, mask, decided.mask, setting, decided.kernel)
-            if not family_of(setting.device).broadcasts_masks:
+            if not family_of(setting.device).broadcasts_masks and a.sink is None:
                 mask = plan.call(aten.expand.default, mask, [-1, -1, plan.size(a.q_len), plan.size(a.kv_len)])
         causal = decided.mask.kind == "causal"
         asked = query if empty is None else empty.queried(query)
@@ -212,37 +214,6 @@ def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> C
         reached=setting.kernel_as_written,
         hint=setting.hint,
     )
-
-
-def _with_sink(
-    lower: Lowering, sink: Expr, inputs: tuple[Value, Value, Value], form: MaskForm, setting: Setting
-) -> Value:
-    """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
-
-    ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.
-    """
-    a, call = lower.attention, lower.plan.call
-    causal = form.kind == "causal"
-    mask = None if not form.is_tensor else settled(lower.plan, additive_mask(lower, setting))
-    query, key, value = (settled(lower.plan, x) for x in inputs)
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
-    both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
-    out = joined_with_sink(lower, sink, call(operator.getitem, both, 0), call(operator.getitem, both, 1))
-    return call(aten.slice.Tensor, out, 3, 0, a.value_head_dim) if a.head_dim != a.value_head_dim else out
-
-
-def joined_with_sink(lower: Lowering, sink: Expr, out: Value, lse: Value) -> Value:
-    """A kernel's result (B, H, L, Dv) and logarithm of the sum of exponentials (B, H, L), with a sink in that sum.
-
-    A fully masked row has -inf as its logarithm, and stays 0.
-    """
-    a, call = lower.attention, lower.plan.call
-    logit: Value | float | None = lower.scalar(sink)  # a number has no type of its own: log(3) in float64
-    if logit is None:
-        logit = lower.expression(sink, (a.batch, a.heads, a.rows, a.value_dim))
-    share = call(aten.sub.Tensor, call(aten.unsqueeze.default, lse, 3), logit)
-    out = call(aten.mul.Tensor, out, call(aten.sigmoid.default, share))
-    return call(aten.to.dtype, out, a.compute_dtype)
 
 
 def _distance_mask(a: Attention, form: MaskForm, setting: Setting) -> ByDistance | None:

@@ -68,6 +68,23 @@ def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return by_hand(q, k, v)
 
 
+def _beside(scores: Tensor, sink: Tensor) -> Tensor:
+    """The weights of the scores, of which a sink (H) has a share."""
+    logits = sink.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+    return torch.cat([scores, logits], -1).softmax(-1)[..., :-1]
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+    return _beside(q @ k.mT * 0.25, sink) @ v
+
+
+def with_sink_and_padding(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, kept: Tensor) -> Tensor:
+    """As transformers' GPT-OSS: grouped heads, what hides keys is added."""
+    k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+    hidden = (1.0 - kept[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return _beside(q @ k.mT * 0.25 + hidden, sink) @ v
+
+
 def called(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -108,6 +125,11 @@ PROGRAMS = {
     "grouped heads": Exported(grouped, _qkv(kv_heads=2), grouped=True),
     "one key head": Exported(grouped, _qkv(kv_heads=1), grouped=True),
     "one row, grouped heads": Exported(grouped, _qkv(1, 16, kv_heads=2), grouped=True),
+    "a sink": Exported(with_sink, (*_qkv(5, 11), randn(4, seed=6))),
+    "a sink, padding, grouped heads": Exported(
+        with_sink_and_padding, (*_qkv(kv_heads=2), randn(4, seed=6), kept(7, 4)), grouped=True
+    ),
+    "a sink, a row without keys": Exported(with_sink_and_padding, (*_qkv(), randn(4, seed=6), kept(0, 4))),
     "torch's call": Exported(called, _qkv()),
     "torch's call with padding": Exported(called_with_padding, (*_qkv(), kept(7, 4))),
     "torch's call with grouped heads": Exported(called_in_groups, _qkv(kv_heads=2), grouped=True),

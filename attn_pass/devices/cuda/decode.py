@@ -47,7 +47,7 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_infinity
 from attn_pass.targets.operands import dense_last
 from attn_pass.targets.problem import problem_of
-from attn_pass.targets.sdpa import joined_with_sink
+from attn_pass.targets.sinks import joined_with_sink
 
 _MOST_QUERIES = 64
 _MOST_ROWS = 1024

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -199,7 +198,6 @@ def _matrix(lower: Lowering, setting: Setting) -> Value:
     return plan.call(aten.expand.default, mask, [plan.size(a.q_len), plan.size(a.kv_len)])
 
 
-@cache
 def _operator() -> Any | None:
     """The operator, which its library registers; None where that is not installed."""
     with contextlib.suppress(ImportError):

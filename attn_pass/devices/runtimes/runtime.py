@@ -61,6 +61,7 @@ class Runtime(Family):
     one_row: tuple[float, float] = (1.0, 1.0)
     many_rows: tuple[float, float] = (1.0, 1.0)
     is_runtime = True
+    joins_sinks = True
     same_call = {CALL: CALL}
     takes_composites = True
     masks_in_compute_dtype = True

@@ -22,6 +22,7 @@ from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, Constraint
 from attn_pass.targets.empty_rows import MASKING
 from attn_pass.targets.flex.score import Function, amplifies, outgrows_float32, template_name
 from attn_pass.targets.masks import mask_kind
+from attn_pass.targets.problem import not_served
 from attn_pass.targets.sdpa import Sdpa
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ _ANY_SCORE = Rule(
     lambda c: "the scores are a scale, a bias and a mask, which need no score function",
     lambda c: bool(c.attention.not_affine),
 )
-_UNKNOWN_DEVICE = Rule("device", lambda c: f"no measured rule for {c.setting.device.type} devices yet", lambda c: False)
+_UNKNOWN_DEVICE = Rule("device", lambda c: not_served(c.setting), lambda c: False)
 _VERSION = Rule(
     "torch",
     lambda c: f"FlexAttention on {_on(c)} needs torch {'.'.join(map(str, _minimum(c)))} or newer",
@@ -162,7 +163,7 @@ _STATIC_TABLES = Rule(
 
 _ASKED_FOR = Rule(
     "device",
-    lambda c: f"no measured rule for {c.setting.device.type} devices yet",
+    lambda c: not_served(c.setting),
     lambda c: bool(c.setting.device.kernels),
 )
 _NEEDED = Rule(

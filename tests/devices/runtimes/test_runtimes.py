@@ -71,6 +71,28 @@ def test_a_mask_has_every_row_and_key_for_onnx() -> None:
         assert shape(call_of(program).args[3])[2:] == (7, 7), name
 
 
+def test_a_sink_is_a_key_of_zeros() -> None:
+    for runtime in RUNTIMES:
+        program, report = rewritten(PROGRAMS["a sink"], runtime, choose="fused")
+        assert report.sites[0].target == "sdpa", runtime
+        query, key, value, mask = call_of(program).args[:4]
+        assert shape(query) == (2, 4, 5, 16) and shape(key) == shape(value) == (2, 4, 12, 16)
+        assert shape(mask) == (1, 4, 5, 12), "the sink differs from head to head, and nothing from batch to batch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_sink_in_half_precision(dtype: torch.dtype) -> None:
+    case = PROGRAMS["a sink, padding, grouped heads"]
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in case.inputs]
+    with torch.no_grad():
+        same(case.function, *inputs, rewritten=1, runtime="onnx", choose="fused")
+
+
+def test_a_sink_that_stays() -> None:
+    _, report = rewritten(PROGRAMS["a sink"], "onnx", choose="fused", numerics="strict")
+    assert "an infinite query" in report.sites[0].refusals["sdpa"]
+
+
 def test_a_mask_that_has_them_stays() -> None:
     def full(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, bias, scale=0.3)
