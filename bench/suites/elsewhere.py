@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+
+from bench.suites.others_exported import PARTS, Exported, Part, Parts
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 _QUICK: Mapping[str, Any] = {"cpp_wrapper": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
@@ -34,63 +34,28 @@ def inductor_compiled(gm: GraphModule, example_inputs: Sequence[Any]) -> Callabl
     return made
 
 
-def onnxruntime(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """torch.onnx.export at opset 23, in which attention is one operator, and ONNX Runtime's CPU provider."""
-    import onnxruntime as ort
+def exporting(parts: Parts) -> Backend:
+    """A runtime that takes exported programs, as a backend: a graph is exported at its first call."""
 
-    def convert(inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-        program = torch.export.export(gm, inputs)
-        exported = torch.onnx.export(program, opset_version=23, dynamo=True, verbose=False)
-        assert exported is not None
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        with tempfile.TemporaryDirectory() as folder:
-            exported.save(Path(folder) / "model.onnx")
-            session = ort.InferenceSession(Path(folder) / "model.onnx", options, providers=["CPUExecutionProvider"])
-        names = [given.name for given in session.get_inputs()]
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        made: list[Part] = []
 
-        def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            fed = {name: x.detach().contiguous().numpy() for name, x in zip(names, given, strict=True)}
-            return tuple(map(torch.from_numpy, session.run(None, fed)))
+        def run(*inputs: Any) -> Any:
+            if not made:  # outside of whatever Dynamo has under way
+                made.extend(torch._dynamo.disable(lambda: parts(Exported([gm], [inputs])))())
+            return tuple(made[0](inputs))
 
         return run
 
-    return _at_first_call(convert)
-
-
-def openvino(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """openvino.convert_model and its CPU plugin, in float32."""
-    import openvino as ov
-
-    def convert(inputs: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-        model = ov.convert_model(torch.export.export(gm, inputs))
-        compiled = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-
-        def run(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            results = compiled([x.detach().contiguous().numpy() for x in given])
-            return tuple(torch.from_numpy(results[n].copy()) for n in range(len(results)))
-
-        return run
-
-    return _at_first_call(convert)
-
-
-def _at_first_call(convert: Callable[[tuple[torch.Tensor, ...]], Callable[..., Any]]) -> Callable[..., Any]:
-    """What is converted for the inputs of the first call, outside of whatever Dynamo has under way."""
-    made: list[Callable[..., Any]] = []
-
-    def run(*inputs: Any) -> Any:
-        if not made:
-            made.append(torch._dynamo.disable(convert)(inputs))
-        return made[0](*inputs)
-
-    return run
+    backend.__name__ = parts.__name__
+    return backend
 
 
 BACKENDS: Mapping[str, tuple[str, Backend]] = {
     "inductor": ("stock Inductor", inductor_patterns),
     "inductor_compiled": ("stock Inductor, compiled", inductor_compiled),
-    "onnxruntime": ("ONNX Runtime", onnxruntime),
-    "openvino": ("OpenVINO", openvino),
+    "onnxruntime": ("ONNX Runtime", exporting(PARTS["onnxruntime"])),
+    "openvino": ("OpenVINO", exporting(PARTS["openvino"])),
+    "executorch": ("ExecuTorch with XNNPACK", exporting(PARTS["executorch"])),
 }
 """By name: what it is called, and the backend."""

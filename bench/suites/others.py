@@ -1,9 +1,10 @@
 """What compilers make of attention, checked: `python -m bench others [--json FILE] [--backend onnxruntime]`.
 
 Every program goes through `attn_pass.check` with another compiler: those of `tests/integration/miscompiled.py` and the
-collected cases (``--cases FOLDER``). Generated programs (``--generated 2000``) are compiled twenty at once, whole, and
-for runtimes in float32; with ``--keep FILE`` a run goes on where the last one ended. Of stock Inductor it is the passes
-up to the code that it would generate: its graphs are run as they are, so that a difference is not one of rounding.
+collected cases (``--cases FOLDER``). Generated programs (``--generated 2000``) are compiled twenty at once, whole; for
+runtimes they are exported four at once, in float32, and each is a model of its own then. With ``--keep FILE`` a run
+goes on where the last one ended. Of stock Inductor it is the passes up to the code that it would generate: its graphs
+are run as they are, so that a difference is not one of rounding.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from attn_pass.report.text import counted
 from bench.harness.command import Json, Only, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table
-from bench.suites import found_elsewhere
+from bench.suites import found_elsewhere, others_generated
 from bench.suites.elsewhere import BACKENDS, Backend
+from bench.suites.others_exported import PARTS
 from bench.suites.others_generated import Outcome, generated, keep, outcomes, read
 
 TESTS = Path(__file__).parents[2] / "tests"
@@ -41,6 +43,8 @@ COLUMNS = (
     Column("what it is", "what"),
 )
 FOUND = (*COLUMNS, Column("what differs, or why it was not run", "why"))
+GENERATED, NEAR = "Generated programs", "Generated programs, plain but for one part"
+_TOGETHER = dict.fromkeys(PARTS, 4)  # runtimes have no kernel for one program in ten
 _LONGEST = 160
 _ANY_TYPE = ("inductor", "inductor_compiled")
 _NO_ERROR = "no error: the result has another shape than the program's, or a number is missing"
@@ -100,12 +104,15 @@ def main(
     backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "inductor",
     cases: Annotated[Path | None, typer.Option(help="A folder of collected cases.")] = None,
     number: Annotated[int, typer.Option("--generated", help="Programs to generate.")] = 0,
+    near: Annotated[int, typer.Option(help="Programs to generate that are plain attention but for one part.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the first generated program.")] = 1,
     until: Annotated[float, typer.Option(help="Seconds after which no more is started.")] = math.inf,
     kept: Annotated[
         Path | None, typer.Option("--keep", help="What is known of generated programs, to go on from.")
     ] = None,
-    together: Annotated[int, typer.Option(min=1, help="Generated programs in one compile.")] = 20,
+    together: Annotated[
+        int, typer.Option(min=0, help="Generated programs in one compile; 0 for 20, or 4 where many are not taken.")
+    ] = 0,
 ) -> None:
     """Check what another compiler makes of programs that are attention, or look like it."""
     if backend not in BACKENDS:
@@ -142,12 +149,13 @@ def main(
                 tell(f"{name}: {rows[-1]['whole']}")
             if json_file is not None and len(rows) % 20 == 0:
                 made.write(json_file)
-    if number:
-        of_generated = Table("Generated programs: what is wrong, or does not compile", FOUND)
-        made.tables.append(of_generated)
-        for found in checked(number, seed, backend, end, kept, together):
-            fill(of_generated, found)
-            tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
+    for count, is_near in ((number, False), (near, True)):
+        if count:
+            of_generated = Table(f"{NEAR if is_near else GENERATED}: what is wrong, or does not compile", FOUND)
+            made.tables.append(of_generated)
+            for found in checked(count, seed, backend, end, kept, together or _TOGETHER.get(backend, 20), near=is_near):
+                fill(of_generated, found)
+                tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
     made.tables[0].notes += [
         "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
         "`bench/suites/found_elsewhere.py`; with the pass all of them are right "
@@ -158,17 +166,23 @@ def main(
 
 
 def checked(
-    number: int, seed: int, backend: str, end: float, kept: Path | None, together: int
+    number: int, seed: int, backend: str, end: float, kept: Path | None, together: int, *, near: bool = False
 ) -> Iterator[list[Outcome]]:
-    """What is known of the generated programs, after each compile of so many together; in float32 for runtimes."""
-    compiler = BACKENDS[backend][1]
+    """What is known of the generated programs, after each compile of so many together; in float32 for runtimes.
+
+    What is known of those that are near to plain attention is in a file beside ``kept``.
+    """
+    if kept is not None and near:
+        kept = kept.with_name(f"{kept.stem}-near{kept.suffix}")
+    run = others_generated.together(backend)
     found = read(kept) if kept is not None else []
-    programs = list(generated(number, seed, start=len(found), in_float32=backend not in _ANY_TYPE))
+    in_float32 = backend not in _ANY_TYPE
+    programs = list(generated(number, seed, start=len(found), in_float32=in_float32, near=near))
     yield list(found)
     for at in range(0, len(programs), together):
         if time.monotonic() > end:
             return
-        new = outcomes(programs[at : at + together], compiler)
+        new = outcomes(programs[at : at + together], run, exported=backend in PARTS)
         if kept is not None:
             keep(kept, new)
         found += new
@@ -197,7 +211,7 @@ def fill(table: Table, found: list[Outcome]) -> None:
     failed = sum(outcome.verdict == "not run" for outcome in found) - not_theirs
     table.notes = [
         f"{counted(len(found), 'program')}: {wrong} wrong without a word, {failed} that do not compile, "
-        f"{not_theirs} that were not compared, as eager's own result is no number or Dynamo does not trace them"
+        f"{not_theirs} that were not compared, as eager's own result is no number or torch does not trace them"
     ]
 
 

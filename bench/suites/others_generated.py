@@ -15,10 +15,14 @@ import torch
 from attn_pass.measuring.checking import Verdict, judged
 from attn_pass.measuring.subject import tensors_of
 from attn_pass.measuring.timing import compiled, why
-from bench.suites.elsewhere import Backend
+from bench.suites.elsewhere import BACKENDS, Backend
+from bench.suites.others_exported import PARTS, NotExported, run_each
 
 FUZZ = Path(__file__).parents[2] / "tests" / "fuzz"
 _DRAWN = 200  # programs of one seed
+
+Together = Callable[[Sequence["Generated"]], "list[list[torch.Tensor] | Exception]"]
+"""Runs programs that are compiled at once: the results of each, or what it alone raises."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +60,51 @@ class Outcome:
     why: str
 
 
-def generated(count: int, seed: int, *, start: int = 0, in_float32: bool = False) -> Iterator[Generated]:
+def generated(
+    count: int, seed: int, *, start: int = 0, in_float32: bool = False, near: bool = False
+) -> Iterator[Generated]:
     """Programs by number from ``start``, without those that draw random numbers or write to their inputs.
 
-    ``in_float32`` changes the type of each: a compiler may have no kernels for others.
+    ``in_float32`` changes the type of each: a compiler may have no kernels for others. ``near`` makes each plain but
+    for one part, so that patterns which look past that part match.
     """
     drawn: list[Any] = []
     for number in range(start, count):
         while len(drawn) <= number:
             drawn += _drawn(seed + len(drawn))
-        program = replace(drawn[number], dtype=torch.float32, upcast=False) if in_float32 else drawn[number]
+        program = _plain_but_for_one_part(drawn[number], number) if near else drawn[number]
+        if in_float32:
+            program = replace(program, dtype=torch.float32, upcast=False)
         yield Generated(
             number, repr(program), program.function(), program.function(wide=True), tuple(program.inputs.values())
         )
+
+
+_PARTS = (("score",), ("key",), ("layouts",), ("softmax",), ("after", "product"), ("query", "value", "times"))
+
+
+def _plain_but_for_one_part(program: Any, number: int) -> Any:
+    """Heads from a projection, two products, a scale, a softmax; and one part of the program that was drawn."""
+    from fuzz_program import Program, Step
+
+    scale = Step(("scale: div", "scale: mul")[number // len(_PARTS) % 2], x=2.0)
+    plain = Program(
+        lead=(1 + number % 2, 3),
+        q_len=program.q_len,
+        kv_len=program.kv_len,
+        dim=program.dim,
+        value_dim=program.value_dim,
+        dtype=program.dtype,
+        layouts=("heads last",) * 3,
+        score=(scale,),
+        seed=program.seed,
+    )
+    if program.call:
+        return replace(plain, score=(scale, *program.score[:1]))
+    given = {name: getattr(program, name) for name in _PARTS[number % len(_PARTS)]}
+    if "score" in given:
+        given["score"] = (scale, *program.score[:1])
+    return replace(plain, **given)
 
 
 def _drawn(seed: int) -> list[Any]:
@@ -98,36 +134,62 @@ def _drawn(seed: int) -> list[Any]:
     return drawn
 
 
-def outcomes(programs: Sequence[Generated], backend: Backend) -> list[Outcome]:
-    """All programs in one compile; in halves where that fails, down to the one that fails."""
+def together(backend: str) -> Together:
+    """What a compiler of `bench.suites.elsewhere.BACKENDS` makes of several programs at once.
+
+    Those that take exported programs get them exported; for the others Dynamo traces them.
+    """
+
+    def exported(programs: Sequence[Generated]) -> list[list[torch.Tensor] | Exception]:
+        return run_each(PARTS[backend], [p.function for p in programs], [p.inputs for p in programs])
+
+    return exported if backend in PARTS else traced(BACKENDS[backend][1])
+
+
+def traced(backend: Backend) -> Together:
+    """The same for any backend of torch.compile."""
+
+    def run(programs: Sequence[Generated]) -> list[list[torch.Tensor] | Exception]:
+        functions = [program.function for program in programs]
+
+        def all_of_them(groups: list[tuple[torch.Tensor, ...]]) -> list[Any]:
+            return [function(*inputs) for function, inputs in zip(functions, groups)]
+
+        # Where a program breaks the graph the functions are compiled one by one, which are one function to Dynamo:
+        # beyond its limit it would run them eagerly, and tell nobody.
+        with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
+            made = compiled(all_of_them, dynamic=False, backend=backend)([program.inputs for program in programs])
+        return [tensors_of(result) for result in made]
+
+    return run
+
+
+def outcomes(programs: Sequence[Generated], run: Together, *, exported: bool = False) -> list[Outcome]:
+    """All programs in one compile; in halves where that fails, down to the one that fails.
+
+    ``exported`` is for what is exported before it is compiled: Dynamo is not asked then.
+    """
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if failed := [program for program in programs if not program.runs()]:
             rest = [program for program in programs if program not in failed]
             found = [_failed(program, NotImplementedError()) for program in failed]
-            return sorted([*found, *(outcomes(rest, backend) if rest else [])], key=lambda outcome: outcome.number)
+            return sorted(
+                [*found, *(outcomes(rest, run, exported=exported) if rest else [])], key=lambda outcome: outcome.number
+            )
         try:
-            results = _together(programs, backend)
+            results = run(programs)
         except Exception as failure:
             if len(programs) > 1:
                 middle = len(programs) // 2
-                return [*outcomes(programs[:middle], backend), *outcomes(programs[middle:], backend)]
-            return [_failed(programs[0], failure)]
-        return [_outcome(program, result) for program, result in zip(programs, results, strict=True)]
-
-
-def _together(programs: Sequence[Generated], backend: Backend) -> list[list[torch.Tensor]]:
-    functions = [program.function for program in programs]
-
-    def together(groups: list[tuple[torch.Tensor, ...]]) -> list[Any]:
-        return [function(*inputs) for function, inputs in zip(functions, groups)]
-
-    # Where a program breaks the graph the functions are compiled one by one, which are one function to Dynamo: beyond
-    # its limit it would run them eagerly, and tell nobody.
-    with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
-        made = compiled(together, dynamic=False, backend=backend)([program.inputs for program in programs])
-    return [tensors_of(result) for result in made]
+                halves = (programs[:middle], programs[middle:])
+                return [outcome for half in halves for outcome in outcomes(half, run, exported=exported)]
+            results = [failure]
+        return [
+            _failed(program, result, is_traced=exported) if isinstance(result, Exception) else _outcome(program, result)
+            for program, result in zip(programs, results, strict=True)
+        ]
 
 
 def _outcome(program: Generated, results: list[torch.Tensor]) -> Outcome:
@@ -139,16 +201,27 @@ def _outcome(program: Generated, results: list[torch.Tensor]) -> Outcome:
     return Outcome(program.number, program.name, verdict, error, words)
 
 
-def _failed(program: Generated, failure: Exception) -> Outcome:
+def _failed(program: Generated, failure: Exception, *, is_traced: bool = False) -> Outcome:
+    """Whose fault it is; ``is_traced`` where torch.export did its part."""
+    not_exported = isinstance(failure, NotExported)
+    while isinstance(failure.__cause__, Exception):  # what went wrong, from under advice on what to do
+        failure = failure.__cause__
+
+    def because(words: str, error: Exception) -> Outcome:
+        return Outcome(program.number, program.name, "not run", None, f"{words}: {why(error)}")
+
     try:
         program.references()
     except Exception as error:
-        return Outcome(program.number, program.name, "not run", None, f"eagerly it does not run either: {why(error)}")
+        return because("eagerly it does not run either", error)
+    if not_exported:
+        return because("torch.export does not trace it", failure)
     try:
-        compiled(program.function, backend="eager")(*program.inputs)
+        if not is_traced:
+            compiled(program.function, backend="eager")(*program.inputs)
     except Exception as error:
-        return Outcome(program.number, program.name, "not run", None, f"Dynamo does not trace it: {why(error)}")
-    return Outcome(program.number, program.name, "not run", None, f"the compiler fails: {why(failure)}")
+        return because("Dynamo does not trace it", error)
+    return because("the compiler fails", failure)
 
 
 # ------------------------------------------------------------ in pieces

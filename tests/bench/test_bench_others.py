@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import attn_pass
+from attn_pass.measuring.timing import tensors
 from bench.harness.document import Table
-from bench.suites import others, others_generated
+from bench.suites import others, others_exported, others_generated
 from bench.suites.elsewhere import BACKENDS
 from bench.suites.found_elsewhere import PROGRAMS
+from bench.suites.others_exported import Exported, Inputs, Part
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,14 @@ def test_drawn_programs_are_the_same_from_any_start() -> None:
     assert not any(x.dtype in (torch.bfloat16, torch.float16) for p in narrow for x in p.inputs)
 
 
+def test_programs_near_to_plain_attention_match_patterns_of_inductor() -> None:
+    found = others_generated.outcomes(
+        list(others_generated.generated(12, 3, near=True)), others_generated.together("inductor")
+    )
+    assert counters["inductor"]["fuse_attention"] > 0
+    assert all(o.verdict in ("right", "not run", "WRONG") for o in found) and len({o.name for o in found}) > 6
+
+
 def test_one_compile_serves_many_and_tells_them_apart() -> None:
     compiles = []
 
@@ -80,7 +92,7 @@ def test_one_compile_serves_many_and_tells_them_apart() -> None:
         gm.recompile()
         return gm.forward
 
-    found = others_generated.outcomes(programs(3), wrong_for_the_first)
+    found = others_generated.outcomes(programs(3), others_generated.traced(wrong_for_the_first))
     assert len(compiles) == 1 and [o.verdict for o in found] == ["WRONG", "right", "right"]
     assert "is allowed" in found[0].why and [o.number for o in found] == [0, 1, 2]
 
@@ -91,15 +103,48 @@ def test_a_compile_that_fails_is_halved_down_to_the_program_that_fails() -> None
             raise NotImplementedError("no such kernel")
         return gm.forward
 
-    found = others_generated.outcomes(programs(4), fails_for_one)
+    found = others_generated.outcomes(programs(4), others_generated.traced(fails_for_one))
     assert [o.verdict for o in found] == ["right", "right", "not run", "right"]
     assert "the compiler fails" in found[2].why and "no such kernel" in found[2].why
+
+
+def test_one_export_serves_many_and_what_a_runtime_does_not_take_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports = []
+
+    def runtime(exported: Exported) -> list[Part]:
+        exports.append(exported)
+        results = tensors(exported.program.module()(list(exported.examples)))
+
+        def part(number: int, given: Inputs) -> list[torch.Tensor]:
+            if number == 1:
+                raise NotImplementedError("no such kernel")
+            return [results[n] + (number == 2) for n in exported.results[number]]
+
+        return [partial(part, number) for number in range(len(exported.inputs))]
+
+    monkeypatch.setitem(others_exported.PARTS, "onnxruntime", runtime)
+    found = others_generated.outcomes(programs(4), others_generated.together("onnxruntime"))
+    assert len(exports) == 1 and [o.verdict for o in found] == ["right", "not run", "WRONG", "right"]
+    assert "the compiler fails: NotImplementedError: no such kernel" in found[1].why
+
+
+def test_what_torch_export_does_not_trace_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_value(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return by_hand(q, k, v) if q.sum() > 1e9 else v
+
+    monkeypatch.setitem(others_exported.PARTS, "openvino", lambda exported: [])
+    (one,) = programs(1)
+    (found,) = others_generated.outcomes([replace(one, function=by_value)], others_generated.together("openvino"))
+    assert found.verdict == "not run" and "torch.export does not trace it" in found.why
+    table = Table("", others.FOUND)
+    others.fill(table, [found])
+    assert table.rows == [] and "0 that do not compile, 1 that were not compared" in table.notes[0]
 
 
 def test_what_does_not_run_eagerly_is_nobodys_fault() -> None:
     (one,) = programs(1)
     unequal = replace(one, inputs=(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 5), torch.randn(1, 2, 3, 4)))
-    (found,) = others_generated.outcomes([unequal], lambda gm, inputs: gm.forward)
+    (found,) = others_generated.outcomes([unequal], others_generated.traced(lambda gm, inputs: gm.forward))
     assert found.verdict == "not run" and "eagerly it does not run either" in found.why
     table = Table("", others.FOUND)
     others.fill(table, [found])
@@ -107,7 +152,7 @@ def test_what_does_not_run_eagerly_is_nobodys_fault() -> None:
 
 
 def test_a_run_goes_on_where_it_ended(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def drawn(count: int, seed: int, *, start: int, in_float32: bool) -> list[others_generated.Generated]:
+    def drawn(count: int, seed: int, *, start: int, **_: bool) -> list[others_generated.Generated]:
         return programs(count)[start:]
 
     monkeypatch.setattr(others, "generated", drawn)
