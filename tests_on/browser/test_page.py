@@ -61,7 +61,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with collect() as collection, torch.no_grad():
         report = attn_pass.explain(Model().eval(), *inputs, attn_pass_options={"choose": "fused"})
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(report, collection), encoding="utf-8")
+    path.write_text(page(report, collection.graphs), encoding="utf-8")
     return path
 
 
