@@ -68,7 +68,10 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "xpu.md": {"rules": lambda: table(partial(named.rules_of, "xpu"))},
     "rocm.md": {"rules": lambda: table(partial(named.rules_of, "rocm"))},
     "mps.md": {"rules": lambda: table(partial(named.rules_of, "mps"))},
-    "comparison.md": {"peers": lambda: table(measured.peers)},
+    "comparison.md": {
+        "peers": lambda: table(measured.peers),
+        "variants": lambda: table(measured.variants),
+    },
     "cuda.md": {"decisions": lambda: table(decisions.decisions), "rules": lambda: table(decisions.rules)},
     "catalogue.md": {
         "forms": lambda: table(catalogued.forms),

@@ -111,6 +111,22 @@ def never_slower() -> Iterator[str]:
         yield ""
 
 
+def variants() -> Iterator[str]:
+    """Rows of the table of masks and score functions: the speedup over stock of the pass, and as written by hand."""
+    document = json.loads((RESULTS / "variants-cpu.json").read_text())
+    by_program: dict[str, list[dict[str, Any]]] = {}
+    for row in document["tables"][0]["rows"]:
+        if row["status"] == "ok":
+            by_program.setdefault(row["program"], []).append(row)
+    yield "| | attn_pass | by hand | which is |"
+    yield "|---|---|---|---|"
+    for program, rows in by_program.items():
+        (passed,) = (r for r in rows if r["way"] == "compile, attn_pass")
+        hand = max((r for r in rows if "by hand" in r["way"]), key=lambda r: float(r["over_stock"]))
+        what = hand.get("took") or hand["way"].removeprefix("compile, by hand: ")
+        yield f"| {program} | {passed['over_stock']:.2f} | {hand['over_stock']:.2f} | {what} |"
+
+
 PEERS = (
     ("eager", "eager"),
     ("stock Inductor", "compile, stock"),
