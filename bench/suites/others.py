@@ -47,6 +47,12 @@ GENERATED, NEAR = "Generated programs", "Generated programs, plain but for one p
 _TOGETHER = dict.fromkeys(PARTS, 4)  # runtimes have no kernel for one program in ten
 _LONGEST = 160
 _ANY_TYPE = ("inductor", "inductor_compiled")
+_OF_LISTED = (
+    "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
+    "`bench/suites/found_elsewhere.py`; with the pass all of them are right "
+    "(`tests/integration/test_miscompiles.py`, `tests/bench/test_bench_others.py`)",
+    "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
+)
 _NO_ERROR = "no error: the result has another shape than the program's, or a number is missing"
 
 
@@ -153,15 +159,10 @@ def main(
         if count:
             of_generated = Table(f"{NEAR if is_near else GENERATED}: what is wrong, or does not compile", FOUND)
             made.tables.append(of_generated)
-            for found in checked(count, seed, backend, end, kept, together or _TOGETHER.get(backend, 20), near=is_near):
+            for found in checked(count, seed, backend, end, kept, together, near=is_near):
                 fill(of_generated, found)
                 tell(f"{len(found)} generated programs, {len(of_generated.rows)} found")
-    made.tables[0].notes += [
-        "each of these programs is a few lines, in `tests/integration/miscompiled.py` and "
-        "`bench/suites/found_elsewhere.py`; with the pass all of them are right "
-        "(`tests/integration/test_miscompiles.py`, `tests/bench/test_bench_others.py`)",
-        "a near miss is no attention: it only looks like one of Inductor's patterns, and only the whole is compared",
-    ]
+    made.tables[0].notes += _OF_LISTED
     finish(console, made, json_file)
 
 
@@ -170,10 +171,12 @@ def checked(
 ) -> Iterator[list[Outcome]]:
     """What is known of the generated programs, after each compile of so many together; in float32 for runtimes.
 
+    ``together`` is 0 for as many as suit the compiler.
     What is known of those that are near to plain attention is in a file beside ``kept``.
     """
     if kept is not None and near:
         kept = kept.with_name(f"{kept.stem}-near{kept.suffix}")
+    together = together or _TOGETHER.get(backend, 20)
     run = others_generated.together(backend)
     found = read(kept) if kept is not None else []
     in_float32 = backend not in _ANY_TYPE
