@@ -53,6 +53,7 @@ def same(
     reference: Callable[..., Any] | bool = True,
     twice: float = 2.0,
     aot: bool = False,
+    then: Sequence[Sequence[Any]] = (),
     **options: Any,
 ) -> attn_pass.Report:
     """Asserts that the compiled program is the eager one: values, gradients, dtypes, strides, writes to its inputs.
@@ -60,7 +61,8 @@ def same(
     The error against float64 may be twice eager's, or 1e-5 of the largest value (1e-11 in float64, half a unit in the
     last place in half precision). Where eager is NaN or infinite nothing is asked. ``rewritten`` is how many must be.
     ``reference`` computes in float64 what ``fn`` should; False compares with eager alone. ``aot``: AOTAutograd compiles
-    the rewritten graph, whatever the test's name.
+    the rewritten graph, whatever the test's name. ``then`` are more inputs for the same compiled program, whose results
+    are compared with eager's alone.
     """
     expected, wanted, touched = _run(fn, _copies(inputs), grad)
     truth: tuple[list[Any], list[Any]] | None = None
@@ -69,14 +71,18 @@ def same(
         truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
     backend = attn_pass.wrap(_compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     with attn_pass.record() as report:
-        results, got, left = _run(torch.compile(fn, backend=backend, dynamic=dynamic), _copies(inputs), grad)
+        results, got, left = _run(compiled, _copies(inputs), grad)
     if rewritten is not None:
         assert len(report.rewritten) == rewritten, [(s.outcome, s.reason) for s in report.sites]
     _compare("result", results, expected, truth[0] if truth else None, twice)
     assert [t.stride() for t in results] == [t.stride() for t in expected]
     _compare("gradient", got, wanted, truth[1] if truth else None, twice)
     _compare("input", left, touched, None, twice)
+    for more in then:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            _compare("result", _run(compiled, _copies(more), False)[0], _run(fn, _copies(more), False)[0], None, twice)
     return report
 
 
