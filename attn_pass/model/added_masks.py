@@ -11,6 +11,8 @@ from attn_pass.model.expression import FALSE, Apply, Const, Expr, Load, apply, w
 from attn_pass.model.mask import ABSORBING, Computed, Keep
 from attn_pass.model.piecewise import pieces
 
+_MODERATE = 1e4  # the largest number that a product is multiplied with without masking
+
 
 def kept_in_place_of_added(a: Attention) -> Attention | None:
     """The same with a keep-condition instead of a matrix that adds 0 to kept keys and masks the others.
@@ -43,6 +45,17 @@ def kept_beside_learned(a: Attention) -> Attention | None:
     computed = Computed(bias, keep.condition)
     kept = replace(mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, bias_is_learned=True)
     return replace(a, mask=kept)
+
+
+def kept_beside_products(a: Attention) -> Attention | None:
+    """The same where scores are replaced, and what is added to the others is made of products (DeBERTa).
+
+    These are taken to mask nothing themselves. None if something else is added, or nothing is replaced.
+    """
+    mask, bias = a.mask, a.mask.deep_bias
+    if mask.keep is None or bias is None or not _absorbs(mask.keep, a) or not _is_of_products(bias, a):
+        return None
+    return replace(a, mask=replace(mask, bias=bias, bias_is_learned=True))
 
 
 def _keep(added: Expr) -> Keep | None:
@@ -92,3 +105,21 @@ def _is_learned(bias: Expr, a: Attention) -> bool:
         return False
     made = all(e.op in ("cast", "add", "sub", "neg") for e in parts if isinstance(e, Apply))
     return made and all(isinstance(e, Apply | Load) for e in parts)
+
+
+def _is_of_products(bias: Expr, a: Attention) -> bool:
+    """Whether a bias is a sum of products, each perhaps times a number that is the same for all scores."""
+    parts = list(walk(bias))
+    read = [a.sources[e.source] for e in parts if isinstance(e, Load) and e.index != ()]
+    if not any(s.of_products for s in read) or any(not s.of_products and s.kind != "table" for s in read):
+        return False
+    known = all(isinstance(e, Apply | Load) or (isinstance(e, Const) and abs(e.value) <= _MODERATE) for e in parts)
+    return known and all(_is_moderate(e) for e in parts if isinstance(e, Apply))
+
+
+def _is_moderate(e: Apply) -> bool:
+    if e.op in ("mul", "div"):
+        scalars = [x for x in e.args if isinstance(x, Const) or (isinstance(x, Load) and x.index == ())]
+        small = e.op == "div" and isinstance(e.args[1], Const) and abs(e.args[1].value) < 1 / _MODERATE
+        return bool(scalars) and not small
+    return e.op in ("cast", "add", "sub", "neg")

@@ -37,6 +37,7 @@ class Source:
     order: tuple[int, ...] | None = None  # its dimensions, slowest in memory first; None where it is not dense
     strides: tuple[Index, ...] | None = None  # None where it has none
     offset: Index = 0  # where in its storage it begins
+    of_products: bool = False  # its numbers are those of a product over features, perhaps looked up in it
 
     def place(self, index: Sequence[Index]) -> Index | None:
         """Where in its storage the element of this index is; None where it has no strides."""

@@ -49,7 +49,8 @@ class Mask:
     never_empty: bool = False  # proved: every row keeps at least one key, whose score is a number
     by_distance: ByDistance | None = None  # the same, where it depends on ``key - row`` alone
     computed: Computed | None = None  # the same, where it can be computed element by element, without a tensor of it
-    bias_is_learned: bool = False  # the bias masks nothing: what is learned holds no number that does, which is assumed
+    bias_is_learned: bool = False  # the bias masks nothing: what is learned, and products, hold no number that does,
+    # which is assumed
 
     @staticmethod
     def none() -> Mask:

@@ -2,12 +2,14 @@
 
 How much padding a batch has is known at run time only. Without any, all rows are packed, and a region costs what
 finding them does: there is no second program for such batches, which would have to be compiled as well. So a region is
-packed only where that is a small share of its products.
+packed only where that is a small share of its products. Where a new number of rows costs more than the rows that are
+padding, all rows are packed as well, which is decided at run time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -22,6 +24,7 @@ from attn_pass.report.text import duration
 _PRODUCTS = ("linear", "matmul", "baddbmm")
 _SHARE = 0.02  # of its products' time, which a region without padding may cost
 _FINDING_US, _ROW_US = 60.0, 0.1  # measured: 60 us for 512 rows, 0.9 ms for 8,192
+_PAIR_US = 5e-4  # of a mask that differs from row to row, for each row and key
 _PREPARING_SHARE = 0.05  # where some rows are padding, and their number is a new one
 _PREPARING_US = 1000.0  # oneDNN makes code for each number of rows and each size of weights: 0.7 to 2.2 ms, one by one
 
@@ -31,8 +34,31 @@ def is_product(node: Node) -> bool:
     return operation_of(node) in _PRODUCTS
 
 
-def too_small(proof: Proof, device: Device, hint: Callable[[Index], int]) -> str:
-    """Why packing would not pay even where much is padding; empty where it may."""
+@dataclass(frozen=True)
+class Cost:
+    """What a region's products take, what finding its rows takes, and a number of rows that is new, in microseconds."""
+
+    products: float
+    finding: float
+    preparing: float
+
+    @property
+    def too_small(self) -> str:
+        """Why packing would not pay even where much is padding; empty where it may."""
+        if self.products * _SHARE >= self.finding and self.products * _PREPARING_SHARE >= self.preparing:
+            return ""
+        what = duration(self.finding)
+        what += f", and {duration(self.preparing)} where their number is new" if self.preparing else ""
+        return f"its products take {duration(self.products)} by prediction, too little beside finding the rows: {what}"
+
+    @property
+    def least_padding(self) -> float:
+        """The share of rows that is left out at least: with fewer rows of padding all are packed."""
+        return self.preparing / self.products if self.products else 0.0
+
+
+def cost_of(proof: Proof, device: Device, hint: Callable[[Index], int]) -> Cost:
+    """What a region costs, by the sizes of its weights."""
     rows = hint(product(proof.group.rows))
     us = 0.0
     prepared: set[tuple[int, ...]] = set()
@@ -47,8 +73,5 @@ def too_small(proof: Proof, device: Device, hint: Callable[[Index], int]) -> str
             us += 2e-3 * rows * numbers / device.matmul(weight.dtype) if isinstance(numbers, int) else 0.0
             if weight.dtype != torch.float32:
                 prepared.add(tuple(map(int, weight.shape)))
-    finding, preparing = _FINDING_US + _ROW_US * rows, _PREPARING_US * len(prepared)
-    if us * _SHARE >= finding and us * _PREPARING_SHARE >= preparing:
-        return ""
-    what = duration(finding) + (f", and {duration(preparing)} where their number is new" if prepared else "")
-    return f"its products take {duration(us)} by prediction, too little beside finding the rows: {what}"
+    pairs = rows * hint(proof.group.rows.length) if proof.group.mask.is_of_pairs else 0
+    return Cost(us, _FINDING_US + _ROW_US * rows + _PAIR_US * pairs, _PREPARING_US * len(prepared))

@@ -17,6 +17,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, averages, hides_padding, mask_of
 from attn_pass.padding.rules import Rules, plain_name
+from attn_pass.padding.scores import readers
 from attn_pass.reading.vocabulary import Call, understand
 
 Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other than"]
@@ -29,7 +30,8 @@ FINITE = "a mask multiplies rows of padding with 0"
 class Exit:
     """An operation behind which rows of padding are not seen, in words, and which rows it does read.
 
-    ``tensor`` is (B,) of "positions", and has the layout ``at`` where it says which rows are read.
+    ``tensor`` is (B,) of "positions", and has the layout ``at`` where it says which rows are read. ``sites`` are the
+    attentions that read it with rows of padding, and are an exit only if they are of the region themselves.
     """
 
     words: str
@@ -37,6 +39,7 @@ class Exit:
     position: int = 0
     tensor: Node | None = None
     at: Layout | None = None
+    sites: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
     """How the rows of ``node`` leave by ``user``; None where it may see padding."""
     if user.op == "output":
         return Exit("by your word nobody uses rows of padding of the result", "nothing") if around.leaving else None
+    if _is_of_sizes(user):
+        return Exit("its sizes alone are read", "nothing")
+    if sites := readers(user, node, layout, around.rules, around.rows, around.operators):
+        return Exit("rows of padding reach scores of their own alone", "nothing", sites=sites)
     if user.op == "call_function" and user.target in around.operators:
         return _as_keys(user, node, layout, around)
     if plain_name(user) in ("cross_entropy", "nll_loss"):
@@ -64,15 +71,20 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
     return None if call is None or rule is None else rule(call, node, layout, around)
 
 
+def _is_of_sizes(user: Node) -> bool:
+    """Whether an operation gives sizes of a tensor, and none of its numbers."""
+    if plain_name(user) in ("size", "dim", "numel", "sym_size", "sym_numel"):
+        return True
+    return user.target is getattr and len(user.args) > 1 and user.args[1] in ("shape", "ndim")
+
+
 def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     """Keys and values of another attention, a cross attention, that masks the same ones."""
     used = [n for n, argument in enumerate(user.args) if argument is node]
     in_others = any(node is a for a in user.kwargs.values())
     if 0 in used or in_others or mask_of(user) != around.mask or layout != Layout(0, 2):
         return None
-    if not hides_padding(user) or averages(
-        (user,)
-    ):  # of a row whose kept keys its other bounds rule out, over all values
+    if not hides_padding(user) or averages((user,)) or around.mask.is_of_pairs:  # a row may read all values
         return None
     value = tensor_value(node)
     whole = value is not None and around.rules.shape(node)[0] == around.rows.batch
@@ -90,7 +102,7 @@ def _getitem(call: Call, node: Node, layout: Layout, around: Surroundings) -> Ex
         return _gathered(entries[0], entries[1], around)
     if any(e is Ellipsis or e is None or isinstance(e, Node) for e in entries) or len(entries) <= layout.length:
         return None
-    if entries[layout.batch] != slice(None):
+    if layout.batch < len(entries) and entries[layout.batch] != slice(None):
         return None
     entry = entries[layout.length]
     if type(entry) is int:
@@ -143,23 +155,24 @@ def _product(call: Call, node: Node, layout: Layout, around: Surroundings) -> Ex
     other = right if left is node else left
     if left is right or not isinstance(other, Node) or around.strict:
         return None
-    return _says(other, layout, around, FINITE, "nonzero")
+    return _says(other, node, layout, around, FINITE, "nonzero")
 
 
 def _filled(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     if call["input"] is not node or call["value"] is node or call["mask"] is node:
         return None
-    return _says(call["mask"], layout, around, "a mask replaces rows of padding", "zero")
+    return _says(call["mask"], node, layout, around, "a mask replaces rows of padding", "zero")
 
 
 def _chosen(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
     condition, yes, no = call["condition"], call["input"], call["other"]
     if condition is node or (yes is node) == (no is node):
         return None
-    return _says(condition, layout, around, "a mask replaces rows of padding", "nonzero" if yes is node else "zero")
+    kind: Kind = "nonzero" if yes is node else "zero"
+    return _says(condition, node, layout, around, "a mask replaces rows of padding", kind)
 
 
-def _says(value: Any, layout: Layout, around: Surroundings, words: str, kind: Kind) -> Exit | None:
+def _says(value: Any, node: Node, layout: Layout, around: Surroundings, words: str, kind: Kind) -> Exit | None:
     """The exit that a mask over rows makes: a tensor of truth values or integers, perhaps as floats, and broadcast."""
     if not isinstance(value, Node) or layout.merged:
         return None
@@ -168,12 +181,12 @@ def _says(value: Any, layout: Layout, around: Surroundings, words: str, kind: Ki
     if origin is None or origin.is_floating_point() or origin.is_complex():
         return None
     at = _rows_alone(around.rules.shape(source), layout, around)
-    same_rank = len(around.rules.shape(source)) == len(around.rules.shape(value))
-    return Exit(words, kind, tensor=source, at=at) if at is not None and same_rank else None
+    ranks = {len(around.rules.shape(n)) for n in (source, value, node)}
+    return Exit(words, kind, tensor=source, at=at) if at is not None and len(ranks) == 1 else None
 
 
 def _rows_alone(shape: tuple[Any, ...], layout: Layout, around: Surroundings) -> Layout | None:
-    """Where batch and positions are in a tensor that varies over them alone; counted from the end of a larger shape."""
+    """Where batch and positions are in a tensor that varies over them alone."""
     wanted = {layout.batch: around.rows.batch, layout.length: around.rows.length}
     alone = all(size == wanted.get(dim, 1) for dim, size in enumerate(shape))
     return layout if alone and len(shape) > max(layout) else None

@@ -42,7 +42,11 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class PaddingMask:
-    """The keys that are kept of each sequence: where ``keep``, (B, 1, 1, S), from ``starts`` on and before ``ends``."""
+    """The keys that are kept of each sequence: where ``keep``, from ``starts`` on and before ``ends``.
+
+    ``keep`` is (B, 1, 1, S), or (B, 1, S, S) where it differs from row to row, as a product of the mask with itself
+    does (DeBERTa): then a key is kept that some row keeps.
+    """
 
     keep: Node | None = None
     starts: Node | None = None
@@ -52,6 +56,16 @@ class PaddingMask:
     def nodes(self) -> tuple[Node, ...]:
         """The tensors that say it."""
         return tuple(n for n in (self.keep, self.starts, self.ends) if n is not None)
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether rows of a sequence keep different keys."""
+        return _is_of_pairs(self.keep)
+
+
+def _is_of_pairs(keep: Node | None) -> bool:
+    value = tensor_value(keep)
+    return value is not None and not (isinstance(value.shape[2], int) and value.shape[2] == 1)
 
 
 @dataclass
@@ -107,11 +121,13 @@ def hides_padding(site: Node) -> bool:
 
 
 def averages(sites: Iterable[Node]) -> bool:
-    """Whether a row may average all values although its sequence has keys that are kept: other bounds exclude them."""
-    return any(
-        site.kwargs.get("fully_masked") == "mean" and any(site.kwargs.get(name) is not None for name in _COUNTED)
-        for site in sites
-    )
+    """Whether a row may average all values although its sequence has keys that are kept, which it does not keep."""
+    return any(site.kwargs.get("fully_masked") == "mean" and _differs_by_row(site) for site in sites)
+
+
+def _differs_by_row(site: Node) -> bool:
+    bounded = any(site.kwargs.get(name) is not None for name in _COUNTED)
+    return bounded or mask_of(site).is_of_pairs
 
 
 def places(sites: Iterable[Node]) -> Places:
@@ -120,7 +136,7 @@ def places(sites: Iterable[Node]) -> Places:
 
 
 def _places(given: Mapping[str, Any]) -> Places:
-    if given.get("bias") is not None:
+    if given.get("bias") is not None or _is_of_pairs(_node(given.get("keep"))):
         return "before"
     return "any" if given.get("before") is None and given.get("after") in (None, 0) else "between"
 
@@ -136,16 +152,18 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
     rows, keys = sizes.shape(query), sizes.shape(key)
     if rows[2] != keys[2]:
         return OTHER_ROWS
-    if (value := tensor_value(mask.keep)) is not None and not _is_of_keys(sizes.shape(value), keys[2]):
-        return "its mask differs from query to query, or from head to head"
+    if (value := tensor_value(mask.keep)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
+        return reason
     masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
     if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
         return "its call has heads in the place of sequences, as that of a single sentence has"
     return _refusal_of_arguments(node, sizes)
 
 
-def _is_of_keys(shape: tuple[Any, ...], keys: Any) -> bool:
-    return len(shape) == 4 and shape[1] == shape[2] == 1 and shape[3] == keys
+def _refusal_of_keep(shape: tuple[Any, ...], keys: Any) -> str:
+    if len(shape) != 4 or shape[1] != 1 or shape[3] != keys or shape[2] not in (1, keys):
+        return "its mask differs from head to head, or is one of some queries"
+    return "its mask is the same for all sequences" if shape[2] != 1 and shape[0] == 1 else ""
 
 
 def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:

@@ -20,7 +20,7 @@ from attn_pass.compat import sizes_at_run_time
 from attn_pass.graph.effects import is_pure
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
-from attn_pass.model.index import Index
+from attn_pass.model.index import Index, product
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, Places
@@ -102,6 +102,14 @@ class Emitter:
         assert value is not None
         return self.sizes.shape(value)
 
+    def is_contiguous(self, node: Node) -> bool:
+        """Whether the last dimension of a node's tensor is the fastest in memory, and so on; asked without a guard."""
+        value = tensor_value(node)
+        assert value is not None
+        shape = self.sizes.shape(value)
+        strides = [self.sizes.index(s) for s in value.stride()]
+        return all(size == 1 or strides[d] == product(shape[d + 1 :]) for d, size in enumerate(shape))
+
 
 class Packing:
     """The rows of one region: which are there, and operands with and without the others."""
@@ -115,6 +123,7 @@ class Packing:
         device: Any,
         places: Places = "any",
         averages: bool = False,
+        least: float = 0.0,
     ) -> None:
         self.emit, self.rows, self._device = emit, rows, device
         self._at = emit.cursor
@@ -127,17 +136,19 @@ class Packing:
         for read in dict.fromkeys((e.reads, e.position, e.tensor, e.at) for e in exits):
             if (also := self._read(*read)) is not None:
                 self.there = call(aten.logical_or.default, self.there, also)
-        if averages:  # a row that is read and no key may average all values of its sequence
-            alone = call(aten.gt.Tensor, self.there, self._kept)
+        if averages:  # a row that is there and keeps not itself may average all values of its sequence
+            alone = call(aten.gt.Tensor, self.there, self._keeps_itself())
             self.there = call(aten.logical_or.default, self.there, call(aten.any.dim, alone, 1, True))
         self._fill(places)
+        if least:  # what a number of rows that is new costs
+            share = call(aten.mean.default, call(aten.to.dtype, self.there, torch.float32))
+            self.there = call(aten.logical_or.default, self.there, call(aten.gt.Scalar, share, 1 - least))
         self._flat = call(aten.reshape.default, self.there, [-1])
         self.index = call(aten.squeeze.dim, call(aten.nonzero.default, self._flat), 1)
         self.count = call(aten.sym_size.int, self.index, 0)
         ends = call(aten.cumsum.default, call(aten.sum.dim_IntList, self.there, [1]), 0)
         self.offsets = call(aten.constant_pad_nd.default, ends, [1, 0], 0)
-        kept = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
-        self.keep = call(aten.reshape.default, kept, [1, 1, 1, self.count])
+        self.keep = self._packed_keep()
         self._packed: dict[tuple[Any, ...], Node] = {}
 
     # ------------------------------------------------------------ which rows
@@ -161,14 +172,35 @@ class Packing:
         """The mask as (B, S)."""
         call, shape = self.emit.call, [self.batch, self.length]
         kept: Node | None = None
-        if mask.keep is not None:
+        self._pairs: Node | None = None
+        if mask.keep is not None and mask.is_of_pairs:
+            self._pairs = call(aten.reshape.default, mask.keep, [-1, self.length, self.length])
+            kept = call(aten.any.dim, self._pairs, 1)
+        elif mask.keep is not None:
             kept = call(aten.reshape.default, mask.keep, [-1, self.length])
         for bound, compare in ((mask.starts, aten.ge.Tensor), (mask.ends, aten.lt.Tensor)):
             if bound is not None:
                 inside = call(compare, self._positions(), call(aten.reshape.default, bound, [-1, 1]))
                 kept = inside if kept is None else call(aten.logical_and.default, kept, inside)
+                if self._pairs is not None:
+                    beside = call(aten.unsqueeze.default, inside, 1)
+                    self._pairs = call(aten.logical_and.default, self._pairs, beside)
         assert kept is not None
         return call(aten.expand.default, kept, shape)
+
+    def _keeps_itself(self) -> Node:
+        """Rows that certainly keep a key, themselves."""
+        return self._kept if self._pairs is None else self.emit.call(aten.diagonal.default, self._pairs, 0, 1, 2)
+
+    def _packed_keep(self) -> Node:
+        """The mask as the kernel takes it beside packed rows."""
+        call = self.emit.call
+        if self._pairs is None:
+            taken = call(aten.index_select.default, call(aten.reshape.default, self._kept, [-1]), 0, self.index)
+            return call(aten.reshape.default, taken, [1, 1, 1, self.count])
+        of_rows = call(aten.reshape.default, self._pairs, [-1, self.length])
+        taken = call(aten.index_select.default, of_rows, 0, self.index)
+        return call(aten.reshape.default, taken, [1, 1, self.count, self.length])
 
     def _read(self, kind: str, position: int, tensor: Node | None, at: Layout | None) -> Node | None:
         """Which rows an exit reads, broadcastable to (B, L); None for none beside those that are kept."""
@@ -270,8 +302,17 @@ class Packing:
         taken = call(aten.index_select.default, node, batch, self._batch_of_row)
         return taken if length is None else call(aten.transpose.int, taken, batch, length)
 
-    def unpacked(self, node: Node, layout: Layout) -> Node:
-        """A packed tensor with all rows in their places, and zeros in the places of those that are not there."""
+    def unpacked(self, node: Node, layout: Layout, like: Node) -> Node:
+        """A packed tensor with all rows in their places, and zeros in the places of those that are not there.
+
+        It is contiguous where ``like`` is, which it stands for: users may see it in another shape.
+        """
+        made = self._unpacked(node, layout)
+        if self.emit.is_contiguous(made) or not self.emit.is_contiguous(like):
+            return made
+        return self.emit.call(aten.clone.default, made, memory_format=torch.contiguous_format)
+
+    def _unpacked(self, node: Node, layout: Layout) -> Node:
         call = self.emit.call
         if layout.merged:
             taken = call(aten.index_select.default, node, layout.batch, self._where)

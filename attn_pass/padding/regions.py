@@ -16,12 +16,13 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes
 from attn_pass.options import Options
-from attn_pass.padding.cost import is_product, too_small
+from attn_pass.padding.cost import Cost, cost_of, is_product
 from attn_pass.padding.exits import FINITE, Surroundings
 from attn_pass.padding.masks import OTHER_ROWS, Group, ancestors, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
 from attn_pass.padding.rules import Rules, first_tensor, plain_name
+from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, share_masks
 from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
@@ -63,6 +64,8 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
 
     ``complain`` is told what failed, where something did; the region is left then.
     """
+    if groups(graph.gm.graph, graph.operators, graph.sizes)[0]:
+        _prepare(graph)
     reports = _refused(graph)
     done: set[Node] = set()
     while (group := next(_new(graph, done), None)) is not None:
@@ -85,6 +88,13 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
             record.mark_left(f"internal error: {type(error).__name__}: {first_line(error)}")
             complain("a region is left with its padding", error)
     return reports
+
+
+def _prepare(graph: Graph) -> None:
+    """What makes regions larger, and changes no value."""
+    erase_unread_writes(graph.gm.graph)
+    share_masks(graph.gm.graph, graph.operators, Regions(graph.gm.graph, graph.region))
+    keep_heads_apart(graph.gm.graph, graph.operators, graph.sizes)
 
 
 def _refused(graph: Graph) -> list[RegionReport]:
@@ -140,7 +150,8 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
         record.mark_left(reason)
         return
     exits = leaves(proof)
-    rewrite = Rewrite(gm, sizes, Regions(gm.graph, graph.region), trace, proof)
+    least = _cost(graph, proof).least_padding if options.choose == "cheapest" else 0.0
+    rewrite = Rewrite(gm, sizes, Regions(gm.graph, graph.region), trace, proof, least)
     rewrite.apply()
     record.outcome, record.packed = "packed", len(proof.sites)
     record.reason = f"rows of padding reach no result: {record.packed} attentions run on packed rows"
@@ -161,7 +172,11 @@ def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:
         return "nothing but the attention itself would run on fewer rows"
     if graph.options.choose != "cheapest":
         return ""
-    return too_small(proof, graph.device(proof.sites[0]), graph.sizes.hint)
+    return _cost(graph, proof).too_small
+
+
+def _cost(graph: Graph, proof: Proof) -> Cost:
+    return cost_of(proof, graph.device(proof.sites[0]), graph.sizes.hint)
 
 
 def _is_trained(proof: Proof) -> bool:

@@ -21,12 +21,14 @@ aten = torch.ops.aten
 
 
 class Rewrite:
-    """One region of one graph."""
+    """One region of one graph; where less than ``least`` of its rows is padding, all are packed."""
 
-    def __init__(self, gm: GraphModule, sizes: Sizes, regions: Regions, trace: Trace, proof: Proof) -> None:
+    def __init__(
+        self, gm: GraphModule, sizes: Sizes, regions: Regions, trace: Trace, proof: Proof, least: float = 0.0
+    ) -> None:
         self.gm, self.sizes, self.regions, self.trace, self.proof = gm, sizes, regions, trace, proof
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
-        self.anchor = self._anchor()
+        self.anchor, self.least = self._anchor(), least
         self.new: dict[Node, Node] = {}
         self.entries: list[Node] = []  # what is packed where the region begins
 
@@ -51,7 +53,7 @@ class Rewrite:
         replaced: list[tuple[Node, Node, Node]] = []
         with emit.running():
             group, sites = self.proof.group, self.proof.sites
-            counted = places(sites), averages(sites)
+            counted = places(sites), averages(sites), self.least
             packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
             packing.prepare(self._spreads(region), bool(exits))
             for node in region:
@@ -75,7 +77,7 @@ class Rewrite:
             state = self.regions.of(user)
             if state.grad_enabled not in made:
                 with emit.standing(user, node):
-                    made[state.grad_enabled] = packing.unpacked(self.new[node], self.proof.layouts[node])
+                    made[state.grad_enabled] = packing.unpacked(self.new[node], self.proof.layouts[node], like=node)
         return [(user, node, made[self.regions.of(user).grad_enabled]) for user in users]
 
     def _check(self, region: list[Node], state: Any) -> None:

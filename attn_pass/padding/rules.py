@@ -202,6 +202,10 @@ def _transposed(call: Call, rank: int) -> tuple[int, ...] | None:
     return tuple(order)
 
 
+def _turned(call: Call, rank: int) -> tuple[int, ...]:
+    return tuple(reversed(range(rank)))
+
+
 def _last_two(call: Call, rank: int) -> tuple[int, ...] | None:
     return (*range(rank - 2), rank - 1, rank - 2) if rank >= 2 else None
 
@@ -308,7 +312,7 @@ _BY_OPERATION: Mapping[str, Callable[[Rules, Node, Call], Rule | None]] = {
     "permute": _moved(_permuted),
     "transpose": _moved(_transposed),
     "mT": _moved(_last_two),
-    "t": _moved(_last_two),
+    "t": _moved(_turned),
     "linear": _all_but_last,
     "matmul": _matmul,
     "baddbmm": _added_product,

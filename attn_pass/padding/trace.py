@@ -48,6 +48,7 @@ class Trace:
         self.group, self.around, self.effects = group, around, effects
         self.layouts: dict[Node, Layout] = {}
         self.conflicts: set[Node] = set()
+        self.no_exits: set[tuple[Node, Node]] = set()  # values and users that turned out to be none
         self._untouched = ancestors(group.mask.nodes)
         self.begins = max(effects.position[n] for n in group.mask.nodes)  # rows are counted behind the mask
         self._waiting: list[Node] = []
@@ -139,7 +140,24 @@ class Trace:
 
 
 def prove(trace: Trace) -> Proof:
-    """The region of a group: the values nobody sees the padding of."""
+    """The region of a group: the values nobody sees the padding of.
+
+    Scores of rows of padding are seen where the attention that reads them is none of the region: again without these.
+    """
+    while True:
+        proof = _prove(trace)
+        seen = {
+            (node, user)
+            for node, by_user in proof.exits.items()
+            for user, found in by_user.items()
+            if not proof.layouts.keys() >= set(found.sites)
+        }
+        if not seen:
+            return proof
+        trace.no_exits |= seen
+
+
+def _prove(trace: Trace) -> Proof:
     exits: dict[Node, dict[Node, Exit]] = {}
     stops: dict[Node, str] = {}
     for node in trace.layouts:
@@ -185,7 +203,7 @@ def is_inner(trace: Trace, node: Node, user: Node) -> bool:
 
 
 def _exit(trace: Trace, known: dict[Node, dict[Node, Exit]], node: Node, user: Node) -> Exit | None:
-    if trace.effects.position[user] <= trace.begins:
+    if trace.effects.position[user] <= trace.begins or (node, user) in trace.no_exits:
         return None
     by_user = known.setdefault(node, {})
     if user not in by_user:

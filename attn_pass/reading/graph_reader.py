@@ -16,6 +16,7 @@ from attn_pass.graph.writes import call_writes
 from attn_pass.model.attention import Source, SourceKind
 from attn_pass.model.expression import Expr
 from attn_pass.model.index import Index
+from attn_pass.reading.bias_of_products import is_of_products
 from attn_pass.reading.pointwise import POINTWISE
 from attn_pass.reading.products import PRODUCTS, Product, product_of, product_of_sum
 from attn_pass.reading.unreadable import Unreadable
@@ -166,7 +167,10 @@ class GraphReader(ABC):
                 shape, device, grad = (), torch.device("cpu"), False
             order = memory_order(value, self.sizes) if isinstance(value, torch.Tensor) else None
             strides, offset = self._layout(value)
-            self.sources.append(Source(known, shape, dtype, device, _kind(node), grad, order, strides, offset))
+            products = is_of_products(node, self.effects)
+            self.sources.append(
+                Source(known, shape, dtype, device, _kind(node), grad, order, strides, offset, products)
+            )
         return known
 
     def _layout(self, value: object) -> tuple[tuple[Index, ...] | None, Index]:

@@ -28,7 +28,7 @@ FLEX = "flex_attention"  # the operator, where the program calls it itself
 EMPTY_ROWS = "a row fully masked with -inf gives 0, where the program gives NaN"
 FINITE_KEYS = "masked keys are finite: the program's fill hides one that is NaN or infinite, the kernel's mask does not"
 STRICT_KEYS = f"numerics='strict' does not assume that {FINITE_KEYS}"
-LEARNED_BIAS = "a bias that is learned masks no key: its numbers are far above those that mask"
+LEARNED_BIAS = "a bias that is learned, or made of products, masks no key: its numbers are far above those that mask"
 NAN_GUARD = "a guard against NaN weights serves fully masked rows: other NaN among the scores stay NaN"
 
 

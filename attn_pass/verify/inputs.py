@@ -51,7 +51,7 @@ def specs(attention: Attention, sizes: Mapping[str, int]) -> tuple[Spec, ...]:
             by_source |= {e.source: Spec("positive") for e in walk(factor.value) if isinstance(e, Load)}
     operands = {attention.value.source: Spec()}
     operands |= dict.fromkeys((attention.query.source, attention.key.source), Spec("factor"))
-    learned = {s.id: Spec() for s in attention.sources if s.kind == "table"}  # which masks nothing
+    learned = {s.id: Spec() for s in attention.sources if s.kind == "table" or s.of_products}  # which masks nothing
     return tuple(operands.get(n) or learned.get(n) or by_source.get(n, Spec()) for n in range(len(attention.sources)))
 
 

@@ -39,6 +39,7 @@ TITLE = "Batches with padding"
 WAYS = (w.STOCK, w.STOCK_AGAIN, w.STOCK_FROZEN, w.PASS, w.PASS_FROZEN, w.HAND)
 LAYERS, BATCH, LONGEST, SHORTEST, PAD = 12, 16, 512, 1 / 32, 1
 BY_HAND = "the rows that are kept as one sequence, attention by SDPA for each sequence"
+EACH_ALONE = "the rows that are kept as one sequence, the model's own attention for each sequence"
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: None}
 
 
@@ -140,6 +141,12 @@ def _mean_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -
     return sums / rows.lengths[:, None]
 
 
+def _deberta_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -> Tensor:
+    logits = model.classifier(model.deberta(**given)[0][0])
+    whole: Tensor = logits.new_zeros(mask.numel(), logits.shape[1])
+    return whole.index_copy(0, rows.index, logits).view(*mask.shape, -1)
+
+
 def _clip_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -> Tensor:
     projected: Tensor = model.text_projection(model.text_model(**given)[0][0][rows.lasts])
     return projected
@@ -147,6 +154,16 @@ def _clip_by_hand(model: Any, given: dict[str, Any], rows: Rows, mask: Tensor) -
 
 _SMALL = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 _T5 = {"d_model": 768, "d_ff": 3072, "num_heads": 12, "d_kv": 64}
+_DEBERTA = {
+    "vocab_size": 30522,
+    "relative_attention": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_buckets": 256,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "type_vocab_size": 0,
+    "position_biased_input": False,
+}
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,7 @@ class Model:
     """A model of transformers: its classes, what becomes of its output, the same by hand, and sizes.
 
     ``small`` are those of quick runs, ``layers`` is what the number of layers is called, ``first_position`` the number
-    that the table of positions begins with; None without one.
+    that the table of positions begins with; None without one. ``attention`` is what transformers calls its attention.
     """
 
     model: str
@@ -167,6 +184,8 @@ class Model:
     first_position: int | None = 0
     batch: int = BATCH
     longest: int = LONGEST
+    attention: str = "sdpa"
+    hand: str = BY_HAND
 
 
 _POSITIONS = {"max_position_embeddings": 514}
@@ -177,6 +196,16 @@ MODELS: Mapping[str, Model] = {
     ),
     "RoBERTa base, classes of tokens": Model(
         "RobertaForTokenClassification", "RobertaConfig", _of_tokens, _tokens_by_hand, _POSITIONS, first_position=2
+    ),
+    "DeBERTa v3 base, classes of tokens": Model(
+        "DebertaV2ForTokenClassification",
+        "DebertaV2Config",
+        _of_tokens,
+        _deberta_by_hand,
+        _DEBERTA,
+        first_position=None,
+        attention="eager",
+        hand=EACH_ALONE,
     ),
     "T5 base encoder, mean": Model(
         "T5EncoderModel",
@@ -206,7 +235,7 @@ def built(name: str, lengths: str, dtype: torch.dtype, setting: Setting, device:
     made = MODELS[name]
     small: Mapping[str, Any] = made.small if setting.quick else {}
     given = {**made.sizes, made.layers: 2 if setting.quick else setting.layers or LAYERS, **small}
-    model = library(made.model, made.config, "sdpa", **given)
+    model = library(made.model, made.config, made.attention, **given)
     batch, longest = (8, min(128, made.longest)) if setting.quick else (made.batch, made.longest)
     inputs = batch_of(LENGTHS[lengths](batch, longest), longest, model.config.vocab_size)
     return ready(Ended(model, made.end)).to(device, dtype), tuple(x.to(device) for x in inputs)
@@ -269,6 +298,26 @@ class Packed(nn.Module):
         return self.made.by_hand(self.model, given, rows, mask)
 
 
+def _pack_deberta(encoder: Any) -> None:
+    """Its attention is its own, with positions and a mask for each sequence."""
+    encoder.get_attention_mask, encoder.get_rel_pos = (lambda mask: mask), (lambda *_: None)
+
+    def each_alone(whole: Callable[..., Any]) -> Callable[..., Any]:
+        @torch.compiler.disable
+        def attend(hidden: Tensor, *_: Any, rel_embeddings: Tensor, **__: Any) -> tuple[Tensor, None]:
+            outs = []
+            for begin, end in _SPANS:
+                kept = torch.ones(1, 1, end - begin, end - begin, dtype=torch.bool, device=hidden.device)
+                outs.append(whole(hidden[:, begin:end], kept, rel_embeddings=rel_embeddings)[0])
+            return torch.cat(outs, 1), None
+
+        return attend
+
+    for layer in encoder.layer:
+        attention = layer.attention.self
+        attention.forward = each_alone(attention.forward)
+
+
 def packed(name: str, lengths: str, dtype: torch.dtype, setting: Setting, device: str) -> nn.Module:
     """The model as it is run without padding by hand."""
     from transformers import AttentionInterface
@@ -278,8 +327,11 @@ def packed(name: str, lengths: str, dtype: torch.dtype, setting: Setting, device
     AttentionMaskInterface.register("by_hand", lambda *_, **__: None)
     module, (_, mask) = built(name, lengths, dtype, setting, device)
     model: Any = module.model
-    model.set_attn_implementation("by_hand")
-    if MODELS[name].first_position is None:  # T5: the biases of the longest sequence hold those of all
+    if hasattr(model, "deberta"):
+        _pack_deberta(model.deberta.encoder)
+    else:
+        model.set_attn_implementation("by_hand")
+    if hasattr(model, "encoder") and hasattr(model.encoder, "block"):  # T5: biases of the longest hold those of all
         attention = model.encoder.block[0].layer[0].SelfAttention
         whole = attention.compute_bias
         attention.compute_bias = lambda queries, keys, **more: whole(mask.shape[1], mask.shape[1], **more)
@@ -317,7 +369,7 @@ def programs(setting: Setting) -> list[Program]:
             f"{name}, lengths {lengths}, {str(dtype)[6:]}",
             partial(built, name, lengths, dtype, setting),
             by_hand=partial(packed, name, lengths, dtype, setting),
-            hand=BY_HAND,
+            hand=MODELS[name].hand,
             dtype=dtype,
             tolerance=tolerance,
             extra=_peers(dtype),
@@ -353,7 +405,7 @@ COLUMNS = (*STANDARD[:2], Column("padding", "padding", ".0%"), *(c for c in STAN
 NOTE = (
     "Padding: its share of all rows. By hand: "
     + BY_HAND
-    + "; compiled for the number of rows of this very batch, where "
+    + " (DeBERTa: the model's own); compiled for the number of rows of this very batch, where "
     "the pass compiles once for every batch. All of a result is compared; no result holds rows of padding."
 )
 Layers = Annotated[int, typer.Option(min=1, help="Take as many layers of each model.")]

@@ -11,6 +11,7 @@ from padded_encoders import LOWEST, B, E, Encoder, H, L, left, masks, packed, ra
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import attn_pass
 from attn_pass.devices.cpu.kernel import build
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
@@ -191,3 +192,142 @@ def test_a_cross_attention_whose_rows_may_see_no_key_is_no_exit() -> None:
             return scores.softmax(-1) @ v
 
     assert "in the result" in left(Cross(), masks(left=True)).reason
+
+
+# ---------------------------------------------------------------- sizes that are equal by chance, and other orders
+
+
+class Square(nn.Module):
+    """As many sequences as positions and as features, and what becomes of the rows: ``after(x, mask)``."""
+
+    def __init__(self, after: Callable[..., Any]) -> None:
+        super().__init__()
+        self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(3)), nn.Embedding(50, E)
+        self.after = after
+
+    def forward(self, words: Tensor, mask: Tensor) -> Any:
+        x = self.words(words)
+        q, k, v = (one(x).view(E, E, H, E // H).transpose(1, 2) for one in self.qkv)
+        y = F.scaled_dot_product_attention(q, k, v, mask.bool()[:, None, None, :])
+        return self.after(self.qkv[0](y.transpose(1, 2).reshape(E, E, E)), mask)
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda x, mask: (x * mask).sum(1),
+        lambda x, mask: x.masked_fill(mask == 0, 0.0).sum((0, 1)),
+        lambda x, mask: torch.where(mask == 0, 0.0, x).sum(1),
+        lambda x, mask: (x * mask[None]).sum(0),
+        lambda x, mask: (x * mask[:, :, None].permute(2, 0, 1)).sum(2),
+        lambda x, mask: (x.permute(2, 1, 0) * mask).sum(0),
+        lambda x, mask: torch.ops.aten.numpy_T(x)[:, 0],
+    ],
+)
+def test_a_mask_over_other_dimensions_of_the_same_sizes(after: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    model, words = Square(after).eval(), torch.randint(0, 50, (E, E))
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    mask = (torch.arange(E) < torch.arange(1, E + 1)[:, None]).long()
+    with torch.no_grad():
+        result = torch.compile(model, backend=backend, fullgraph=True)(words, mask)
+        torch.testing.assert_close(result, model(words, mask), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_whose_positions_come_first() -> None:
+    """As `nn.TransformerEncoder` has them without ``batch_first``."""
+    for index in (0, -1, slice(None, 1), (0, slice(None))):
+        region = packed(Encoder(lambda model, x, mask, at=index: x.transpose(0, 1)[at], layers=1), right()[:1])
+        assert "is read" in region.exits[0]
+    packed(Encoder(lambda model, x, mask: x.transpose(0, 1).select(0, 2), layers=1), right()[:1])
+    assert left(Encoder(lambda model, x, mask: x.transpose(0, 1)[:, 0], layers=1), right()[:1]).packed == 0
+
+
+def test_what_leaves_is_as_contiguous_as_it_was() -> None:
+    def seen(model: Any, x: Tensor, mask: Tensor) -> Tensor:
+        heads = x.view(B, L, H, E // H).transpose(1, 2).contiguous()
+        return heads.masked_fill(mask[:, None, :, None] == 0, 0.0).view(B * H, L, -1)
+
+    packed(Encoder(seen, layers=1), right())
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x, keep: F.relu(x + 0, True) + x,
+        lambda x, keep: torch.relu_(x + 0),
+        lambda x, keep: (x + 0).mul_(2.0),
+        lambda x, keep: x.as_strided(x.shape, x.stride()),
+        lambda x, keep: x.view(-1).view(x.shape),
+        lambda x, keep: x.view(L, B, E).view(x.shape),
+        lambda x, keep: x + x.flatten()[: x.numel()].view(x.shape),
+        lambda x, keep: x.index_select(1, torch.arange(L).flip(0)),
+        lambda x, keep: x + x.sort(1).values,
+        lambda x, keep: x.topk(L, 1).values,
+        lambda x, keep: x.take_along_dim(torch.arange(L).flip(0)[None, :, None], 1),
+        lambda x, keep: torch.einsum("ble,bme->bme", x, x),
+        lambda x, keep: torch.index_put(x, (torch.arange(B),), x.flip(1)),
+        lambda x, keep: x.scatter(1, torch.zeros(B, L, E, dtype=torch.long), x.flip(2)),
+        lambda x, keep: torch.cat([x[:, 1:], x[:, :1]], 1),
+        lambda x, keep: torch.stack(x.unbind(1)[::-1], 1),
+        lambda x, keep: x.repeat(2, 1, 1)[1 : B + 1],
+        lambda x, keep: F.pad(x, (0, 0, 1, 0))[:, :-1],
+        lambda x, keep: x.unfold(1, 3, 1).sum(-1).repeat(1, 2, 1)[:, :L],
+        lambda x, keep: x - x.logcumsumexp(1),
+        lambda x, keep: F.layer_norm(x, (L, E)),
+        lambda x, keep: F.normalize(x),
+        lambda x, keep: x / x.norm(),
+        lambda x, keep: x * torch.cummax(x, 1).values,
+        lambda x, keep: torch.where(x > x.median(), x, 0.0),
+        lambda x, keep: x.swapaxes(0, 1).reshape(B, L, E),
+    ],
+)
+def test_routes_to_other_rows(between: Callable[..., Tensor]) -> None:
+    """Whatever a route between two layers is: results are eager's, where the region ends, or where it need not."""
+    regions, results, wanted = ran(Encoder(lambda model, x, mask: x[:, 0], between), right())
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    assert regions
+
+
+class Kept(nn.Module):
+    """A buffer that holds the rows of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(lambda model, x, mask: x, layers=1, eager=False)
+        self.register_buffer("rows", torch.zeros(B, L, E))
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        x = self.encoder(words, mask)
+        before = self.rows.sum((1, 2))
+        self.rows.copy_(x)
+        return x[:, 0, :1] + before[:, None]
+
+
+def test_rows_that_a_buffer_keeps() -> None:
+    torch._dynamo.reset()
+    model, other = Kept().eval(), Kept().eval()
+    other.load_state_dict(model.state_dict())
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    compiled, words = torch.compile(model, backend=backend, fullgraph=True), torch.randint(0, 50, (B, L))
+    with torch.no_grad():
+        for mask in right():
+            torch.testing.assert_close(compiled(words, mask), other(words, mask), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["float", "negative", "large", "uint8"])
+def test_masks_of_other_numbers(kind: str) -> None:
+    """A mask is 0 or not: which number it is counts where rows are multiplied by it."""
+    made = {
+        "float": lambda m: m.float() * 0.5,
+        "negative": lambda m: m * -3,
+        "large": lambda m: m * (1 << 40),
+        "uint8": lambda m: (m * 16).to(torch.uint8),
+    }[kind]
+    batches = [made(m) for m in right()]
+    for after in (lambda model, x, mask: (x * mask[..., None]).sum(1) / 64, lambda model, x, mask: x[:, 0]):
+        regions, results, wanted = ran(Encoder(after, layers=1), batches)
+        for result, expected in zip(results, wanted):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        assert regions

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
+from attn_pass.padding import cost
 from attn_pass.report.region import RegionReport
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
@@ -326,19 +327,31 @@ def test_dropout_that_draws_as_eager() -> None:
     assert [r.outcome for r in regions] == ["left"] and "dropout may mix" in regions[0].reason
 
 
-def test_a_mask_that_is_not_padding() -> None:
-    class PerQuery(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(E, E)
+class Masked(nn.Module):
+    """An attention whose mask is given."""
 
-        def forward(self, words: Tensor, keep: Tensor) -> Tensor:
-            x = self.linear(F.one_hot(words % E, E).float())
-            y = x.view(B, L, H, -1).transpose(1, 2)
-            return F.scaled_dot_product_attention(y, y, y, keep[:, None])[:, :, 0]
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(E, E)
 
-    keep = (torch.rand(B, L, L) < 0.5) | torch.eye(L, dtype=torch.bool)
-    assert "differs from query to query" in left(PerQuery(), [keep]).reason
+    def forward(self, words: Tensor, keep: Tensor) -> Tensor:
+        x = self.linear(F.one_hot(words % E, E).float())
+        y = x.view(B, L, H, -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(y, y, y, keep)[:, :, 0]
+
+
+@pytest.mark.parametrize(("shape", "reason"), [((B, H, L, L), "head to head"), ((1, 1, L, L), "all sequences")])
+def test_a_mask_that_is_not_padding(shape: tuple[int, ...], reason: str) -> None:
+    keep = (torch.rand(shape) < 0.5) | torch.eye(L, dtype=torch.bool)
+    assert reason in left(Masked(), [keep]).reason
+
+
+def test_a_mask_of_each_query() -> None:
+    """What no query of a sequence keeps is padding, and there may be none."""
+    keep = (torch.rand(B, 1, L, L) < 0.5) | torch.eye(L, dtype=torch.bool)
+    short = keep & (torch.arange(L) < torch.tensor([3, 24, 8, 9])[:, None, None, None])
+    short[..., 0] = True
+    packed(Masked(), [keep, short])
 
 
 def test_rows_that_are_written_in_place_are_left() -> None:
@@ -377,6 +390,38 @@ def test_what_is_small_is_left() -> None:
         backend = attn_pass.wrap("eager", rules={"*": ("cpu_kernel",)})
         torch.testing.assert_close(torch.compile(model, backend=backend)(words, mask), model(words, mask))
     assert "too little beside finding the rows" in report.regions[0].reason
+
+
+def test_where_little_is_padding_all_rows_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program decides for every batch: no more rows are counted where a new number of them costs more."""
+    counted: list[int] = []
+    monkeypatch.setattr(cost.Cost, "too_small", "")
+    monkeypatch.setattr(cost.Cost, "least_padding", 0.1)
+
+    def tell(x: Tensor, keep: Tensor) -> Tensor:
+        return x * 1.0
+
+    def run(gm: Any, inputs: Any) -> Any:
+        (rows,) = {n.target for n in gm.graph.nodes if "nonzero" in str(n.target)}
+        found = [n for n in gm.graph.nodes if n.target is rows]
+
+        class Counting(torch.fx.Interpreter):
+            def run_node(self, n: Any) -> Any:
+                result = super().run_node(n)
+                if n in found:
+                    counted.append(len(result))
+                return result
+
+        return lambda *given: Counting(gm).run(*given)
+
+    torch._dynamo.reset()
+    model, words = Encoder(first, tell).eval(), ids()
+    compiled = torch.compile(model, backend=attn_pass.wrap(run, rules={"*": ("cpu_kernel",)}, on_error="raise"))
+    batches = [(torch.arange(L) < torch.tensor(n)[:, None]).long() for n in ((24, 22, 23, 24), (24, 12, 3, 20))]
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in batches:
+            torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert counted == [B * L, 24 + 12 + 3 + 20]
 
 
 # ---------------------------------------------------------------- options

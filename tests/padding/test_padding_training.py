@@ -191,6 +191,22 @@ def test_weights_that_are_shared_and_used_outside() -> None:
     packed(Encoder(tied, layers=1, eager=False), right())
 
 
+def test_a_batch_of_any_size() -> None:
+    """The number of sequences is a symbol: one program, forward and backward."""
+    torch._dynamo.reset()
+    model = Encoder(mean, layers=1, eager=False).eval()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    with attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in (*right(), right()[0].repeat(2, 1)[:7]):
+            words = ids().repeat(2, 1)[: len(mask)]
+            got, wanted = (stepped(model, run, (words, mask)) for run in (compiled, model))
+            for one, other in zip(got, wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+    (region,) = report.regions
+    assert region.outcome == "packed", region.reason
+
+
 # ---------------------------------------------------------------- what is left
 
 

@@ -34,7 +34,7 @@ from attn_pass.devices.cpu import cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
-from attn_pass.model.added_masks import kept_beside_learned
+from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, Apply, Expr, expression_axes
 from attn_pass.model.index import Axis, product
@@ -84,7 +84,7 @@ class CpuKernel:
         if not training.adds_to_empty_rows(attention, setting):
             attention = with_keep(attention)
         if not attention.needs_grad and not attention.dropout and setting.numerics != "strict":
-            attention = kept_beside_learned(attention) or attention
+            attention = kept_beside_learned(attention) or kept_beside_products(attention) or attention
         adds, gives_logarithm = attention.mask.bias is not None, _gives_logarithm(attention)
         score, captured = _score(attention)
         fill = training.fill_that_counts(attention, setting)

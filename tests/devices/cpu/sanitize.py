@@ -62,6 +62,7 @@ def here(sanitizer: str, name: str) -> None:
     """
     import test_cpu_attention as drawn
     import test_cpu_backward as drawn_backwards
+    import test_packed_rows as drawn_packed
     import torch
 
     from attn_pass.devices.cpu.kernel import build, source
@@ -73,6 +74,7 @@ def here(sanitizer: str, name: str) -> None:
     failed += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
     failed += [text for dtype in drawn.DTYPES for text in drawn_backwards.failures(dtype, COUNT // 2, seed=13)]
     failed += drawn_backwards.failures(torch.float32, COUNT // 4, seed=14, scored=1.0)
+    failed += [text for dtype in drawn.DTYPES for text in drawn_packed.failures(dtype, COUNT // 2, seed=15)]
     if failed:
         raise SystemExit("\n".join(failed))
 

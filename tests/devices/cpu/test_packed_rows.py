@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from kernel_reference import reference
+from test_cpu_attention import DTYPES, ERRORS, SCORE, difference, laid_out
 
-from attn_pass.devices.cpu.kernel import build
+from attn_pass.devices.cpu.kernel import build, operator
 from attn_pass.devices.cpu.kernel.gradients import FORWARD
 from attn_pass.devices.cpu.kernel.operator import OPERATOR
 
@@ -94,6 +97,120 @@ def test_compiled_with_a_number_of_rows_that_is_known_at_run_time_only() -> None
         for lengths in ((3, 20, 11), (20, 20, 20), (1, 1, 1)):
             rows = torch.arange(20) < torch.tensor(lengths)[:, None]
             torch.testing.assert_close(compiled(x, rows), program(x, rows))
+
+
+# ---------------------------------------------------------------- drawn calls
+
+
+def draw(rng: random.Random, dtype: torch.dtype) -> tuple[tuple[Any, ...], list[int], dict[str, Any]]:
+    """Operands, the borders of segments, and what is given, as the operator takes it beside packed rows."""
+    lengths = [rng.choice((0, 1, 2, 5, 17, 63, 64, 65, 97, 130)) for _ in range(rng.randint(1, 5))]
+    total, most, segments = sum(lengths), max(lengths), len(lengths)
+    kv_heads, groups = rng.choice((1, 2, 3)), rng.choice((1, 1, 2, 4))
+    heads, dim = kv_heads * groups, rng.choice((1, 8, 24, 33, 64, 80))
+    operands = (
+        laid_out(rng, dtype, 1, heads, total, dim),
+        laid_out(rng, dtype, 1, kv_heads, total, dim),
+        laid_out(rng, dtype, 1, kv_heads, total, rng.choice((dim, 1, 20, 64))),
+        rng.choice((dim**-0.5, 0.02)),
+    )
+    given: dict[str, Any] = {"fully_masked": rng.choice(operator.FULLY_MASKED)}
+
+    def broadcast() -> list[int]:
+        return [rng.choice((1, n)) for n in (segments, heads, most, most)]
+
+    makers = {
+        "keep": lambda: torch.rand(1, rng.choice((1, heads)), *rng.choice(((1, total), (total, most)))) < 0.7,
+        "bias": lambda: torch.randn(broadcast()).to(rng.choice((torch.float32, dtype))),
+        "after": lambda: rng.choice((0, 3)),
+        "before": lambda: rng.choice((0, 1, 10, 100)),
+        "shift": lambda: torch.randint(-3, 4, (segments,)),
+        "ends": lambda: torch.randint(0, most + 1, (segments,)),
+        "starts": lambda: torch.randint(0, most + 1, (rng.choice((1, segments)),)),
+        "sink": lambda: torch.randn(1, heads, 1, 1),
+    }
+    given |= {name: make() for name, make in makers.items() if rng.random() < (0.6 if name == "keep" else 0.2)}
+    if rng.random() < 0.15:
+        given |= {"score": SCORE, "captured": [torch.randn(broadcast()), (torch.rand(broadcast()) < 0.5).float()]}
+    return operands, _offsets(tuple(lengths)).tolist(), given
+
+
+def of_segment(given: dict[str, Any], n: int, a: int, b: int) -> dict[str, Any]:
+    """What is given of one segment, as it is without packed rows."""
+
+    def of_scores(x: torch.Tensor) -> torch.Tensor:
+        own = x[min(n, len(x) - 1)][None]
+        return own[:, :, : b - a, : b - a]
+
+    cut = {
+        "keep": lambda x: x[..., a:b] if x.size(2) == 1 and x.size(3) != 1 else x[:, :, a:b, : b - a],
+        "bias": of_scores,
+        "captured": lambda several: [of_scores(x) for x in several],
+        **dict.fromkeys(("shift", "starts", "ends"), lambda x: x[min(n, len(x) - 1)][None]),
+    }
+    return {name: cut.get(name, lambda x: x)(x) for name, x in given.items()}
+
+
+def failures(dtype: torch.dtype, count: int, seed: int) -> list[str]:
+    """Drawn calls on packed rows that come out wrong, in words, and those whose gradients do."""
+    rng, faults = random.Random(seed), []
+    torch.manual_seed(seed)
+    for number in range(count):
+        (*operands, scale), borders, given = draw(rng, dtype)
+        segments = [(n, a, b) for n, (a, b) in enumerate(pairwise(borders)) if a < b]
+        if not segments:
+            continue
+        offsets = torch.tensor(borders)
+        out = OPERATOR(*operands, scale, offsets=offsets, **given)
+        parts = [
+            reference(*(x[:, :, a:b] for x in operands), scale, **of_segment(given, n, a, b))[0] for n, a, b in segments
+        ]
+        wrong = difference(out, torch.cat(parts, 2))
+        if not {"bias", "captured"} & given.keys() and given["fully_masked"] != "nan":
+            wrong = max(wrong, _wrong_gradients(operands, scale, offsets, segments, given))
+        if wrong > ERRORS[dtype]:
+            faults.append(f"{dtype} {seed}.{number}: {wrong:.1e} {borders} {operands[0].shape} {sorted(given)}")
+    return faults
+
+
+def _wrong_gradients(operands: Any, scale: float, offsets: Any, segments: Any, given: dict[str, Any]) -> float:
+    """Beside those of segment by segment by the same kernel, in units of the largest."""
+    grads, upstream = [], torch.randn(1, operands[0].size(1), operands[0].size(2), operands[2].size(3))
+    for packed in (True, False):
+        leaves = [x.detach().clone().requires_grad_() for x in operands]
+        calls = [(slice(None), {**given, "offsets": offsets})] if packed else []
+        calls += [] if packed else [(slice(a, b), of_segment(given, n, a, b)) for n, a, b in segments]
+        for rows, own in calls:
+            out, *_ = FORWARD(*(x[:, :, rows] for x in leaves), scale, **own)
+            (out.float() * upstream[:, :, rows]).sum().backward()
+        grads.append([x.grad for x in leaves])
+    apart = [float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) for a, b in zip(*grads, strict=True)]
+    return max(apart) if all(x == x for x in apart) else float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drawn_calls_on_packed_rows_are_right(dtype: torch.dtype) -> None:
+    assert failures(dtype, 40, seed=21) == []
+
+
+def test_a_keep_condition_of_each_row_and_position() -> None:
+    """Segments of 3 and 5 rows: columns are positions of keys in a row's own segment."""
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    keep = torch.rand(1, 1, 8, 5) < 0.5
+    keep[..., 0] = True
+    out = OPERATOR(q, k, v, 0.3, offsets=torch.tensor([0, 3, 8]), keep=keep)
+    alone = _alone(q, k, v, [0, 3, 8], keep=lambda n, a, b: keep[:, :, a:b, : b - a])
+    torch.testing.assert_close(out, alone)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 200])
+def test_fully_masked_rows_share_one_mean(rows: int) -> None:
+    """Of each head its own, and of a segment its own."""
+    q, k, v = (torch.randn(2, h, rows, 24) for h in (4, 2, 2))
+    keep = torch.rand(2, 1, rows, 1).lt(0.5) & torch.rand(2, 1, 1, rows).lt(0.9)
+    out = OPERATOR(q, k, v, 0.3, keep=keep, fully_masked="mean")
+    wanted, _ = reference(q, k, v, 0.3, keep=keep, fully_masked="mean")
+    assert difference(out, wanted) < ERRORS[torch.float32]
 
 
 # ---------------------------------------------------------------- gradients

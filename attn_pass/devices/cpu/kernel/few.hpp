@@ -272,7 +272,8 @@ template <class T> void part_task(const void* job, i64 task) {
       });
   }
   if (!j.partial) {
-    for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv);
+    const st* mean_row = nullptr;
+    for (i64 r = 0; r < R; ++r) write_row<T>(a, b, hk * j.group + r / a.L, r % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
     return;
   }
   for (i64 r = 0; r < R; ++r) {
@@ -302,7 +303,8 @@ template <class T> void join_task(const void* job, i64 task) {
     const vec v = Isa::set1(by);
     for (i64 d = 0; d < j.ldv; d += W) Isa::store(o + d, Isa::fma(v, Isa::load(one + d), Isa::load(o + d)));
   }
-  write_row<T>(a, bh / a.HK, (bh % a.HK) * j.group + r / a.L, r % a.L, whole, j.scale.factor, j.dropout.factor, o);
+  const typename T::st* mean_row = nullptr;
+  write_row<T>(a, bh / a.HK, (bh % a.HK) * j.group + r / a.L, r % a.L, whole, j.scale.factor, j.dropout.factor, o, &mean_row);
 }
 
 template <class T> void attend_few(const Args& a) {

@@ -212,8 +212,9 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
         });
       }
   }
+  const st* mean_row = nullptr;
   for (i64 r = 0; r < n; ++r)
-    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv);
+    write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
 }
 
 // A block of rows. The last rows of a causal mask have the most keys: they go first.

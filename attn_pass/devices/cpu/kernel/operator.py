@@ -130,7 +130,7 @@ def arguments(
         q=operand(query, query.shape),
         k=operand(key, key.shape),
         v=operand(value, value.shape),
-        keep=operand(keep, scores),
+        keep=operand(keep, _shape_of(keep, scores, offsets)),
         bias=operand(bias, _shape_of(bias, scores, offsets)),
         sink=operand(sink, (*scores[:3], 1)),
         captured=(Operand * MOST_CAPTURED)(*(operand(x, _shape_of(x, scores, offsets)) for x in captured or ())),
@@ -195,8 +195,9 @@ def attention(
         offsets: (N + 1,), int64, rising from 0 to L: packed rows. B is 1 and S is L; segment ``n`` is the rows, of
             queries and keys, from ``offsets[n]`` to ``offsets[n + 1]``, and sees itself alone. Positions count from a
             segment's first row; ``bias`` and ``captured``, of four dimensions, are read at (n, head, position of the
-            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L). With
-            gradients ``bias`` and ``captured`` have none.
+            query, position of the key), ``starts``, ``ends`` and ``shift`` at n; ``keep`` is (1, 1 or H, 1, L), or
+            (1, 1 or H, L, M), read at (row, position of the key) and M the most rows that a segment has. With gradients
+            ``bias`` and ``captured`` have none.
         keep: boolean, broadcastable to (B, H, L, S): where it is true.
         bias: what is added, in float32 or half precision, broadcastable to (B, H, L, S); -inf masks.
         sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).

@@ -17,7 +17,8 @@ template <class T> Args segment_of(const Args& whole, const Segment& s, int thre
   moved(a.q.data, (s.first * a.q.stride[2] + s.head * a.q.stride[1]) * size);
   moved(a.k.data, (s.first * a.k.stride[2] + s.kv_head * a.k.stride[1]) * size);
   moved(a.v.data, (s.first * a.v.stride[2] + s.kv_head * a.v.stride[1]) * size);
-  moved(a.keep.data, s.first * a.keep.stride[3] + s.head * a.keep.stride[1]);
+  // Of all rows' keys in their order, or, where it differs from row to row, of a row's keys by their positions.
+  moved(a.keep.data, s.first * a.keep.stride[a.keep.stride[2] ? 2 : 3] + s.head * a.keep.stride[1]);
   moved(a.bias.data, (s.number * a.bias.stride[0] + s.head * a.bias.stride[1]) * of_bias);
   moved(a.sink.data, s.head * a.sink.stride[1] * 4);
   for (Operand& x : a.captured) moved(x.data, (s.number * x.stride[0] + s.head * x.stride[1]) * 4);

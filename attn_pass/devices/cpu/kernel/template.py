@@ -138,7 +138,7 @@ class Filled:
         lines: list[str] = []
         for name in _OPERANDS:
             if name in operands:
-                whole = name in "qkv" or (packed and name not in ("keep", "sink"))
+                whole = name in "qkv" or (packed and name != "sink")
                 shape = operands[name].get_size() if whole else (*scores[:3], 1) if name == "sink" else scores
                 strides = ", ".join(map(self.number, strides_in(operands[name], shape)))
                 lines.append(f"{args}.{name} = {{{self.pointer(name)}, {{{strides}}}}};")

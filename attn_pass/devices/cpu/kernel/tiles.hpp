@@ -480,9 +480,10 @@ inline float log_of_sum(Running r, float factor) {
   return r.sum == 0 ? -infinite : r.top * (factor * LN2) + std::log(r.sum);
 }
 
-// The result of a row: what was summed, over the sum of the weights, a sink's among them, times dropout's factor.
+// The result of a row: what was summed, over the sum of the weights, a sink's among them, times dropout's factor. Fully
+// masked rows of a KV head have one mean: `mean_row` is where it was written, once it was.
 template <class T>
-void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o) {
+void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, float of_left, const float* o, const typename T::st** mean_row) {
   using st = typename T::st;
   if (a.lse) a.lse[(b * a.H + h) * a.rows + i] = log_of_sum(r, factor);
   if (!a.out && !a.statistics) return;
@@ -507,6 +508,11 @@ void write_row(const Args& a, i64 b, i64 h, i64 i, Running r, float factor, floa
   if (r.sum == 0) {  // fully masked
     by = Isa::set1(a.fully_masked == GIVES_NAN && a.S ? std::numeric_limits<float>::quiet_NaN() : 0.0f);
     if (a.fully_masked == GIVES_MEAN && a.S) {
+      if (*mean_row) {
+        for (i64 d = 0; d < a.DV; ++d) to[d * stride] = (*mean_row)[d * stride];
+        return;
+      }
+      *mean_row = to;
       const i64 hk = h / (a.H / a.HK);
       const st* v = static_cast<const st*>(a.v.data) + b * a.v.stride[0] + hk * a.v.stride[1];
       for (i64 d0 = 0; d0 < a.DV; d0 += 1024) {

@@ -1,0 +1,126 @@
+"""A graph as regions are looked for in it: one mask for attentions that compute it each for itself, fewer views.
+
+Of equal operations on the same tensors the first is taken. Where heads and sequences of an attention's result are put
+into one dimension, and apart again, they stay apart: so a batch of the program is one of the packed rows, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from attn_pass.graph.effects import Effects, is_pure
+from attn_pass.graph.regions import Regions
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.padding.rules import plain_name
+from attn_pass.reading.vocabulary import understand
+
+_MOST = 60  # operations that a mask is made of
+
+
+def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
+    """Gives every attention of a graph the first of the keep-conditions that are computed alike."""
+    numbers = _Numbers(Effects(graph), regions)
+    first: dict[Any, Node] = {}
+    for site in graph.nodes:
+        keep = site.kwargs.get("keep")
+        if site.op != "call_function" or site.target not in operators or not isinstance(keep, Node):
+            continue
+        shared = first.setdefault(numbers.of(keep), keep)
+        if shared is not keep:
+            site.update_kwarg("keep", shared)
+            _erase(graph, keep)
+
+
+def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> None:
+    """Takes attentions' results as they are where a view of a view of them has their own shape."""
+    effects = Effects(graph)
+    for site in list(graph.nodes):
+        if site.op != "call_function" or site.target not in operators or tensor_value(site) is None:
+            continue
+        for merged in [u for u in site.users if _is_view(u) and not effects.mutations(u)]:
+            for apart in [u for u in merged.users if _is_view(u)]:
+                values = [tensor_value(n) for n in (site, merged, apart)]
+                shapes = [() if v is None else sizes.shape(v) for v in values]
+                if shapes[0] == shapes[2] and len(shapes[1]) < len(shapes[0]):
+                    _replace(graph, apart, site)
+            _erase(graph, merged)
+
+
+def erase_unread_writes(graph: Graph) -> None:
+    """Takes out what writes to memory that nobody reads any more, as a sum in place does that a kernel takes over."""
+    effects = Effects(graph)
+    for node in reversed(list(graph.nodes)):
+        call = understand(node)
+        target = None if call is None or not call.in_place or node.users else call.args.get("input")
+        if not isinstance(target, Node):
+            continue
+        aliases, at = effects.aliases(target), effects.position[node]
+        read = any(effects.position[user] > at for alias in aliases for user in alias.users)
+        if not read and effects.is_internal(target, set(aliases)):
+            made_of = node.all_input_nodes
+            graph.erase_node(node)
+            for operand in made_of:
+                _erase(graph, operand)
+
+
+def _is_view(node: Node) -> bool:
+    call = understand(node)
+    value = tensor_value(node)
+    source = None if call is None or call.op != "reshape" else tensor_value(call["input"])
+    return value is not None and source is not None and source.dtype == value.dtype
+
+
+def _replace(graph: Graph, view: Node, site: Node) -> None:
+    """In the memory order that it had: users may see it in another shape."""
+    with graph.inserting_before(view):
+        whole = graph.call_function(torch.ops.aten.clone.default, (site,), {"memory_format": torch.contiguous_format})
+    whole.meta = dict(view.meta)
+    view.replace_all_uses_with(whole)
+    graph.erase_node(view)
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """A node and what it was made of, where nothing else uses it."""
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.users:
+            continue
+        seen.add(node)
+        if node.op in ("call_function", "call_method") and is_pure(node):
+            made_of = node.all_input_nodes
+            graph.erase_node(node)
+            waiting += made_of
+
+
+class _Numbers:
+    """Values by what computes them: equal ones have the same elements."""
+
+    def __init__(self, effects: Effects, regions: Regions) -> None:
+        self._effects, self._regions = effects, regions
+        self._known: dict[Node, Any] = {}
+        self._number: dict[Any, int] = {}
+
+    def of(self, node: Node) -> Any:
+        """The number of a value; the node itself where it is an input, or is not known to be the same once more."""
+        if node not in self._known:
+            self._known[node] = self._made(node, _MOST)
+        return self._known[node]
+
+    def _made(self, node: Node, depth: int) -> Any:
+        if node in self._known:
+            return self._known[node]
+        computed = node.op in ("call_function", "call_method") and is_pure(node)
+        if not computed or not depth or "dropout" in plain_name(node) or self._effects.mutations(node):
+            return node
+        args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, depth))
+        key = (node.op, node.target, repr(args), str(self._regions.of(node)))
+        self._known[node] = ("computed", self._number.setdefault(key, len(self._number)))
+        return self._known[node]
+
+    def _argument(self, value: Any, depth: int) -> Any:
+        return str(self._made(value, depth - 1)) if isinstance(value, Node) else repr(value)
