@@ -37,7 +37,8 @@ def markdown(rows: Sequence[Row]) -> str:
     if translated := of["runtimes"]:
         for stage in dict.fromkeys(row["stage"] for row in translated if "attentions" in row):
             of_stage = [row for row in translated if row["stage"] == stage]
-            parts += [f"Runtime {stage}:", runtimes_table(of_stage), left_table([r for r in of_stage if r["status"] == "ok"])]
+            ran = [row for row in of_stage if row["status"] == "ok"]
+            parts += [f"Runtime {stage}:", runtimes_table(of_stage), left_table(ran)]
         parts.append(troubles(translated))
     return "\n\n".join(part for part in parts if part)
 
