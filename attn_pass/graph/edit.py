@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.compat import no_new_guards
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
+from attn_pass.graph.memory import storages
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, Poly, Quotient, Remainder
@@ -340,7 +341,11 @@ class Plan:
         return self._strides(before) == self._strides(after)
 
     def keeps_layout(self, new: Value) -> bool:
-        """Whether no user can distinguish the new value's strides from the old one's."""
+        """Whether no user can distinguish the new value's strides from the old one's.
+
+        Nor a user of what is taken from it: where a copy of the old value is a view of the new one, or the other way
+        round, neither may be written.
+        """
         before, after = tensor_value(self.result), fake_of(new)
         if before is None or self._strides(before) == self._strides(after):
             return True
@@ -359,11 +364,22 @@ class Plan:
             if is_metadata_assertion(user):
                 continue
             moved, before = _moved(user, node, new), tensor_value(user)
-            if moved is None or before is None:
+            if moved is None or before is None or self._is_written_as_other_memory(user, node, moved, new):
                 return True
             if self._strides(moved) != self._strides(before) and self._layout_matters(user, moved, depth + 1):
                 return True
         return False
+
+    def _is_written_as_other_memory(self, user: Node, node: Node, moved: torch.Tensor, new: torch.Tensor) -> bool:
+        """Whether a user is a view of the new value and was none, or was one, and one of the two may be written."""
+        before = tensor_value(node), tensor_value(user)
+        if _share_memory(*before) == _share_memory(new, moved):
+            return False
+        if self.effects.mutations(user) or self.effects.mutations(node):
+            return True
+        saves = self.in_body and moved.requires_grad  # what a caller may write to then
+        aliases = self.effects.aliases(user) if user in self.effects.position else (user,)
+        return saves and any(u.op == "output" for alias in aliases for u in alias.users)
 
     def may_be_written_later(self) -> bool:
         """Whether the result's memory is written afterwards, or given to a caller who may do so."""
@@ -520,6 +536,10 @@ def _plain_name(user: Node) -> str | None:
 def _is_in_place(user: Node, name: str) -> bool:
     in_operator = getattr(user.target, "__module__", "") == "_operator" and name in ("setitem", *_IN_PLACE_OPERATORS)
     return in_operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return not set(storages(one) or ()).isdisjoint(storages(other) or ())
 
 
 _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")

@@ -13,8 +13,36 @@ _MAXIMUM = Step(row="bias: minus the maximum")
 
 _LOWEST = torch.finfo(torch.float32).min
 
-# The first twenty-two were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
+# The first twenty-four were faults of the pass; with the others the property asked too much (docs/results/fuzz.md).
 FOUND: tuple[tuple[str, Case], ...] = (
+    (
+        "merged heads are a copy of the program's result and were a view of the kernel's, when they are written",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                score=(Step(row="scale: root"),),
+                result=(Step(row="heads merged"), Step(row="written")),
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
+    (
+        "in a row that is NaN, a score that was replaced before it is divided gets a gradient of 0, not NaN",
+        Case(
+            Program(
+                lead=(2, 2),
+                kv_len=4,
+                value_dim=2,
+                dtype=torch.bfloat16,
+                key=(Step(row="last is no number"),),
+                score=(Step(row="mask: input == 0", fill=-1e9), Step(row="scale: root")),
+            ),
+            grad=True,
+            targets=("cpu_kernel",),
+        ),
+    ),
     (
         "a row of float64 scores is shifted, and the sink beside it was not",
         Case(

@@ -324,6 +324,33 @@ def test_the_layout_of_the_result_is_made_where_it_can_be() -> None:
 # ---------------------------------------------------------------- what is written
 
 
+MERGED: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "read": (lambda s: s.mT.reshape(-1).exp().sum(), False),
+    "written": (lambda s: s.mT.reshape(-1).mul_(2).sum(), True),
+    "a view of it written": (lambda s: s.mT.reshape(-1).view(5, 3).mul_(2).sum(), True),
+    "a view that becomes a copy": (lambda s: s.reshape(-1).mul_(2).sum() + s.sum(), True),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_a_copy_that_becomes_a_view_may_not_be_written(name: str) -> None:
+    """The dense value of a transposed one: its own transposed value is merged without a copy."""
+    after, matters = MERGED[name]
+    gm = captured(lambda x: after(x.sin()), randn(3, 5))
+    (sin,) = nodes_of(gm, "sin")
+    plan, other = planned(gm, sin, lambda p: transposed(p, sin))
+    assert plan.keeps_layout(other) is not matters
+
+
+def test_a_copy_that_becomes_a_view_may_be_given_to_a_caller_without_gradients_alone() -> None:
+    for grad in (False, True):
+        gm = captured(lambda x: x.sin().mT.reshape(-1), randn(3, 5, grad=grad))
+        (sin,) = nodes_of(gm, "sin")
+        for in_body in (False, True):
+            plan, other = planned(gm, sin, lambda p: transposed(p, sin), in_body=in_body)
+            assert plan.keeps_layout(other) is not (grad and in_body)
+
+
 def test_whether_the_result_is_written_later() -> None:
     def written(gm: GraphModule, **given: Any) -> bool:
         return plan_for(gm, nodes_of(gm, "sin")[0], **given).may_be_written_later()

@@ -198,7 +198,23 @@ RESULT_WRITES: dict[str, Program] = {
     "a copy of it": lambda q, k, v: _both(attend(q, k, v), lambda o: o.transpose(1, 2).contiguous().add_(1)),
     "contiguous is itself": lambda q, k, v: _both(attend(q, k, v), lambda o: o.contiguous().add_(1)),
     "reshape is a view": lambda q, k, v: _both(attend(q, k, v), lambda o: o.reshape(4, 8, 16).add_(1)),
+    "heads merged": lambda q, k, v: _merged(attend(q, k, v)).mul_(2),
+    "heads merged, and it": lambda q, k, v: _merged_and_summed(attend(q, k, v)),
+    "heads merged in a checkpoint": lambda q, k, v: _in_checkpoint(q, k, v).mul_(2),
 }
+
+
+def _merged(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).flatten(2)
+
+
+def _merged_and_summed(out: Tensor) -> tuple[Tensor, Tensor]:
+    return _merged(out).mul_(2), out.sum()
+
+
+def _in_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    made: Tensor = checkpoint(lambda *x: _merged(attend(*x)), q, k, v, use_reentrant=False)
+    return made
 
 
 def _imul(out: Tensor) -> Tensor:

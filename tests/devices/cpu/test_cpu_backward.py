@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from against_eager import randn
 from kernel_reference import of_score, reference
 from test_cpu_attention import DTYPES, SCORE, draw
 from torch import Tensor
@@ -179,6 +180,25 @@ def test_slopes_are_autograds(text: str) -> None:
         (expected,) = torch.autograd.grad(SLOPES[text](x), x)
         got = of_score(derivative, x.detach(), [torch.tensor(0.5)])
         assert torch.allclose(got.double(), expected.double(), atol=1e-6), at
+
+
+CHOOSING = {  # what is captured where the product is taken, and where it is not
+    "mul(where(captured(0), x, number(-1000.0f)), number(0.5f))": (1.0, 0.0),
+    "add(maximum(x, captured(0)), number(1.0f))": (-1000.0, 1000.0),
+    "minimum(captured(0), mul(x, number(2.0f)))": (1000.0, -1000.0),
+}
+
+
+@pytest.mark.parametrize("text", CHOOSING)
+def test_what_is_not_taken_gets_a_gradient_of_nothing_in_a_row_that_is_nan(text: str) -> None:
+    """As eager's: not nothing times NaN. A key that is NaN makes a row of it."""
+    taken, other = CHOOSING[text]
+    query, key, value = (randn(1, 1, n, 8, seed=n) for n in (3, 70, 71))
+    key[..., 7, :] = float("nan")
+    captured = torch.where(torch.arange(70) < 40, taken, other)
+    out = FORWARD(query, key.requires_grad_(), value[..., :70, :], 1.0, score=text, captured=[captured])[0]
+    (got,) = torch.autograd.grad(out.sum(), key)
+    assert got[..., :40, :].isnan().all() and got[..., 40:, :].eq(0).all()
 
 
 @pytest.mark.parametrize("text", ["tanh(x", "tanh(x))", "x; y", ""])

@@ -164,6 +164,19 @@ def test_masked_scores_times_a_negative_number(fill: float, factor: float, rewri
         assert attn_pass.explain(turned, *qkv(2, 2, 4, 4), attn_pass_options=options).sites[0].target == "cpu_kernel"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kept_key_that_is_no_number(dtype: torch.dtype) -> None:
+    """Its row is NaN, and the gradients of what it keeps; those of scores that were replaced are 0 there, too."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return ((q @ k.mT).masked_fill(hidden, -1e9) / 2).softmax(-1) @ v
+
+    q, k, v = (x.detach() for x in qkv(2, 2, 5, 9, dtype=dtype))
+    k[..., 3, :] = float("nan")
+    hidden = torch.arange(9) > 5
+    trained(run, *(x.requires_grad_() for x in (q, k, v)), hidden)
+
+
 def test_inside_a_checkpoint() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         out: Tensor = checkpoint(biased, q, k, v, bias, use_reentrant=False)

@@ -146,10 +146,10 @@ ATTN_ONCE void weigh_back(const Args& a, const Gradients& j, const Row& row, con
 #ifdef ATTN_SCORE
     x = Isa::mul(x, by);
 #define ATTN_CALL(which, slope) \
-  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(bits, mul(gradient, slope), zero), totals[which]);
+  if (j.sums[1 + which].data) add_up(j.sums[1 + which], row, key + n, a.S - key - n, Isa::keep(bits, slope, zero), totals[which]);
     ATTN_SLOPES(ATTN_CALL)
 #undef ATTN_CALL
-    gradient = Isa::keep(bits, mul(gradient, ATTN_SLOPE), zero);
+    gradient = Isa::keep(bits, ATTN_SLOPE, zero);
 #endif
     Isa::store(g + n, gradient);
   }

@@ -64,33 +64,39 @@ def captured_in(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(n) for n in re.findall(r"captured\((\d+)\)", text)}))
 
 
-def slope(score: Term, of: Term) -> Term:
-    """The derivative of a score function with respect to `PRODUCT` or a captured tensor, as autograd has it.
+def slope(score: Term, of: Term, gradient: Term = ONE) -> Term:
+    """The gradient of a score function's product or captured tensor, given that of the score, as autograd has it.
 
-    At a corner it is what torch gives: 0 for ``abs``, a half for each of two equal numbers.
+    At a corner it is what torch gives: 0 for ``abs``, a half for each of two equal numbers. A number that a condition
+    leaves out, or the smaller of two, gets 0 where the score's gradient is NaN, too. With a gradient of 1 it is the
+    derivative.
     """
     if score == of:
-        return ONE
+        return gradient
     if score.name in ("x", "number", "captured"):
         return ZERO
     if score.name == "where":
         condition, yes, no = score.args
-        inner = slope(yes, of), slope(no, of)
+        inner = slope(yes, of, gradient), slope(no, of, gradient)
         return inner[0] if inner[0] == inner[1] else Term("where", (condition, *inner))
     total = ZERO
     for n, arg in enumerate(score.args):
-        inside = slope(arg, of)
-        if inside != ZERO:
-            total = _add(total, _mul(inside, _PARTIAL[score.name](score, n)))
+        if _depends(arg, of):
+            total = _add(total, slope(arg, of, _PASSED[score.name](score, n, gradient)))
     return total
 
 
+def _depends(score: Term, of: Term) -> bool:
+    inside = score.args[1:] if score.name == "where" else () if score.name == "captured" else score.args
+    return score == of or any(_depends(arg, of) for arg in inside)
+
+
 def macros(text: str) -> Mapping[str, str]:
-    """What `backward_tile.hpp` asks of a score function: its derivatives."""
-    score = parsed(text)
-    of_captured = ((n, slope(score, Term("captured", (Term(str(n)),)))) for n in captured_in(text))
-    each = " ".join(f"CALL({n}, {derivative})" for n, derivative in of_captured if derivative != ZERO)
-    return {"ATTN_SLOPE": str(slope(score, PRODUCT)), "ATTN_SLOPES(CALL)": each}
+    """What `backward_tile.hpp` asks of a score function: gradients, from the score's, which it calls ``gradient``."""
+    score, given = parsed(text), Term("gradient")
+    of_captured = ((n, slope(score, Term("captured", (Term(str(n)),)), given)) for n in captured_in(text))
+    each = " ".join(f"CALL({n}, {gradient})" for n, gradient in of_captured)
+    return {"ATTN_SLOPE": str(slope(score, PRODUCT, given)), "ATTN_SLOPES(CALL)": each}
 
 
 def _add(one: Term, other: Term) -> Term:
@@ -105,42 +111,44 @@ def _neg(one: Term) -> Term:
     return Term("neg", (one,))
 
 
-def _larger(score: Term, n: int) -> Term:
-    """1 where argument ``n`` of a maximum is the larger one, a half where both are equal."""
+def _of_maximum(score: Term, n: int, gradient: Term) -> Term:
+    """All of it to the larger argument, half to each where both are equal."""
     mine, other = score.args[n], score.args[1 - n]
     ahead, behind = Term("sub", (mine, other)), Term("sub", (other, mine))
-    return Term("where", (ahead, ONE, Term("where", (behind, ZERO, HALF))))
+    return Term("where", (ahead, gradient, Term("where", (behind, ZERO, _mul(gradient, HALF)))))
 
 
-def _smaller(score: Term, n: int) -> Term:
-    return _larger(Term("maximum", tuple(_neg(a) for a in score.args)), n)
+def _of_minimum(score: Term, n: int, gradient: Term) -> Term:
+    return _of_maximum(Term("maximum", tuple(_neg(a) for a in score.args)), n, gradient)
 
 
-def _of_quotient(score: Term, n: int) -> Term:
+def _of_quotient(score: Term, n: int, gradient: Term) -> Term:
     divisor = score.args[1]
-    return Term("div", (ONE, divisor)) if n == 0 else _neg(Term("div", (score, divisor)))
+    if n == 0:
+        return _mul(gradient, Term("div", (ONE, divisor)))
+    return _neg(_mul(gradient, Term("div", (score, divisor))))
 
 
-def _of_abs(score: Term, n: int) -> Term:
+def _of_abs(score: Term, n: int, gradient: Term) -> Term:
     (arg,) = score.args
-    return Term("where", (arg, ONE, Term("where", (_neg(arg), _neg(ONE), ZERO))))
+    return _mul(gradient, Term("where", (arg, ONE, Term("where", (_neg(arg), _neg(ONE), ZERO)))))
 
 
 def _less_than_one(score: Term) -> Term:
     return Term("sub", (ONE, score))
 
 
-_PARTIAL: Mapping[str, Callable[[Term, int], Term]] = {
-    "add": lambda score, n: ONE,
-    "sub": lambda score, n: ONE if n == 0 else _neg(ONE),
-    "mul": lambda score, n: score.args[1 - n],
+_PASSED: Mapping[str, Callable[[Term, int, Term], Term]] = {
+    "add": lambda score, n, gradient: gradient,
+    "sub": lambda score, n, gradient: gradient if n == 0 else _neg(gradient),
+    "mul": lambda score, n, gradient: _mul(gradient, score.args[1 - n]),
     "div": _of_quotient,
-    "neg": lambda score, n: _neg(ONE),
+    "neg": lambda score, n, gradient: _neg(gradient),
     "abs": _of_abs,
-    "exp": lambda score, n: score,
-    "tanh": lambda score, n: _less_than_one(Term("mul", (score, score))),
-    "sigmoid": lambda score, n: Term("mul", (score, _less_than_one(score))),
-    "maximum": _larger,
-    "minimum": _smaller,
+    "exp": lambda score, n, gradient: _mul(gradient, score),
+    "tanh": lambda score, n, gradient: _mul(gradient, _less_than_one(Term("mul", (score, score)))),
+    "sigmoid": lambda score, n, gradient: _mul(gradient, Term("mul", (score, _less_than_one(score)))),
+    "maximum": _of_maximum,
+    "minimum": _of_minimum,
 }
-"""By the function's name: its derivative with respect to argument ``n``."""
+"""By the function's name: the gradient that argument ``n`` gets of its result's."""
