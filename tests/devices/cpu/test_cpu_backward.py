@@ -214,6 +214,8 @@ def test_derivatives_that_there_are_not() -> None:
     with pytest.raises(RuntimeError, match=r"derivative for .*attention.* is not implemented"):
         torch.autograd.grad(first.sum(), inputs[:1])
     query, key, value = (x.detach() for x in inputs)
+    with pytest.raises(RuntimeError, match="functorch transforms"):  # nor has torch.compile a site inside of them
+        torch.func.vjp(lambda x: FORWARD(x, key, value, 0.3)[0], query)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(query, torch.ones_like(query))
         for call in (FORWARD, operator.OPERATOR):

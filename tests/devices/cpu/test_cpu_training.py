@@ -177,6 +177,30 @@ def test_a_kept_key_that_is_no_number(dtype: torch.dtype) -> None:
     trained(run, *(x.requires_grad_() for x in (q, k, v)), hidden)
 
 
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = (q @ k.mT * 0.2).softmax(-1) @ v
+    return out.transpose(1, 2).flatten(2)
+
+
+def merged_and_summed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = (q @ k.mT * 0.2).softmax(-1) @ v
+    return out.transpose(1, 2).flatten(2).mul_(2), out.sum()
+
+
+WRITTEN: dict[str, Callable[..., object]] = {
+    "alone": lambda q, k, v: merged(q, k, v).mul_(2),
+    "beside the result": merged_and_summed,
+    "out of a checkpoint": lambda q, k, v: checkpoint(merged, q, k, v, use_reentrant=False).mul_(2),
+}
+
+
+@pytest.mark.parametrize(("name", "grad"), [*((name, True) for name in WRITTEN), ("beside the result", False)])
+def test_merged_heads_that_are_written_in_place(name: str, grad: bool) -> None:
+    """A copy in the program, and a view of what the kernel writes, which has heads behind positions."""
+    inputs = qkv(2, 2, 5, 9, grad=grad)
+    same(WRITTEN[name], *inputs, rewritten=1, grad=grad, choose="fused", targets=("cpu_kernel",))
+
+
 def test_inside_a_checkpoint() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         out: Tensor = checkpoint(biased, q, k, v, bias, use_reentrant=False)
