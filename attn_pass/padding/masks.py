@@ -17,6 +17,7 @@ ADDED_IN_TRAINING = (
     " (assume_nonempty_rows=True: there are none)"
 )
 OTHER_ROWS = "its queries are not the rows that its keys are"
+NO_PADDING = "its mask is the same for all sequences"  # a triangle in a buffer: nothing to tell of
 PER_BATCH = ("starts", "ends")
 Places = Literal["any", "between", "before"]
 """Which rows a sequence has beside those that are needed, so that these stay where the mask counts them from.
@@ -163,7 +164,7 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
 def _refusal_of_keep(shape: tuple[Any, ...], keys: Any) -> str:
     if len(shape) != 4 or shape[1] != 1 or shape[3] != keys or shape[2] not in (1, keys):
         return "its mask differs from head to head, or is one of some queries"
-    return "its mask is the same for all sequences" if shape[2] != 1 and shape[0] == 1 else ""
+    return NO_PADDING if shape[2] != 1 and shape[0] == 1 else ""
 
 
 def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:

@@ -18,7 +18,7 @@ from attn_pass.graph.values import Sizes
 from attn_pass.options import Options
 from attn_pass.padding.cost import Cost, cost_of, is_product
 from attn_pass.padding.exits import FINITE, Surroundings
-from attn_pass.padding.masks import OTHER_ROWS, Group, ancestors, groups
+from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, ancestors, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
 from attn_pass.padding.rules import Rules, first_tensor, plain_name
@@ -101,7 +101,7 @@ def _refused(graph: Graph) -> list[RegionReport]:
     """The attentions that keep some keys and cannot run on packed rows, by the reason."""
     by_reason: dict[str, list[Node]] = {}
     for node, reason in groups(graph.gm.graph, graph.operators, graph.sizes)[1].items():
-        if reason != OTHER_ROWS:
+        if reason not in (OTHER_ROWS, NO_PADDING):
             by_reason.setdefault(reason, []).append(node)
     return [
         RegionReport(outcome="left", reason=reason, where=source_line(nodes[0].meta), sites=len(nodes))

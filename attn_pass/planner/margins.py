@@ -18,6 +18,9 @@ from attn_pass.targets.torch_call import order
 _ROUNDING = 1 / 0.99  # what the model may be off by in adding up the same parts
 _FUSED = 1.25  # in place of a call that reaches a fused kernel
 _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles are not torch's choice for this GPU
+# Stock's patterns make a call of products and a softmax. By another processor's rates these took up to 1.5 times the
+# call where up to 4 times its speed was predicted, and were faster where that was 19 (docs/results/cpu-constants.md).
+_FOLLOWED = 4.0
 _TIE = 1.05  # predictions nearer to each other say nothing
 
 
@@ -64,7 +67,7 @@ def margin(offer: Offer, setting: Setting) -> Margin:
             rates = f"since the rates are another processor's and not those of {device.name} (`attn-pass calibrate`)"
             return Margin(doubt * _ROUNDING, rates)
         if before is None and offer.attention.mask.is_none:
-            return Margin(_ROUNDING / doubt, "since stock's own patterns make this call")
+            return Margin(_ROUNDING / _FOLLOWED, "since stock's own patterns make this call")
     # The kernel that the program calls, with the copies around its call gone: nothing that would have to be guessed.
     less_around_it = before is not None and offer.target == family_of(device).same_call.get(before)
     if less_around_it or (device.knows(offer.target) and (before is None or device.knows(before))):

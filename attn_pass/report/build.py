@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
+from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index, product
 from attn_pass.patterns.base import Site
@@ -32,14 +33,23 @@ def record_of(site: Site, count: int) -> SiteReport:
     )
     if site.described is not None:
         a = site.described.attention
-        kv_heads = product(x.size for x in a.kv_heads)
         record.mask = str(a.mask)
+        query, kv = _leading(a)
         record.shapes = {
-            "query": _shape((a.batch_size, a.query_heads, a.q_len, a.head_dim)),
-            "key": _shape((a.batch_size, kv_heads, a.kv_len, a.head_dim)),
-            "value": _shape((a.batch_size, kv_heads, a.kv_len, a.value_head_dim)),
+            "query": _shape((*query, a.q_len, a.head_dim)),
+            "key": _shape((*kv, a.kv_len, a.head_dim)),
+            "value": _shape((*kv, a.kv_len, a.value_head_dim)),
         }
     return record
+
+
+def _leading(a: Attention) -> tuple[tuple[Index, Index], tuple[Index, Index]]:
+    """Batch and heads, of the query and of keys and values. A batch of 1 is no axis: its heads look like a batch."""
+    kv_heads = product(x.size for x in a.kv_heads)
+    one_sequence = not a.heads and len(a.output) == 4 and not a.output[0] and a.output[1] == a.batch
+    if one_sequence:
+        return (1, a.batch_size), (1, a.batch_size)
+    return (a.batch_size, a.query_heads), (a.batch_size, kv_heads)
 
 
 def place_of(node: Node | None, result: Node) -> str:

@@ -61,7 +61,8 @@ class RegionReport:
     def lines(self) -> list[str]:
         """The record as text: one line, and one for each step of the proof."""
         if self.outcome == "left":
-            text = f"padding is computed: {self.reason} ({self.sites} sites with a padding mask, {self.where})"
+            sites = f"{self.sites} site{'' if self.sites == 1 else 's'}"
+            text = f"padding is computed: {self.reason} ({sites} with a padding mask, {self.where})"
             return [text, *(f"  stopped: {stop}" for stop in self.stops if stop != self.reason)]
         operations = ", ".join(f"{name} x{count}" for name, count in self.operations.items())
         return [

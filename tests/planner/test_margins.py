@@ -182,6 +182,31 @@ def test_an_unmeasured_processor_is_asked_for_more(
         assert ("another processor's" in site.reason) == (instructions == "avx2" and taken == "cpu_kernel")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "unmeasured", "fitted"),
+    [
+        ((4, 4, 33, 65, 96), BF16, "sdpa", "cpu_kernel"),
+        ((2, 8, 50, 50, 32), BF16, "sdpa", "cpu_kernel"),
+        ((8, 16, 16, 16, 32), BF16, "sdpa", ""),
+        ((1, 8, 1, 2048, 64), torch.float16, "", "leave"),  # predicted to be 19 times as fast
+    ],
+)
+def test_on_guesses_stocks_call_is_followed(
+    sizes: tuple[int, ...], dtype: torch.dtype, unmeasured: str, fitted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes that were slower than stock where products and a softmax were chosen by another processor's rates."""
+    batch, heads, queries, keys, dim = sizes
+    q, *kv = (torch.randn(batch, heads, length, dim, dtype=dtype) for length in (queries, keys, keys))
+    for instructions, taken in (("avx2", unmeasured), ("avx512_fp16", fitted)):
+        monkeypatch.setattr(cpu_facts, "instruction_set", lambda known=instructions: known)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            (site,) = attn_pass.explain(by_hand, q, *kv).sites
+        if taken != "leave":  # fitted to that processor, either may be chosen
+            assert site.taken == taken, site.reason
+    assert unmeasured or site.taken != "sdpa"
+
+
 def test_calibrated_it_is_asked_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_facts, "instruction_set", lambda: "plain")
     guessed = cpu()

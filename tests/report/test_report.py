@@ -365,3 +365,17 @@ def test_targets_that_say_the_same_share_a_line() -> None:
     refusals = {"sdpa": "no rule", "flex": "too old", "local": "no rule"}
     reported = Report([SiteReport(outcome="left", reason="none takes it", refusals=refusals)], graphs=1).table(300)
     assert "sdpa, local: no rule" in reported and "flex: too old" in reported
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 8, 4), (3, 1, 8, 4), (2, 3, 8, 4), (1, 1, 8, 4)])
+@pytest.mark.parametrize("form", ["by hand", "call"])
+def test_shapes_are_those_of_the_program(shape: tuple[int, ...], form: str) -> None:
+    """Heads of one sequence are heads, though a batch of 1 is no axis."""
+
+    def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT / 2).softmax(-1) @ v
+
+    program = by_hand if form == "by hand" else torch.nn.functional.scaled_dot_product_attention
+    q, k = torch.randn(shape), torch.randn(*shape[:2], 5, 4)
+    (site,) = attn_pass.explain(program, q, k, k).sites
+    assert site.shapes == {"query": shape, "key": (*shape[:2], 5, 4), "value": (*shape[:2], 5, 4)}
