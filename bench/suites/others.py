@@ -1,10 +1,10 @@
 """What compilers make of attention, checked: `python -m bench others [--json FILE] [--backend onnxruntime]`.
 
 Every program goes through `attn_pass.check` with another compiler: those of `tests/integration/miscompiled.py` and the
-collected cases (``--cases FOLDER``). Generated programs (``--generated 2000``) are compiled twenty at once, whole; for
-runtimes they are exported four at once, in float32, and each is a model of its own then. With ``--keep FILE`` a run
-goes on where the last one ended. Of stock Inductor it is the passes up to the code that it would generate: its graphs
-are run as they are, so that a difference is not one of rounding.
+collected cases (``--cases FOLDER``). Generated programs (``--generated 2000``) are exported and compiled twenty at
+once; for runtimes four at once, in float32, and each is a model of its own then. With ``--keep FILE`` a run goes on
+where the last one ended. Of stock Inductor it is the passes up to the code that it would generate: its graphs are run
+as they are, so that a difference is not one of rounding.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def checked(
     for at in range(0, len(programs), together):
         if time.monotonic() > end:
             return
-        new = outcomes(programs[at : at + together], run, exported=backend in PARTS)
+        new = outcomes(programs[at : at + together], run)
         if kept is not None:
             keep(kept, new)
         found += new

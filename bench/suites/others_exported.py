@@ -209,30 +209,51 @@ def openvino(exported: Exported) -> Sequence[Part]:
     return [_Compiled([results[n] for n in given], [parameters[n] for n in taken]) for taken, given in both]
 
 
-# ------------------------------------------------------------ ExecuTorch
+# ------------------------------------------------------------ as one program
+
+
+def _slices(exported: Exported, whole: Callable[[Sequence[Inputs]], Sequence[torch.Tensor]]) -> list[Part]:
+    """The parts of what runs as one: each call runs the whole, with the other parts' inputs as they were."""
+    known = [_plain(given) for given in exported.examples]
+
+    def part(which: int) -> Part:
+        def run(given: Inputs) -> Results:
+            known[which] = _plain(given)
+            results = whole(known)
+            return [results[n].clone() for n in exported.results[which]]
+
+        return run
+
+    return [part(which) for which in range(len(known))]
 
 
 def executorch(exported: Exported) -> Sequence[Part]:
-    """ExecuTorch's lowering for XNNPACK, and its runtime; all parts are one method."""
+    """ExecuTorch's lowering for XNNPACK, and its runtime."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
     from executorch.runtime import Runtime
 
     lowered = to_edge_transform_and_lower(exported.program, partitioner=[XnnpackPartitioner()]).to_executorch()
     loaded = Runtime.get().load_program(lowered.buffer)
-    known = [_plain(given) for given in exported.examples]
 
-    def part(which: int) -> Part:
-        def run(given: Inputs) -> Results:
-            known[which] = _plain(given)
-            method = loaded.load_method("forward")
-            assert method is not None
-            results = method.execute([x for inputs in known for x in inputs])
-            return [results[n].clone() for n in exported.results[which]]
+    def whole(inputs: Sequence[Inputs]) -> Sequence[torch.Tensor]:
+        method = loaded.load_method("forward")
+        assert method is not None
+        results: Sequence[torch.Tensor] = method.execute([x for given in inputs for x in given])
+        return results
 
-        return run
+    return _slices(exported, whole)
 
-    return [part(which) for which in range(len(known))]
+
+def by_dynamo(backend: Callable[..., Any]) -> Parts:
+    """A backend of torch.compile, which is given the exported program as one graph."""
+
+    def parts(exported: Exported) -> Sequence[Part]:
+        made = torch.compile(exported.program.module(), backend=backend, dynamic=False, fullgraph=True)
+        made(list(exported.examples))  # what it does not compile is told here
+        return _slices(exported, lambda inputs: tensors(made(list(inputs))))
+
+    return parts
 
 
 PARTS: Mapping[str, Parts] = {"onnxruntime": onnxruntime, "openvino": openvino, "executorch": executorch}

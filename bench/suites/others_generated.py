@@ -14,9 +14,9 @@ import torch
 
 from attn_pass.measuring.checking import Verdict, judged
 from attn_pass.measuring.subject import tensors_of
-from attn_pass.measuring.timing import compiled, why
-from bench.suites.elsewhere import BACKENDS, Backend
-from bench.suites.others_exported import PARTS, NotExported, run_each
+from attn_pass.measuring.timing import why
+from bench.suites.elsewhere import BACKENDS
+from bench.suites.others_exported import PARTS, NotExported, Parts, by_dynamo, run_each
 
 FUZZ = Path(__file__).parents[2] / "tests" / "fuzz"
 _DRAWN = 200  # programs of one seed
@@ -135,59 +135,38 @@ def _drawn(seed: int) -> list[Any]:
 
 
 def together(backend: str) -> Together:
-    """What a compiler of `bench.suites.elsewhere.BACKENDS` makes of several programs at once.
-
-    Those that take exported programs get them exported; for the others Dynamo traces them.
-    """
-
-    def exported(programs: Sequence[Generated]) -> list[list[torch.Tensor] | Exception]:
-        return run_each(PARTS[backend], [p.function for p in programs], [p.inputs for p in programs])
-
-    return exported if backend in PARTS else traced(BACKENDS[backend][1])
+    """What a compiler of `bench.suites.elsewhere.BACKENDS` makes of several programs at once, which are exported."""
+    return exported(PARTS[backend] if backend in PARTS else by_dynamo(BACKENDS[backend][1]))
 
 
-def traced(backend: Backend) -> Together:
-    """The same for any backend of torch.compile."""
+def exported(parts: Parts) -> Together:
+    """The same for a runtime's parts. Dynamo would break the graph in the code that runs a generated program."""
 
     def run(programs: Sequence[Generated]) -> list[list[torch.Tensor] | Exception]:
-        functions = [program.function for program in programs]
-
-        def all_of_them(groups: list[tuple[torch.Tensor, ...]]) -> list[Any]:
-            return [function(*inputs) for function, inputs in zip(functions, groups)]
-
-        # Where a program breaks the graph the functions are compiled one by one, which are one function to Dynamo:
-        # beyond its limit it would run them eagerly, and tell nobody.
-        with torch._dynamo.config.patch(recompile_limit=10_000, accumulated_recompile_limit=10_000):
-            made = compiled(all_of_them, dynamic=False, backend=backend)([program.inputs for program in programs])
-        return [tensors_of(result) for result in made]
+        return run_each(parts, [p.function for p in programs], [p.inputs for p in programs])
 
     return run
 
 
-def outcomes(programs: Sequence[Generated], run: Together, *, exported: bool = False) -> list[Outcome]:
-    """All programs in one compile; in halves where that fails, down to the one that fails.
-
-    ``exported`` is for what is exported before it is compiled: Dynamo is not asked then.
-    """
+def outcomes(programs: Sequence[Generated], run: Together) -> list[Outcome]:
+    """All programs in one compile; in halves where that fails, down to the one that fails."""
     torch._dynamo.reset()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if failed := [program for program in programs if not program.runs()]:
             rest = [program for program in programs if program not in failed]
             found = [_failed(program, NotImplementedError()) for program in failed]
-            return sorted(
-                [*found, *(outcomes(rest, run, exported=exported) if rest else [])], key=lambda outcome: outcome.number
-            )
+            return sorted([*found, *(outcomes(rest, run) if rest else [])], key=lambda outcome: outcome.number)
         try:
             results = run(programs)
         except Exception as failure:
             if len(programs) > 1:
                 middle = len(programs) // 2
                 halves = (programs[:middle], programs[middle:])
-                return [outcome for half in halves for outcome in outcomes(half, run, exported=exported)]
+                return [outcome for half in halves for outcome in outcomes(half, run)]
             results = [failure]
         return [
-            _failed(program, result, is_traced=exported) if isinstance(result, Exception) else _outcome(program, result)
+            _failed(program, result) if isinstance(result, Exception) else _outcome(program, result)
             for program, result in zip(programs, results, strict=True)
         ]
 
@@ -201,8 +180,7 @@ def _outcome(program: Generated, results: list[torch.Tensor]) -> Outcome:
     return Outcome(program.number, program.name, verdict, error, words)
 
 
-def _failed(program: Generated, failure: Exception, *, is_traced: bool = False) -> Outcome:
-    """Whose fault it is; ``is_traced`` where torch.export did its part."""
+def _failed(program: Generated, failure: Exception) -> Outcome:
     not_exported = isinstance(failure, NotExported)
     while isinstance(failure.__cause__, Exception):  # what went wrong, from under advice on what to do
         failure = failure.__cause__
@@ -216,11 +194,6 @@ def _failed(program: Generated, failure: Exception, *, is_traced: bool = False) 
         return because("eagerly it does not run either", error)
     if not_exported:
         return because("torch.export does not trace it", failure)
-    try:
-        if not is_traced:
-            compiled(program.function, backend="eager")(*program.inputs)
-    except Exception as error:
-        return because("Dynamo does not trace it", error)
     return because("the compiler fails", failure)
 
 

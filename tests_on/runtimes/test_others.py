@@ -51,7 +51,7 @@ def test_each_program_of_an_export_is_run_and_judged_alone(runtime: str) -> None
         generated(wrong, 3, wide=wrong),
         generated(no_kernel, 4, wide=plain),
     ]
-    found = outcomes(programs, together(runtime), exported=True)
+    found = outcomes(programs, together(runtime))
     assert [o.verdict for o in found][:4] == ["right", "right", "right", "WRONG"], found
     if runtime == "onnxruntime":
         assert found[4].verdict == "not run" and found[4].why.startswith("the compiler fails")
