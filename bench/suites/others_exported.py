@@ -249,7 +249,11 @@ def by_dynamo(backend: Callable[..., Any]) -> Parts:
     """A backend of torch.compile, which is given the exported program as one graph."""
 
     def parts(exported: Exported) -> Sequence[Part]:
-        made = torch.compile(exported.program.module(), backend=backend, dynamic=False, fullgraph=True)
+        module = exported.program.module()
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.promote_types.default):
+            module.graph.erase_node(node)  # its number is in the program already, and Dynamo takes no such call
+        module.recompile()
+        made = torch.compile(module, backend=backend, dynamic=False, fullgraph=True)
         made(list(exported.examples))  # what it does not compile is told here
         return _slices(exported, lambda inputs: tensors(made(list(inputs))))
 
