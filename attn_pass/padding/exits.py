@@ -23,6 +23,9 @@ from attn_pass.reading.vocabulary import Call, understand
 Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other than"]
 
 
+_OF_SIZES = frozenset(
+    {"size", "dim", "numel", "sym_size", "sym_numel", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"}
+)
 FINITE = "a mask multiplies rows of padding with 0"
 
 
@@ -73,7 +76,7 @@ def exit_of(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exi
 
 def _is_of_sizes(user: Node) -> bool:
     """Whether an operation gives sizes of a tensor, and none of its numbers."""
-    if plain_name(user) in ("size", "dim", "numel", "sym_size", "sym_numel"):
+    if plain_name(user) in _OF_SIZES:
         return True
     return user.target is getattr and len(user.args) > 1 and user.args[1] in ("shape", "ndim")
 

@@ -137,7 +137,7 @@ class Packing:
             if (also := self._read(*read)) is not None:
                 self.there = call(aten.logical_or.default, self.there, also)
         if averages:  # a row that is there and keeps not itself may average all values of its sequence
-            alone = call(aten.gt.Tensor, self.there, self._keeps_itself())
+            alone = call(aten.logical_and.default, self.there, call(aten.logical_not.default, self._keeps_itself()))
             self.there = call(aten.logical_or.default, self.there, call(aten.any.dim, alone, 1, True))
         self._fill(places)
         if least:  # what a number of rows that is new costs
@@ -174,7 +174,8 @@ class Packing:
         kept: Node | None = None
         self._pairs: Node | None = None
         if mask.keep is not None and mask.is_of_pairs:
-            self._pairs = call(aten.reshape.default, mask.keep, [-1, self.length, self.length])
+            keep = self._from_bytes(mask.keep)
+            self._pairs = call(aten.reshape.default, keep, [-1, self.length, self.length])
             kept = call(aten.any.dim, self._pairs, 1)
         elif mask.keep is not None:
             kept = call(aten.reshape.default, mask.keep, [-1, self.length])
@@ -187,6 +188,14 @@ class Packing:
                     self._pairs = call(aten.logical_and.default, self._pairs, beside)
         assert kept is not None
         return call(aten.expand.default, kept, shape)
+
+    def _from_bytes(self, keep: Node) -> Node:
+        """A condition that was stored as bytes: Inductor's vectors have none that are seen as truth values (2.13.0)."""
+        source = keep.args[0] if keep.target is aten.view.dtype else None
+        value = tensor_value(source)
+        if value is None or value.dtype != torch.uint8:
+            return keep
+        return self.emit.call(aten.ne.Scalar, source, 0)
 
     def _keeps_itself(self) -> Node:
         """Rows that certainly keep a key, themselves."""

@@ -22,7 +22,7 @@ from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, ancestors, gr
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
 from attn_pass.padding.rules import Rules, first_tensor, plain_name
-from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, share_masks
+from attn_pass.padding.shared import erase_unread_writes, keep_heads_apart, move_masks_up, share_masks
 from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
@@ -95,6 +95,7 @@ def _prepare(graph: Graph) -> None:
     erase_unread_writes(graph.gm.graph)
     share_masks(graph.gm.graph, graph.operators, Regions(graph.gm.graph, graph.region))
     keep_heads_apart(graph.gm.graph, graph.operators, graph.sizes)
+    move_masks_up(graph.gm.graph, graph.operators, Regions(graph.gm.graph, graph.region))
 
 
 def _refused(graph: Graph) -> list[RegionReport]:

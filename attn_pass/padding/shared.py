@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from attn_pass.graph.effects import Effects, is_pure
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.padding.masks import ancestors
 from attn_pass.padding.rules import plain_name
 from attn_pass.reading.vocabulary import understand
 
@@ -48,6 +49,25 @@ def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> 
                 if shapes[0] == shapes[2] and len(shapes[1]) < len(shapes[0]):
                     _replace(graph, apart, site)
             _erase(graph, merged)
+
+
+def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
+    """What keep-conditions are made of, to where it can be computed first: rows leave a region behind its mask only."""
+    effects = Effects(graph)
+    inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    computed = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
+    if not inputs or not computed:
+        return
+    keeps = {n.kwargs.get("keep") for n in computed if n.target in operators}
+    wanted = ancestors([n for n in keeps if isinstance(n, Node)])
+    state, place = regions.of(computed[0]), {n: i for i, n in enumerate(graph.nodes)}
+    last = max(inputs, key=place.__getitem__)
+    for node in [n for n in computed if n in wanted]:
+        same = regions.of(node) == state and is_pure(node) and "dropout" not in plain_name(node)
+        if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
+            return
+        last.append(node)
+        last = node
 
 
 def erase_unread_writes(graph: Graph) -> None:

@@ -320,3 +320,21 @@ def test_a_mask_of_single_heads_is_left() -> None:
         return of_pairs(mask).expand(B, H, L, L) * torch.tensor([1, 1]).view(1, H, 1, 1).cumsum(1)
 
     assert "from head to head" in left(Plain(first, pairs=by_head), masks()[:1]).reason
+
+
+def test_compiled_by_inductor() -> None:
+    torch._dynamo.reset()
+    model, words = Deberta(tokens).eval(), ids()
+    own = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+    compiled = torch.compile(model, backend=attn_pass.backend, options=own)
+    with torch.no_grad(), attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in masks():
+            torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    assert [(r.sites, r.packed) for r in report.regions] == [(2, 2)]
+
+
+def test_the_first_layer_is_packed_whole() -> None:
+    """Its mask is negated beside its scores, behind the rows that these are made of."""
+    region = packed(Deberta(first), masks())
+    assert not any("linear" in name for name in region.entries)
+    assert region.operations["linear"] == 8
