@@ -23,6 +23,7 @@ from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.options import OPTION_NAMES, Options, make_options
 from attn_pass.report.history import publish
+from attn_pass.report.pages import collect
 from attn_pass.report.pages.times import time_now
 from attn_pass.report.record import Report
 from attn_pass.report.text import duration
@@ -122,6 +123,7 @@ class _Reader:
         if not any(known.values()):
             return
         assumed = decide(Snapshot(gm).module(), options, "compile", "inductor", known).report
+        collect.forget(assumed)  # no graph of the program
         for site, other in zip(report.sites, assumed.sites):
             if other.mask != site.mask and other.node == site.node:
                 now, then = time_now(site), time_now(other)

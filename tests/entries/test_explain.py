@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
+from attn_pass.report.pages.collect import collect
 from attn_pass.report.record import Report
 
 
@@ -348,7 +349,9 @@ def test_rows_that_differ_in_the_name_of_a_layer_or_buffer_are_one(
 
 def test_a_mask_in_a_buffer_names_the_option_that_reads_it() -> None:
     inputs = tuple(torch.randn(2, 4, 200, 64) for _ in range(3))
-    report = attn_pass.explain(Layers(), *inputs)
+    with collect() as shown:
+        report = attn_pass.explain(Layers(), *inputs)
+    assert len(shown.graphs) == 1  # what the option would do is on no page
     assert [site.mask for site in report.sites] == ["dense", "dense"]
     assert report.sites[0].hint.startswith(
         "if layers.0.tril is constant, assume_constant_buffers=True makes the mask causal, predicted "
