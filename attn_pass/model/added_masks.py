@@ -119,7 +119,13 @@ def _is_of_products(bias: Expr, a: Attention) -> bool:
 
 def _is_moderate(e: Apply) -> bool:
     if e.op in ("mul", "div"):
-        scalars = [x for x in e.args if isinstance(x, Const) or (isinstance(x, Load) and x.index == ())]
+        scalars = [x for x in map(_uncast, e.args) if isinstance(x, Const) or (isinstance(x, Load) and x.index == ())]
         small = e.op == "div" and isinstance(e.args[1], Const) and abs(e.args[1].value) < 1 / _MODERATE
         return bool(scalars) and not small
     return e.op in ("cast", "add", "sub", "neg")
+
+
+def _uncast(e: Expr) -> Expr:
+    while isinstance(e, Apply) and e.op == "cast":
+        e = e.args[0]
+    return e

@@ -290,6 +290,10 @@ def test_the_model_of_transformers() -> None:
 
     region = packed(Classified(), masks())
     assert region.packed == 2
+    regions, results, wanted = ran(Classified().bfloat16(), masks())
+    assert [r.packed for r in regions] == [2]
+    for result, expected in zip(results, wanted):
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.02)
 
 
 def test_heads_are_one_dimension_with_sequences() -> None:
