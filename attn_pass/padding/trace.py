@@ -19,7 +19,7 @@ from attn_pass.model.index import product
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
 from attn_pass.padding.masks import Group, ancestors
-from attn_pass.padding.rules import Rule, plain_name
+from attn_pass.padding.rules import Rule, first_tensor, plain_name
 from attn_pass.report.places import source_line
 
 _QKV = Layout(0, 2)
@@ -186,7 +186,10 @@ def _prove(trace: Trace) -> Proof:
 
 def _is_of_a_list(node: Node, region: Collection[Node]) -> bool:
     """Whether a node takes one of several tensors that are computed as they were: what is packed is that one."""
-    return any(n not in region and isinstance(fake_value(n), (tuple, list)) for n in node.all_input_nodes)
+    lists = (
+        n for n in node.all_input_nodes if isinstance(fake_value(n), (tuple, list)) and first_tensor(n) is not None
+    )
+    return any(n not in region for n in lists)
 
 
 def is_inner(trace: Trace, node: Node, user: Node) -> bool:

@@ -290,6 +290,7 @@ def test_the_model_of_transformers() -> None:
 
     region = packed(Classified(), masks())
     assert region.packed == 2
+    assert packed(Classified(), masks(), dynamic=True).packed == 2  # views take a tuple of sizes that is computed
     regions, results, wanted = ran(Classified().bfloat16(), masks())
     assert [r.packed for r in regions] == [2]
     for result, expected in zip(results, wanted):
