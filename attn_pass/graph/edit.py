@@ -384,7 +384,7 @@ class Plan:
     def may_be_written_later(self) -> bool:
         """Whether the result's memory is written afterwards, or given to a caller who may do so."""
         results = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
-        aliases = [alias for result in results for alias in self.effects.aliases(result)]
+        aliases = [alias for result in results for alias in (result, *self.effects.aliases(result))]
         returned = self.in_body and any(user.op == "output" for node in aliases for user in node.users)
         return returned or any(self.effects.mutations(result) for result in results)
 

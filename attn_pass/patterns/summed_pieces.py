@@ -66,6 +66,7 @@ def join_sums(graph: Graph, reader: Reader) -> list[Summed]:
         if joined is not None:
             every.append(joined)
             reader.put_in_place(joined.product, joined.idle)
+            reader.effects.put_in_place_of(joined.product, node)  # what writes to the sum writes to it
     return every
 
 

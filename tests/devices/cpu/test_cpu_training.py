@@ -201,6 +201,20 @@ def test_merged_heads_that_are_written_in_place(name: str, grad: bool) -> None:
     same(WRITTEN[name], *inputs, rewritten=1, grad=grad, choose="fused", targets=("cpu_kernel",))
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(0, 3)], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_sum_of_products_that_is_written(part: slice, grad: bool) -> None:
+    """Weights in pieces: the one product that stands for the sum is what is written."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        w = (q @ k.mT / 2).softmax(-1)
+        out = w[..., :4] @ v[..., :4, :] + w[..., 4:] @ v[..., 4:, :]
+        out[..., part] = 0
+        return out
+
+    same(run, *qkv(2, 2, 5, 9, grad=grad), rewritten=1, grad=grad, choose="fused", targets=("cpu_kernel",))
+
+
 def test_inside_a_checkpoint() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         out: Tensor = checkpoint(biased, q, k, v, bias, use_reentrant=False)
