@@ -54,6 +54,7 @@ OTHERS = (
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("training-cpu.md", "training steps"),
+    ("steps-cpu.md", "whole training steps with the optimizer"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),

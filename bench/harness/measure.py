@@ -33,7 +33,8 @@ from bench.harness.programs import Function, Program, Setting, program_of
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 LIMIT_S = 1800.0
-_TIMES_KNOWN = 3.0  # so many times the error of eager, or of stock, is allowed if a program has no tolerance
+_TIMES_KNOWN = 3.0  # so many times the error of eager, or of stock, is allowed if a program has no tolerance,
+_ROUNDING = 1e-5  # or what rounding in float32 may do
 
 
 def quiet(threads: int) -> None:
@@ -187,7 +188,8 @@ def judged(rows: list[Row]) -> list[Row]:
             continue
         if row["tolerance"] is None:
             known = by_way.get(w.EAGER) or by_way.get(w.base_of(row["way"], ways))
-            row["tolerance"] = 0.0 if known is None else _TIMES_KNOWN * known["error"]
+            rounding = _ROUNDING if row.get("dtype") == "float32" else 0.0
+            row["tolerance"] = max(rounding, 0.0 if known is None else _TIMES_KNOWN * known["error"])
         if not row["error"] <= row["tolerance"]:
             row["verdict"] = "WRONG"
     return rows

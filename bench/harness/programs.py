@@ -39,12 +39,12 @@ class Program:
     `make(device)` returns the module and its inputs, the same numbers on every call. `by_hand` makes the best form a
     specialist writes, for the same inputs; `hand` says what it is. `kept` is the share of the scores that the masks
     keep, which is all a floor may count. `others` are more inputs the answers are checked on; `reference` computes the
-    answer in float64 where running the module on doubles would not; without `float64`, which may take too long, it
-    is computed in float32. `tolerance` is relative to the largest value; None: 3 times that of eager or stock, in half
-    precision after many layers. `dtype` is that of the products where the first input has another. `trains`: a call is
-    a forward and a backward, its answer the gradients of the inputs that want one. `extra` are variants of its own, by
-    name: given the module, the inputs and a folder, each makes something to call. `draws`: answers are random, and are
-    compared with nothing.
+    answer in float64 where running the module on doubles would not; without `float64`, which may take too long, it is
+    computed in float32. `tolerance` is relative to the largest value; None: 3 times that of eager or stock, in half
+    precision after many layers, or over many steps; in float32 at least 1e-5. `dtype` is that of the products where the
+    first input has another. `trains`: a call is a forward and a backward, its answer the gradients of the inputs that
+    want one. `extra` are variants of its own, by name: given the module, the inputs and a folder, each makes something
+    to call. `draws`: answers are random, and are compared with nothing.
     """
 
     name: str

@@ -280,6 +280,14 @@ def test_without_a_tolerance_three_times_the_error_of_eager_is_allowed(error: fl
     assert (rows[-1]["verdict"] == "WRONG") == is_wrong
 
 
+def test_float32_may_round_where_eager_happens_to_be_exact() -> None:
+    facts = {"tolerance": None, "dtype": "float32"}
+    rows = [row(way, 1.0) | facts | {"error": 1e-7} for way in (w.EAGER, w.STOCK)]
+    judged = [measure.judged([*rows, row(w.PASS, 1.0) | facts | {"error": error}]) for error in (2e-6, 2e-5)]
+    found = [rows[-1]["verdict"] for rows in judged]
+    assert found == ["no A/A row", "WRONG"]
+
+
 def test_a_wrong_answer_is_one_without_stock_too() -> None:
     failed = {"program": "p", "way": w.STOCK, "status": "failed", "error_text": "x"}
     assert measure.judged([row(w.PASS, 1.0) | {"error": 1.0}, failed])[0]["verdict"] == "WRONG"
