@@ -169,7 +169,7 @@ class Sdpa:
             query = plan.call(aten.neg.default, query)
         by_distance = decided.by_distance
         if a.sink is not None and is_joined(a, setting):
-            (query, key, value), mask = with_key_of_zeros(lower, a.sink, (query, key, value), setting)
+            key, value, mask = with_key_of_zeros(lower, a.sink, key, value, setting)
         elif a.sink is not None:
             return lower.result(with_logarithm(lower, a.sink, (query, key, value), decided.mask, setting))
         elif by_distance is not None:

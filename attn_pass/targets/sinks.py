@@ -16,7 +16,7 @@ from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskForm, additive_mask, shifts_rows
 from attn_pass.targets.operands import settled
 
-Operands = tuple[Value, Value, Value]
+Three = tuple[Value, Value, Value]
 
 
 def sink_refusal(a: Attention, setting: Setting) -> str | None:
@@ -42,13 +42,12 @@ def is_joined(a: Attention, setting: Setting) -> bool:
     return a.sink is not None and family_of(setting.device).joins_sinks
 
 
-def with_key_of_zeros(lower: Lowering, sink: Expr, inputs: Operands, setting: Setting) -> tuple[Operands, Value]:
-    """Operands with one more key, and what is added to their scores (B or 1, H or 1, L, S + 1).
+def with_key_of_zeros(lower: Lowering, sink: Expr, key: Value, value: Value, setting: Setting) -> Three:
+    """Key and value with one more key, and what is added to their scores (B or 1, H or 1, L, S + 1).
 
     The key and its value are zeros: its score is what is added to it, the sink, and it adds nothing to the result.
     """
     a, plan = lower.attention, lower.plan
-    query, key, value = inputs
     key, value = (plan.call(aten.constant_pad_nd.default, x, [0, 0, 0, 1], 0.0) for x in (key, value))
     mask = additive_mask(lower, setting)
     logit: Value | float | None = lower.scalar(sink)
@@ -63,14 +62,14 @@ def with_key_of_zeros(lower: Lowering, sink: Expr, inputs: Operands, setting: Se
     rows = plan.size(a.q_len)
     mask = plan.call(aten.expand.default, mask, [*leading, rows, plan.size(a.kv_len)])
     logit = plan.call(aten.expand.default, logit, [*leading, rows, 1])
-    return (query, key, value), plan.call(aten.cat.default, [mask, logit], 3)
+    return key, value, plan.call(aten.cat.default, [mask, logit], 3)
 
 
 def _is_long(plan: Plan, value: Value, dim: int) -> bool:
     return plan.sizes.index(fake_of(value).shape[dim]) != 1
 
 
-def with_logarithm(lower: Lowering, sink: Expr, inputs: Operands, form: MaskForm, setting: Setting) -> Value:
+def with_logarithm(lower: Lowering, sink: Expr, inputs: Three, form: MaskForm, setting: Setting) -> Value:
     """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
 
     ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.

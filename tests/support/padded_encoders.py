@@ -100,6 +100,18 @@ def ran(model: nn.Module, batches: list[Tensor], **options: Any) -> tuple[list[R
     return report.regions, results, wanted
 
 
+def compiled_once(model: nn.Module) -> list[RegionReport]:
+    """The regions of a program that Inductor compiles once for all batches; their results are eager's."""
+    torch._dynamo.reset()
+    words = ids()
+    own = {"choose": "fused", "targets": ("cpu_kernel",), "on_error": "raise"}
+    compiled = torch.compile(model, backend=attn_pass.backend, options=own)
+    with torch.no_grad(), attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for mask in masks():
+            torch.testing.assert_close(compiled(words, mask), model(words, mask), rtol=1e-4, atol=1e-5)
+    return list(report.regions)
+
+
 def packed(model: nn.Module, batches: list[Tensor] | None = None, **options: Any) -> RegionReport:
     """The one region of a model, after its results were compared with eager's."""
     regions, results, wanted = ran(model, masks() if batches is None else batches, **options)

@@ -63,7 +63,8 @@ struct PerBatch {
 // With `offsets`, a segment of rows lies behind the other: B is 1, L and S count all rows, and segment b is the rows, of
 // queries, keys and values, from offsets[b] to offsets[b + 1], each of which sees its own segment alone. A row's position,
 // and a key's, is that in its segment; so are those of `bias` and `captured`, whose first dimension is the segment.
-// `keep` lies as the keys do, (1, H, 1, S), or is of all rows and positions in their segments, (1, H, L, most). No sink for each row, and no gradients of `bias` and `captured`.
+// `keep` lies as the keys do, (1, H, 1, S), or is of all rows and positions in their segments, (1, H, L, most). No sink for
+// each row, and no gradients of `bias` and `captured`.
 struct Args {
   Operand q, k, v, keep, bias;
   Operand sink;                  // (B, H, L, 1), float32
