@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,15 +102,15 @@ def worst(errors: Iterable[float]) -> float:
 def interleaved(
     samplers: Mapping[str, Callable[[], float]], rounds: int, failed: dict[str, str] | None = None
 ) -> dict[str, list[float]]:
-    """A sample of each a round; every round starts with another.
+    """A sample of each a round, in another order every round.
 
-    What raises is left out from then on, with its error in ``failed``, where that is given.
+    No one always follows the same other one, whose threads may still spin and whose data fill the caches. What raises
+    is left out from then on, with its error in ``failed``, where that is given.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     names = list(samplers)
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for name in random.Random(number).sample(names, len(names)):
             if failed is None:
                 samples[name].append(samplers[name]())
             elif name not in failed:

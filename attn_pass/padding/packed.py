@@ -295,7 +295,9 @@ class Packing:
         node, order = self._rows_first(node, layout)
         rest = self._rest(node)
         flat = call(aten.reshape.default, node, [-1, *rest]) if rest else call(aten.reshape.default, node, [-1])
-        taken = call(aten.unsqueeze.default, call(aten.index_select.default, flat, 0, self.index), 0)
+        taken = call(aten.index_select.default, flat, 0, self.index)
+        # By a reshape its strides are known not to be 0, which Inductor asks for where products are frozen.
+        taken = call(aten.reshape.default, taken, [1, self.count, *rest])
         return self._back(taken, order)
 
     def _spread(self, node: Node, batch: int | None, length: int | None) -> Node:

@@ -52,20 +52,23 @@ def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> 
 
 
 def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
-    """What keep-conditions are made of, to where it can be computed first: rows leave a region behind its mask only."""
+    """What keep-conditions are made of, to where it can be computed first: rows leave a region behind its mask only.
+
+    Parameters and buffers move with it: under ``freezing`` each is read where it is used first.
+    """
     effects = Effects(graph)
-    inputs = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
     computed = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    if not inputs or not computed:
-        return
     keeps = {n.kwargs.get("keep") for n in computed if n.target in operators}
     wanted = ancestors([n for n in keeps if isinstance(n, Node)])
-    state, place = regions.of(computed[0]), {n: i for i, n in enumerate(graph.nodes)}
-    last = max(inputs, key=place.__getitem__)
-    for node in [n for n in computed if n in wanted]:
-        same = regions.of(node) == state and is_pure(node) and "dropout" not in plain_name(node)
-        if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
-            return
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    if not inputs or not wanted:
+        return
+    state, last = regions.of(computed[0]), inputs[-1]
+    for node in [n for n in graph.nodes if n in wanted and n.op != "placeholder"]:
+        if node.op != "get_attr":
+            same = regions.of(node) == state and is_pure(node) and "dropout" not in plain_name(node)
+            if not same or any(effects.mutations(n) for n in (node, *node.all_input_nodes)):
+                return
         last.append(node)
         last = node
 

@@ -156,6 +156,9 @@ _SMALL = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 4, "int
 _T5 = {"d_model": 768, "d_ff": 3072, "num_heads": 12, "d_kv": 64}
 _DEBERTA = {
     "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
     "relative_attention": True,
     "pos_att_type": ["p2c", "c2p"],
     "position_buckets": 256,

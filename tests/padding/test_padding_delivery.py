@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from padded_encoders import Encoder, L, first, ids, masks, mean
+from padded_encoders import E, Encoder, L, compiled_once, first, ids, masks, mean
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -100,3 +101,22 @@ def test_a_region_whose_number_of_rows_torch_asks_for_is_left(monkeypatch: pytes
     with torch.no_grad(), attn_pass.record() as report:
         compiled(ids(), masks()[0])
     assert "the number of rows while it compiles" in report.regions[0].reason
+
+
+class PackedLate(Encoder):
+    """A convolution over positions comes first: the rows that three products read are packed, not computed."""
+
+    def __init__(self) -> None:
+        super().__init__(first, layers=1)
+        self.mixed = nn.Conv1d(E, E, 3, padding=1)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        x = self.mixed(self.words(ids).transpose(1, 2)).transpose(1, 2).contiguous()
+        return self.after(self, self.layers[0](x, mask.bool()), mask)
+
+
+def test_frozen_products_read_rows_that_were_packed() -> None:
+    """Inductor sorts the strides of what several of them read (torch 2.13): it must know that none is 0."""
+    with torch._inductor.config.patch(freezing=True):
+        (region,) = compiled_once(PackedLate().eval())
+    assert region.outcome == "packed", region.reason

@@ -474,3 +474,10 @@ def test_the_report_says_the_proof() -> None:
 
 def test_one_program_serves_every_batch_under_inductor() -> None:
     assert [r.outcome for r in compiled_once(Encoder(mean).eval())] == ["packed"]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_what_is_frozen_is_read_between_a_mask_and_its_attention(eager: bool) -> None:
+    """With Inductor's ``freezing`` a parameter is an attribute, which the graph reads where it is used first."""
+    with torch._inductor.config.patch(freezing=True):
+        assert packed(Encoder(first, eager=eager)).packed == 2
