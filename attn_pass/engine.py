@@ -31,6 +31,7 @@ from attn_pass.planner.choose import Selection
 from attn_pass.planner.overrides import check_names
 from attn_pass.planner.stock import AskStock
 from attn_pass.reading.describe import Described
+from attn_pass.reading.prologue import prologues
 from attn_pass.report.build import place_of, record_of
 from attn_pass.report.pages import collect
 from attn_pass.report.record import Report
@@ -202,6 +203,9 @@ class _Rewriting:
         if site.described is not None:
             with self.run.details(record):
                 record.formula = formula_of(site.described.attention)
+            if self.run.explains:
+                with self.run.details(record):
+                    record.prologue = {n: str(p) for n, p in prologues(self.context.reader, site.described).items()}
         if site.composite is None and (site.described is None or site.refusal):
             record.reason = site.refusal + place_of(site.refused_at, site.node)
             if site.error is not None:

@@ -19,6 +19,7 @@ from bench.suites import (
     padding,
     pass_time,
     peers_suite,
+    rotary_cost,
     verify_time,
 )
 from bench.suites.census import command as census
@@ -41,6 +42,7 @@ for name, function in {
     "compile-time": compile_time.main,
     "pass-time": pass_time.main,
     "verify-time": verify_time.main,
+    "rotary-cost": rotary_cost.main,
     "constants": constants.main,
     "page": results_page.main,
     "demo": demo.main,

@@ -101,6 +101,8 @@ def assemble(
         tuple(f"{name} keeps the values it has now" for name in names),
         tuple(name.partition(" ")[2] for name in names),  # without "buffer" or "constant"
         _copies(arrangement),
+        {name: forms[0] for name, forms in arrangement.parts.forms.items()},
+        arrangement.split,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,8 +50,11 @@ class Part:
         ]
 
 
-def written_part(reader: Reader, node: Node, mutation: Mutation) -> Part | None:
-    """What a write of a part of ``node`` wrote, and where; None for anything but slices that step by one and masks."""
+def written_part(reader: Reader, node: Node, mutation: Mutation, copies: Collection[object] = _COPIES) -> Part | None:
+    """What a write of a part of ``node`` wrote, and where; None for anything but slices that step by one and masks.
+
+    ``copies`` are the targets that copy their second argument into all of their first.
+    """
     views = _views(reader, mutation)
     if not reader.effects.same_geometry(views[-1], node):
         return None
@@ -60,7 +64,7 @@ def written_part(reader: Reader, node: Node, mutation: Mutation) -> Part | None:
     if writer.target is operator.setitem:
         _, index, value = writer.args
         part = _indexed(reader, shape, index, value, reader.order[writer])
-    elif writer.target in _COPIES:
+    elif writer.target in copies:
         part = Part(writer.args[1], (None,) * len(shape), tuple(range(len(shape))))
     elif (call := reader.call(writer)) is not None and call.op == "index_put":
         part = put_part(reader, writer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
@@ -65,6 +66,10 @@ class Described:
     assumptions: tuple[str, ...] = ()  # what was concluded from values that a tensor has now
     fixed: tuple[str, ...] = ()  # those tensors, by name
     copies: tuple[Node, ...] = ()  # operands as written, where they are copies of the source that is now read
+    written: Mapping[str, OperandForm] = field(
+        default_factory=dict
+    )  # each operand as written, over axes before ``split``
+    split: Mapping[Axis, Index] = field(default_factory=dict)  # of those axes, into the attention's
 
     def read_by_mask(self) -> frozenset[Node]:
         """The nodes of whose tensors the mask is made."""

@@ -35,8 +35,13 @@ VIEWS = frozenset(
 )
 
 
-def view_of(node: Node, call: Call, position: Position, sizes: Sizes) -> tuple[Node, Position] | None:
-    """The node whose element ``node[position]`` is, and where; None if the call is not a view that can be followed."""
+def view_of(
+    node: Node, call: Call, position: Position, sizes: Sizes, *, of_complex: bool = False
+) -> tuple[Node, Position] | None:
+    """The node whose element ``node[position]`` is, and where; None if the call is not a view that can be followed.
+
+    A view of complex numbers is followed with ``of_complex`` only: a view may conjugate them without a trace.
+    """
     source = call.args.get("input")
     if not isinstance(source, Node):
         return None
@@ -44,7 +49,9 @@ def view_of(node: Node, call: Call, position: Position, sizes: Sizes) -> tuple[N
         return _getitem(source, call["index"], position, sizes)
     before = tensor_value(source)
     after = tensor_value(node)
-    if before is None or after is None or before.dtype != after.dtype or before.is_complex():
+    if before is None or after is None or before.dtype != after.dtype:
+        return None
+    if before.is_complex() and not of_complex:
         return None
     mapped = _map(call, position, sizes.shape(before), sizes.shape(after), sizes)
     return None if mapped is None else (source, mapped)

@@ -227,7 +227,8 @@ class Call:
         return self.args.get(name, default)
 
 
-def _parse(op: str, parameters: str) -> Row:
+def parse_row(op: str, parameters: str) -> Row:
+    """The parameters of an operation, from their text in a table."""
     names: list[str] = []
     defaults: list[tuple[str, Any]] = []
     rest: str | None = None
@@ -252,7 +253,7 @@ def _number(text: str) -> float | int | str:
     return text
 
 
-def _resolve(spelling: str) -> Any:
+def resolve(spelling: str) -> Any:
     """The callable a spelling names in this torch, or None when this torch has none."""
     root, _, rest = spelling.partition(".")
     owner: Any = {
@@ -271,12 +272,12 @@ def _rows() -> tuple[dict[Callable[..., Any], Row], dict[str, Row]]:
     functions: dict[Callable[..., Any], Row] = {}
     methods: dict[str, Row] = {}
     for op, parameters, spellings in _TABLE:
-        row = _parse(op, parameters)
+        row = parse_row(op, parameters)
         for spelling in spellings.split():
             if spelling.startswith("."):
                 methods[spelling[1:]] = row
                 continue
-            target = _resolve(spelling)
+            target = resolve(spelling)
             if target is not None:
                 functions[target] = row
     return functions, methods
@@ -304,10 +305,10 @@ def _row_of(kind: str, target: Any) -> tuple[Row, bool] | None:
         packet, overload = target._schema.name.split("::")[1], target._overloadname
         if overload == "out" or overload.endswith("_out"):
             names = (overload[:-4],) if overload != "out" else ("default", "Tensor")
-            rows = [functions[p] for name in names if (p := _resolve(f"aten.{packet}.{name}")) in functions]
+            rows = [functions[p] for name in names if (p := resolve(f"aten.{packet}.{name}")) in functions]
             return (rows[0], False) if rows else None
         if packet.endswith("_"):
-            plain = _resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
+            plain = resolve(f"aten.{packet[:-1]}.{overload or 'default'}")
             if plain in functions:
                 return functions[plain], True
         return None
@@ -343,7 +344,11 @@ def understand(node: Node, into: Node | None = None) -> Call | None:
         return None
     if row_of_node is None:
         return None
-    row, in_place = row_of_node
+    return bound(node, *row_of_node, into=into)
+
+
+def bound(node: Node, row: Row, in_place: bool, into: Node | None = None) -> Call | None:
+    """The arguments of a node by the names of its operation's parameters; None where they do not fit."""
     args: dict[str, Any] = dict(row.defaults)
     for position, value in enumerate(node.args):
         if position < len(row.names):

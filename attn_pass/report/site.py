@@ -50,6 +50,9 @@ class SiteReport:
         formula: the attention over batch b, head h, query i and key j: "score", "keep" (the condition; absent if
             every key is kept, or if the bias masks), "else" (the score of a masked key), "result", and the tensors
             they read by name.
+        prologue: what makes the "query" and the "key" before the attention, as it was read: rotary embeddings and
+            norms, or why something like them was not read. Without plain operands; empty if that was not looked at, as
+            while compiling.
         rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" per
             second of its memory. Empty if nothing was decided.
         roofline: "flops", "bytes" moved and predicted "us" of "leave" and of the target that was taken; the first two
@@ -86,6 +89,7 @@ class SiteReport:
     verified_error: float | None = None
     not_verified: str = ""
     formula: dict[str, str] = field(default_factory=dict)
+    prologue: dict[str, str] = field(default_factory=dict)
     rates: dict[str, float | str] = field(default_factory=dict)
     roofline: dict[str, dict[str, float]] = field(default_factory=dict)
     hint: str = ""

@@ -132,6 +132,14 @@ def shape_lines(site: SiteReport) -> list[str]:
     return [f"{', '.join(having)} {shape}" if len(names) > 1 else shape for shape, having in names.items()]
 
 
+def prologue_lines(site: SiteReport) -> list[str]:
+    """One line for each way operands are made, with the operands: "query, key: rotary over all 64 elements"."""
+    names: dict[str, list[str]] = {}
+    for name, text in site.prologue.items():
+        names.setdefault(text, []).append(name)
+    return [f"{', '.join(having)}: {text}" for text, having in names.items()]
+
+
 def counted(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
@@ -156,6 +164,8 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
         yield f"verified: error {site.verified_error:.2g}"
     if site.not_verified:
         yield f"not verified: {site.not_verified}"
+    if verbose:
+        yield from prologue_lines(site)
     if verbose and site.id:
         yield f"id: {site.id}"
     if verbose or site.outcome == "left":

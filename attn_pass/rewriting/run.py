@@ -47,6 +47,11 @@ class Run:
 
     _devices: dict[torch.device, Device] = field(default_factory=dict)
 
+    @property
+    def explains(self) -> bool:
+        """Whether a report is all that is asked for: it may take time that compiling should not."""
+        return self.ask_stock is not None
+
     def device(self, tensors: torch.device) -> Device:
         """What is known of the device that tensors there are on, or of the device or runtime that the options name."""
         if tensors not in self._devices:

@@ -55,6 +55,20 @@ def test_controls_count_for_themselves() -> None:
     assert "| controls | 1 | 1 | 0 | 0 | - |" in table
 
 
+def test_rotary_sites_are_read_where_every_operand_with_an_angle_is() -> None:
+    def operand(site: int, name: str, angle: bool, read: str) -> dict[str, Any]:
+        return {"graph": 0, "site": site, "operand": name, "angle": angle, "read": read}
+
+    norm, rotary, miss = "RMS norm over the head dim", "rotary over all 8 elements", "not read: the table depends"
+    operands = [operand(0, "query", True, f"{norm}, then {rotary}"), operand(0, "key", True, rotary)]
+    operands += [operand(1, "query", True, rotary), operand(1, "key", True, miss)]
+    operands += [operand(2, "query", False, norm), operand(2, "key", False, "")]
+    facts = {"bench": "rotary", "name": "hf/a", "family": "hf text", "control": False, "status": "ok"}
+    text = tables.markdown([{**facts, "operands": operands}])
+    assert "| hf text | 1 | 3 | 1 | 2 | 1 | 50.0 | 2 | 0 |" in text
+    assert f"| {miss} | 1 | 1 | hf/a |" in text
+
+
 def test_reasons_are_counted_and_cells_stay_cells() -> None:
     table = tables.left_table([exported("a", left=[TANH, TANH]), exported("b", left=[TANH])])
     assert "| 3 | near miss | tanh / soft cap | export | a, b | a.py:1 in f |" in table

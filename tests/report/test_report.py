@@ -131,6 +131,7 @@ def test_json_holds_every_field_and_no_invalid_number() -> None:
         "verified_error": None,
         "not_verified": "",
         "formula": {},
+        "prologue": {},
         "rates": {},
         "roofline": {},
         "hint": "",

@@ -61,6 +61,7 @@ def _with_site(node: Mapping[str, Any], site: SiteReport | None) -> dict[str, An
         "form": site.form,
         "shapes": "; ".join(shape_lines(site)),
         **{f"formula, {name}": text for name, text in site.formula.items()},
+        **{f"{name} made by": text for name, text in site.prologue.items()},
         **{f"refused by {target}": why for target, why in site.refusals.items() if target not in site.other_devices},
     }
     colour = COLOURS["near miss" if site.kind == "near miss" else site.outcome]

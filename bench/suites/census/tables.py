@@ -10,6 +10,8 @@ from typing import Any
 from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
+_BENCHES = ("export", "sdpa", "rotary", "padding", "runtimes")
+
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
 NOT_OURS = (
     "unbuildable",
@@ -23,12 +25,14 @@ NOT_OURS = (
 
 def markdown(rows: Sequence[Row]) -> str:
     """All tables the rows are good for."""
-    of = {bench: [row for row in rows if row["bench"] == bench] for bench in ("export", "sdpa", "padding", "runtimes")}
+    of = {bench: [row for row in rows if row["bench"] == bench] for bench in _BENCHES}
     parts: list[str] = []
     if exports := of["export"]:
         parts += [export_table(exports), left_table(exports), troubles(exports)]
     if calls := of["sdpa"]:
         parts += [sdpa_table(calls), mask_table(calls), left_table(calls), troubles(calls)]
+    if operands := of["rotary"]:
+        parts += [rotary_table(operands), unread_table(operands), troubles(operands)]
     if regions := of["padding"]:
         for stage in dict.fromkeys(row["stage"] for row in regions):
             of_stage = [row for row in regions if row["stage"] == stage]
@@ -120,6 +124,51 @@ def mask_table(rows: Sequence[Row]) -> str:
             for mask, number in calls.most_common()
         ),
     )
+
+
+# ---- rotary embeddings ----
+
+
+def rotary_table(rows: Sequence[Row]) -> str:
+    """A line a family: attentions whose query or key has an angle, and those of which all such are read."""
+    return _by_title(_rotary_cells(label, group) for label, group in by_family(rows))
+
+
+def _rotary_cells(label: str, rows: Sequence[Row]) -> Row:
+    sites = [site for row in rows for site in _sites_of(row)]
+    rotary = [site for site in sites if any(o["angle"] for o in site)]
+    read = sum(all("rotary" in o["read"] for o in site if o["angle"]) for site in rotary)
+    return {
+        "family": label,
+        "models": len(rows),
+        "attentions": len(sites),
+        "models with angles": sum(any(o["angle"] for o in row.get("operands", ())) for row in rows),
+        "attentions with angles": len(rotary),
+        "read": read,
+        "% read": percent(read, len(rotary)),
+        "with norms": sum(any("norm" in o["read"] for o in site) for site in sites),
+        "rotary without an angle": sum(any("rotary" in o["read"] and not o["angle"] for o in site) for site in sites),
+    }
+
+
+def _sites_of(row: Row) -> list[list[Row]]:
+    """The operands of each attention."""
+    sites: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for operand in row.get("operands", ()):
+        sites[operand["graph"], operand["site"]].append(operand)
+    return list(sites.values())
+
+
+def unread_table(rows: Sequence[Row]) -> str:
+    """Why operands with an angle were not read as rotary, most frequent first."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        for operand in row.get("operands", ()):
+            if operand["angle"] and "rotary" not in operand["read"]:
+                left[operand["read"] or "nothing was found"].append(row["name"])
+    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
+    header = ("why an angle is not read", "operands", "models", "such as")
+    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
 
 
 # ---- regions without padding ----
