@@ -1,7 +1,7 @@
 """Rotary embeddings and norms of queries and keys in Dynamo's graphs of models: how many the pass reads.
 
 An operand counts as rotary where a cosine, a sine or a complex number is found on the way back from it to the first
-sums over features. That walk knows no algebra, no views and no rotations, so that it does not share the reading's
+sums over features (tables that are buffers of the model are not found). That walk knows no algebra, no views and no rotations, so that it does not share the reading's
 mistakes; it also counts what has an angle for another reason. Nothing is rewritten: the graphs run as they are.
 """
 
@@ -85,7 +85,7 @@ def has_angle(reader: Reader, operand: Node) -> bool:
         call = reader.call(node)
         if call is not None and sums(call):
             continue
-        for source in node.all_input_nodes:
+        for source in (*node.all_input_nodes, *(write.node for write in reader.effects.mutations(node))):
             if source not in seen:
                 seen.add(source)
                 waiting.append(source)
