@@ -1,8 +1,9 @@
 """Rotary embeddings and norms of queries and keys in Dynamo's graphs of models: how many the pass reads.
 
 An operand counts as rotary where a cosine, a sine or a complex number is found on the way back from it to the first
-sums over features (tables that are buffers of the model are not found). That walk knows no algebra, no views and no rotations, so that it does not share the reading's
-mistakes; it also counts what has an angle for another reason. Nothing is rewritten: the graphs run as they are.
+sums over features (tables that are buffers of the model are not found). That walk knows no algebra, no views and no
+rotations, so that it does not share the reading's mistakes; it also counts what has an angle for another reason.
+Nothing is rewritten: the graphs run as they are.
 """
 
 from __future__ import annotations
