@@ -13,6 +13,7 @@ from typing import Any
 
 import once
 import pytest
+import remembering_compiler
 
 # Before torch reads it: Inductor would build six libraries in every process that compiles, ten seconds of a core, to
 # learn that the compiler knows this CPU's vector instructions.
@@ -42,7 +43,9 @@ _KERNELS.mkdir(exist_ok=True)
 
 # Of the process that starts the workers, who inherit it.
 _SHARED = tempfile.TemporaryDirectory(prefix="attn_pass_tests_")
-os.environ.setdefault(once.VARIABLE, _SHARED.name)
+if once.VARIABLE not in os.environ:
+    os.environ[once.VARIABLE] = _SHARED.name
+    remembering_compiler.install(Path(_SHARED.name))
 
 
 def pytest_configure() -> None:
@@ -150,3 +153,16 @@ def quiet_torch() -> Iterator[None]:
         yield
     torch._dynamo.reset()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def for_this_machine() -> Iterator[None]:
+    """Packages hold the CPU kernel for this machine's instruction set alone: a quarter of the compiler's time.
+
+    That they hold all of them, and run on lesser processors, tests/devices/cpu/test_cpu_delivery.py tests.
+    """
+    from attn_pass.devices.cpu.kernel import template
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(template, "_sets", template.of_this_machine)
+        yield

@@ -16,8 +16,9 @@ import torch._inductor.runtime.cache_dir_utils
 import attn_pass
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch
+import torch._inductor.compile_fx
 import attn_pass
 from torch._dynamo.utils import counters
 
@@ -44,25 +45,30 @@ def run(entry, options):
         "report": report.to_json(),
     }
 
-torch.manual_seed(0)
-inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
-print(json.dumps([run(entry, options) for entry, options in json.loads(sys.argv[1])]))
+for runs in json.loads(sys.argv[1]):
+    if os.fork():  # a process for each, which the imports are part of
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        continue
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3)]
+    print(json.dumps([run(entry, options) for entry, options in runs]), flush=True)
+    os._exit(0)
 """
 ENTRIES = ("backend", "enabled")
+Runs = list[tuple[str, dict[str, Any]]]
 
 
-def in_process(folder: Path, *runs: tuple[str, dict[str, Any]], source: Path | None = None) -> list[dict[str, Any]]:
-    """What a new process with the folder's cache tells of entries with options, one after the other."""
+def in_processes(folder: Path, *processes: Runs, source: Path | None = None) -> list[list[dict[str, Any]]]:
+    """What each of new processes with the folder's cache tells of entries with options, one after the other."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
     _share_precompiled_headers(folder / "cache")
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*([str(source)] if source else []), *filter(None, sys.path)])
-    command = [sys.executable, str(script), json.dumps(runs)]
+    command = [sys.executable, str(script), json.dumps(processes)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    document: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return document
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(processes) :]]
 
 
 def _share_precompiled_headers(cache: Path) -> None:
@@ -82,24 +88,23 @@ def sites(run: dict[str, Any]) -> list[tuple[Any, ...]]:
 @pytest.mark.slow
 def test_another_process_hits_and_tells_the_same(tmp_path: Path) -> None:
     """With the same pass; one with other sources, or with other options, gets nothing of the first."""
-    plain = [(entry, {}) for entry in ENTRIES]
-    firsts = in_process(tmp_path, *plain)
+    plain: Runs = [(entry, {}) for entry in ENTRIES]
+    without: Runs = [(entry, {"targets": []}) for entry in ENTRIES]
+    firsts, (*others, backend, enabled) = in_processes(tmp_path, plain, [*without, *plain])
     for first in firsts:
         assert first["misses"] and not first["bypasses"]
         assert [s[:2] for s in sites(first)] == [("rewritten", "sdpa")]
-
-    # Inductor's caches are asked for the graph as it was rewritten, so a pass that rewrites otherwise misses.
-    copied = tmp_path / "changed"
-    shutil.copytree(Path(attn_pass.__file__).parent, copied / "attn_pass")
-    with (copied / "attn_pass" / "targets" / "sdpa.py").open("a") as file:
-        file.write("\nSdpa.consider = lambda self, *_: Refusal('sdpa', 'changed')\n")
-    (changed,) = in_process(tmp_path, ("enabled", {}), source=copied)
-    assert changed["misses"] and sites(changed)[0][1] != "sdpa"
-
-    *others, backend, enabled = in_process(tmp_path, *((entry, {"targets": []}) for entry in ENTRIES), *plain)
     for again, first in zip((backend, enabled), firsts):
         assert again["hits"] and not again["misses"] and not again["bypasses"]
         assert sites(again) == sites(first)
     for other in others:
         assert sites(other)[0][0] == "left"
     assert others[0]["misses"]
+
+    # Inductor's caches are asked for the graph as it was rewritten, so a pass that rewrites otherwise misses.
+    copied = tmp_path / "changed"
+    shutil.copytree(Path(attn_pass.__file__).parent, copied / "attn_pass")
+    with (copied / "attn_pass" / "targets" / "sdpa.py").open("a") as file:
+        file.write("\nSdpa.consider = lambda self, *_: Refusal('sdpa', 'changed')\n")
+    ((changed,),) = in_processes(tmp_path, [("enabled", {})], source=copied)
+    assert changed["misses"] and sites(changed)[0][1] != "sdpa"

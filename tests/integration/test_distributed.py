@@ -28,14 +28,15 @@ Tensor = torch.Tensor
 SCRIPT = r"""
 import json, os, sys, traceback
 import torch
+import torch._functorch.aot_autograd
 import torch.distributed as dist
 from torch import nn
 
 import attn_pass
 from test_composes import Layer, Stack, randn
 
-rank, port = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+rank = int(os.fork() == 0)  # two processes, that share what is imported
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=2)
 options = {"choose": "fused", "on_error": "raise"}
 backend = attn_pass.wrap("aot_eager", **options)
 everything = [randn(2, 7, 32, seed=r) for r in range(2)]
@@ -116,7 +117,7 @@ for target in ("", "cpu_kernel"):
             told = sites(parallel)
         except Exception:
             told = traceback.format_exc()
-        print(json.dumps([parallel.__name__ + target, told]), flush=True)
+        os.write(1, (json.dumps([rank, parallel.__name__ + target, told]) + "\n").encode())
         if isinstance(told, str):
             os._exit(1)  # the other process may wait for this one for ever
 dist.destroy_process_group()
@@ -137,22 +138,19 @@ def in_two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     here = Path(__file__).resolve()
     paths = [str(here.parent), str(here.parents[1] / "support"), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    port = str(_free_port())
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    reported = []
-    for process in running:
-        out, errors = process.communicate(timeout=900)
-        lines = [line for line in out.splitlines() if line.startswith("[")]
-        reported.append({"errors": errors[-3000:], **dict(map(json.loads, lines))})
+    done = subprocess.run(
+        [sys.executable, str(script), str(_free_port())],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    reported: list[dict[str, Any]] = [{"errors": done.stderr[-3000:]} for _ in range(2)]
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            rank, kind, told = json.loads(line)
+            reported[rank][kind] = told
     return reported
 
 

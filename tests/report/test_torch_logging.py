@@ -76,12 +76,8 @@ def test_torch_logs_takes_our_name(tmp_path: Path) -> None:
     assert "program.py:5 in forward: cudnn: there is no such kernel" in more and ": predicted: leave " in more
 
 
-def test_nothing_is_logged_by_default(tmp_path: Path) -> None:
-    assert "attn_pass" not in ran(tmp_path)
-
-
-def test_structured_traces_have_the_report_and_the_graphs(tmp_path: Path) -> None:
-    ran(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+def test_structured_traces_have_the_report_and_the_graphs_and_nothing_is_logged_by_default(tmp_path: Path) -> None:
+    assert "attn_pass" not in ran(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     (log,) = (tmp_path / "trace").iterdir()
     artifacts = list(_artifacts(log.read_text()))
     assert [name for name, _ in artifacts] == [

@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATTN_PASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuner, "_SECONDS", 0.1)  # which of two is the fastest, no test asks
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -182,13 +183,7 @@ class Masked(torch.nn.Module):
         return (q @ k.mT).masked_fill(~self.mask, float("-inf")).softmax(-1) @ v
 
 
-def test_the_worker_gets_the_known_buffers() -> None:
-    with torch.no_grad():
-        site = site_of(Masked(200), *qkv(2, 4, 200, 200, 32), assume_constant_buffers=True)
+def test_the_worker_gets_the_known_buffers_and_measures_training_with_its_backward() -> None:
+    inputs = qkv(2, 2, 64, 64, 32, grad=True)
+    site = site_of(Masked(64), *inputs, assume_constant_buffers=True)
     assert site.mask == "causal" and {"leave", "sdpa"} <= site.measured_us.keys(), site.reason
-
-
-def test_training_is_measured_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = qkv(1, 2, 64, 64, 32, grad=True)
-    site = site_of(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, q, k, v)
-    assert {"leave", "sdpa"} <= site.measured_us.keys(), site.reason
