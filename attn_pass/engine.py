@@ -30,6 +30,9 @@ from attn_pass.patterns.random_ops import DropoutSites
 from attn_pass.planner.choose import Selection
 from attn_pass.planner.overrides import check_names
 from attn_pass.planner.stock import AskStock
+from attn_pass.projections.read import mark_projections, unmark
+from attn_pass.projections.rewrite import JOINED, join_projections
+from attn_pass.projections.rewrite import Graph as Projected
 from attn_pass.reading.describe import Described
 from attn_pass.reading.prologue import prologues
 from attn_pass.report.build import place_of, record_of
@@ -100,6 +103,8 @@ def rewrite_graph(
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
     if changed and options.unpad and PACKED_ROWS not in run.without and program in ("compile", "aoti"):
         _take_padding_out(run, gm, region, report.sites[known:])
+    if options.join_projections != "off" and not checks:
+        changed |= _join_projections(run, gm, region)
     report.seconds += time.perf_counter() - started
     report.graphs += 1
     return changed
@@ -123,6 +128,30 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence
     if any(r.outcome == "packed" for r in regions):
         gm.graph.lint()
         gm.recompile()
+
+
+def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
+    """Makes one product of linear layers of one input, and records what came of all projections; whether it changed."""
+
+    def device(node: Node) -> Device:
+        value = tensor_value(node)
+        return run.device(torch.device("cpu") if value is None else value.device)
+
+    def complain(what: str, error: Exception) -> None:
+        run.complain(None, what, error)
+
+    without = run.without.get(JOINED, "")
+    may_lay_out = run.program == "compile" and run.runner == "inductor" and run.options.join_projections == "parameters"
+    any_strides = [operator for family in families() for operator in family.attention_of_packed_rows()]
+    graph = Projected(gm, run.program, run.sizes, region, run.options, device, without, may_lay_out, any_strides)
+    records = join_projections(graph, complain)
+    unmark(gm)
+    run.report.projections += records
+    if not any(r.outcome == "joined" for r in records):
+        return False
+    gm.graph.lint()
+    gm.recompile()
+    return True
 
 
 class _Rewriting:
@@ -154,6 +183,8 @@ class _Rewriting:
         unordered = composite.with_opaque(self._sites(), context.opaque)
         sites = sorted(unordered, key=lambda s: context.effects.position[s.node])
         self._note_dropout(sites)
+        if self.run.options.join_projections != "off" and not self.run.checks:
+            self._mark_projections(sites)
         context.masks.update(site.described.read_by_mask() for site in sites if site.described is not None)
         touched = False
         with context.observed():
@@ -177,6 +208,13 @@ class _Rewriting:
             except Exception as error:
                 name = finder.__module__.rpartition(".")[2]
                 self.run.complain(None, f"{name} could not read the graph", error)
+
+    def _mark_projections(self, sites: list[Site]) -> None:
+        """Marks the linear layers that make queries, keys and values, while sites still are as they were written."""
+        try:
+            mark_projections(sites, self.context.effects, self.context.around.bound)
+        except Exception as error:
+            self.run.complain(None, "projections could not be read", error)
 
     def _note_dropout(self, sites: list[Site]) -> None:
         """Notes the calls that draw dropout already, for those that are going to."""

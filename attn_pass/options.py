@@ -14,6 +14,7 @@ Choose = Literal["cheapest", "fused", "first"]
 Numerics = Literal["default", "strict"]
 Verify = Literal["off", "graph", "kernel"]
 OnError = Literal["warn", "raise"]
+JoinProjections = Literal["constants", "parameters", "off"]
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 LEAVE = "leave"
 """In a rule, beside the names of targets: the site is left unchanged."""
@@ -72,6 +73,10 @@ class Options:
         assume_padding_unused: nobody uses rows of padding where they are in the model's result (``last_hidden_state``):
             they are zeros then, and are not computed.
         unpad: run operations that work row by row without rows of padding, where it is proved that nobody sees them.
+        join_projections: multiply once where linear layers that make queries, keys and values have one input and that
+            is predicted to be faster. "constants" does so where their weights are constants of the compiled code
+            (Inductor's ``freezing``); "parameters" also under torch.compile, whose inputs they are: they are laid into
+            one buffer, of which each is a slice then. "off" never does.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
         device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
         timeline: name each site in torch's profiler: a range around the kernels that compute it, with its id and source
@@ -95,6 +100,7 @@ class Options:
     assume_nonempty_rows: bool = False
     assume_padding_unused: bool = False
     unpad: bool = True
+    join_projections: JoinProjections = "constants"
     shield: bool = True
     device: str | None = None
     runtime: str | None = None

@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "assume_nonempty_rows": False,
         "assume_padding_unused": False,
         "unpad": True,
+        "join_projections": "constants",
         "shield": True,
         "device": None,
         "runtime": None,

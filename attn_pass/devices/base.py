@@ -56,6 +56,7 @@ class Family:
             On devices without rules in this project Inductor keeps its patterns.
         encoder_kernel_calls_sdpa: torch's fused kernel of an encoder's attention there calls torch's own attention
             where it takes no mask; elsewhere it writes the attention out.
+        joins_projections: several products with one input take longer there than one, by measurements.
         broadcasts_masks: torch's call takes a mask there that has one row or one key for all.
         joins_sinks: a sink becomes a key of zeros in torch's call, whose mask it is added by.
         takes_unequal_head_dims: torch's call takes values of another size than the keys there, without padding.
@@ -85,6 +86,7 @@ class Family:
     merges_equal_calls = False
     keeps_inductors_patterns_off = False
     encoder_kernel_calls_sdpa = False
+    joins_projections = False
     broadcasts_masks = True
     joins_sinks = False
     takes_unequal_head_dims = False

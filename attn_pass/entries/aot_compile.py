@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor
 from attn_pass.entries.export import exported, rewrite_exported
-from attn_pass.entries.inductor import before_inductor, inductor_patches, patches_for
+from attn_pass.entries.inductor import before_inductor, folds_constants, inductor_patches, patches_for
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.package import warn_of_types, with_report
 from attn_pass.entries.retry import Failure, warn_failed
@@ -89,12 +89,14 @@ def _compiled(
         patches = {"joint_graph_constant_folding": False, **patches}
     program, package = original, ""
     failures: list[Failure] = []
+    with torch.no_grad():  # as packages are compiled
+        folds = folds_constants(patches)
 
     def again(without: Mapping[str, str] | None = None) -> Decision:
         nonlocal program
         program = original._update(Snapshot(original.graph_module).module(), copy.deepcopy(original.graph_signature))
         tell("rewriting attention")
-        return rewrite_exported(program, options, "inductor", without)
+        return rewrite_exported(program, options, "inductor", without, folds)
 
     decision = again()
     warn_other_device(decision.report, options, "program", stacklevel=4)

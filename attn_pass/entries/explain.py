@@ -17,10 +17,12 @@ from torch.utils import _pytree as pytree
 
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.export import exported, known_values
+from attn_pass.entries.inductor import folds_constants
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
+from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import OPTION_NAMES, Options, make_options
 from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
@@ -105,7 +107,7 @@ class _Reader:
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            known = known_buffers(gm, example_inputs, self.options)
+            known = known_buffers(gm, example_inputs, self.options) | {FOLDS_CONSTANTS: folds_constants()}
             copied = Snapshot(gm).module()
             decision = decide(copied, self.options, "compile", "inductor", known, ask_stock=self.ask_stock)
             self._give_hints(decision.report, gm, example_inputs)
@@ -120,7 +122,7 @@ class _Reader:
             return
         options = replace(self.options, assume_constant_buffers=True)
         known = known_buffers(gm, example_inputs, options)
-        if not any(known.values()):
+        if not known[KNOWN_TENSORS]:
             return
         assumed = decide(Snapshot(gm).module(), options, "compile", "inductor", known).report
         collect.forget(assumed)  # no graph of the program

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from attn_pass.entries.retry import leave_all
 from attn_pass.entries.transaction import Decision, decide
 from attn_pass.errors import CaptureError, RewriteError, cause_of, in_one_line
-from attn_pass.graph.values import CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO
+from attn_pass.graph.values import CONSTANTS, FOLDS_CONSTANTS, KNOWN_TENSORS, MAY_BE_ZERO, PARAMETERS
 from attn_pass.options import Options, Runner
 
 
@@ -66,13 +66,21 @@ def exported(
 
 
 def rewrite_exported(
-    program: ExportedProgram, options: Options, runner: Runner = "other", without: Mapping[str, str] | None = None
+    program: ExportedProgram,
+    options: Options,
+    runner: Runner = "other",
+    without: Mapping[str, str] | None = None,
+    folds: bool = False,
 ) -> Decision:
-    """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was."""
+    """Rewrite an exported program in place, and check that it still is one; if not, it is put back as it was.
+
+    ``folds`` says that what runs it makes constants of its parameters.
+    """
     gm = program.graph_module
     outputs = _output_names(gm)
     kind = "aoti" if runner == "inductor" else "export"
-    decision = decide(gm, options, kind, runner, known_values(program, options), without=without)
+    known = known_values(program, options) | {FOLDS_CONSTANTS: folds}
+    decision = decide(gm, options, kind, runner, known, without=without)
     if not decision.changed:
         return decision
     try:
@@ -97,6 +105,11 @@ def known_values(program: ExportedProgram, options: Options) -> dict[str, Any]:
         CONSTANTS: _written_constants(program),
         KNOWN_TENSORS: _known_tensors(program, options),
         MAY_BE_ZERO: {str(symbol) for symbol, bounds in ranges if bounds.lower < 1},
+        PARAMETERS: {
+            node: program.state_dict[name]
+            for node, name in program.graph_signature.inputs_to_parameters.items()
+            if name in program.state_dict
+        },
     }
 
 

@@ -20,8 +20,10 @@ from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
 from attn_pass.devices.registry import families
+from attn_pass.entries.inductor import folds_constants
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import DECIDED, decide
+from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
 
@@ -95,7 +97,8 @@ class RewritePass:
         gm = graph.owning_module
         if gm is None or gm.meta.get(DECIDED) or not is_root(gm):
             return
-        report = decide(gm, self.options, "compile" if "dynamo_compile_id" in gm.meta else "aoti", "hook").report
+        program = "compile" if "dynamo_compile_id" in gm.meta else "aoti"
+        report = decide(gm, self.options, program, "hook", {FOLDS_CONSTANTS: folds_constants()}).report
         warn_other_device(report, self.options)
         publish(report)
 

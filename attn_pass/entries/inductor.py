@@ -42,6 +42,13 @@ def patches_for(report: Report) -> dict[str, Any]:
     return {name: value for patches in needed for name, value in patches.items()}
 
 
+def folds_constants(patches: Mapping[str, Any] | None = None) -> bool:
+    """Whether Inductor makes constants of a program's parameters, with these settings over its own: ``freezing``."""
+    from torch._inductor import config
+
+    return bool((patches or {}).get("freezing", config.freezing)) and not torch.is_grad_enabled()
+
+
 def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
 ) -> Callable[..., Any]:

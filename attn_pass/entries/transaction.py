@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from attn_pass import engine
 from attn_pass.entries.breaks import break_after
 from attn_pass.entries.environment import environment_fault
-from attn_pass.entries.inductor import compiled_site
+from attn_pass.entries.inductor import compiled_site, folds_constants
+from attn_pass.entries.laid_out import LaidOut
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.retry import (
     Failure,
@@ -32,7 +33,7 @@ from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
 from attn_pass.errors import EnvironmentFault, OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
-from attn_pass.graph.values import KNOWN_TENSORS
+from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS, PARAMETERS
 from attn_pass.options import Options, Runner
 from attn_pass.progress import progress
 from attn_pass.report import torch_logging
@@ -149,7 +150,8 @@ def compile_rewritten(
     """
     if gm.meta.get(DECIDED):
         return compile_graph(gm, example_inputs, None)
-    known = known_buffers(gm, example_inputs, options)
+    folds = runner == "inductor" and folds_constants()
+    known = known_buffers(gm, example_inputs, options) | {FOLDS_CONSTANTS: folds}
     decision = decide(gm, options, "compile", runner, known)
     warn_other_device(decision.report, options)
     restore_tracing = tracing_state()
@@ -157,7 +159,8 @@ def compile_rewritten(
     compiled: Callable[..., Any] | None = None
     while decision.changed and compiled is None:
         try:
-            compiled = compile_graph(gm, list(example_inputs), decision.report)
+            laid_out = LaidOut(gm, example_inputs)
+            compiled = laid_out.around(compile_graph(gm, laid_out.inputs, decision.report))
         except _control_flow():
             raise
         except Exception as error:
@@ -213,14 +216,16 @@ def next_decision(decision: Decision, failures: Sequence[Failure], again: Callab
 
 
 def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> dict[str, Any]:
-    """With ``assume_constant_buffers``: the values of the buffers among a Dynamo graph's inputs."""
+    """A Dynamo graph's inputs that are known: parameters, and with ``assume_constant_buffers`` buffers' values."""
     buffers: dict[str, tuple[str, torch.Tensor]] = {}
     inputs = (node for node in gm.graph.nodes if node.op == "placeholder")
     for node, value in zip(inputs, example_inputs if options.assume_constant_buffers else ()):
         of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
             buffers[node.name] = (_attribute_path(node), value)
-    return {KNOWN_TENSORS: buffers}
+    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
+    parameters = {node.name: value for node, value in given if isinstance(value, torch.nn.Parameter)}
+    return {KNOWN_TENSORS: buffers, PARAMETERS: parameters}
 
 
 def _attribute_path(node: Node) -> str:

@@ -103,7 +103,9 @@ class Plan:
         effects: Effects,
         in_body: bool = False,
         stands_for: Node | None = None,
+        any_strides: Sequence[Any] = (),
     ) -> None:
+        self.any_strides = any_strides  # operators that take operands with any strides, beside torch's own
         self.in_body = in_body
         self.stands_for = stands_for  # whose users the result gets, where it is on trial and has none of its own
         self.gm = gm
@@ -358,17 +360,29 @@ class Plan:
         Users are run on fake values until their strides are what they were: a reshape or a linear layer ends it.
         """
         for user in node.users:
-            name = _plain_name(user)
+            name = str(user.target) if user.target in self.any_strides else _plain_name(user)
             if name is None or depth > _DEPTH or name in _TELLING or _is_in_place(user, name):
                 return True
             if is_metadata_assertion(user):
                 continue
-            moved, before = _moved(user, node, new), tensor_value(user)
-            if moved is None or before is None or self._is_written_as_other_memory(user, node, moved, new):
+            moved, before = _moved(user, node, new), fake_value(user)
+            if user.target in self.any_strides and isinstance(moved, tuple) and isinstance(before, (tuple, list)):
+                if not self._are_laid_out_alike(moved, before):
+                    return True
+                continue
+            if not isinstance(moved, torch.Tensor) or not isinstance(before, torch.Tensor):
+                return True
+            if self._is_written_as_other_memory(user, node, moved, new):
                 return True
             if self._strides(moved) != self._strides(before) and self._layout_matters(user, moved, depth + 1):
                 return True
         return False
+
+    def _are_laid_out_alike(self, some: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Whether the results of a call have the strides of another one's."""
+        if not all(isinstance(x, torch.Tensor) for x in (*some, *others)):
+            return False
+        return [self._strides(x) for x in some] == [self._strides(x) for x in others]
 
     def _is_written_as_other_memory(self, user: Node, node: Node, moved: torch.Tensor, new: torch.Tensor) -> bool:
         """Whether a user is a view of the new value and was none, or was one, and one of the two may be written."""
@@ -545,13 +559,12 @@ def _share_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 _IN_PLACE_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 
 
-def _moved(user: Node, node: Node, new: torch.Tensor) -> torch.Tensor | None:
-    """The fake value of a user when it gets ``new`` instead of ``node``; None if that fails or is not a tensor."""
+def _moved(user: Node, node: Node, new: torch.Tensor) -> Any:
+    """The fake value of a user when it gets ``new`` instead of ``node``; None if that fails."""
     args = _map(tuple(new if a is node else a for a in user.args))
     kwargs = _map({k: new if a is node else a for k, a in user.kwargs.items()})
     call = getattr(args[0], user.target) if isinstance(user.target, str) else user.target
     try:
-        moved = call(*args[1:], **kwargs) if isinstance(user.target, str) else call(*args, **kwargs)
+        return call(*args[1:], **kwargs) if isinstance(user.target, str) else call(*args, **kwargs)
     except Exception:
         return None
-    return moved if isinstance(moved, torch.Tensor) else None

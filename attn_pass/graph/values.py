@@ -29,6 +29,13 @@ CONSTANTS = "attn_pass_constants"
 KNOWN_TENSORS = "attn_pass_known_tensors"
 # And the names of symbols that may be 0 at run time, whatever the range says that they were traced in.
 MAY_BE_ZERO = "attn_pass_may_be_zero"
+# And the parameters among a graph's inputs, by the name of their node; and whether the compiler makes them constants.
+PARAMETERS = "attn_pass_parameters"
+FOLDS_CONSTANTS = "attn_pass_folds_constants"
+# In a node's meta: the operands of attentions that a linear layer makes.
+PROJECTION = "attn_pass_projection"
+# And that what it joins are parameters that can be laid into one buffer.
+LAID_OUT = "attn_pass_laid_out"
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)  # any other fake value is that of a subclass
 
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from attn_pass.compat import sizes_at_run_time
 from attn_pass.graph.effects import is_pure
 from attn_pass.graph.regions import Regions
-from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
+from attn_pass.graph.values import PROJECTION, Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, product
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
@@ -27,7 +27,16 @@ from attn_pass.padding.masks import PaddingMask, Places
 from attn_pass.padding.rules import first_tensor
 
 aten = torch.ops.aten
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom")
+_PROVENANCE = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "torch_fn",
+    "from_node",
+    "seq_nr",
+    "custom",
+    PROJECTION,
+)
 
 
 class CannotPackError(Exception):

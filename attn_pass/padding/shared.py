@@ -13,18 +13,17 @@ import torch
 from torch.fx import Graph, Node
 
 from attn_pass.graph.effects import Effects, is_pure
+from attn_pass.graph.numbering import Numbers
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
 from attn_pass.padding.masks import ancestors
 from attn_pass.padding.rules import plain_name
 from attn_pass.reading.vocabulary import understand
 
-_MOST = 60  # operations that a mask is made of
-
 
 def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
     """Gives every attention of a graph the first of the keep-conditions that are computed alike."""
-    numbers = _Numbers(Effects(graph), regions)
+    numbers = Numbers(Effects(graph), regions)
     first: dict[Any, Node] = {}
     for site in graph.nodes:
         keep = site.kwargs.get("keep")
@@ -118,32 +117,3 @@ def _erase(graph: Graph, node: Node) -> None:
             made_of = node.all_input_nodes
             graph.erase_node(node)
             waiting += made_of
-
-
-class _Numbers:
-    """Values by what computes them: equal ones have the same elements."""
-
-    def __init__(self, effects: Effects, regions: Regions) -> None:
-        self._effects, self._regions = effects, regions
-        self._known: dict[Node, Any] = {}
-        self._number: dict[Any, int] = {}
-
-    def of(self, node: Node) -> Any:
-        """The number of a value; the node itself where it is an input, or is not known to be the same once more."""
-        if node not in self._known:
-            self._known[node] = self._made(node, _MOST)
-        return self._known[node]
-
-    def _made(self, node: Node, depth: int) -> Any:
-        if node in self._known:
-            return self._known[node]
-        computed = node.op in ("call_function", "call_method") and is_pure(node)
-        if not computed or not depth or "dropout" in plain_name(node) or self._effects.mutations(node):
-            return node
-        args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, depth))
-        key = (node.op, node.target, repr(args), str(self._regions.of(node)))
-        self._known[node] = ("computed", self._number.setdefault(key, len(self._number)))
-        return self._known[node]
-
-    def _argument(self, value: Any, depth: int) -> Any:
-        return str(self._made(value, depth - 1)) if isinstance(value, Node) else repr(value)

@@ -13,6 +13,7 @@ from typing import Any
 from attn_pass.report.json_schema import check_fields
 from attn_pass.report.pages.compare import Comparison, compared
 from attn_pass.report.pages.html import fragment, page
+from attn_pass.report.projection import ProjectionReport
 from attn_pass.report.region import RegionReport
 from attn_pass.report.site import ReportView, SiteReport
 from attn_pass.report.text import COLUMNS, counted, plain_table, printable, row_key, row_of
@@ -31,6 +32,7 @@ class Report:
         graph_breaks: where Dynamo stopped and why, "file.py:12 in forward: ...": what runs eagerly there is in no
             graph, and attention in it is not in `sites`.
         regions: one RegionReport per padding mask that attentions of a graph share.
+        projections: one ProjectionReport per kind of linear layers that make queries, keys and values.
         about: of what it is, for the head of the page: "model", "decided as", "options", "versions", "date", "command";
             empty if it is not of one call of `explain`.
     """
@@ -40,6 +42,7 @@ class Report:
     graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
     regions: list[RegionReport] = field(default_factory=list)
+    projections: list[ProjectionReport] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -70,6 +73,7 @@ class Report:
             known = {id(site) for site in self.sites}
             self.sites.extend(site for site in other.sites if id(site) not in known)
             self.regions.extend(r for r in other.regions if all(r is not known for known in self.regions))
+            self.projections.extend(p for p in other.projections if all(p is not known for known in self.projections))
             self.seconds += other.seconds
             self.graphs += other.graphs
             self.graph_breaks = tuple(dict.fromkeys((*self.graph_breaks, *other.graph_breaks)))
@@ -80,11 +84,14 @@ class Report:
             site.mark_left(reason)
         for region in self.regions:
             region.mark_left(reason)
+        for projection in self.projections:
+            if projection.outcome == "joined":
+                projection.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """{"graphs", "seconds", "rewritten", "left", "graph_breaks", "about", "fixed_constants", "sites", "regions"}.
+        """Counts ("graphs", "rewritten", "left"), "seconds", "graph_breaks", "about", "fixed_constants", and records.
 
-        "rewritten" and "left" are counts; sites and regions are dicts. Ready for JSON.
+        Records are lists of dicts: "sites", "regions", "projections". Ready for JSON.
         """
         with LOCK:
             return {
@@ -97,6 +104,7 @@ class Report:
                 "fixed_constants": list(self.fixed_constants),
                 "sites": [site.to_dict() for site in self.sites],
                 "regions": [region.to_dict() for region in self.regions],
+                "projections": [projection.to_dict() for projection in self.projections],
             }
 
     @classmethod
@@ -108,7 +116,8 @@ class Report:
         values["about"] = stored.get("about", {})
         check_fields(cls, values)
         regions = [RegionReport.from_dict(region) for region in stored.get("regions", ())]
-        return cls(sites=sites, regions=regions, **values)
+        projections = [ProjectionReport.from_dict(each) for each in stored.get("projections", ())]
+        return cls(sites=sites, regions=regions, projections=projections, **values)
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON; a number JSON cannot hold (nan, inf) is null."""
@@ -145,7 +154,8 @@ class Report:
 
         Args:
             width: in characters; None takes the terminal's, or 160 if the output is not a terminal.
-            verbose: show why each target refused a site, even if the site is rewritten.
+            verbose: show why each target refused a site, even if the site is rewritten, and why projections are
+                products of their own.
         """
         groups = self.groups()
         broken = [f"graph break: {printable(text)}" for text in self.graph_breaks]
@@ -156,6 +166,7 @@ class Report:
             lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
         for region in tuple(self.regions):
             lines += region.lines()
+        lines += [p.line() for p in tuple(self.projections) if verbose or p.outcome == "joined"]
         return "\n".join([self.summary(), *lines, *broken])
 
     def __str__(self) -> str:

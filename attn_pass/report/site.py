@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from attn_pass.report.json_schema import check_fields
+from attn_pass.report.projection import ProjectionReport
 from attn_pass.report.region import RegionReport
 
 Outcome = Literal["rewritten", "decomposed", "left"]
@@ -162,6 +163,7 @@ class ReportView(Protocol):
     graphs: int
     graph_breaks: tuple[str, ...]
     regions: list[RegionReport]
+    projections: list[ProjectionReport]
     about: dict[str, str]
 
     @property

@@ -174,3 +174,17 @@ def test_regions_are_counted_by_family_and_their_stops_listed() -> None:
     assert "As called:" in text and "| hf text | 3 | 3 | 3 | 2 | 1 | 14 | 12 | 1 | 0 |" in text
     assert "| mean may mix rows of padding with others | 1 | 1 | b |" in text
     assert "Wrong numbers (1):\n\n- c (as called)" in text
+
+
+def test_projections_are_counted_by_family_and_reasons_listed() -> None:
+    joined = {"outcome": "joined", "reason": "", "operands": 6}
+    alone = {"outcome": "left", "reason": "no other projection has the same input", "operands": 2}
+    already = {"outcome": "left", "reason": "it is one product already", "operands": 3}
+    common = {"bench": "projections", "family": "hf text decoder", "control": False, "status": "ok", "numerics": GOOD}
+    rows = [
+        {**common, "name": "a", "operands": 9, "read": 8, "joined": 6, "projections": [joined, alone]},
+        {**common, "name": "b", "operands": 3, "read": 3, "joined": 0, "projections": [already]},
+    ]
+    text = tables.markdown(rows)
+    assert "| hf text decoder | 2 | 2 | 12 | 11 | 91.7 | 3 | 6 | 0 | 0 |" in text
+    assert "| no other projection has the same input | 2 | 1 | a |" in text

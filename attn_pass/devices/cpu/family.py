@@ -40,6 +40,7 @@ class Cpu(Family):
     keeps_inductors_patterns_off = True
     takes_composites = True
     packs_rows = "cpu_kernel"
+    joins_projections = True
     caution = 1.25
     calibrated = "the CPU"
 

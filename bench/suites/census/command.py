@@ -14,7 +14,7 @@ import typer
 from bench.harness import environment
 from bench.harness.console import plain_console
 from bench.harness.process import Task
-from bench.suites.census import export, padding, rotary, runtimes, sdpa, tables
+from bench.suites.census import export, padding, projections, rotary, runtimes, sdpa, tables
 from bench.suites.census.dataset import FolderError, NotMeasured, open_census
 from bench.suites.census.rows import Row, read_rows
 from bench.suites.census.workers import run_all
@@ -64,6 +64,7 @@ for _bench, _start, _about in (
     (sdpa, "hf/", "Compile transformers models that call SDPA, and count which calls the pass reads."),
     (rotary, "hf/", "Trace transformers models, and count the rotary embeddings and norms that are read."),
     (padding, "", "Compile each model, and list which regions run without padding, and why others do not."),
+    (projections, "hf/", "Compile transformers models frozen, and count which projections are read, and which joined."),
 ):
     app.command(_bench.__name__.rpartition(".")[2], help=_about)(_command(_bench, _start))
 

@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from attn_pass.projections.groups import ALREADY
 from bench.harness.document import markdown_table
 from bench.suites.census.rows import Row
 
-_BENCHES = ("export", "sdpa", "rotary", "padding", "runtimes")
+_BENCHES = ("export", "sdpa", "rotary", "padding", "projections", "runtimes")
 
 # What a row can be that says nothing about the pass: nothing was there to be rewritten.
 NOT_OURS = (
@@ -38,6 +39,8 @@ def markdown(rows: Sequence[Row]) -> str:
             of_stage = [row for row in regions if row["stage"] == stage]
             parts += [f"{stage.capitalize()}:", padding_table(of_stage), stops_table(of_stage)]
         parts.append(troubles(regions))
+    if layers := of["projections"]:
+        parts += [projections_table(layers), apart_table(layers), troubles(layers)]
     if translated := of["runtimes"]:
         for stage in dict.fromkeys(row["stage"] for row in translated if "attentions" in row):
             of_stage = [row for row in translated if row["stage"] == stage]
@@ -206,6 +209,44 @@ def stops_table(rows: Sequence[Row]) -> str:
                 left[without_places(region["reason"])].append(row["name"])
     ordered = sorted(left.items(), key=lambda item: -len(item[1]))
     header = ("why there is no region", "masks", "models", "such as")
+    return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
+
+
+# ---- projections ----
+
+
+def projections_table(rows: Sequence[Row]) -> str:
+    """A line a family: queries, keys and values, how many linear layers that are read make, and which are joined."""
+    return _by_title(_projections_cells(label, group) for label, group in by_family(rows))
+
+
+def _projections_cells(label: str, rows: Sequence[Row]) -> Row:
+    counted = [row for row in rows if row.get("operands")]
+    operands, read = (sum(row[name] for row in counted) for name in ("operands", "read"))
+    return {
+        "family": label,
+        "models": len(rows),
+        "with attention": len(counted),
+        "queries, keys, values": operands,
+        "read": read,
+        "%": percent(read, operands),
+        "one product already": sum(
+            p["operands"] for row in counted for p in row["projections"] if p["reason"] == ALREADY
+        ),
+        "joined": sum(row["joined"] for row in counted),
+        **_bad(rows),
+    }
+
+
+def apart_table(rows: Sequence[Row]) -> str:
+    """Reasons why projections stay products of their own, most frequent first."""
+    left: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        for projection in row.get("projections", ()):
+            if projection["outcome"] == "left" and projection["reason"] != ALREADY:
+                left[projection["reason"]] += [row["name"]] * projection["operands"]
+    ordered = sorted(left.items(), key=lambda item: -len(item[1]))
+    header = ("why they stay apart", "queries, keys, values", "models", "such as")
     return _table(header, ((why, len(names), len(set(names)), _listed(names)) for why, names in ordered))
 
 

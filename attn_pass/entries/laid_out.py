@@ -1,0 +1,70 @@
+"""Joined parameters of a Dynamo graph: one input takes the place of several, made of them at every call.
+
+The graph as it is rewritten joins the parameters by an operation, which is right for any caller. Where they are laid
+into one buffer (`attn_pass.projections.layout`) that operation goes: the input of the first parameter is the joined
+tensor then, and what is called makes it of the parameters that Dynamo passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from attn_pass.graph.values import LAID_OUT, tensor_value, value_key
+from attn_pass.projections.layout import Joined, joined_of
+
+
+class LaidOut:
+    """A graph whose joined parameters are inputs: ``inputs`` to compile it with, and ``around`` what is compiled."""
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.inputs, self._given = list(example_inputs), example_inputs
+        self._joined: list[tuple[tuple[int, ...], Joined]] = []  # which inputs are one now, the first in its place
+        places = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        for node in [n for n in gm.graph.nodes if LAID_OUT in n.meta]:
+            self._take(gm, node, places)
+        if self._joined:
+            gm.graph.lint()
+            gm.recompile()
+
+    def _take(self, gm: GraphModule, node: Node, places: dict[Node, int]) -> None:
+        parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+        held = [tensor_value(part) for part in parts]
+        whole = tensor_value(node)
+        assert whole is not None
+        with whole.fake_mode:  # type: ignore[attr-defined]
+            fake = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+        fake.requires_grad_(any(v is not None and v.requires_grad for v in held))
+        first = parts[0]
+        first.meta[value_key(first)] = fake
+        node.replace_all_uses_with(first)
+        gm.graph.erase_node(node)
+        self.inputs[places[first]] = fake
+        of_parts = tuple(places[part] for part in parts)
+        self._joined.append((of_parts, joined_of([self._given[place] for place in of_parts])))
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """What Dynamo calls with the inputs of its graph."""
+        if not self._joined:
+            return compiled
+        all_joined, all_places = self._joined, [place for places, _ in self._joined for place in places]
+        known: tuple[list[int], list[torch.Tensor]] = ([], [])  # addresses, and what lies there: no copies
+
+        def call(*args: Any) -> Any:
+            nonlocal known
+            given, (addresses, tensors) = list(args), known
+            if torch.is_grad_enabled() or addresses != [args[place].data_ptr() for place in all_places]:
+                parameters = [[args[place] for place in places] for places, _ in all_joined]
+                tensors = [join(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
+                memory = [join.memory_of(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
+                lying = [tensor for tensor in memory if tensor is not None]
+                if len(lying) == len(memory):
+                    known = [args[place].data_ptr() for place in all_places], lying
+            for (places, _), tensor in zip(all_joined, tensors):
+                given[places[0]] = tensor
+            return compiled(*given)
+
+        return call

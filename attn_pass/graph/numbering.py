@@ -1,0 +1,42 @@
+"""Values by what computes them: two nodes of one number hold the same elements, so one may stand for the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.effects import Effects, is_pure
+from attn_pass.graph.regions import Regions
+
+_MOST = 60  # operations that a value is made of
+
+
+class Numbers:
+    """The numbers of one graph's values, given out as they are asked for."""
+
+    def __init__(self, effects: Effects, regions: Regions) -> None:
+        self._effects, self._regions = effects, regions
+        self._known: dict[Node, Any] = {}
+        self._number: dict[Any, int] = {}
+
+    def of(self, node: Node) -> Any:
+        """The number of a value; the node itself where it is an input, or is not known to be the same once more."""
+        if node not in self._known:
+            self._known[node] = self._made(node, _MOST)
+        return self._known[node]
+
+    def _made(self, node: Node, depth: int) -> Any:
+        if node in self._known:
+            return self._known[node]
+        computed = node.op in ("call_function", "call_method") and is_pure(node)
+        if not computed or not depth or "dropout" in str(node.target) or self._effects.mutations(node):
+            return node
+        args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, depth))
+        key = (node.op, node.target, repr(args), str(self._regions.of(node)))
+        self._known[node] = ("computed", self._number.setdefault(key, len(self._number)))
+        return self._known[node]
+
+    def _argument(self, value: Any, depth: int) -> Any:
+        return str(self._made(value, depth - 1)) if isinstance(value, Node) else repr(value)

@@ -1,0 +1,146 @@
+"""Parameters as slices of one buffer: laid out once, and read as one tensor for as long as they lie there.
+
+A parameter stays the object that it was, with its values; only its memory is another. So state dicts, optimizers and
+updates in place go on as before, and the joined tensor, which is that memory, follows. What would notice is asked
+first: whoever else holds the memory, or watches the parameter. Whether parameters still lie in one buffer is asked at
+every call, by their addresses: where someone gave one of them other memory, they are laid out again, or copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import torch
+
+_LOCK = threading.RLock()
+_ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
+
+
+def refusal(parameters: Sequence[torch.Tensor], buffer: torch.Tensor | None = None) -> str:
+    """Why parameters cannot be laid into one buffer; empty where they can, or lie in one already.
+
+    ``buffer`` is what some of them were laid into before.
+    """
+    if lie_together(parameters):
+        return ""
+    storages = [each.untyped_storage().data_ptr() for each in parameters]
+    ours = None if buffer is None else buffer.untyped_storage().data_ptr()
+    for each, storage in zip(parameters, storages):
+        if reason := _refusal(each):
+            return reason
+        if _is_held_elsewhere(each, storages.count(storage), storage == ours):
+            return "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
+    return ""
+
+
+def _refusal(parameter: torch.Tensor) -> str:
+    if type(parameter) is not torch.nn.Parameter:
+        return "a weight or a bias is no plain parameter"
+    if parameter.is_inference():
+        return "a weight or a bias was made in inference mode, and cannot be given other memory"
+    if not parameter.is_contiguous() or parameter.nbytes % _ALIGNMENT:
+        return "a weight or a bias is not dense, or does not end where vectors end"
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return "a weight or a bias has hooks"
+    return ""
+
+
+def _is_held_elsewhere(parameter: torch.Tensor, known: int, is_ours: bool) -> bool:
+    """Whether its memory is held by more than the ``known`` parameters: a tensor, a process, a file, another library.
+
+    ``is_ours`` says that it is a buffer that was made here, which is held by one tensor more.
+    """
+    storage = parameter.untyped_storage()
+    own = torch.empty(1)  # whose memory nobody else holds, asked in the same way
+    holders = known + is_ours + _holders(own.untyped_storage()) - 1
+    is_whole = is_ours or (known == 1 and storage.nbytes() == parameter.nbytes)
+    is_plain = storage.resizable() and not storage.is_shared() and not storage.is_pinned()
+    return not is_whole or not is_plain or _holders(storage) > holders
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def lie_together(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each parameter begins where the one before it ends, in the same memory."""
+    storage, address = parameters[0].untyped_storage().data_ptr(), parameters[0].data_ptr()
+    for each in parameters:
+        if each.data_ptr() != address or each.untyped_storage().data_ptr() != storage or not each.is_contiguous():
+            return False
+        address += each.nbytes
+    return True
+
+
+class Joined:
+    """Parameters above each other as one tensor, for the calls of compiled programs."""
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)  # of each parameter
+        self._known: tuple[tuple[int, ...], torch.Tensor] | None = None  # addresses, and what keeps that memory
+
+    def memory_of(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The memory that all parameters lie in, as one tensor; None where they do not."""
+        known = self._known
+        return known[1] if known is not None and known[0] == _addresses(parameters) else None
+
+    def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted."""
+        if torch.is_grad_enabled() and any(each.requires_grad for each in parameters):
+            joined: torch.Tensor = _WithGradient.apply(self, *parameters)  # type: ignore[no-untyped-call]
+            return joined
+        return self.plain(parameters)
+
+    def plain(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same without a gradient; the memory of the parameters itself, wherever that is possible."""
+        known = self.memory_of(parameters)
+        if known is not None:
+            return known
+        with _LOCK, torch.inference_mode(False), torch.no_grad():
+            return self._laid_out(parameters)
+
+    def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        if refusal(parameters, None if self._known is None else self._known[1]):
+            return torch.cat([each.detach() for each in parameters], 0)
+        if not lie_together(parameters):
+            made = torch.cat([each.detach() for each in parameters], 0)
+            for each, rows in zip(parameters, made.split(self.rows)):
+                each.data = rows
+        first = parameters[0].detach()
+        shape = (sum(self.rows), *first.shape[1:])
+        joined = torch.empty(0, dtype=first.dtype, device=first.device)  # no view, which would keep ``first`` as well
+        joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+        self._known = _addresses(parameters), joined
+        return joined
+
+
+def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple([each.data_ptr() for each in parameters])
+
+
+_JOINED: WeakValueDictionary[tuple[int, ...], Joined] = WeakValueDictionary()
+
+
+def joined_of(parameters: Sequence[torch.Tensor]) -> Joined:
+    """The one `Joined` of these parameters, which all programs that are compiled for them share."""
+    with _LOCK:
+        key = tuple(id(each) for each in parameters)
+        return _JOINED.setdefault(key, Joined([each.shape[0] for each in parameters]))
+
+
+class _WithGradient(torch.autograd.Function):
+    """The joined tensor, whose gradient is that of every parameter in its own rows."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, joined: Joined, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.rows = joined.rows  # type: ignore[attr-defined]
+        ctx.save_for_backward(*parameters)  # autograd sees then if one is written before the backward
+        return joined.plain(parameters).detach()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        assert ctx.saved_tensors  # type: ignore[attr-defined]
+        rows: tuple[int, ...] = ctx.rows  # type: ignore[attr-defined]
+        return (None, *gradient.split(rows))

@@ -1,0 +1,76 @@
+"""A linear layer in a graph, in every spelling: its input, its weight and its bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from attn_pass.graph.values import tensor_value
+from attn_pass.reading.vocabulary import Call, one_or_many, understand
+
+_TURNS = ("t", "mT", "transpose", "permute")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``input @ weight.T + bias``.
+
+    Attributes:
+        node: the result, (..., N).
+        input: (..., K).
+        weight: the node that holds it as a layer does, (N, K); (K, N) ``by_columns``.
+        bias: (N,), if there is one.
+        by_columns: the weight is multiplied as it is, not transposed.
+    """
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None = None
+    by_columns: bool = False
+
+
+def linear_of(node: Node) -> Linear | None:
+    """The linear layer that a node is: a product with a matrix that the program was given; None for anything else."""
+    call = understand(node)
+    if call is None or call.in_place:
+        return None
+    if call.op == "linear":
+        return _linear(node, call["input"], call["other"], call["bias"])
+    if call.op == "matmul":
+        return _product(node, call["input"], call["other"], None)
+    if call.op == "baddbmm" and call["alpha"] == 1 and call["beta"] == 1:
+        return _product(node, call["batch1"], call["batch2"], call["input"])
+    return None
+
+
+def _product(node: Node, rows: object, matrix: object, bias: object) -> Linear | None:
+    """A product that is a linear layer: with a matrix as it was given, or with such a one transposed."""
+    if not isinstance(matrix, Node) or not isinstance(rows, Node):
+        return None
+    call = understand(matrix)
+    if call is None:
+        return _linear(node, rows, matrix, bias, by_columns=True)
+    return _linear(node, rows, call["input"], bias) if _turns_matrix(matrix, call) else None
+
+
+def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: bool = False) -> Linear | None:
+    if not isinstance(rows, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
+        return None
+    held, added, result = tensor_value(weight), tensor_value(bias), tensor_value(node)
+    if held is None or held.dim() != 2 or result is None or (added is not None and added.dim() != 1):
+        return None
+    is_given = weight.op in ("placeholder", "get_attr") and all(type(size) is int for size in held.shape)
+    return Linear(node, rows, weight, bias, by_columns) if is_given else None
+
+
+def _turns_matrix(matrix: Node, call: Call) -> bool:
+    """Whether a node is another one with its two dimensions swapped."""
+    value = tensor_value(matrix)
+    if value is None or value.dim() != 2 or call.op not in _TURNS:
+        return False
+    if call.op == "permute":
+        dims = one_or_many(call["dims"])
+        return [d % 2 for d in dims] == [1, 0] if all(isinstance(d, int) for d in dims) else False
+    return call.op != "transpose" or (call["dim0"] - call["dim1"]) % 2 == 1

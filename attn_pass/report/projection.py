@@ -1,0 +1,73 @@
+"""The record of linear layers that make queries, keys and values: whether those of one input are multiplied once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from attn_pass.report.json_schema import check_fields
+
+
+@dataclass(eq=False, kw_only=True)
+class ProjectionReport:
+    """Linear layers of one input, or one that stays alone; those of layers that are alike are one record.
+
+    Attributes:
+        outcome: "joined" if they are one product now, "left" if each is a product of its own.
+        reason: the reason for the outcome, in plain words.
+        where: source line of the first layer.
+        roles: what each makes: "query", "key", "value", or several of them.
+        widths: how many features each makes, in the order of ``roles``.
+        features: how many features their input has.
+        groups: how often they are in the graph.
+        operands: how many queries, keys and values of attentions they make, all groups together.
+        predicted_us: the predicted time of one group in microseconds: "leave" and "join". Empty if it was not asked.
+    """
+
+    outcome: Literal["joined", "left"]
+    reason: str
+    where: str = "unknown source line"
+    roles: tuple[str, ...] = ()
+    widths: tuple[int | str, ...] = ()
+    features: int | str = 0
+    groups: int = 1
+    operands: int = 0
+    predicted_us: dict[str, float] = field(default_factory=dict)
+
+    def mark_left(self, reason: str) -> None:
+        """Record that they are products of their own after all."""
+        self.outcome, self.reason = "left", reason
+
+    def is_alike(self, other: ProjectionReport) -> bool:
+        """Whether another record says the same of other layers."""
+        return self._facts() == other._facts()
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.outcome, self.reason, self.where, self.roles, self.widths, self.features, self.predicted_us
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with lists for tuples: ready for JSON."""
+        return {
+            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value for f in fields(self)
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> ProjectionReport:
+        """The inverse of `to_dict`, without fields of other versions; raises ValueError for anything else."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
+        check_fields(cls, values)
+        return cls(**values)
+
+    def line(self) -> str:
+        """The record as a line of text."""
+        what = f"{', '.join(self.roles)} ({' + '.join(map(str, self.widths))} of {self.features})"
+        times = "" if self.groups == 1 else f", {self.groups} times"
+        gain = ""
+        if {"leave", "join"} <= self.predicted_us.keys():
+            gain = f", predicted {self.predicted_us['join']:.0f} us in place of {self.predicted_us['leave']:.0f} us"
+        if self.outcome == "joined":
+            return f"multiplied once: {what}{times}{gain}, {self.where}"
+        one_by_one = "multiplied one by one" if len(self.roles) > 1 else "multiplied alone"
+        return f"{one_by_one}: {what}{times}: {self.reason}, {self.where}"

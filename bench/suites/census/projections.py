@@ -1,0 +1,68 @@
+"""Models under torch.compile: how many queries, keys and values of attentions are made by linear layers that are read.
+
+Models are as the census has them, with transformers' own calls of `scaled_dot_product_attention`. Each is traced once
+under Inductor's ``freezing``, where projections of one input are one product, and the rewritten graph runs eagerly: so
+numbers compared with eager's are those of joined projections. A query, key or value that no linear layer makes, as
+where a module makes all three by one convolution, counts as not read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import attn_pass
+from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.graph.values import FOLDS_CONSTANTS
+from attn_pass.options import make_options
+from attn_pass.report.record import Report
+from bench.suites.census.dataset import Census, prepared, told
+from bench.suites.census.rows import Row
+from bench.suites.census.sdpa import build_with_sdpa
+
+OPERANDS = 3  # of an attention: queries, keys and values
+
+
+def facts_of(census: Census, name: str) -> Row:
+    """What the row of a model is about."""
+    return {"bench": "projections", "stage": "", **census.facts(name)}
+
+
+def measure(census: Census, name: str) -> Iterator[Row]:
+    """One row: attentions, operands that linear layers make, what became of these, and the numbers against eager."""
+    row = {**facts_of(census, name), "numerics": None}
+    build_with_sdpa()
+    subject = prepared(census, name)
+    reports: list[Report] = []
+    options = make_options(choose="fused")
+
+    def joining(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        known = known_buffers(gm, inputs, options) | {FOLDS_CONSTANTS: True}
+        reports.append(decide(gm, options, "compile", "inductor", known).report)
+        return gm.forward
+
+    with warnings.catch_warnings(record=True) as caught, torch._inductor.config.patch(freezing=True):
+        warnings.simplefilter("always", attn_pass.AttnPassWarning)
+        try:
+            with torch.no_grad():
+                got = subject.run(torch.compile(subject.model, backend=joining))
+            row.update(status="ok", numerics=subject.judged(got))
+        except Exception as error:
+            row.update(status="does not run", error=told(error))
+    row["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
+    yield {**row, **_counted(reports)}
+
+
+def _counted(reports: list[Report]) -> Row:
+    sites = sum(site.count for report in reports for site in report.sites if site.kind == "attention")
+    projections = [p for report in reports for p in report.projections]
+    return {
+        "operands": OPERANDS * sites,
+        "read": sum(p.operands for p in projections),
+        "joined": sum(p.operands for p in projections if p.outcome == "joined"),
+        "projections": [p.to_dict() for p in projections],
+    }

@@ -1,0 +1,192 @@
+"""Linear layers that look alike and stay products of their own, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from projected import B, E, L, Projected, Traced, compared, left
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attn_pass.devices.registry import device_for
+
+ALONE = "no other projection has the same input"
+
+
+class Different(Projected):
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, x + 1, x * 2
+
+
+class Casts(Projected):
+    """The same operation on the same tensor, with another number."""
+
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x * 1.0, x * 2.0, x * 3.0
+
+
+@pytest.mark.parametrize("model", [Different, Casts])
+def test_inputs_that_differ(model: type[nn.Module]) -> None:
+    assert left(model()) == [ALONE] * 3
+
+
+class Twice(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(self.q(x), self.q(x), self.v(x)))
+
+
+def test_a_weight_that_is_used_twice() -> None:
+    reasons = left(Twice())
+    assert "its weight or its bias is used elsewhere as well" in reasons
+
+
+class Tied(Projected):
+    """The query's weight is the output's, too, by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = self.q.weight
+
+
+def test_a_weight_that_another_layer_has_as_well() -> None:
+    records = compared(Tied()).records
+    assert ("left", "its weight or its bias is used elsewhere as well") in {(r.outcome, r.reason) for r in records}
+    assert {r.roles for r in records if r.outcome == "joined"} == {("key", "value")}
+
+
+class WrittenInput(Projected):
+    """The input is another one when keys are made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2.0
+        q = self.q(x)
+        x.add_(1.0)
+        return self.out(self.attend(q, self.k(x), self.v(x)))
+
+
+def test_an_input_that_is_written_between() -> None:
+    model, x = WrittenInput(), torch.randn(B, L, E)
+    records = compared(model, x).records
+    assert all("query" not in role for r in records for role in r.roles if r.outcome == "joined")
+
+
+class WrittenResult(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        k.mul_(2.0)
+        q += 1
+        return self.out(self.attend(q, k, v))
+
+
+def test_results_that_are_written() -> None:
+    assert set(left(WrittenResult())) == {"its result is written in place", ALONE}
+
+
+class WrittenWeight(Projected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.k.weight.data.mul_(1.5)
+        return self.out(self.attend(self.q(x), self.k(x), self.v(x)))
+
+
+def test_a_weight_that_the_program_writes() -> None:
+    model, x = WrittenWeight(), torch.randn(B, L, E)
+    traced = Traced(model, frozen=False, join_projections="parameters")
+    before = model.k.weight.detach().clone()
+    got = traced(x)
+    model.k.weight.data.copy_(before)
+    torch.testing.assert_close(got, model(x))
+    assert all("key" not in role for r in traced.records for role in r.roles if r.outcome == "joined")
+
+
+class Computed(Projected):
+    """A weight that the program computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(F.linear(x, self.q.weight * 2.0), self.k(x), self.v(x)))
+
+
+def test_a_weight_that_is_computed() -> None:
+    records = compared(Computed()).records
+    assert {r.roles for r in records if r.outcome == "joined"} == {("key", "value")}
+
+
+class ByColumns(Projected):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(x @ self.q.weight, x @ self.k.weight, x @ self.v.weight))
+
+
+def test_weights_by_columns() -> None:
+    assert set(left(ByColumns())) == {"its weight lies by columns, which is no linear layer's"}
+
+
+class Passed(Projected):
+    """Weights that are inputs of the program."""
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return self.attend(F.linear(x, a), F.linear(x, b), self.v(x))
+
+
+def test_weights_that_are_passed_in() -> None:
+    reasons = left(Passed(), torch.randn(B, L, E), torch.randn(E, E), torch.randn(E, E))
+    assert "its weight or its bias is no parameter of the program" in reasons
+
+
+class OneProduct(Projected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Linear(E, 3 * E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attend(*self.all(x).chunk(3, -1)))
+
+
+def test_one_product_already() -> None:
+    traced = compared(OneProduct())
+    assert [(r.reason, r.operands) for r in traced.records] == [("it is one product already", 3)]
+
+
+def test_weights_that_are_no_constants() -> None:
+    model, x = Projected(), torch.randn(B, L, E)
+    traced = Traced(model, frozen=False)
+    traced(x)
+    (record,) = traced.records
+    assert record.reason.startswith("its weights are inputs of the compiled code") and traced.products == 4
+
+
+def test_off() -> None:
+    assert compared(Projected(), join_projections="off").records == []
+
+
+def test_too_little_is_gained() -> None:
+    from attn_pass.projections.cost import predicted, too_little
+
+    rates = device_for(torch.device("cpu"), None, None)
+    assert not too_little(predicted(rates, torch.float32, 1, 256, (256, 256, 256)))
+    assert "by prediction" in too_little(predicted(rates, torch.float32, 2048, 4096, (4096, 4096, 4096)))
+
+
+def test_gradients_are_wanted() -> None:
+    model, x = Projected(), torch.randn(B, L, E)
+    traced = Traced(model, grad=True)
+    traced(x).sum().backward()
+    assert all(r.outcome == "left" for r in traced.records) and traced.products == 4
+
+
+class Loud(torch.Tensor):
+    """A subclass with the behaviour of a tensor."""
+
+
+def test_a_subclass_of_tensor() -> None:
+    from attn_pass.projections.groups import refused
+
+    assert "subclass" in refused(torch.randn(4, 4).as_subclass(Loud))
+    assert "sparse" in refused(torch.eye(4).to_sparse())
+    assert "quantised" in refused(torch.zeros(4, 4, dtype=torch.int8))
+    held: Any = nn.Parameter(torch.randn(4, 4))
+    assert refused(held) == ""
