@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -428,9 +428,13 @@ def test_the_traceback_is_shown_where_it_is_asked_for(model_file: Path) -> None:
     assert "Traceback (most recent call last)" in told.stderr and told.stderr.endswith(plain.stderr)
 
 
-def test_the_version_is_known_before_any_command() -> None:
+def test_the_version_is_known_before_any_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = run("--version")
     assert shown.exit_code == 0 and shown.stdout.startswith("attn_pass ")
     assert shown.stdout.split()[1] in run("version").stdout
-    again = subprocess.run([sys.executable, "-m", "attn_pass", "--version"], capture_output=True, text=True)
-    assert again.returncode == 0 and again.stdout == shown.stdout
+    monkeypatch.setattr(sys, "argv", ["attn_pass", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("attn_pass", run_name="__main__")  # as `python -m attn_pass` does
+    assert not ended.value.code and capsys.readouterr().out == shown.stdout

@@ -1,14 +1,12 @@
 """Inductor's code for FlexAttention as the pass emits it for a GPU, every Triton template compiled, as JSON.
 
-    python lowered_flex.py CAPABILITY [PROGRAM ...]
+    python lowered_flex.py '{"CAPABILITY": ["PROGRAM", ...], ...}'
 
-A process of its own, see `faked_gpu`.
+Processes of their own, see `faked_gpu`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +14,7 @@ from unittest import mock
 import torch
 from faked_gpu import GPUS, compiled, lowered_graphs, on_gpu
 from flex_programs import CASES, masked, softcap, window
+from forked import answer
 from torch.nn.attention import flex_attention
 
 import attn_pass
@@ -59,14 +58,18 @@ def templates(capability: int, name: str) -> list[tuple[str, str]]:
     return [text for text in texts if "@triton_heuristics.template" in text[1]]
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
+def on(capability: str, programs: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """The templates of these programs, compiled for the GPU of that capability."""
     lowered: dict[str, list[dict[str, Any]]] = {}
-    for name in sys.argv[2:] or list(PROGRAMS):
+    for name in programs or list(PROGRAMS):
         lowered[name] = []
-        for function, text in templates(capability, name):
-            facts = compiled(capability, function, text)
+        for function, text in templates(int(capability), name):
+            facts = compiled(int(capability), function, text)
             # A backward reads what the forward wrote: without it, it would read memory that nobody did.
             writes = {"writes_lse": "OUTPUT_LOGSUMEXP : tl.constexpr = True" in text}
             lowered[name] += [{key: value for key, value in (f | writes).items() if key != "ptx"} for f in facts]
-    sys.stdout.write("\n" + json.dumps(lowered, default=str) + "\n")
+    return lowered
+
+
+if __name__ == "__main__":
+    answer(on)

@@ -58,8 +58,9 @@ def site_of(
 ) -> attn_pass.SiteReport:
     torch._dynamo.reset()
     options = {"choose": "fused", "verify": "graph", "on_error": "raise", **options}
+    backend = attn_pass.wrap("aot_eager" if dynamic else "eager", **options)  # which hands floats on as they are
     with attn_pass.record() as report:
-        torch.compile(fn, backend=attn_pass.wrap("aot_eager", **options), dynamic=dynamic)(*inputs)
+        torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs)
     assert len(report.sites) == 1
     return report.sites[0]
 

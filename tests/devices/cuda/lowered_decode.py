@@ -1,20 +1,19 @@
 """Inductor's code for the decode operators on a GPU, with every kernel compiled, as JSON.
 
-    python lowered_decode.py CAPABILITY [PROGRAM ...]
+    python lowered_decode.py '{"CAPABILITY": ["PROGRAM", ...], ...}'
 
-A process of its own, see `faked_gpu`.
+Processes of their own, see `faked_gpu`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from faked_gpu import compiled, lowered
+from forked import answer
 
 import attn_pass
 from attn_pass.devices.cuda.decode_operator import decode, decode_with_lse
@@ -153,16 +152,20 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Sequence[Tensor]], An
 }
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
+def on(capability: str, programs: Sequence[str]) -> dict[str, Any]:
+    """What is lowered and compiled of these programs, for the GPU of that capability."""
     compiled_kernels = {}
-    for name in sys.argv[2:] or list(PROGRAMS):
-        graph = lowered(capability, *PROGRAMS[name])
-        kernels = {n: compiled(capability, *text) for n, text in graph.kernels.items()}
+    for name in programs or list(PROGRAMS):
+        graph = lowered(int(capability), *PROGRAMS[name])
+        kernels = {n: compiled(int(capability), *text) for n, text in graph.kernels.items()}
         compiled_kernels[name] = {
             **asdict(graph),
             "calls": graph.calls,
             "allocated": graph.allocated,
             "kernels": kernels,
         }
-    sys.stdout.write("\n" + json.dumps(compiled_kernels, default=str) + "\n")
+    return compiled_kernels
+
+
+if __name__ == "__main__":
+    answer(on)

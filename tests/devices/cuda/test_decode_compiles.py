@@ -7,23 +7,20 @@ Signature, constants, divisibility and strides are those in the code that Induct
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ask
 from once import once
 
 triton = pytest.importorskip("triton")
 
 from attn_pass.devices.cuda.decode_operator import Room, Tiles, tiles_for  # noqa: E402
 
-HERE = Path(__file__).parent
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KIB = 1 << 10
 SHARED = {80: 163 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB}  # of a block (CUDA C++ programming guide)
@@ -37,20 +34,10 @@ inductor = pytest.mark.skipif(not (NVIDIA / "cuobjdump").exists(), reason="this 
 @cache
 def lowered(capability: int) -> dict[str, dict[str, Any]]:
     """Each program's code, launches and kernels on that GPU."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1] / "support"), *(p for p in sys.path if p)]),
-    }
-    programs = () if capability == 90 else (LARGE,)
-    line = [sys.executable, str(HERE / "lowered_decode.py"), str(capability), *programs]
-
-    def run() -> str:
-        done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()[-1]
-
-    document: dict[str, dict[str, Any]] = json.loads(once(f"decode on {capability}", run))
-    return document
+    jobs = {str(c): () if c == 90 else (LARGE,) for c in SHARED}
+    script = Path(__file__).with_name("lowered_decode.py")
+    document: dict[str, dict[str, dict[str, Any]]] = json.loads(once("decode on GPUs", lambda: ask(script, jobs)))
+    return document[str(capability)]
 
 
 def kernels(capability: int, function: str, program: str | None = None) -> Iterator[dict[str, Any]]:

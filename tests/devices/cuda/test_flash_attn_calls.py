@@ -229,17 +229,18 @@ def around(settings: dict[str, Any]) -> Callable[..., Tensor]:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         out = flash_attn.flash_attn_func(q, k, v, **settings)
-        return out.reshape(out.size(0), out.size(1), -1) @ torch.eye(1024, dtype=out.dtype)
+        return out.reshape(out.size(0), out.size(1), -1) @ torch.eye(out.size(2) * out.size(3), dtype=out.dtype)
 
     return fn
 
 
 def compiled_graph(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], **options: Any) -> torch.fx.Graph:
+    """Not run: what is decided for a GPU's sizes takes the stand-ins seconds to compute."""
     graphs = []
 
     def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(gm.graph)
-        return gm
+        return lambda *_: (None,)
 
     torch._dynamo.reset()
     torch.compile(fn, backend=attn_pass.wrap(keep, on_error="raise", **options), fullgraph=True)(*inputs)
@@ -251,20 +252,24 @@ def compiled_graph(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], **opti
     [({"causal": True}, "cudnn"), ({"softcap": 30.0, "causal": True}, "flash_attn"), ({"window_size": (64, 0)}, "")],
 )
 def test_copies_around_a_call_go(settings: dict[str, Any], target: str) -> None:
-    inputs = tuple(randn(2, 16, 512, 64, dtype=HALF, seed=n) for n in range(3))
+    def inputs(heads: int, length: int) -> tuple[Tensor, ...]:
+        return tuple(randn(2, heads, length, 64, dtype=HALF, seed=n) for n in range(3))
+
     with attn_pass.record() as report:
-        graph = compiled_graph(around(settings), inputs, device="H200")
+        graph = compiled_graph(around(settings), inputs(16, 512), device="H200")
     (site,) = report.sites
     assert site.outcome == "rewritten" and target in site.target, site
     names = [f"{n.target}" for n in graph.nodes if n.op in ("call_function", "call_method")]
     assert not [n for n in names if "contiguous" in n or "clone" in n], names
-    same(around(settings), *inputs, rewritten=1, reference=False, device="H200", choose="cheapest")
+    same(around(settings), *inputs(2, 72), rewritten=1, reference=False, device="H200", targets=(site.target,))
 
 
 def test_a_call_without_copies_that_torch_cannot_do_is_left_as_it_is() -> None:
     call, _ = called({"softcap": 30.0})
-    report = same(call, *operands(2048, 2048), rewritten=0, reference=False, device="H200", choose="cheapest")
-    assert "already the cheapest form" in report.sites[0].reason
+    with attn_pass.record() as report:
+        compiled_graph(call, operands(2048, 2048), device="H200")
+    (site,) = report.sites
+    assert site.outcome == "left" and "already the cheapest form" in site.reason
 
 
 # ---------------------------------------------------------------- exported programs
