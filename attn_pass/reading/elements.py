@@ -6,7 +6,8 @@ of the attention. This walk is for the report alone: it passes casts, and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import gcd
 from typing import Any
 
@@ -27,7 +28,7 @@ from attn_pass.reading.vocabulary import Call, one_or_many
 _FUNCTIONS = ("cos", "sin", "sqrt", "rsqrt", "reciprocal")
 _REDUCTIONS = ("mean", "sum", "vector_norm", "norm")
 _COPIES = (torch.ops.aten.copy_.default, "copy_")
-_MOST_STEPS = 3000
+_MOST_STEPS, _DEEPEST = 3000, 120
 _MOST_STACKED = 8
 Parts = tuple[Expr, Expr]
 Place = tuple[int, int, int]  # start, step and length along an axis
@@ -55,15 +56,27 @@ class Elements:
         self.stop: frozenset[Node] = frozenset()
         self.along: Axis | None = None
         self._numbers: dict[tuple[Node, int | None], int] = {}
-        self._steps = 0
+        self._steps = self._deep = 0
 
     # ------------------------------------------------------------ real numbers
 
     def element(self, node: Node, position: Position, at: int) -> Expr:
         """The element of a tensor at a position; raises `Undecided`, and `Unreadable` for what is too long."""
-        self._steps += 1
-        if self._steps > _MOST_STEPS:
-            raise Unreadable("what it is made of is too long to be read")
+        with self._step():
+            return self._element(node, position, at)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """One step further back. Raises `Unreadable` after too many."""
+        self._steps, self._deep = self._steps + 1, self._deep + 1
+        try:
+            if self._steps > _MOST_STEPS or self._deep > _DEEPEST:
+                raise Unreadable("what it is made of is too long to be read")
+            yield
+        finally:
+            self._deep -= 1
+
+    def _element(self, node: Node, position: Position, at: int) -> Expr:
         value = tensor_value(node)
         if value is None or value.is_complex():
             raise Unreadable("it is made of something that is no tensor of real numbers")
@@ -148,6 +161,10 @@ class Elements:
 
     def parts(self, node: Node, position: Position, at: int) -> Parts:
         """The real and the imaginary part of an element."""
+        with self._step():
+            return self._parts(node, position, at)
+
+    def _parts(self, node: Node, position: Position, at: int) -> Parts:
         defined, call, _ = self._defined(node, at)
         value = tensor_value(node)
         if value is None or not value.is_complex():

@@ -59,6 +59,8 @@ def rows_of(found: Iterable[tuple[int, Axis, Load]], shape: Sequence[Index]) -> 
     listed = list(found)
     split = [[_split(index, axis) for index in load.index] for _, axis, load in listed]
     first = split[0]
+    if not first:
+        raise Unreadable("it is made of one number")
     if any([rest for rest, _ in each] != [rest for rest, _ in first] for each in split):
         raise Unreadable("it has elements of another row or head")
     rank = len(first)

@@ -418,6 +418,18 @@ def test_a_table_that_a_layer_computes() -> None:
     }
 
 
+def test_what_is_too_long_is_not_read() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(200):
+            q = q * 1.01
+        return F.scaled_dot_product_attention(q, halves(k), v)
+
+    assert read_function(program, *inputs()) == {
+        "query": "not read: what it is made of is too long to be read",
+        "key": HALVES,
+    }
+
+
 def test_rotated_values_and_plain_operands_are_not_told_of() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q * 0.5, k.contiguous(), halves(v))
