@@ -61,7 +61,11 @@ def test_a_page_is_built_from_the_code(page: str, build: Any) -> None:
 
 @pytest.mark.parametrize("page", pages())
 def test_every_block_of_a_page_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    for_this_machine: None,
 ) -> None:
     if page == TARGET:
         request.getfixturevalue("installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,23 @@ def _parts(run: dict[str, Any]) -> dict[str, Any]:
     return {table["name"]: table for table in run["tables"] if table["name"]}
 
 
+def status_of(*given: str) -> int:
+    """Of a run whose first process is this one, which keeps its own way to end."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(signal, "signal", lambda *_: None)
+        return main(given)
+
+
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The JSON of a quick dry run of all parts, with what it printed."""
     file = tmp_path_factory.mktemp("gpu") / "run.json"
-    line = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--json", str(file)]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    with redirect_stdout(io.StringIO()) as printed:
+        status = status_of("--device", "cpu", "--dry", "--quick", "--json", str(file))
+    assert status == 0, printed.getvalue()[-2000:]
     document: dict[str, Any] = json.loads(file.read_text())
-    return {**document, "parts": _parts(document), "printed": done.stdout, "table": file.with_suffix(".md").read_text()}
+    table = file.with_suffix(".md").read_text()
+    return {**document, "parts": _parts(document), "printed": printed.getvalue(), "table": table}
 
 
 def test_every_part_has_rows_and_none_failed(dry: dict[str, Any]) -> None:
@@ -311,12 +321,12 @@ def _complete(file: Path) -> dict[str, Any]:
     return {**document, "parts": _parts(document)}
 
 
-RULES = ["-m", "bench.gpu", "--device", "cpu", "--dry", "--quick", "--only", "rules"]
+RULES = ["--device", "cpu", "--dry", "--quick", "--only", "rules"]
 
 
 def test_a_run_killed_at_a_random_time_leaves_a_whole_json_and_goes_on_from_there(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    line = [sys.executable, *RULES, "--json", str(file)]
+    line = [sys.executable, "-m", "bench.gpu", *RULES, "--json", str(file)]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
     journal = Journal(file.with_suffix(".jsonl"), "rules")
     while not journal.rows() and process.poll() is None:
@@ -337,14 +347,15 @@ def test_a_run_killed_at_a_random_time_leaves_a_whole_json_and_goes_on_from_ther
     time.sleep(1.0)
     assert len(journal.lines()) == orphan  # the process that measures ended with the one that was killed
     before = {row["name"]: row["seconds"] for row in journal.rows()["rules"]}
-    assert subprocess.run([*line, "--resume"], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert status_of(*RULES, "--json", str(file), "--resume") == 0
     after = {row["name"]: row["seconds"] for row in _complete(file)["parts"]["rules"]["rows"]}
     assert len(after) == 9 and before.items() <= after.items()
 
 
 def test_a_run_that_is_terminated_writes_what_it_has(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    process = subprocess.Popen([sys.executable, *RULES, "--json", str(file)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    line = [sys.executable, "-m", "bench.gpu", *RULES, "--json", str(file)]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
     journal = Journal(file.with_suffix(".jsonl"), "rules")
     while not journal.rows() and process.poll() is None:
         time.sleep(0.02)

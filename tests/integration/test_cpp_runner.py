@@ -127,7 +127,7 @@ def together(part: int) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def package(for_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("package") / "together.pt2"
     options = {"choose": "fused", "on_error": "raise"}
     model = Together().eval()

@@ -119,15 +119,36 @@ def decomposed(function: Function, inputs: tuple[Tensor, ...], shapes: Any, tabl
 
 
 @lru_cache(maxsize=1)
-def exported_form(form: str, dynamic: bool) -> ExportedProgram:
-    """For all tables: run_decompositions() gives a program of its own."""
-    function, inputs, shapes, *_ = FORMS[form]
-    return exported(function, inputs, shapes if dynamic else None)
+def exported_forms(forms: tuple[str, ...], dynamic: bool) -> ExportedProgram:
+    """All in one program, for all tables: run_decompositions() gives a program of its own."""
+
+    class Model(nn.Module):
+        def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+            results = []
+            for form in forms:
+                function, inputs, *_ = FORMS[form]
+                results.append(function(*given[: len(inputs)]))
+                given = given[len(inputs) :]
+            return tuple(results)
+
+    shapes = [x for n, form in enumerate(forms) for x in _renamed(FORMS[form][2], f"_{n}")]
+    with torch.no_grad():
+        return torch.export.export(Model(), inputs_of(forms), dynamic_shapes=(tuple(shapes),) if dynamic else None)
+
+
+def inputs_of(forms: tuple[str, ...], others: bool = False) -> tuple[Tensor, ...]:
+    """Of each form after the other, as they are in the table or of other sizes."""
+    rows = [(inputs, shapes) for _, inputs, shapes, *_ in map(FORMS.__getitem__, forms)]
+    return tuple(x.clone() for inputs, shapes in rows for x in (other_sizes(inputs, shapes) if others else inputs))
 
 
 def same(program: ExportedProgram, function: Function, inputs: tuple[Tensor, ...]) -> None:
+    near(program.module()(*inputs), function, inputs)
+
+
+def near(result: Tensor, function: Function, inputs: tuple[Tensor, ...]) -> None:
     """As near to float64 as eager is, or half a unit in the last place."""
-    result, eager = program.module()(*inputs), function(*inputs)
+    eager = function(*inputs)
     exact = function(*(x.double() if x.is_floating_point() else x for x in inputs))
     assert (result.dtype, result.shape) == (eager.dtype, eager.shape)
     unit = 1e-5 if result.dtype == torch.float32 else 2**-9 * float(exact.abs().max())
@@ -148,23 +169,27 @@ def other_sizes(inputs: tuple[Tensor, ...], shapes: Any) -> tuple[Tensor, ...]:
     return tuple(made)
 
 
-FIXED = [(form, table, False) for form in ("S4", "causal to the last key") for table in ("core", "inductor")]
-
-
-@pytest.mark.parametrize(("form", "table", "dynamic"), [(f, t, True) for f in FORMS for t in TABLES] + FIXED)
-def test_every_form_is_recognised(form: str, table: str, dynamic: bool) -> None:
-    function, inputs, shapes, mask, poor_case = FORMS[form]
-    program = exported_form(form, dynamic).run_decompositions(TABLES[table]())
-    before = program.module()(*inputs)
-    (site,) = attn_pass.rewrite(program, choose="fused", on_error="raise").sites
-    assert (site.target, site.poor_cases) == ("sdpa", (poor_case,) if poor_case else ()), site.reason
-    assert site.mask.startswith(mask)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("forms", "dynamic"),
+    [(tuple(FORMS), True), (("S4", "causal to the last key"), False)],
+    ids=["any size", "one size"],
+)
+def test_every_form_is_recognised(forms: tuple[str, ...], dynamic: bool, table: str) -> None:
+    program = exported_forms(forms, dynamic).run_decompositions(TABLES[table]())
+    before = program.module()(*inputs_of(forms))
+    sites = attn_pass.rewrite(program, choose="fused", on_error="raise").sites
     calls = [str(n.target) for n in program.graph.nodes if "attention" in str(n.target)]
-    assert calls == ["aten.scaled_dot_product_attention.default"]
-    same(program, function, inputs)
-    assert program.module()(*inputs).stride() == before.stride()  # decompositions may change eager's
-    if dynamic:
-        same(program, function, other_sizes(inputs, shapes))
+    assert calls == ["aten.scaled_dot_product_attention.default"] * len(forms)
+    for others in (False, True) if dynamic else (False,):
+        results = program.module()(*inputs_of(forms, others))
+        for form, site, result, unfused in zip(forms, sites, results, before, strict=True):
+            function, inputs, shapes, mask, poor_case = FORMS[form]
+            assert (site.target, site.poor_cases) == ("sdpa", (poor_case,) if poor_case else ()), (form, site.reason)
+            assert site.mask.startswith(mask), form
+            near(result, function, other_sizes(inputs, shapes) if others else inputs)
+            # decompositions may change eager's
+            assert others or result.stride() == unfused.stride(), form
 
 
 def test_the_unfused_call_is_recognised() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import same
+from against_eager import Together, same
 from miscompiled import PROGRAMS, TRAINED, Program
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
@@ -162,26 +162,13 @@ def test_compiled_by_inductor(name: str, dtype: torch.dtype, options: dict[str, 
     assert right(program, dtype, result)
 
 
-class Packed(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*inputs)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    [
-        ("a key permuted at once", torch.float32, FUSED),
-        ("softmax over dim 1", torch.float16, FUSED),  # no attention: the shield's
-    ],
-)
-def test_packaged_by_aotinductor(name: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
-    program = PROGRAMS[name]
-    inputs = tuple(given(program, dtype))
-    path = attn_pass.aot_compile(
-        Packed(program.function), inputs, package_path=str(tmp_path / "model.pt2"), options=options
-    )
-    assert right(program, dtype, torch._inductor.aoti_load_package(path)(*inputs))
+def test_packaged_by_aotinductor(tmp_path: Path) -> None:
+    """Two in one package: an attention, and none, which is the shield's."""
+    dtypes = {"a key permuted at once": torch.float32, "softmax over dim 1": torch.float16}
+    parts = [(PROGRAMS[name], given(PROGRAMS[name], dtype)) for name, dtype in dtypes.items()]
+    whole = Together([(program.function, len(inputs)) for program, inputs in parts])
+    inputs = tuple(x for _, of_one in parts for x in of_one)
+    path = attn_pass.aot_compile(whole, inputs, package_path=str(tmp_path / "model.pt2"), options=FUSED)
+    results = torch._inductor.aoti_load_package(path)(*inputs)
+    for (name, dtype), result in zip(dtypes.items(), results, strict=True):
+        assert right(PROGRAMS[name], dtype, result), name

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import qkv, randn, same
+from against_eager import exported_each, qkv, randn, same, same_each
 from read_graphs import captured, inputs_of, reader_of, result_of
 from torch import Tensor
 from torch.nn import functional as F
 
-import attn_pass
 from attn_pass.patterns.softmax_forms import FORMS, read_softmax
 
 Weights = Callable[..., Tensor]
@@ -193,22 +192,16 @@ def test_every_row_has_a_program() -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("row", list(READ.values()), ids=list(READ))
-def test_read(row: tuple[Weights, tuple[Any, ...]], grad: bool) -> None:
-    weights, rest = row
-    same(attend(weights), *inputs(grad), *rest, grad=grad, rewritten=1)
+def test_read(grad: bool) -> None:
+    same_each({name: (attend(weights), (*inputs(grad), *rest)) for name, (weights, rest) in READ.items()}, grad=grad)
 
 
-@pytest.mark.parametrize("row", list(SINKS.values()), ids=list(SINKS))
-def test_read_with_a_sink(row: tuple[Weights, tuple[Any, ...]]) -> None:
-    weights, rest = row
-    same(attend(weights), *inputs(), *rest, rewritten=1)
+def test_read_with_a_sink() -> None:
+    same_each({name: (attend(weights), (*inputs(), *rest)) for name, (weights, rest) in SINKS.items()})
 
 
-@pytest.mark.parametrize("row", list(LEFT.values()), ids=list(LEFT))
-def test_left(row: tuple[Weights, tuple[Any, ...]]) -> None:
-    weights, rest = row
-    same(attend(weights), *inputs(), *rest, rewritten=0)
+def test_left() -> None:
+    same_each({name: (attend(weights), (*inputs(), *rest)) for name, (weights, rest) in LEFT.items()}, rewritten=0)
 
 
 def test_a_number_that_the_product_adds_is_not_a_shift_of_softmax_one() -> None:
@@ -220,21 +213,10 @@ def test_a_number_that_the_product_adds_is_not_a_shift_of_softmax_one() -> None:
 
 
 @pytest.mark.parametrize("decompose", [False, True], ids=["export", "decomposed"])
-@pytest.mark.parametrize("name", [*READ, *SINKS])
-def test_exported(name: str, decompose: bool) -> None:
-    weights, rest = (READ | SINKS)[name]
-
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-            return attend(weights)(q, k, v, *rest)
-
-    given = (*inputs(), *rest)
-    program = torch.export.export(Module(), given)
-    if decompose:
-        program = program.run_decompositions()
-    report = attn_pass.rewrite(program, choose="fused", on_error="raise")
-    assert [s.outcome for s in report.sites] == ["rewritten"], [s.reason for s in report.sites]
-    torch.testing.assert_close(program.module()(*given), Module()(*given), atol=1e-5, rtol=1e-5)
+def test_exported(decompose: bool) -> None:
+    programs = {name: (attend(weights), (*inputs(), *rest)) for name, (weights, rest) in (READ | SINKS).items()}
+    report = exported_each(programs, decompose=decompose)
+    assert {n: s.outcome for n, s in zip(programs, report.sites)} == dict.fromkeys(programs, "rewritten"), str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import randn, same
 from torch import Tensor
-from ways import LOWEST, Program, hand, table, training, ways
+from ways import LOWEST, WAYS, Program, all_become, hand, table, training, ways
 
 import attn_pass
 from attn_pass.rewriting import decision
@@ -20,7 +20,7 @@ B, GROUPS, KV, S, D = 2, 3, 2, 7, 16
 H = GROUPS * KV
 
 
-lengths = pytest.mark.parametrize("q_len", [1, 5])
+LENGTHS = (1, 5)
 
 
 def keep(*shape: int) -> Tensor:
@@ -88,45 +88,67 @@ def attention_calls(fn: Program, *inputs: Tensor) -> list[torch.fx.Node]:
 
 
 @training
-@lengths
-@ways
-@table(REPEATS)
-def test_heads_are_packed_whatever_repeated_them(
-    form: tuple[str, ...], row: Callable[[Tensor], Tensor], way: Program, q_len: int, grad: bool
-) -> None:
-    report = same(lambda q, k, v: way(q, row(k), row(v)), *operands(q_len, grad), grad=grad)
-    reported(report, form)
+def test_heads_are_packed_whatever_repeated_them(form: tuple[str, ...], grad: bool) -> None:
+    all_become(
+        {
+            f"{name}, {way}, {q_len} rows": (
+                lambda q, k, v, way=WAYS[way], row=row: way(q, row(k), row(v)),
+                operands(q_len, grad),
+            )
+            for name, row in REPEATS.items()
+            for way in WAYS
+            for q_len in LENGTHS
+        },
+        poor_cases=form,
+        grad=grad,
+    )
 
 
 @training
-@lengths
-@ways
 @pytest.mark.parametrize("order", [repeat, tile], ids=["interleaved", "tiled"])
-@table(MASKS)
-def test_a_mask_follows_its_heads(
-    form: tuple[str, ...], row: Callable[[int], Tensor | None], order: Program, way: Program, q_len: int, grad: bool
-) -> None:
-    inputs = (*operands(q_len, grad), row(q_len))
-    reported(same(lambda q, k, v, m: way(q, order(k), order(v), m), *inputs, grad=grad), form)
+def test_a_mask_follows_its_heads(form: tuple[str, ...], order: Program, grad: bool) -> None:
+    all_become(
+        {
+            f"{name}, {way}, {q_len} rows": (
+                lambda q, k, v, m, way=WAYS[way]: way(q, order(k), order(v), m),
+                (*operands(q_len, grad), row(q_len)),
+            )
+            for name, row in MASKS.items()
+            for way in WAYS
+            for q_len in LENGTHS
+        },
+        poor_cases=form,
+        grad=grad,
+    )
 
 
 @training
-@lengths
-@table(MASKS)
-def test_enable_gqa(form: tuple[str, ...], row: Callable[[int], Tensor | None], q_len: int, grad: bool) -> None:
+def test_enable_gqa(form: tuple[str, ...], grad: bool) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor, m: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, m, enable_gqa=True)
 
-    reported(same(program, *operands(q_len, grad), row(q_len), grad=grad), form)
+    all_become(
+        {
+            f"{name}, {q_len} rows": (program, (*operands(q_len, grad), row(q_len)))
+            for name, row in MASKS.items()
+            for q_len in LENGTHS
+        },
+        poor_cases=form,
+        grad=grad,
+    )
 
 
 @training
-@ways
-@table(MASKS)
-def test_one_kv_head_for_all_by_broadcasting(
-    form: tuple[str, ...], row: Callable[[int], Tensor | None], way: Program, grad: bool
-) -> None:
-    reported(same(way, *operands(5, grad, kv_heads=1), row(5), grad=grad), form)
+def test_one_kv_head_for_all_by_broadcasting(form: tuple[str, ...], grad: bool) -> None:
+    all_become(
+        {
+            f"{name}, {way}": (WAYS[way], (*operands(5, grad, kv_heads=1), row(5)))
+            for name, row in MASKS.items()
+            for way in WAYS
+        },
+        poor_cases=form,
+        grad=grad,
+    )
 
 
 @training

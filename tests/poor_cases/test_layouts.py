@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, randn, same
 from torch import Tensor
-from ways import Program, call, hand, table, training, ways
+from ways import WAYS, Program, Programs, all_become, call, hand, table, training, ways
 
 import attn_pass
 
@@ -53,24 +53,23 @@ def copies_before_the_call(calls: list[tuple[str, torch.fx.Node]]) -> list[str]:
 
 
 @training
-@ways
-@pytest.mark.parametrize("dim", [1, 3, 20, 40, 72])
-def test_head_dims(way: Program, dim: int, grad: bool) -> None:
-    reported(same(way, *operands(dim, grad=grad), grad=grad))
+def test_head_dims(grad: bool) -> None:
+    dims = (1, 3, 20, 40, 72)
+    all_become({f"{dim}, {way}": (WAYS[way], operands(dim, grad=grad)) for dim in dims for way in WAYS}, grad=grad)
 
 
 WIDTHS = [(16, 1), (16, 17), (3, 16), (1, 20), (20, 1), (40, 72)]
 
 
 @training
-@ways
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("dim, value_dim", WIDTHS)
-def test_values_of_another_width(way: Program, dim: int, value_dim: int, strided: bool, grad: bool) -> None:
-    inputs = operands(dim, value_dim)
-    if strided:
-        inputs = [t.mT.contiguous().mT for t in inputs]
-    reported(same(way, *(t.requires_grad_(grad) for t in inputs), grad=grad))
+def test_values_of_another_width(strided: bool, grad: bool) -> None:
+    programs: Programs = {}
+    for widths in WIDTHS:
+        inputs = [t.mT.contiguous().mT if strided else t for t in operands(*widths)]
+        for way in WAYS:
+            programs[f"{widths}, {way}"] = WAYS[way], [t.detach().requires_grad_(grad) for t in inputs]
+    all_become(programs, grad=grad)
 
 
 @training
@@ -147,16 +146,16 @@ PACKED: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 @training
-@ways
-@table(PACKED)
-def test_one_projection_is_cut_in_three_without_a_copy(row: Program, way: Program, grad: bool) -> None:
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        return heads(way(*row(x @ w))).reshape(B, L, H * D)
-
-    inputs = (randn(B, L, 32, grad=grad), randn(32, 3 * H * D, grad=grad) * 0.2)
-    inputs = tuple(t.detach().requires_grad_(grad) for t in inputs)
-    reported(same(program, *inputs, grad=grad, twice=8.0))
-    assert copies_before_the_call(rewritten_calls(program, *(t.detach() for t in inputs))) == []
+def test_one_projection_is_cut_in_three_without_a_copy(grad: bool) -> None:
+    programs: Programs = {}
+    for name, row in PACKED.items():
+        for spelled, way in WAYS.items():
+            inputs = (randn(B, L, 32, grad=grad), (randn(32, 3 * H * D) * 0.2).requires_grad_(grad))
+            program = lambda x, w, row=row, way=way: heads(way(*row(x @ w))).reshape(B, L, H * D)
+            programs[f"{name}, {spelled}"] = program, inputs
+    all_become(programs, grad=grad, twice=8.0)
+    for name, (program, inputs) in programs.items() if not grad else ():
+        assert copies_before_the_call(rewritten_calls(program, *inputs)) == [], name
 
 
 SCALES: dict[str, tuple[Program, float]] = {
@@ -213,10 +212,12 @@ GIVEN: dict[str, Tensor] = {
 
 
 @training
-@ways
-@table(GIVEN)
-def test_masks_of_any_layout_and_value(row: Tensor, way: Program, grad: bool) -> None:
-    reported(same(way, *operands(grad=grad), row, grad=grad, assume_nonempty_rows=False))
+def test_masks_of_any_layout_and_value(grad: bool) -> None:
+    programs: Programs = {}
+    for name, mask in GIVEN.items():
+        for way in WAYS:
+            programs[f"{name}, {way}"] = WAYS[way], (*operands(grad=grad), mask)
+    all_become(programs, grad=grad, assume_nonempty_rows=False)
 
 
 CHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
@@ -231,11 +232,13 @@ CHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
 
 
 @training
-@ways
-@table(CHANGED)
-def test_masks_viewed_by_the_program(row: tuple[Callable[[Tensor], Tensor], Tensor], way: Program, grad: bool) -> None:
-    view, mask = row
-    reported(same(lambda q, k, v, m: way(q, k, v, view(m)), *operands(grad=grad), mask, grad=grad))
+def test_masks_viewed_by_the_program(grad: bool) -> None:
+    programs: Programs = {}
+    for name, (view, mask) in CHANGED.items():
+        for spelled, way in WAYS.items():
+            program = lambda q, k, v, m, way=way, view=view: way(q, k, v, view(m))
+            programs[f"{name}, {spelled}"] = program, (*operands(grad=grad), mask)
+    all_become(programs, grad=grad)
 
 
 SEEN_BY_NO_KEY: dict[str, Any] = {

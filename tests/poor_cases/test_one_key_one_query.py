@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, randn, same
 from torch import Tensor
-from ways import LOWEST, Program, call, hand, table, training, ways
+from ways import LOWEST, WAYS, Program, Programs, all_become, call, hand, table, training, ways
 
 import attn_pass
 
@@ -38,11 +38,13 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 @training
-@ways
-@pytest.mark.parametrize("q_len", [1, L])
-@table(SHAPES)
-def test_one_key(row: dict[str, int], way: Program, q_len: int, grad: bool) -> None:
-    reported(same(way, *operands(q_len, 1, grad, **row), grad=grad), "sdpa" if grad else "single_key")
+def test_one_key(grad: bool) -> None:
+    programs: Programs = {}
+    for name, row in SHAPES.items():
+        for way in WAYS:
+            for q_len in (1, L):
+                programs[f"{name}, {way}, {q_len} rows"] = WAYS[way], operands(q_len, 1, grad, **row)
+    all_become(programs, "sdpa" if grad else "single_key", grad=grad)
 
 
 @ways
@@ -72,10 +74,12 @@ HIDING: dict[str, Tensor] = {
 
 
 @training
-@ways
-@table(HIDING)
-def test_a_mask_may_hide_the_one_key(row: Tensor, way: Program, grad: bool) -> None:
-    reported(same(way, *operands(L, 1, grad), row, grad=grad), "sdpa")
+def test_a_mask_may_hide_the_one_key(grad: bool) -> None:
+    programs: Programs = {}
+    for name, mask in HIDING.items():
+        for way in WAYS:
+            programs[f"{name}, {way}"] = WAYS[way], (*operands(L, 1, grad), mask)
+    all_become(programs, "sdpa", grad=grad)
 
 
 @ways
@@ -213,12 +217,12 @@ LEADS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 @training
-@ways
 @pytest.mark.parametrize("q_len, kv_len", [(1, S), (L, 1), (L, S)])
-@table(LEADS)
-def test_ranks(row: tuple[tuple[int, ...], tuple[int, ...]], way: Program, q_len: int, kv_len: int, grad: bool) -> None:
-    lead, kv = row
-    shapes = (*lead, q_len, D), (*kv, kv_len, D), (*kv, kv_len, D)
-    inputs = [randn(*shape, grad=grad, seed=n) for n, shape in enumerate(shapes, 1)]
-    report = same(way, *inputs, grad=grad)
-    reported(report, "single_key" if kv_len == 1 and not grad else "sdpa", "none")
+def test_ranks(q_len: int, kv_len: int, grad: bool) -> None:
+    programs: Programs = {}
+    for name, (lead, kv) in LEADS.items():
+        shapes = (*lead, q_len, D), (*kv, kv_len, D), (*kv, kv_len, D)
+        for way in WAYS:
+            inputs = [randn(*shape, grad=grad, seed=n) for n, shape in enumerate(shapes, 1)]
+            programs[f"{name}, {way}"] = WAYS[way], inputs
+    all_become(programs, "single_key" if kv_len == 1 and not grad else "sdpa", mask="none", grad=grad)

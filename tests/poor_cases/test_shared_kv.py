@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import randn, same
 from torch import Tensor
-from ways import LOWEST, Program, call, hand, table, training, ways
+from ways import LOWEST, Program, Programs, all_become, call, hand, table, training, ways
 
 import attn_pass
 from attn_pass.rewriting import decision
@@ -80,18 +80,21 @@ def folded(report: attn_pass.Report, target: str = "sdpa") -> None:
 
 @training
 @ways
-@table(SHARED)
-def test_the_batch_becomes_query_rows(row: Callable[[Tensor], Tensor], way: Program, grad: bool) -> None:
-    folded(same(lambda q, k, v: way(q, row(k), row(v)), *operands(grad=grad), grad=grad))
-    mask = MASKS["of everything"]
-    folded(same(lambda q, k, v, m: way(q, row(k), row(v), m), *operands(grad=grad), mask, grad=grad))
+def test_the_batch_becomes_query_rows(way: Program, grad: bool) -> None:
+    programs: Programs = {}
+    for name, row in SHARED.items():
+        for mask in (None, MASKS["of everything"]):
+            program = lambda q, k, v, m, row=row: way(q, row(k), row(v), m)
+            programs[f"{name}, {'no mask' if mask is None else 'a mask'}"] = program, (*operands(grad=grad), mask)
+    all_become(programs, poor_cases=(NAME,), grad=grad)
 
 
 @training
 @ways
-@table(MASKS)
-def test_a_mask_moves_along(row: Tensor, way: Program, grad: bool) -> None:
-    folded(same(way, *operands(grad=grad), row, grad=grad))
+def test_a_mask_moves_along(way: Program, grad: bool) -> None:
+    all_become(
+        {name: (way, (*operands(grad=grad), mask)) for name, mask in MASKS.items()}, poor_cases=(NAME,), grad=grad
+    )
 
 
 @training
@@ -155,21 +158,16 @@ BEAM_MASKS: dict[str, Tensor | None] = {
 
 @training
 @ways
-@table(TO_BEAMS)
-def test_beams_of_one_prompt_become_query_rows(row: Callable[[Tensor], Tensor], way: Program, grad: bool) -> None:
-    for mask in BEAM_MASKS.values():
-        inputs = operands(2 * BEAMS, 2, grad)
-        folded(same(lambda q, k, v, m: way(q, row(k), row(v), m), *inputs, mask, grad=grad))
-
-
-@training
-@ways
-@table(TO_BEAMS)
-def test_the_padding_of_a_prompt_is_repeated_like_its_keys(
-    row: Callable[[Tensor], Tensor], way: Program, grad: bool
-) -> None:
-    inputs = (*operands(2 * BEAMS, 2, grad), keep(2, 1, 1, S))
-    folded(same(lambda q, k, v, m: way(q, row(k), row(v), row(m)), *inputs, grad=grad))
+def test_beams_of_one_prompt_become_query_rows(way: Program, grad: bool) -> None:
+    programs: Programs = {}
+    for name, row in TO_BEAMS.items():
+        program = lambda q, k, v, m, row=row: way(q, row(k), row(v), m)
+        for kind, mask in BEAM_MASKS.items():
+            programs[f"{name}, mask: {kind}"] = program, (*operands(2 * BEAMS, 2, grad), mask)
+        program = lambda q, k, v, m, row=row: way(q, row(k), row(v), row(m))
+        padding = keep(2, 1, 1, S)  # of a prompt, repeated like its keys
+        programs[f"{name}, mask: repeated"] = program, (*operands(2 * BEAMS, 2, grad), padding)
+    all_become(programs, poor_cases=(NAME,), grad=grad)
 
 
 FIVE: dict[str, Tensor | None] = {
@@ -184,11 +182,11 @@ FIVE: dict[str, Tensor | None] = {
 
 @training
 @ways
-@table(FIVE)
-def test_beams_as_a_dimension(row: Tensor | None, way: Program, grad: bool) -> None:
+def test_beams_as_a_dimension(way: Program, grad: bool) -> None:
     _, k, v = operands(1, 2, grad)
     q = randn(2, BEAMS, H, L, D, grad=grad)
-    folded(same(lambda q, k, v, m: way(q, k[:, None], v[:, None], m), q, k, v, row, grad=grad))
+    program = lambda q, k, v, m: way(q, k[:, None], v[:, None], m)
+    all_become({name: (program, (q, k, v, mask)) for name, mask in FIVE.items()}, poor_cases=(NAME,), grad=grad)
 
 
 # ---------------------------------------------------------------- what else a site has
@@ -264,11 +262,11 @@ NEIGHBOURS: dict[str, tuple[Callable[..., Any], int]] = {
 
 @training
 @ways
-@table(NEIGHBOURS)
-def test_what_is_not_shared_is_not_folded(row: tuple[Program, int], way: Program, grad: bool) -> None:
-    change, kv_batch = row
-    report = same(lambda q, k, v: way(*change(q, k, v)), *operands(B, kv_batch, grad), grad=grad)
-    assert [(s.outcome, s.poor_cases) for s in report.sites] == [("rewritten", ())]
+def test_what_is_not_shared_is_not_folded(way: Program, grad: bool) -> None:
+    programs: Programs = {}
+    for name, (change, kv_batch) in NEIGHBOURS.items():
+        programs[name] = lambda q, k, v, change=change: way(*change(q, k, v)), operands(B, kv_batch, grad)
+    all_become(programs, poor_cases=(), grad=grad)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from against_eager import qkv, same
+from against_eager import Together, qkv, same, same_each
 from programs import DIALECTS, check, close
 from torch import Tensor
 
@@ -119,21 +120,21 @@ NAMED: dict[str, dict[str, Keep]] = {
         "one packed sequence": lambda n, m: same_sequence(one_sequence(n)),
     },
 }
-SPELLED = [(name, spelling) for name, spellings in NAMED.items() for spelling in spellings]
+OPERANDS = qkv(q_len=N, kv_len=N)
 
 
-@pytest.mark.parametrize("name, spelling", SPELLED)
-def test_named(name: str, spelling: str) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", NAMED)
+def test_named(name: str, dynamic: bool) -> None:
     """Each spelling, hidden in a way of its own, is named; compiled for one size and for any it is what eager is."""
-    hide = HIDE[list(HIDE)[SPELLED.index((name, spelling)) % len(HIDE)]]
-    make = NAMED[name][spelling]
 
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(hide(scores(q, k), make(q.shape[2], k.shape[2])), v)
+    def program(make: Keep, hide: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(hide(scores(q, k), make(q.shape[2], k.shape[2])), v)
 
-    for dynamic in (False, True):
-        report = same(program, *qkv(q_len=N, kv_len=N), rewritten=1, dynamic=dynamic, targets=("sdpa",))
-        assert report.sites[0].mask == name, dynamic
+    ways = itertools.cycle(HIDE.values())
+    programs = {spelling: (program(make, next(ways)), OPERANDS) for spelling, make in NAMED[name].items()}
+    report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
+    assert {spelling: site.mask for spelling, site in zip(programs, report.sites)} == dict.fromkeys(programs, name)
 
 
 @pytest.mark.parametrize("hide", HIDE)
@@ -197,17 +198,16 @@ ALIKE: dict[str, tuple[str, Keep]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("alike", ALIKE)
-def test_look_alikes(alike: str) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_look_alikes(dynamic: bool) -> None:
     """What differs by one, by a direction or by a dimension is named for what it is, or not at all."""
-    name, make = ALIKE[alike]
 
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
 
-    for dynamic in (False, True):
-        report = same(program, *qkv(q_len=N, kv_len=N), rewritten=1, dynamic=dynamic, targets=("sdpa",))
-        assert report.sites[0].mask == name, dynamic
+    programs = {alike: (program(make), OPERANDS) for alike, (_, make) in ALIKE.items()}
+    report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
+    assert {a: site.mask for a, site in zip(ALIKE, report.sites)} == {a: name for a, (name, _) in ALIKE.items()}
 
 
 # ---------------------------------------------------------------- lengths that differ
@@ -220,20 +220,20 @@ OFFSET: dict[str, Keep] = {
 }
 
 
-@pytest.mark.parametrize("spelling", OFFSET)
 @pytest.mark.parametrize("n, name", [(5, "causal with offset"), (1, "none")])
-def test_aligned_to_the_last_key(spelling: str, n: int, name: str) -> None:
+def test_aligned_to_the_last_key(n: int, name: str) -> None:
     """A cache's mask: no row is fully masked, and a single query sees every key."""
 
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(scores(q, k).masked_fill(~OFFSET[spelling](q.shape[2], k.shape[2]), LOWEST), v)
+    def program(make: Keep) -> Callable[..., Tensor]:
+        return lambda q, k, v: attend(scores(q, k).masked_fill(~make(q.shape[2], k.shape[2]), LOWEST), v)
 
-    operands = qkv(q_len=n, kv_len=N)
+    programs = {spelling: (program(make), qkv(q_len=n, kv_len=N)) for spelling, make in OFFSET.items()}
     for dynamic in (False, True):
-        report = same(program, *operands, rewritten=1, dynamic=dynamic, targets=("sdpa",))
-        assert report.sites[0].mask.startswith(name), dynamic
-    (meaning,) = check(program, operands, "export")
-    assert meaning.attention.mask.never_empty
+        report = same_each(programs, dynamic=dynamic, targets=("sdpa",))
+        assert all(site.mask.startswith(name) for site in report.sites), (dynamic, str(report))
+    for spelling, (fn, operands) in programs.items():
+        (meaning,) = check(fn, operands, "export")
+        assert meaning.attention.mask.never_empty, spelling
 
 
 def test_an_offset_that_grows_keeps_its_rows() -> None:
@@ -374,20 +374,21 @@ RUN_TIME: dict[str, tuple[str, Tensor, Callable[[Tensor, Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("case", RUN_TIME)
-def test_what_depends_on_values_is_never_assumed(case: str) -> None:
-    name, mask, hide = RUN_TIME[case]
+def test_what_depends_on_values_is_never_assumed() -> None:
+    def program(hide: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda q, k, v, mask: attend(hide(scores(q, k), mask), v)
 
-    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return attend(hide(scores(q, k), mask), v)
-
-    operands = qkv(q_len=N, kv_len=N)
-    report = same(program, *operands, mask, rewritten=1, targets=("sdpa",))
-    assert report.sites[0].mask == name
+    programs = {case: (program(hide), (*OPERANDS, mask)) for case, (_, mask, hide) in RUN_TIME.items()}
+    report = same_each(programs, targets=("sdpa",))
+    assert {c: site.mask for c, site in zip(RUN_TIME, report.sites)} == {c: name for c, (name, *_) in RUN_TIME.items()}
+    whole = Together([(fn, 4) for fn, _ in programs.values()])
+    inputs = [x for _, given in programs.values() for x in given]
     for dialect in DIALECTS:
-        (meaning,) = check(program, (*operands, mask), dialect)
-        a = meaning.attention
-        assert str(a.mask) == name and not a.mask.structure.is_exact and not a.mask.never_empty and not a.is_causal
+        read = check(whole, inputs, dialect, sites=len(programs))
+        for (case, (name, *_)), meaning in zip(RUN_TIME.items(), read, strict=True):
+            a, where = meaning.attention, (case, dialect)
+            assert str(a.mask) == name and not a.mask.structure.is_exact, where
+            assert not a.mask.never_empty and not a.is_causal, where
 
 
 def test_a_buffers_values_are_not_relied_on() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def same(
         exact = reference if callable(reference) else _as_float64(fn)
         truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
-    backend = attn_pass.wrap(_compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
+    backend = attn_pass.wrap(compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
     with attn_pass.record() as report:
         results, got, left = _run(compiled, _copies(inputs), grad)
@@ -86,7 +86,68 @@ def same(
     return report
 
 
-def _compiler(always: bool | None) -> str:
+def same_each(
+    programs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]],
+    *,
+    rewritten: int | None = 1,
+    then: Sequence[Sequence[Sequence[Any]]] = (),
+    **more: Any,
+) -> attn_pass.Report:
+    """`same` for programs with their inputs, all in one graph, which takes less long than a graph each.
+
+    ``rewritten`` is how many must be of each; ``then`` has inputs of all programs, each time. Where something is wrong
+    each program is run alone, to tell which it is.
+    """
+    whole = Together([(fn, len(inputs)) for fn, inputs in programs.values()])
+    others = [[x for inputs in given for x in inputs] for given in then]
+    try:
+        inputs = (x for _, inputs in programs.values() for x in inputs)
+        count = None if rewritten is None else rewritten * len(programs)
+        return same(whole, *inputs, rewritten=count, then=others, **more)
+    except Exception as together:
+        for number, (name, (fn, inputs)) in enumerate(programs.items()):
+            try:
+                same(fn, *inputs, rewritten=rewritten, then=[given[number] for given in then], **more)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+        raise AssertionError("each alone is right, and all in one graph are not") from together
+
+
+def exported_each(
+    programs: Mapping[str, tuple[Callable[..., Any], Sequence[Any]]], *, decompose: bool = False, **options: Any
+) -> attn_pass.Report:
+    """Asserts that one exported program of all of them gives eager's results; says which it is that does not."""
+    whole = Together([(fn, len(inputs)) for fn, inputs in programs.values()])
+    inputs = [x for _, given in programs.values() for x in given]
+    program = torch.export.export(whole, tuple(_copies(inputs)))
+    program = program.run_decompositions() if decompose else program
+    report = attn_pass.rewrite(program, **{"choose": "fused", "on_error": "raise", **options})
+    results = list(program.module()(*_copies(inputs)))
+    for name, (fn, given) in programs.items():
+        wanted = _run(fn, _copies(given), False)[0]
+        _compare(f"{name}: result", results[: len(wanted)], wanted, None, 1.0)
+        del results[: len(wanted)]
+    return report
+
+
+class Together(torch.nn.Module):
+    """Programs, each of so many inputs, one after the other."""
+
+    def __init__(self, programs: Sequence[tuple[Callable[..., Any], int]]) -> None:
+        super().__init__()
+        self.programs = programs
+        self.held = torch.nn.ModuleList(fn for fn, _ in programs if isinstance(fn, torch.nn.Module))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        results: list[Any] = []
+        for fn, count in self.programs:
+            out = fn(*inputs[:count])
+            results += [out] if isinstance(out, torch.Tensor) else list(out)
+            inputs = inputs[count:]
+        return tuple(results)
+
+
+def compiler(always: bool | None) -> str:
     """What compiles the rewritten graph: AOTAutograd for one test in four, by its name; the others execute it.
 
     AOTAutograd takes half of such a test's time, and what it finds in what the pass writes, generated programs find.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same, same_each
 from flex_programs import capped, positions, softcap
 from torch import nn
 
@@ -100,11 +100,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_it_equals_the_program(name: str) -> None:
-    fn, inputs = CASES[name]
-    report = same(fn, *inputs, rewritten=1, targets=("flex",))
-    assert report.sites[0].target == "flex"
+def test_it_equals_the_program() -> None:
+    report = same_each(CASES, targets=("flex",))
+    assert {site.target for site in report.sites} == {"flex"}
 
 
 def test_both_forms_of_grouped_heads() -> None:
@@ -112,11 +110,10 @@ def test_both_forms_of_grouped_heads() -> None:
         same(grouped, *qkv(heads=4, kv_heads=2), rewritten=1, poor_cases=cases)
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_no_other_target_takes_it(name: str) -> None:
-    fn, inputs = CASES[name]
-    report = same(fn, *inputs, rewritten=0, targets=("sdpa", "decomposed"))
-    assert "scores" in report.sites[0].reason and report.sites[0].refusals.keys() >= {"sdpa", "decomposed"}
+def test_no_other_target_takes_it() -> None:
+    report = same_each(CASES, rewritten=0, targets=("sdpa", "decomposed"))
+    for name, site in zip(CASES, report.sites, strict=True):
+        assert "scores" in site.reason and site.refusals.keys() >= {"sdpa", "decomposed"}, name
 
 
 def test_lengths_may_be_symbolic() -> None:
@@ -309,17 +306,27 @@ def test_inductor_compiles_a_mask_of_unknown_size_once(inductor: dict[str, Any])
     assert [s.target for s in report.sites] == ["flex"]
 
 
+class Both(nn.Module):
+    """A layer whose mask is a buffer, and one for any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_one_size, self.of_any = Layer(), Layer(buffer=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.of_one_size(x), self.of_any(y)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("buffer", [True, False])
-def test_aot_inductor_compiles_it(buffer: bool, inductor: dict[str, Any]) -> None:
-    model, x = Layer(buffer).eval(), randn(2, 40, 64)
-    shapes = None if buffer else ({1: torch.export.Dim("length", min=2, max=2048)},)
+def test_aot_inductor_compiles_it(inductor: dict[str, Any]) -> None:
+    model, x = Both().eval(), randn(2, 40, 64)
+    shapes = (None, {1: torch.export.Dim("length", min=2, max=2048)})
     with attn_pass.record() as report:
-        package = attn_pass.aot_compile(model, (x,), dynamic_shapes=shapes, options=inductor)
-    assert [s.target for s in report.sites] == ["flex"]
+        package = attn_pass.aot_compile(model, (x, x.clone()), dynamic_shapes=shapes, options=inductor)
+    assert [s.target for s in report.sites] == ["flex", "flex"]
     run = torch._inductor.aoti_load_package(package)
-    for given in (x,) if buffer else (x, randn(2, 700, 64)):
-        torch.testing.assert_close(run(given), model(given), atol=1e-5, rtol=1e-5)
+    for y in (x, randn(2, 700, 64)):
+        torch.testing.assert_close(run(x, y), model(x, y), atol=1e-5, rtol=1e-5)
 
 
 def test_inside_the_hook_it_is_left() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, same
+from against_eager import NEG_INF, Together, qkv, same, same_each
 from torch import Tensor
 
 import attn_pass
 
 LOWEST = torch.finfo(torch.float32).min
 Keep = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Row = tuple[Keep, Tensor, int, set[str]]
 POSITION, LENGTHS = torch.tensor(11), torch.tensor([3, 20])
 QUERIES = torch.tensor([11, 4, 30, 2, 7])
 
@@ -171,6 +172,12 @@ def attend(keep: Keep, fill: float = NEG_INF, added: bool = False) -> Callable[.
 
 def reported(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[str, Any]:
     """What the emitted operator is given by name."""
+    (given,) = all_reported(fn, *inputs, **options)
+    return given
+
+
+def all_reported(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> list[dict[str, Any]]:
+    """What each operator that is emitted is given by name."""
     calls: list[torch.fx.Node] = []
 
     def seen(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -181,7 +188,7 @@ def reported(fn: Callable[..., Any], *inputs: Tensor, **options: Any) -> dict[st
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(fn, backend=backend)(*inputs)
-    return dict(calls[0].kwargs)
+    return [dict(call.kwargs) for call in calls]
 
 
 def on_kernel(fn: Callable[..., Tensor], *inputs: Tensor, **more: Any) -> attn_pass.Report:
@@ -189,27 +196,28 @@ def on_kernel(fn: Callable[..., Tensor], *inputs: Tensor, **more: Any) -> attn_p
         return same(fn, *inputs, rewritten=1, targets=("cpu_kernel",), **more)
 
 
-@pytest.mark.parametrize("form", [(NEG_INF, False), (-1e9, False), (LOWEST, True), (-1e9, True)], ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_the_program_s_numbers(name: str, form: tuple[float, bool]) -> None:
+def test_the_program_s_numbers(name: str) -> None:
     keep, known, q_len, _ = ALL[name]
-    fn = attend(keep, *form)
-    on_kernel(fn, *qkv(2, 4, q_len, 50, kv_heads=1), known)
-    inputs = qkv(2, 4, q_len, 50)
-    # rows for which nothing is valid, and positions behind the last key
-    on_kernel(fn, *inputs, known, then=[(*inputs, known - 12), (*inputs, known + 45)])
+    programs, then = {}, [[], []]  # type: ignore[var-annotated]
+    for form in ((NEG_INF, False), (-1e9, False), (LOWEST, True), (-1e9, True)):
+        for kv_heads in (1, 4):
+            inputs = qkv(2, 4, q_len, 50, kv_heads=kv_heads)
+            programs[f"{form}, {kv_heads} heads of keys"] = attend(keep, *form), (*inputs, known)
+            for given, moved in zip(then, (-12, 45)):  # rows for which nothing is valid, and positions behind all keys
+                given.append((*inputs, known + moved))
+    with torch.no_grad():
+        same_each(programs, then=then, targets=("cpu_kernel",))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_arguments_of_the_kernel(name: str) -> None:
-    keep, known, q_len, wanted = ALL[name]
-    assert set(reported(attend(keep), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_an_added_mask_is_bounds_as_well(name: str) -> None:
-    keep, known, q_len, wanted = EXACT[name]
-    assert set(reported(attend(keep, LOWEST, True), *qkv(2, 4, q_len, 50), known)) - {"fully_masked"} == wanted
+@pytest.mark.parametrize(("rows", "form"), [(ALL, (NEG_INF, False)), (EXACT, (LOWEST, True))], ids=["filled", "added"])
+def test_the_arguments_of_the_kernel(rows: dict[str, Row], form: tuple[float, bool]) -> None:
+    """An added mask is bounds as well."""
+    inputs = [(*qkv(2, 4, q_len, 50), known) for _, known, q_len, _ in rows.values()]
+    whole = Together([(attend(keep, *form), 4) for keep, *_ in rows.values()])
+    given = all_reported(whole, *(x for of_one in inputs for x in of_one))
+    told = {name: set(arguments) - {"fully_masked"} for name, arguments in zip(rows, given, strict=True)}
+    assert told == {name: wanted for name, (*_, wanted) in rows.items()}
 
 
 def test_a_weak_number_that_is_added_stays() -> None:

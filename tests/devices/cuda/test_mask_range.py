@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same, same_each
 
 import attn_pass
 from attn_pass.devices.cuda import mask_range
@@ -119,10 +119,13 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[mask_range.MaskRange]:
 def test_it_equals_the_program(name: str, looked: list[mask_range.MaskRange]) -> None:
     mask = KEPT[name]
     added = torch.zeros(mask.shape, dtype=HALF).masked_fill(~mask, LOWEST)
-    forms = [(given_keep(NEG_INF), mask), (given_keep(LOWEST), mask), (given_matrix, added)]
-    for fn, given in forms:
-        with torch.no_grad():
-            same(fn, *operands(), given, rewritten=1, device="H200", targets=("decode",), reference=False)
+    programs = {
+        "filled with -inf": (given_keep(NEG_INF), (*operands(), mask)),
+        "filled with a number": (given_keep(LOWEST), (*operands(), mask)),
+        "added": (given_matrix, (*operands(), added)),
+    }
+    with torch.no_grad():
+        same_each(programs, device="H200", targets=("decode",), reference=False)
     assert len(looked) == 3 and looked[1].averages
 
 
