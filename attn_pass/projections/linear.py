@@ -10,6 +10,7 @@ from attn_pass.graph.values import tensor_value
 from attn_pass.reading.vocabulary import Call, one_or_many, understand
 
 _TURNS = ("t", "mT", "transpose", "permute")
+_TURNED = ("T", "mT", "H", "mH")
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,11 @@ def _linear(node: Node, rows: object, weight: object, bias: object, by_columns: 
 def _turns_matrix(matrix: Node, call: Call) -> bool:
     """Whether a node is another one with its two dimensions swapped."""
     value = tensor_value(matrix)
-    if value is None or value.dim() != 2 or call.op not in _TURNS:
+    if value is None or value.dim() != 2:
+        return False
+    if call.op == "getattr":  # Dynamo's for attributes
+        return call["name"] in _TURNED
+    if call.op not in _TURNS:
         return False
     if call.op == "permute":
         dims = one_or_many(call["dims"])

@@ -42,6 +42,12 @@ def marked(graph: Graph) -> dict[Node, frozenset[Operand]]:
     return {node: node.meta[PROJECTION] for node in graph.nodes if PROJECTION in node.meta}
 
 
+def has_marks(gm: GraphModule) -> bool:
+    """Whether a layer of a graph, or of a body that it calls, is marked."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
+    return any(PROJECTION in node.meta for graph in graphs for node in graph.nodes)
+
+
 def unmark(gm: GraphModule) -> None:
     """Takes the marks off, in a graph and in the bodies that it calls."""
     for module in gm.modules():

@@ -21,7 +21,7 @@ from attn_pass.projections.groups import Group, Grouping, of_bodies
 from attn_pass.projections.join import SEEN, planned
 from attn_pass.projections.layout import refusal
 from attn_pass.projections.linear import Linear
-from attn_pass.projections.read import Operand
+from attn_pass.projections.read import Operand, has_marks
 from attn_pass.report.places import source_line
 from attn_pass.report.projection import ProjectionReport
 
@@ -70,6 +70,8 @@ def join_projections(graph: Graph, complain: Complain) -> list[ProjectionReport]
 
     ``complain`` is told what failed, where something did; the group is left then.
     """
+    if not has_marks(graph.gm):
+        return []
     grouping = Grouping(graph.gm, graph.region, graph.any_strides)
     size_nodes: SizeNodes | None = None
     records: list[ProjectionReport] = []

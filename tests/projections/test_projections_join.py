@@ -124,6 +124,18 @@ def test_a_result_that_is_returned_keeps_its_memory() -> None:
     assert by_outcome["left"].reason == "something can tell where its result lies in memory"
 
 
+class Turned(Projected):
+    """Products with weights that are transposed, in three spellings."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = x @ self.q.weight.T, torch.matmul(x, self.k.weight.transpose(-1, 0)), x @ self.v.weight.mT
+        return self.out(self.attend(q, k, v))
+
+
+def test_products_with_transposed_weights() -> None:
+    assert joined(Turned()).widths == (E, E, E)
+
+
 def test_sizes_that_are_known_at_run_time_only() -> None:
     model = Projected().eval()
     traced = Traced(model)
