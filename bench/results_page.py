@@ -61,6 +61,7 @@ OTHERS = (
         "census-projections.md",
         "layers that make queries, keys and values: which are read, and which are one product",
     ),
+    ("census-projections.md", "layers that make queries, keys and values: which are read, and which are one product"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
     ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
