@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, same
+from against_eager import NEG_INF, qkv, same_each
 from torch import Tensor
 
 import attn_pass
@@ -63,15 +63,13 @@ CAUSAL = [of_a_slice, new_ones, ones_like, boolean_ones_like, full_like, full_li
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("program", CAUSAL)
-def test_a_triangle_of_the_scores_shape(program: Program, dynamic: bool | None) -> None:
-    report = same(program, *qkv(q_len=7, kv_len=7), rewritten=1, dynamic=dynamic)
-    assert report.sites[0].mask == "causal"
+def test_a_triangle_of_the_scores_shape(dynamic: bool | None) -> None:
+    report = same_each({p.__name__: (p, qkv(q_len=7, kv_len=7)) for p in CAUSAL}, dynamic=dynamic)
+    assert {site.mask for site in report.sites} == {"causal"}, str(report)
 
 
-@pytest.mark.parametrize("program", CAUSAL)
-def test_in_training(program: Program) -> None:
-    same(program, *qkv(q_len=7, kv_len=7, grad=True), rewritten=1, grad=True)
+def test_in_training() -> None:
+    same_each({p.__name__: (p, qkv(q_len=7, kv_len=7, grad=True)) for p in CAUSAL}, grad=True)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -135,9 +133,8 @@ STAYING = [strips, strips_of_permuted_scores, strips_of_a_slice, used_again, by_
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("program", STAYING)
-def test_users_of_the_shape_stay_without_the_scores(program: Program, dynamic: bool | None) -> None:
-    same(program, *qkv(q_len=7, kv_len=9), rewritten=1, dynamic=dynamic, targets=("sdpa",))
+def test_users_of_the_shape_stay_without_the_scores(dynamic: bool | None) -> None:
+    same_each({p.__name__: (p, qkv(q_len=7, kv_len=9)) for p in STAYING}, dynamic=dynamic, targets=("sdpa",))
 
 
 def test_the_scores_are_removed() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from against_eager import NEG_INF, randn, same
+from against_eager import NEG_INF, exported_each, randn, same, same_each
 from torch import Tensor
 
 import attn_pass
@@ -114,10 +114,13 @@ def inputs(dtype: torch.dtype = torch.float32, grad: bool = False) -> list[Tenso
     return [q, k, v, randn(2, 4, 8, 8, dtype=dtype), randn(2, 4, 7, 7, dtype=dtype)]
 
 
+def by_name(changes: Sequence[Change], given: list[Tensor]) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    return {change.__name__: (attention(change), given) for change in changes}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("change", READ)
-def test_it_is_read(change: Change, dtype: torch.dtype) -> None:
-    same(attention(change), *inputs(dtype), rewritten=1, twice=2.5)
+def test_it_is_read(dtype: torch.dtype) -> None:
+    same_each(by_name(READ, inputs(dtype)), twice=2.5)
 
 
 @pytest.mark.parametrize("change", [by_a_triangle, former, by_a_boolean, one_key, diagonal])
@@ -188,12 +191,17 @@ def test_adding_to_a_part_hides_no_key(change: Change, hides: bool) -> None:
     assert (FINITE_KEYS in site.assumptions) == hides
 
 
-@pytest.mark.parametrize(
-    "change",
-    [by_a_triangle, former, by_a_boolean, counted_from_behind, *ADDED, graphormer_by_numbers, added_then_filled],
-)
-def test_it_is_read_at_lengths_known_at_run_time(change: Change) -> None:
-    same(attention(change), *inputs(), rewritten=1, dynamic=True)
+def test_it_is_read_at_lengths_known_at_run_time() -> None:
+    changes = [
+        by_a_triangle,
+        former,
+        by_a_boolean,
+        counted_from_behind,
+        *ADDED,
+        graphormer_by_numbers,
+        added_then_filled,
+    ]
+    same_each(by_name(changes, inputs()), dynamic=True)
 
 
 @pytest.mark.parametrize("change", [graphormer, graphormer_by_numbers, between, all_but_the_last])
@@ -218,27 +226,12 @@ TWO_PLACES = [graphormer_by_numbers, counted_from_behind, more_dimensions_than_t
 DECOMPOSED = [*(c for c in READ if c not in TWO_PLACES), rows_but_one, between, all_but_the_last, added_then_filled]
 
 
-def rewritten_export(change: Change, decompose: bool) -> attn_pass.Report:
-    """The report of an exported program, which is compared with eager."""
-
-    class Model(torch.nn.Module):
-        def forward(self, *given: Tensor) -> Tensor:
-            return attention(change)(*given)
-
+@pytest.mark.parametrize("decompose", [False, True])
+def test_it_is_read_in_exported_programs(decompose: bool) -> None:
+    programs = by_name(DECOMPOSED if decompose else READ, inputs())
     with torch.no_grad():
-        program = torch.export.export(Model(), tuple(inputs()))
-        program = program.run_decompositions() if decompose else program
-        report = attn_pass.rewrite(program, choose="fused", on_error="raise", targets=("sdpa",))
-        torch.testing.assert_close(program.module()(*inputs()), Model()(*inputs()), atol=1e-5, rtol=1e-5)
-    return report
-
-
-@pytest.mark.parametrize(
-    "change, decompose", [*((change, False) for change in READ), *((change, True) for change in DECOMPOSED)]
-)
-def test_it_is_read_in_exported_programs(change: Change, decompose: bool) -> None:
-    report = rewritten_export(change, decompose)
-    assert [s.outcome for s in report.sites] == ["rewritten"], report
+        report = exported_each(programs, decompose=decompose, targets=("sdpa",))
+    assert {n: s.outcome for n, s in zip(programs, report.sites)} == dict.fromkeys(programs, "rewritten"), str(report)
 
 
 @pytest.mark.parametrize("change", [by_a_triangle, former])
@@ -300,14 +293,15 @@ LEFT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [*LEFT, by_their_own_values])
-def test_look_alikes_are_not_masked_scores(change: Change) -> None:
-    same(attention(change), *inputs(), rewritten=0, targets=("sdpa",), reference=False)
+def test_look_alikes_are_not_masked_scores() -> None:
+    same_each(by_name([*LEFT, by_their_own_values], inputs()), rewritten=0, targets=("sdpa",), reference=False)
 
 
-@pytest.mark.parametrize("change", [*TWO_PLACES, another_place, another_row, one_row, some_rows, accumulated])
-def test_look_alikes_are_left_in_decomposed_programs(change: Change) -> None:
-    assert not rewritten_export(change, True).rewritten
+def test_look_alikes_are_left_in_decomposed_programs() -> None:
+    changes = [*TWO_PLACES, another_place, another_row, one_row, some_rows, accumulated]
+    with torch.no_grad():
+        report = exported_each(by_name(changes, inputs()), decompose=True, targets=("sdpa",))
+    assert not report.rewritten, str(report)
 
 
 # ---- a part written out of place ----

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same, same_each
 from by_hand import NONE_IN_ONE, SOME, banded, infinite, negative, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,11 +118,11 @@ CASES: dict[str, tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_it_equals_the_program(name: str) -> None:
-    target, fn, inputs = CASES[name]
-    report = same(fn, *inputs, rewritten=1, device="H200", targets=(target,))
-    assert report.sites[0].target == target
+@pytest.mark.parametrize("target", ["flash", "cudnn", "efficient"])
+def test_it_equals_the_program(target: str) -> None:
+    programs = {name: (fn, inputs) for name, (kind, fn, inputs) in CASES.items() if kind == target}
+    report = same_each(programs, device="H200", targets=(target,))
+    assert {site.target for site in report.sites} == {target}
 
 
 LOOK_ALIKES: dict[str, tuple[Callable[..., Tensor], int, int]] = {
@@ -200,12 +200,15 @@ def test_a_call_s_lowest_mask_is_rewritten_for_a_kernel_it_did_not_reach() -> No
     same(F.scaled_dot_product_attention, *inputs, rewritten=1, device="H200", targets=("efficient",))
 
 
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if "one" not in n])
-def test_gradients(name: str) -> None:
-    target, fn, inputs = CASES[name]
-    leaves = [t.detach().clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
-    report = same(fn, *leaves, rewritten=1, grad=True, device="H200", targets=(target,))
-    assert report.sites[0].target == target
+@pytest.mark.parametrize("target", ["flash", "cudnn", "efficient"])
+def test_gradients(target: str) -> None:
+    programs = {
+        name: (fn, [x.detach().requires_grad_(x.is_floating_point()) for x in inputs])
+        for name, (kind, fn, inputs) in CASES.items()
+        if kind == target and "one" not in name
+    }
+    report = same_each(programs, grad=True, device="H200", targets=(target,))
+    assert {site.target for site in report.sites} == {target}
 
 
 def filled_row(fill: float, dtype: torch.dtype = FP32, *shape: int) -> Tensor:

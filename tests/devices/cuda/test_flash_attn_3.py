@@ -10,7 +10,7 @@ from typing import Any
 import flash_attn_3_stand_in as stand_in
 import pytest
 import torch
-from against_eager import NEG_INF, qkv, randn, same
+from against_eager import NEG_INF, qkv, randn, same_each
 from flash_attn_programs import (
     BFLOAT,
     HALF,
@@ -94,19 +94,22 @@ CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 NO_GRADIENT = ("wide values",)  # more than 256 have no backward
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_it_equals_the_program(name: str) -> None:
-    fn, inputs = CASES[name]
-    report = same(fn, *inputs, rewritten=1, device="H200", targets=("flash_attn_3",), poor_cases=())
-    assert report.sites[0].target == "flash_attn_3"
+ASKED: dict[str, Any] = {"device": "H200", "targets": ("flash_attn_3",), "poor_cases": ()}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NO_GRADIENT])
-def test_its_gradients_equal_the_programs(name: str) -> None:
-    fn, inputs = CASES[name]
-    leaves = tuple(x.detach().requires_grad_() for x in inputs)
-    report = same(fn, *leaves, rewritten=1, grad=True, device="H200", targets=("flash_attn_3",), poor_cases=())
-    assert report.sites[0].target == "flash_attn_3"
+def test_it_equals_the_program() -> None:
+    report = same_each(CASES, **ASKED)
+    assert {site.target for site in report.sites} == {"flash_attn_3"}
+
+
+def test_its_gradients_equal_the_programs() -> None:
+    trained = {
+        name: (fn, [x.detach().requires_grad_() for x in inputs])
+        for name, (fn, inputs) in CASES.items()
+        if name not in NO_GRADIENT
+    }
+    report = same_each(trained, grad=True, **ASKED)
+    assert {site.target for site in report.sites} == {"flash_attn_3"}
 
 
 def graph_of(fn: Callable[..., Tensor], *inputs: Tensor) -> torch.fx.Graph:
