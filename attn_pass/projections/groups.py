@@ -125,6 +125,8 @@ class Grouping:
         weight, bias = tensor_value(linear.weight), tensor_value(linear.bias)
         if weight is not None and bias is not None and (weight.dtype, weight.device) != (bias.dtype, bias.device):
             return "its bias has another type than its weight"
+        if weight is not None and bias is not None and bias.shape[0] != weight.shape[0]:
+            return "its bias is one number for all features"
         if self._is_shared(linear):
             return "its weight or its bias is used elsewhere as well"
         if self.effects.mutations(linear.node):

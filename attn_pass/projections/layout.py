@@ -120,13 +120,16 @@ def _addresses(parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple([each.data_ptr() for each in parameters])
 
 
-_JOINED: WeakValueDictionary[tuple[int, ...], Joined] = WeakValueDictionary()
+_JOINED: WeakValueDictionary[tuple[object, ...], Joined] = WeakValueDictionary()
 
 
 def joined_of(parameters: Sequence[torch.Tensor]) -> Joined:
-    """The one `Joined` of these parameters, which all programs that are compiled for them share."""
+    """The one `Joined` of these parameters, which all programs that are compiled for them share.
+
+    A parameter may have been given other sizes since, or its number may be that of one that is gone.
+    """
     with _LOCK:
-        key = tuple(id(each) for each in parameters)
+        key = tuple((id(each), each.shape, each.dtype) for each in parameters)
         return _JOINED.setdefault(key, Joined([each.shape[0] for each in parameters]))
 
 
@@ -136,11 +139,14 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, joined: Joined, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.rows = joined.rows  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)  # where no gradient comes, each parameter's stays None
         ctx.save_for_backward(*parameters)  # autograd sees then if one is written before the backward
         return joined.plain(parameters).detach()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         assert ctx.saved_tensors  # type: ignore[attr-defined]
         rows: tuple[int, ...] = ctx.rows  # type: ignore[attr-defined]
-        return (None, *gradient.split(rows))
+        return (None, *([None] * len(rows) if gradient is None else gradient.split(rows)))

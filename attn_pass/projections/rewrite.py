@@ -17,6 +17,7 @@ from attn_pass.graph.values import FOLDS_CONSTANTS, Sizes, tensor_value
 from attn_pass.model.index import product
 from attn_pass.options import Options
 from attn_pass.projections.cost import predicted, too_little
+from attn_pass.projections.gradients import gets_gradient
 from attn_pass.projections.groups import Group, Grouping, of_bodies
 from attn_pass.projections.join import SEEN, planned
 from attn_pass.projections.layout import refusal
@@ -127,6 +128,8 @@ def _not_laid_out(grouping: Grouping, group: Group) -> str:
         return "its weights are no inputs of the compiled code"
     if biases and len(biases) < len(weights):
         return "some of its layers have no bias, and biases would be joined at every call"
+    if len({gets_gradient(one.node) for one in group.linears}) > 1:
+        return "a gradient comes to some of its layers only, and the others' parameters would get one of zeros"
     for nodes in (weights, biases):
         values = [v for n in nodes if (v := grouping.value_of(n)) is not None]
         if values and (reason := refusal(values)):

@@ -116,6 +116,20 @@ def test_a_weight_that_is_computed() -> None:
     assert {r.roles for r in records if r.outcome == "joined"} == {("key", "value")}
 
 
+class OneNumber(Projected):
+    """A bias that is one number for all features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k.bias = nn.Parameter(torch.randn(1))
+
+
+def test_a_bias_that_is_broadcast() -> None:
+    records = compared(OneNumber()).records
+    assert ("left", "its bias is one number for all features") in {(r.outcome, r.reason) for r in records}
+    assert {r.roles for r in records if r.outcome == "joined"} == {("query", "value")}
+
+
 class ByColumns(Projected):
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.attend(x @ self.q.weight, x @ self.k.weight, x @ self.v.weight))

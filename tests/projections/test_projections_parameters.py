@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from projected import B, E, L, Projected
+from projected import B, E, L, Projected, compiled
 from torch import Tensor, nn
 
 import attn_pass
@@ -28,18 +28,6 @@ class Two(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x
-
-
-def compiled(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Callable[..., Any], Any]:
-    """The model as `attn_pass.backend` compiles it, with AOTAutograd and without code, and its report."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    from attn_pass.entries import dynamo
-
-    monkeypatch.setattr(dynamo, "compile_under", lambda patches, gm, inputs, report: aot_eager(gm, inputs))
-    torch._dynamo.reset()
-    own = {"choose": "fused", "join_projections": "parameters", "on_error": "raise", **options}
-    return torch.compile(model, backend=attn_pass.backend, options=own, fullgraph=True)
 
 
 def records(report: attn_pass.Report) -> list[ProjectionReport]:
@@ -163,6 +151,32 @@ def test_two_programs_share_one_buffer(model: Two, monkeypatch: pytest.MonkeyPat
         x = torch.randn(B, L, E)
         torch.testing.assert_close(run(x), model(x))
     assert together(model) and where
+
+
+class Narrow(Projected):
+    """Heads of the first features of each, however many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(E // 2, E)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(*(t[..., : E // 2] for t in (q, k, v)))
+
+
+def test_parameters_that_have_other_sizes_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they have in a model that is pruned: the sum is the same, and each layer has its own rows."""
+    model, x = Narrow().eval(), torch.randn(B, L, E)
+    run = compiled(model, monkeypatch)
+    with torch.no_grad(), attn_pass.record() as report:
+        torch.testing.assert_close(run(x), model(x))
+        sizes = [E + E // 2, E // 2, E]
+        for layer, size in zip((model.q, model.k, model.v), sizes):
+            layer.weight.data, layer.bias.data = torch.randn(size, E), torch.randn(size)
+        wanted = model(x)
+        torch.testing.assert_close(run(x), wanted)
+    assert [r.widths for r in records(report)] == [(E, E, E), tuple(sizes)]
+    assert [len(layer.weight) for layer in (model.q, model.k, model.v)] == sizes
 
 
 def test_twenty_steps_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

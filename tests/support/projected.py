@@ -6,11 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+import attn_pass
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.graph.values import FOLDS_CONSTANTS
 from attn_pass.options import make_options
@@ -97,3 +99,15 @@ def left(model: nn.Module, *args: Any, **options: Any) -> list[str]:
     traced = compared(model, *args, **options)
     assert all(r.outcome == "left" for r in traced.records)
     return [r.reason for r in traced.records]
+
+
+def compiled(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Callable[..., Any], Any]:
+    """The model as `attn_pass.backend` compiles it, with AOTAutograd and without code, and its report."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    from attn_pass.entries import dynamo
+
+    monkeypatch.setattr(dynamo, "compile_under", lambda patches, gm, inputs, report: aot_eager(gm, inputs))
+    torch._dynamo.reset()
+    own = {"choose": "fused", "join_projections": "parameters", "on_error": "raise", **options}
+    return torch.compile(model, backend=attn_pass.backend, options=own, fullgraph=True)
