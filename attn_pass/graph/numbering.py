@@ -33,10 +33,15 @@ class Numbers:
         computed = node.op in ("call_function", "call_method") and is_pure(node)
         if not computed or not depth or "dropout" in str(node.target) or self._effects.mutations(node):
             return node
-        args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, depth))
+        at = self._effects.position[node]
+        args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, at, depth))
         key = (node.op, node.target, repr(args), str(self._regions.of(node)))
         self._known[node] = ("computed", self._number.setdefault(key, len(self._number)))
         return self._known[node]
 
-    def _argument(self, value: Any, depth: int) -> Any:
-        return str(self._made(value, depth - 1)) if isinstance(value, Node) else repr(value)
+    def _argument(self, value: Any, at: int, depth: int) -> Any:
+        """What an operand is, as it is read at a place of the graph: something may have been written to it before."""
+        if not isinstance(value, Node):
+            return repr(value)
+        written = self._effects.last_mutation(value, at)
+        return str((self._made(value, depth - 1), None if written is None else written.position))

@@ -72,6 +72,21 @@ def test_an_input_that_is_written_between() -> None:
     assert all("query" not in role for r in records for role in r.roles if r.outcome == "joined")
 
 
+class WrittenBefore(Projected):
+    """What the input is made of is another tensor's elements when keys are made, by the same operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2.0
+        q = self.q(x * 3.0 + 1.0)
+        x.add_(1.0)
+        return self.out(self.attend(q, self.k(x * 3.0 + 1.0), self.v(x * 3.0 + 1.0)))
+
+
+def test_what_an_input_is_made_of_is_written_between() -> None:
+    records = compared(WrittenBefore()).records
+    assert {r.roles for r in records if r.outcome == "joined"} == {("key", "value")}
+
+
 class WrittenResult(Projected):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.q(x), self.k(x), self.v(x)
