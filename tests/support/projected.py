@@ -101,7 +101,7 @@ def left(model: nn.Module, *args: Any, **options: Any) -> list[str]:
     return [r.reason for r in traced.records]
 
 
-def compiled(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Callable[..., Any], Any]:
+def compiled(model: nn.Module, monkeypatch: pytest.MonkeyPatch, fullgraph: bool = True, **options: Any) -> Any:
     """The model as `attn_pass.backend` compiles it, with AOTAutograd and without code, and its report."""
     from torch._dynamo.backends.debugging import aot_eager
 
@@ -110,4 +110,4 @@ def compiled(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) 
     monkeypatch.setattr(dynamo, "compile_under", lambda patches, gm, inputs, report: aot_eager(gm, inputs))
     torch._dynamo.reset()
     own = {"choose": "fused", "join_projections": "parameters", "on_error": "raise", **options}
-    return torch.compile(model, backend=attn_pass.backend, options=own, fullgraph=True)
+    return torch.compile(model, backend=attn_pass.backend, options=own, fullgraph=fullgraph)
