@@ -30,6 +30,7 @@ _REDUCTIONS = ("mean", "sum", "vector_norm", "norm")
 _COPIES = (torch.ops.aten.copy_.default, "copy_")
 _MOST_STEPS, _DEEPEST = 3000, 120
 _MOST_STACKED = 8
+_ZERO = Const(0.0)
 Parts = tuple[Expr, Expr]
 Place = tuple[int, int, int]  # start, step and length along an axis
 
@@ -394,8 +395,18 @@ def _from_numbers(walk: Elements, call: Call, position: Position, time: int) -> 
 
 def _complex_product(walk: Elements, call: Call, position: Position, time: int) -> Parts:
     (a, b), (c, d) = (walk.parts_of_operand(call[name], position, time) for name in ("input", "other"))
-    real, imaginary = Apply("mul", (a, c)), Apply("mul", (a, d))
-    return Apply("add", (real, Apply("neg", (Apply("mul", (b, d)),)))), Apply("add", (imaginary, Apply("mul", (b, c))))
+    minus = _times(b, d)
+    real = _plus(_times(a, c), minus if minus == _ZERO else Apply("neg", (minus,)))
+    return real, _plus(_times(a, d), _times(b, c))
+
+
+def _times(a: Expr, b: Expr) -> Expr:
+    """A product; of a number without an imaginary part nothing is left of that."""
+    return _ZERO if _ZERO in (a, b) else Apply("mul", (a, b))
+
+
+def _plus(a: Expr, b: Expr) -> Expr:
+    return b if a == _ZERO else a if b == _ZERO else Apply("add", (a, b))
 
 
 def _conjugate(walk: Elements, call: Call, position: Position, time: int) -> Parts:

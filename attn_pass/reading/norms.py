@@ -143,7 +143,7 @@ def normalised(walk: Elements, reduction: int) -> tuple[frozenset[Node], tuple[i
         base = _squared(walk.reader, base)
     elif call.get("ord", call.get("p")) not in (2, 2.0, None):
         base = None
-    if not isinstance(base, Node) or dims is None:
+    if not isinstance(base, Node) or dims is None or walk.reader.effects.mutations(base):
         raise Unreadable("a factor that depends on the data is no norm", node)
     return frozenset((base, _without_casts(walk.reader, base))), dims
 
@@ -153,7 +153,7 @@ def _squared(reader: Reader, value: object) -> object:
     call: Call | None = None
     if isinstance(value, Node):
         value = _without_casts(reader, value)
-        call = reader.call(value) or prologue_call(value)
+        call = None if reader.effects.mutations(value) else reader.call(value) or prologue_call(value)
     if call is None or call.in_place:
         return None
     if call.op == "square" or (call.op == "pow" and call["exponent"] in (2, 2.0)):
@@ -163,6 +163,8 @@ def _squared(reader: Reader, value: object) -> object:
 
 def _without_casts(reader: Reader, node: Node) -> Node:
     while (call := reader.call(node)) is not None and call.op in ("cast", "copy") and not call.in_place:
+        if reader.effects.mutations(node):
+            return node
         held = tensor_value(call["input"])
         if not isinstance(call["input"], Node) or held is None or not held.is_floating_point():
             return node

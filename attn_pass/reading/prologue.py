@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
+from attn_pass.graph.numbering import Numbers
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Apply, Expr, Load, expression_axes, loads
 from attn_pass.model.expression import walk as walk_through
@@ -287,7 +288,18 @@ class _Prologue:
             self._positions(),
             {n: node in of or comes_from_sums(self.walk.reader, node, of) for n, node in enumerate(nodes)},
             {n: is_parameter(node) for n, node in enumerate(nodes)},
+            self._same(),
         )
+
+    def _same(self) -> dict[int, int]:
+        """Of each tensor the first that is computed in the same way: tables are often made once for each use."""
+        walk, numbers = self.walk, Numbers(self.walk.reader.effects, self.walk.reader.regions)
+        first: dict[object, int] = {}
+        same: dict[int, int] = {}
+        for n, (node, at) in enumerate(zip(walk.nodes, walk.read_at)):
+            written = walk.reader.effects.last_mutation(node, at)
+            same[n] = first.setdefault((numbers.of(node), None if written is None else written.position), n)
+        return same
 
 
 def _length(axis: Axis) -> int:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from attn_pass.model.expression import Expr, expression_axes
+from attn_pass.model.expression import Expr, Load, expression_axes, rewrite_indices, transform
 from attn_pass.model.index import Axis, Index
 from attn_pass.model.prologue import Pairing, Rotation
 from attn_pass.reading.linear_forms import LinearForm, Product, sources
+from attn_pass.reading.rotation_tables import Coefficient, Row, check_tables
 from attn_pass.reading.rows import Rows
 from attn_pass.reading.unreadable import Unreadable
 
@@ -37,6 +38,7 @@ class Surroundings:
     positions: frozenset[Axis]
     is_data: Mapping[int, bool]  # of a source, by number
     is_weight: Mapping[int, bool]
+    same: Mapping[int, int]  # the first of those that are computed in the same way
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def rotation_of(pieces: Sequence[ReadPiece], head_dim: int, around: Surroundings
         numbers = {load: piece.rows.numbers(number, load, piece.axis) for load in piece.form}
         for n in range(len(next(iter(numbers.values()), []))):
             elements[piece.start + piece.step * n] = tuple(
-                _Part(piece.rows, numbers[load][n], product) for load, product in piece.form.items()
+                _Part(piece.rows, numbers[load][n], _at(product, piece.axis, n)) for load, product in piece.form.items()
             )
     rotated = {d: parts for d, parts in elements.items() if len(parts) == 2}
     factors = (f for parts in elements.values() for part in parts for f in part.product.factors)
@@ -74,7 +76,7 @@ def rotation_of(pieces: Sequence[ReadPiece], head_dim: int, around: Surroundings
         return None
     for parts in rotated.values():
         _check_tables(parts, around)
-    pairs = _pairs(rotated)
+    pairs = _pairs(rotated, around)
     places = sorted(set(chain.from_iterable(pairs)))
     pairing, times = _pairing(pairs, places)
     return Rotation(
@@ -110,12 +112,20 @@ def _check_tables(parts: Sequence[_Part], around: Surroundings) -> None:
             raise Unreadable("what multiplies its elements does not depend on the position")
 
 
-def _pairs(rotated: Mapping[int, tuple[_Part, ...]]) -> set[tuple[int, int]]:
+def _at(product: Product, axis: Axis, n: int) -> Product:
+    """What an element of a piece is multiplied by, of its place ``n``."""
+    return Product(product.number, tuple(rewrite_indices(f, {axis: n}) for f in product.factors))
+
+
+def _pairs(rotated: Mapping[int, tuple[_Part, ...]], around: Surroundings) -> set[tuple[int, int]]:
     """The pairs of places that are rotated into each other. Raises `Unreadable` where they are not."""
     outputs: dict[tuple[int, int], list[tuple[_Part, _Part]]] = {}
-    for parts in rotated.values():
+    results: dict[tuple[int, int], list[Row]] = {}
+    for at, parts in rotated.items():
         low, high = sorted(parts, key=lambda part: part.place)
         outputs.setdefault((low.place, high.place), []).append((low, high))
+        row = (_coefficient(low.product, at, around), _coefficient(high.product, at, around))
+        results.setdefault((low.place, high.place), []).append(row)
     places = [place for pair in outputs for place in pair]
     if len({part.rows.source for parts in rotated.values() for part in parts}) != 1:
         raise Unreadable("elements of several tensors are rotated")
@@ -127,7 +137,19 @@ def _pairs(rotated: Mapping[int, tuple[_Part, ...]]) -> set[tuple[int, int]]:
             raise Unreadable("the signs of a pair are not those of a rotation")
         if len({abs(part.product.number) for part in (*first, *second)}) != 1:
             raise Unreadable("a part of a pair is scaled by another number")
+    check_tables((first, second) for first, second in results.values())
     return set(outputs)
+
+
+def _coefficient(product: Product, at: int, around: Surroundings) -> Coefficient:
+    """What an element is multiplied by, with one number for tensors that are computed in the same way."""
+
+    def same(part: Expr) -> Expr | None:
+        return Load(around.same[part.source], part.index) if isinstance(part, Load) else None
+
+    tables = _tables(product.factors, around)
+    weights = [f for f in product.factors if f not in tables]
+    return Coefficient(at, *(tuple(transform(f, same) for f in factors) for factors in (tables, weights)))
 
 
 def _pairing(pairs: set[tuple[int, int]], places: Sequence[int]) -> tuple[Pairing, int]:

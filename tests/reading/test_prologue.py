@@ -356,7 +356,79 @@ def twice() -> Tensor:
     return angles(L).repeat(1, 2)
 
 
+def pairs(a: str, b: str, c: str, d: str) -> Rotate:
+    """``a * low - b * high`` and ``c * high + d * low``: by name, what each element is multiplied by."""
+
+    def rotate(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        angle, at = angles(L), torch.arange(L, dtype=x.dtype)[:, None]
+        of = {
+            "cos": angle.cos(),
+            "sin": angle.sin(),
+            "other": (2 * angle).cos(),
+            "later": angle.flip(0).sin(),
+            "at": at,
+            "next": at + 1,
+        }
+        return torch.cat((low * of[a] - high * of[b], high * of[c] + low * of[d]), -1)
+
+    return rotate
+
+
+def mixed(pairing: Rotate, table: Callable[[], Tensor]) -> Rotate:
+    return lambda x: x * table().cos() + pairing(x) * table().sin()
+
+
+def neighbours(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+def spread() -> Tensor:
+    """Angles for neighbours."""
+    return torch.stack((angles(L), angles(L)), -1).flatten(-2)
+
+
+def of_others(x: Tensor) -> Tensor:
+    """Normalised by the length of a row without its first element."""
+    rest = x.clone()
+    rest[..., 0] = 0
+    return x * torch.rsqrt(rest.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def of_other_squares(x: Tensor) -> Tensor:
+    squares = x * x
+    squares[..., 0] = 0
+    return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6)
+
+
+def before_it_is_written(x: Tensor) -> Tensor:
+    x = x.clone()
+    factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    x.mul_(torch.arange(1.0, D + 1, dtype=x.dtype))
+    return x * factor
+
+
+def one_weight(x: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, D, dtype=x.dtype)
+    return x * twice().cos() * weight + rotate_half(x) * twice().sin()
+
+
+NO_ANGLE = "what multiplies a pair is no cosine and sine of one angle"
+OTHER_ANGLE = "the elements of a pair are not rotated by one angle"
 NOT: dict[str, tuple[Rotate, str]] = {
+    "cosine for sine in one row": (pairs("cos", "sin", "sin", "cos"), OTHER_ANGLE),
+    "cosines alone": (pairs("cos", "cos", "cos", "cos"), NO_ANGLE),
+    "another angle for one element": (pairs("cos", "sin", "other", "sin"), OTHER_ANGLE),
+    "the cosine of another angle": (pairs("other", "sin", "other", "sin"), NO_ANGLE),
+    "the sine of another position": (pairs("cos", "later", "cos", "later"), NO_ANGLE),
+    "positions": (pairs("at", "next", "at", "next"), NO_ANGLE),
+    "one ramp": (pairs("at", "at", "at", "at"), NO_ANGLE),
+    "halves, and angles for neighbours": (mixed(rotate_half, spread), OTHER_ANGLE),
+    "neighbours, and angles for halves": (mixed(neighbours, twice), OTHER_ANGLE),
+    "a weight of one product": (one_weight, "different weights"),
+    "the norm of a part that is written": (of_others, "depends on the data"),
+    "the norm of squares that are written": (of_other_squares, "depends on the data"),
+    "the norm before the row is written": (before_it_is_written, "depends on the data"),
     "a table of heads": (
         lambda x: turned(x, (of_heads() * twice()).cos(), (of_heads() * twice()).sin()),
         "the table depends on the head",
@@ -386,6 +458,12 @@ NOT: dict[str, tuple[Rotate, str]] = {
         "another row",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("rotate", [pairs("sin", "cos", "sin", "cos"), lambda x: halves(x * WEIGHT) * 1.5])
+def test_a_rotation_all_the_same(rotate: Rotate) -> None:
+    """By what is left to a right angle, and of weighted elements."""
+    assert read(rotate) == both(HALVES)
 
 
 @pytest.mark.parametrize("name", NOT)
