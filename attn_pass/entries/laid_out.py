@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.values import LAID_OUT, tensor_value, value_key
-from attn_pass.projections.layout import Joined, joined_of
+from attn_pass.projections.layout import Joined, is_held, joined_of
 
 
 class LaidOut:
@@ -51,20 +51,27 @@ class LaidOut:
         if not self._joined:
             return compiled
         all_joined, all_places = self._joined, [place for places, _ in self._joined for place in places]
-        known: tuple[list[int], list[torch.Tensor]] = ([], [])  # addresses, and what lies there: no copies
+        firsts = [places[0] for places, _ in self._joined]
+        known: dict[tuple[int, ...], list[torch.Tensor]] = {}  # by addresses, what lies there: no copies
+
+        def joined(args: Sequence[Any], addresses: tuple[int, ...]) -> list[torch.Tensor]:
+            nonlocal known
+            parameters = [[args[place] for place in places] for places, _ in all_joined]
+            tensors = [join(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
+            memory = [join.memory_of(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
+            lying = [tensor for tensor in memory if tensor is not None]
+            if addresses and len(lying) == len(memory):
+                known = {at: tensors for at, tensors in known.items() if all(map(is_held, tensors))}
+                known[tuple([args[place].data_ptr() for place in all_places])] = lying
+            return tensors
 
         def call(*args: Any) -> Any:
-            nonlocal known
-            given, (addresses, tensors) = list(args), known
-            if torch.is_grad_enabled() or addresses != [args[place].data_ptr() for place in all_places]:
-                parameters = [[args[place] for place in places] for places, _ in all_joined]
-                tensors = [join(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
-                memory = [join.memory_of(of_one) for of_one, (_, join) in zip(parameters, all_joined)]
-                lying = [tensor for tensor in memory if tensor is not None]
-                if len(lying) == len(memory):
-                    known = [args[place].data_ptr() for place in all_places], lying
-            for (places, _), tensor in zip(all_joined, tensors):
-                given[places[0]] = tensor
+            given, tensors, addresses = list(args), None, ()
+            if not torch.is_grad_enabled():
+                addresses = tuple([args[place].data_ptr() for place in all_places])
+                tensors = known.get(addresses)
+            for first, tensor in zip(firsts, tensors or joined(args, addresses)):
+                given[first] = tensor
             return compiled(*given)
 
         return call

@@ -2,7 +2,9 @@
 
 Arithmetic and the traffic of weights are the same, and large products gain nothing: those with weights above each other
 were measured at 0.94 to 1.25 times the products apart in float32, whose library works on fewer of them at a time in its
-caches, and at 0.94 to 1.40 in bfloat16. One product saves calls. So it is taken only where these are a large share.
+caches, and at 0.94 to 1.40 in bfloat16. One product saves calls. So it is taken only where these are a large share. In
+training there are three calls of each product; but a buffer takes time of its own at every step, in which autograd
+gives each parameter its gradient.
 """
 
 from __future__ import annotations
@@ -18,20 +20,30 @@ SHARE = 0.1
 """Of the products' time, what joining them has to gain by prediction: what large products lose is of that size."""
 _CALL_US = 3.0  # measured around a product in float32
 _HALF_CALL_US = 12.0  # and in half precision, for which oneDNN looks up its code
+_GRADIENT_US = 40.0  # of each buffer and step of training
 
 
-def predicted(device: Device, dtype: torch.dtype, rows: int, features: int, widths: Sequence[int]) -> dict[str, float]:
-    """Microseconds of a group as it is written, "leave", and of one product, "join"."""
+def predicted(
+    device: Device, dtype: torch.dtype, rows: int, features: int, widths: Sequence[int], trained: int = 0
+) -> dict[str, float]:
+    """Microseconds of a group as it is written, "leave", and of one product, "join".
+
+    ``trained`` is how many buffers there would be whose parameters have gradients; 0 where there is no backward.
+    """
     numbers = features * sum(widths)
     arithmetic = 2e-3 * rows * numbers / device.matmul(dtype)
     work = max(arithmetic, traffic(device, numbers * dtype.itemsize))
     call = _CALL_US if dtype.itemsize >= 4 else _HALF_CALL_US
-    return {"leave": round(work + len(widths) * call, 2), "join": round(work + call, 2)}
+    times = 3 if trained else 1
+    leave, join = times * (work + len(widths) * call), times * (work + call) + trained * _GRADIENT_US
+    return {"leave": round(leave, 2), "join": round(join, 2)}
 
 
 def too_little(times: dict[str, float]) -> str:
     """Why joining would not pay; empty where it does."""
     gain = times["leave"] - times["join"]
+    if gain < 0:
+        return f"in training one product would take {-gain:.1f} us more by prediction, for the gradients of a buffer"
     if gain >= SHARE * times["leave"]:
         return ""
     return f"one product would gain {gain:.1f} us of {times['leave']:.0f} us by prediction, too little to be sure of"

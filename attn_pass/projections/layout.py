@@ -9,7 +9,7 @@ every call, by their addresses: where someone gave one of them other memory, the
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,19 +18,19 @@ _LOCK = threading.RLock()
 _ALIGNMENT = 64  # bytes: where a tensor of its own begins, and vectors of any instruction set do
 
 
-def refusal(parameters: Sequence[torch.Tensor], buffer: torch.Tensor | None = None) -> str:
+def refusal(parameters: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] = ()) -> str:
     """Why parameters cannot be laid into one buffer; empty where they can, or lie in one already.
 
-    ``buffer`` is what some of them were laid into before.
+    ``buffers`` are what some of them may have been laid into before.
     """
     if lie_together(parameters):
         return ""
     storages = [each.untyped_storage().data_ptr() for each in parameters]
-    ours = None if buffer is None else buffer.untyped_storage().data_ptr()
+    ours = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     for each, storage in zip(parameters, storages):
         if reason := _refusal(each):
             return reason
-        if _is_held_elsewhere(each, storages.count(storage), storage == ours):
+        if _is_held_elsewhere(each, storages.count(storage), storage in ours):
             return "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
     return ""
 
@@ -60,6 +60,12 @@ def _is_held_elsewhere(parameter: torch.Tensor, known: int, is_ours: bool) -> bo
     return not is_whole or not is_plain or _holders(storage) > holders
 
 
+def is_held(joined: torch.Tensor) -> bool:
+    """Whether a parameter still lies in the memory of a joined tensor."""
+    alone = torch.empty(1)
+    return _holders(joined.untyped_storage()) > _holders(alone.untyped_storage())
+
+
 def _holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
@@ -75,16 +81,18 @@ def lie_together(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 class Joined:
-    """Parameters above each other as one tensor, for the calls of compiled programs."""
+    """Parameters above each other as one tensor, for the calls of compiled programs.
+
+    A program may be called with the parameters of several layers in turn, as one that is compiled for all of them is.
+    """
 
     def __init__(self, rows: Sequence[int]) -> None:
         self.rows = tuple(rows)  # of each parameter
-        self._known: tuple[tuple[int, ...], torch.Tensor] | None = None  # addresses, and what keeps that memory
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}  # by addresses, what keeps that memory
 
     def memory_of(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The memory that all parameters lie in, as one tensor; None where they do not."""
-        known = self._known
-        return known[1] if known is not None and known[0] == _addresses(parameters) else None
+        return self._known.get(_addresses(parameters))
 
     def __call__(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """One tensor with the rows of all, (sum(rows), ...), and a gradient where one is wanted."""
@@ -102,7 +110,7 @@ class Joined:
             return self._laid_out(parameters)
 
     def _laid_out(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        if refusal(parameters, None if self._known is None else self._known[1]):
+        if refusal(parameters, self._known.values()):
             return torch.cat([each.detach() for each in parameters], 0)
         if not lie_together(parameters):
             made = torch.cat([each.detach() for each in parameters], 0)
@@ -112,7 +120,8 @@ class Joined:
         shape = (sum(self.rows), *first.shape[1:])
         joined = torch.empty(0, dtype=first.dtype, device=first.device)  # no view, which would keep ``first`` as well
         joined.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
-        self._known = _addresses(parameters), joined
+        self._known = {at: known for at, known in self._known.items() if is_held(known)}
+        self._known[_addresses(parameters)] = joined
         return joined
 
 

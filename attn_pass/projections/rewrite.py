@@ -171,8 +171,16 @@ def _record_of(graph: Graph, group: Group) -> ProjectionReport:
     )
     value = tensor_value(first.node)
     if not group.refusal and value is not None:
-        record.predicted_us = predicted(graph.device(first.node), value.dtype, rows, features, widths)
+        trained = _buffers_trained(graph, group)
+        record.predicted_us = predicted(graph.device(first.node), value.dtype, rows, features, widths, trained)
     return record
+
+
+def _buffers_trained(graph: Graph, group: Group) -> int:
+    """How many buffers the parameters of a group would lie in that have gradients; 0 where it has no backward."""
+    if not graph.may_lay_out or not any(gets_gradient(one.node) for one in group.linears):
+        return 0
+    return 1 + any(one.bias is not None for one in group.linears)
 
 
 def _widths(group: Group) -> tuple[int, ...]:

@@ -84,3 +84,14 @@ def test_weights_that_are_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (got.grad is None) == (wanted.grad is None), name
         if got.grad is not None and wanted.grad is not None:
             torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_what_training_takes_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Projected(), torch.randn(B, L, E)
+    run = compiled(model, monkeypatch)
+    with attn_pass.record() as report:
+        run(x)
+        with torch.no_grad():
+            run(x)
+    trained, called = (r.predicted_us for r in report.projections)
+    assert trained["join"] > trained["leave"] > called["leave"] > called["join"]

@@ -200,6 +200,16 @@ def test_too_little_is_gained() -> None:
     assert "by prediction" in too_little(predicted(rates, torch.float32, 2048, 4096, (4096, 4096, 4096)))
 
 
+def test_a_buffer_takes_time_in_training() -> None:
+    """Three layers save too few calls for that; keys and values of all layers of a decoder save enough."""
+    from attn_pass.projections.cost import predicted, too_little
+
+    rates = device_for(torch.device("cpu"), None, None)
+    three, many = (predicted(rates, torch.bfloat16, 16, 256, (256,) * n, trained=2) for n in (3, 48))
+    assert "for the gradients of a buffer" in too_little(three)
+    assert not too_little(many)
+
+
 def test_gradients_are_wanted() -> None:
     model, x = Projected(), torch.randn(B, L, E)
     traced = Traced(model, grad=True)

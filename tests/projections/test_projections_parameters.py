@@ -87,8 +87,12 @@ def _one_other(model: Any) -> None:
 
 def _others(model: Any) -> None:
     for layer in model.layers:
-        for one in (layer.q, layer.k, layer.v):
-            one.weight.data, one.bias.data = torch.randn(E, E), torch.randn(E)
+        _others_of(layer)
+
+
+def _others_of(layer: Projected) -> None:
+    for one in (layer.q, layer.k, layer.v):
+        one.weight.data, one.bias.data = torch.randn(E, E), torch.randn(E)
 
 
 def _one_shared(model: Any) -> None:
@@ -151,6 +155,33 @@ def test_two_programs_share_one_buffer(model: Two, monkeypatch: pytest.MonkeyPat
         x = torch.randn(B, L, E)
         torch.testing.assert_close(run(x), model(x))
     assert together(model) and where
+
+
+def test_one_program_for_several_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in one buffer is not looked at again in turn, and memory that nobody has any more is let go."""
+    from attn_pass.projections import layout
+
+    layers, x = [Projected().eval() for _ in range(3)], torch.randn(B, L, E)
+    joined: list[Joined] = []
+    join = layout.Joined._laid_out
+
+    def laid_out(self: Joined, parameters: Any) -> Tensor:
+        joined.append(self)
+        return join(self, parameters)
+
+    monkeypatch.setattr(layout.Joined, "_laid_out", laid_out)
+    run = [compiled(layers[0], monkeypatch)]
+    own = {"choose": "fused", "join_projections": "parameters", "on_error": "raise"}
+    run += [torch.compile(layer, backend=attn_pass.backend, options=own, fullgraph=True) for layer in layers[1:]]
+    with torch.no_grad():
+        for _ in range(3):
+            for layer, each in zip(layers, run):
+                torch.testing.assert_close(each(x), layer(x))
+        assert len(joined) == 2 * len(layers)  # weights and biases
+        for _ in range(3):
+            _others_of(layers[0])
+            torch.testing.assert_close(run[0](x), layers[0](x))
+    assert all(len(each._known) <= len(layers) for each in joined)
 
 
 class Narrow(Projected):
