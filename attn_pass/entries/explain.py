@@ -60,7 +60,8 @@ def explain(
     if attn_pass_aot and not isinstance(model, ExportedProgram):
         model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None)
     if isinstance(model, ExportedProgram):
-        known = known_values(model, options)
+        with torch.no_grad():  # as packages are compiled
+            known = known_values(model, options) | {FOLDS_CONSTANTS: folds_constants()}
         report = decide(
             Snapshot(model.graph_module).module(), options, "aoti", "inductor", known, ask_stock=StockAsker()
         ).report

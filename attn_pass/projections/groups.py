@@ -144,7 +144,8 @@ class Grouping:
             return "the program writes its weight or its bias"
         value = self.value_of(tensor)
         if value is None:
-            return "its weight or its bias is no parameter of the program"
+            is_parameter = tensor.op == "placeholder" and isinstance(tensor_value(tensor), torch.nn.Parameter)
+            return "" if is_parameter else "its weight or its bias is no parameter of the program"
         return refused(value)
 
     def _is_shared(self, linear: Linear) -> bool:

@@ -32,8 +32,8 @@ Complain = Callable[[str, Exception], None]
 _NOT_CONSTANT = {
     "compile": "its weights are inputs of the compiled code; they are joined as constants, with Inductor's `freezing`, "
     "or in one buffer, with `join_projections='parameters'`",
-    "aoti": "the package keeps every weight under its own name for load_constants; with Inductor's `freezing` it does "
-    "not",
+    "aoti": "the package keeps every weight under its own name for load_constants; with Inductor's `freezing`, and "
+    "without gradients, it does not",
     "export": "the program is exported to be run elsewhere",
 }
 _NOT_LAID_OUT_HERE = "parameters are laid into one buffer by attn_pass.backend only, which makes what is called"
@@ -104,7 +104,7 @@ def _refusal(graph: Graph, grouping: Grouping, group: Group, record: ProjectionR
             return f"one product in the place of several has not been measured on {device.name}"
         if reason := too_little(record.predicted_us):
             return reason
-    if _is_constant(graph, group):
+    if _is_constant(graph, grouping, group):
         return ""
     if graph.may_lay_out:
         joins = of_type(device.type).joins_projections
@@ -113,11 +113,13 @@ def _refusal(graph: Graph, grouping: Grouping, group: Group, record: ProjectionR
     return _NOT_LAID_OUT_HERE if wanted else _NOT_CONSTANT[graph.program]
 
 
-def _is_constant(graph: Graph, group: Group) -> bool:
+def _is_constant(graph: Graph, grouping: Grouping, group: Group) -> bool:
     """Whether what is joined of a group's weights and biases is folded by the compiler."""
     if not graph.gm.meta.get(FOLDS_CONSTANTS) or graph.program not in ("compile", "aoti"):
         return False
-    return graph.program != "compile" or all(one.weight.op == "get_attr" for one in group.linears)
+    if graph.program == "aoti":
+        return all(grouping.value_of(n) is not None for one in group.linears for n in (one.weight, one.bias) if n)
+    return all(one.weight.op == "get_attr" for one in group.linears)
 
 
 def _not_laid_out(grouping: Grouping, group: Group) -> str:
@@ -132,6 +134,8 @@ def _not_laid_out(grouping: Grouping, group: Group) -> str:
         return "a gradient comes to some of its layers only, and the others' parameters would get one of zeros"
     for nodes in (weights, biases):
         values = [v for n in nodes if (v := grouping.value_of(n)) is not None]
+        if len(values) < len(nodes):
+            return "its weights are not known when the program is compiled"
         if values and (reason := refusal(values)):
             return reason
     return ""
@@ -151,7 +155,7 @@ def _joined(
         each.operands = min(operands, each.operands)
         operands -= each.operands
     record.operands = operands
-    join.apply(laid_out=not _is_constant(graph, group))
+    join.apply(laid_out=not _is_constant(graph, grouping, group))
     record.outcome, record.reason = "joined", "they are products with one input, and nothing tells them apart"
     return iter([record, *left])
 

@@ -206,3 +206,11 @@ def test_the_report_tells() -> None:
     again = attn_pass.Report.from_dict(report.to_dict())
     assert again.projections[0].line() == record.line()
     assert "Projections" in report.to_html()
+
+
+def test_what_a_frozen_package_would_be() -> None:
+    model, x = Projected().eval(), torch.randn(B, L, E)
+    for frozen, outcome in ((True, "joined"), (False, "left")):
+        with torch._inductor.config.patch(freezing=frozen):
+            report = attn_pass.explain(model, x, attn_pass_aot=True, attn_pass_options={"choose": "fused"})
+        assert [r.outcome for r in report.projections] == [outcome]

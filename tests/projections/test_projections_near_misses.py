@@ -188,6 +188,26 @@ def test_weights_that_are_no_constants() -> None:
     assert record.reason.startswith("its weights are inputs of the compiled code") and traced.products == 4
 
 
+def test_weights_whose_values_are_not_told() -> None:
+    """As in Inductor's own hook, which is given a graph alone."""
+    from attn_pass.entries.transaction import decide
+    from attn_pass.options import make_options
+
+    reasons: list[str] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        report = decide(gm, make_options(choose="fused"), "compile", "hook", {}).report
+        reasons.extend(r.reason for r in report.projections)
+        return gm.forward
+
+    model, x = Projected(), torch.randn(B, L, E)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    (reason,) = reasons
+    assert reason.startswith("its weights are inputs of the compiled code")
+
+
 def test_off() -> None:
     assert compared(Projected(), join_projections="off").records == []
 
