@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch._inductor import ir
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.virtualized import V
 
 from attn_pass.graph.provenance import site_of
@@ -21,8 +20,12 @@ SLOT = "_post_fusion_custom_pass"
 _RANGE = "torch._C._profiler._RecordFunctionFast"
 
 
-class Ranges(CustomSchedulerPass):
-    """Puts ranges around the calls of kernels that belong to a site, after whatever else is in the slot."""
+class Ranges:
+    """Puts ranges around the calls of kernels that belong to a site, after whatever else is in the slot.
+
+    A plain callable, with which Inductor caches nothing: the generated code holds names that are no part of the graph.
+    It would cache what a `CustomSchedulerPass` made, one without a ``uuid`` too.
+    """
 
     def __init__(self, before: Callable[..., Any] | None = None) -> None:
         self.before = before
@@ -36,10 +39,6 @@ class Ranges(CustomSchedulerPass):
                 if name := _name_of(part):
                     _bracket(part, name)
         return nodes
-
-    def uuid(self) -> None:
-        """None: the generated code holds names that are no part of the graph, so it is not cached."""
-        return
 
 
 def ranges(slot: Any) -> Ranges:

@@ -19,6 +19,7 @@ from against_eager import qkv
 from by_hand import negative, plain
 from torch import Tensor
 from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
 import attn_pass
@@ -176,13 +177,30 @@ def test_sites_are_ranges_in_the_profilers_timeline(tmp_path: Path) -> None:
         assert sum(name == names[1] for name, *_ in found) >= 4  # its products, forward and backward
 
 
-def test_the_timeline_changes_no_result_and_asks_no_cache() -> None:
+def test_the_timeline_changes_no_result_and_keeps_what_is_in_the_slot() -> None:
     from attn_pass.entries.timeline import Ranges, ranges
 
     kept: list[Any] = []
     chained = ranges(lambda nodes: kept.append(nodes) or nodes)
-    assert chained([]) == [] and kept == [[]] and chained.uuid() is None
+    assert chained([]) == [] and kept == [[]]
     assert ranges(chained) is chained and isinstance(ranges(None), Ranges)
+
+
+def left_too(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with attn_pass.leave():
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
+def test_a_cached_graph_of_another_line_lends_its_ranges_to_nobody(tmp_path: Path) -> None:
+    """The names are no part of the graph that Inductor's caches are asked for."""
+    with config.patch(fx_graph_cache=True):
+        for fn in (left, left_too):
+            torch._dynamo.reset()
+            with attn_pass.record() as report, torch.no_grad():
+                code = run_and_get_code(
+                    torch.compile(fn, backend=attn_pass.backend, options={"timeline": True}), *qkv(1, 1, 21, 19, 16)
+                )[1]
+            assert f"'{report.sites[0].in_timeline('left')}'" in "".join(code)
 
 
 def test_a_site_has_an_id_in_the_table_and_the_log(caplog: pytest.LogCaptureFixture) -> None:
