@@ -46,5 +46,5 @@ def detected() -> str:
         return "neon"
     if torch.cpu._is_amx_tile_supported():
         return "amx"
-    name = source.of_this_machine()[0].name
+    name = source.of_this_machine(False)[0].name
     return "avx512_fp16" if name == "avx512" and source.processor_says("avx512_fp16") else name

@@ -68,7 +68,10 @@ def here(sanitizer: str, name: str) -> None:
     from attn_pass.devices.cpu.kernel import build, source
 
     build._FLAGS = ("-O1", "-g", *build._FLAGS[1:], *SANITIZERS[sanitizer][1])
-    build.of_this_machine = lambda: tuple(s for s in source.ALL if s.name == name)
+    wanted = [s for s in source.ALL if s.name == name]
+    build.of_this_machine = lambda tiles: (
+        tuple(s for s in wanted if tiles or not s.has_tiles) or source.of_this_machine(False)
+    )
     torch.set_num_threads(4)
     failed = [text for dtype in drawn.DTYPES for text in drawn.failures(dtype, COUNT, seed=11)]
     failed += drawn.failures(torch.float32, COUNT // 4, seed=12, scored=1.0)
@@ -81,9 +84,10 @@ def here(sanitizer: str, name: str) -> None:
 
 def sets_here() -> list[str]:
     """Those that this machine has, as `ATTN_PASS_CPU_ISA` calls them."""
-    from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+    from torch.cpu import _is_amx_tile_supported, _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
 
     has = {
+        "amx": _is_amx_tile_supported(),
         "avx512_bf16": _is_avx512_bf16_supported(),
         "avx512": _is_avx512_supported(),
         "avx2": _is_avx2_supported(),

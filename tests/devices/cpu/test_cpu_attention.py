@@ -142,13 +142,13 @@ from attn_pass.devices.cpu.kernel import build, source
 import test_cpu_attention as attention, test_cpu_dropout as dropout
 
 build._FLAGS = ("-O1", *build._FLAGS[1:])  # half the compiler's time
-for name in ("avx512_bf16", "avx2", "plain"):
+for name in ("amx", "avx512_bf16", "avx2", "plain"):
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0, name
         continue
     os.environ["ATTN_PASS_CPU_ISA"] = name
     told = [s for s in source.ALL if s.name == name]
-    build.of_this_machine = lambda: (*told, *(s for s in source.of_this_machine() if s not in told))
+    build.of_this_machine = lambda tiles: (*told, *(s for s in source.of_this_machine(tiles) if s not in told))
     found = attention.failures(attention.torch.bfloat16, 100, seed=8)
     assert not found, found
     dropout.test_a_weight_is_dropped_by_its_place_and_the_seed((2, 2, 100, 130), attention.torch.bfloat16)

@@ -140,7 +140,7 @@ def test_products_of_float16_are_a_feature_of_the_processor(
 ) -> None:
     monkeypatch.setattr(facts, "instruction_set", facts.detected)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(source, "of_this_machine", lambda: tuple(s for s in source.ALL if s.name == "avx512"))
+    monkeypatch.setattr(source, "of_this_machine", lambda tiles: tuple(s for s in source.ALL if s.name == "avx512"))
     (tmp_path / "cpuinfo").write_text(f"flags : fpu {listed}\n")
     monkeypatch.setattr(source, "_PROCESSOR", tmp_path / "cpuinfo")
     facts.detected.cache_clear()

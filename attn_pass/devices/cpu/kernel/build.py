@@ -23,6 +23,7 @@ from attn_pass.devices.cpu.kernel.source import (
     ELEMENTS,
     arguments_of,
     call_of,
+    in_tiles,
     kernel_source,
     namespace_of,
     of_this_machine,
@@ -70,16 +71,17 @@ def missing() -> str:
 
 
 @cache
-def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type") -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trains: bool = False) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     """The library's function for operands of this dtype and a score function.
 
-    It takes ``Args`` (`common.hpp`), and with the ``kernel`` `source.BACKWARD` ``BackwardArgs``.
+    It takes ``Args`` (`common.hpp`), and with the ``kernel`` `source.BACKWARD` ``BackwardArgs``. ``trains`` says that a
+    backward will read what it leaves.
 
     Raises:
         NoCompilerError: there is no compiler, or it fails.
     """
     # One file for each type: the compiler takes seconds, and most programs have one.
-    sets = of_this_machine()
+    sets = of_this_machine(in_tiles(dtype, kernel, trains=trains))
     body = call_of(dtype, sets, kernel, score)
     taken = f"const auto& args = *static_cast<const {namespace_of(score, kernel)}::{arguments_of(kernel)}*>(given);"
     function = f'extern "C" void attend(const void* given) {{\n  {taken}\n{body}\n}}\n'

@@ -1,11 +1,32 @@
 // Which instruction set runs: asked of the processor when the first attention runs, so that one binary serves many.
 // ATTN_PASS_CPU_ISA names a lesser one, for tests.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 namespace attn_pass_cpu {
 namespace {
 
-enum Set { AVX512_BF16, AVX512, AVX2, PLAIN };
+enum Set { AMX, AVX512_BF16, AVX512, AVX2, PLAIN };
 
-inline Set best_set() {
+// Whether this process may multiply in tiles: Linux gives their registers to those that ask.
+inline bool has_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr long ask = 0x1023, tile_data = 18;
+  u32 a, b, c, d;
+  constexpr u32 bf16_and_tiles = (1u << 22) | (1u << 24);
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16_and_tiles) == bf16_and_tiles &&
+         syscall(SYS_arch_prctl, ask, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+
+// The best of the processor's sets; `in_tiles` where the kernel has one that multiplies in tiles.
+inline Set best_set(bool in_tiles) {
   Set best = PLAIN;
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -15,10 +36,12 @@ inline Set best_set() {
   if (best == AVX2 && wide) best = AVX512;
   // Intel's processors multiply pairs of bfloat16 at half the rate of floats, AMD's at twice.
   if (best == AVX512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd")) best = AVX512_BF16;
+  const bool tiles = in_tiles && wide && __builtin_cpu_supports("avx512bf16") && has_tiles();
+  if (tiles) best = AMX;
   if (const char* named = std::getenv("ATTN_PASS_CPU_ISA")) {
-    const char* names[] = {"avx512_bf16", "avx512", "avx2", "plain"};
-    const bool has[] = {wide && bool(__builtin_cpu_supports("avx512bf16")), wide, best != PLAIN, true};
-    for (int i = 0; i < 4; ++i)
+    const char* names[] = {"amx", "avx512_bf16", "avx512", "avx2", "plain"};
+    const bool has[] = {tiles, wide && bool(__builtin_cpu_supports("avx512bf16")), wide, best != PLAIN, true};
+    for (int i = 0; i < 5; ++i)
       if (!std::strcmp(named, names[i]) && has[i]) best = Set(i);
   }
 #endif

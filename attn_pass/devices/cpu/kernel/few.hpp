@@ -346,7 +346,7 @@ template <class T> void attend_few(const Args& a) {
 
 // What a backward reads is left by many: its scores are added up in the same order there, and come out the same bits.
 template <class T> void attend_whole(const Args& a) {
-  if (a.H / a.HK * a.L <= FEW && !a.statistics) attend_few<T>(a);
+  if (a.H / a.HK * a.L <= FEW && !a.statistics) attend_few<typename T::Few>(a);
   else attend_many<T>(a);
 }
 

@@ -20,9 +20,14 @@ struct Isa {
   ATTN_INLINE vec times_exp2(vec a, vec n) {  // n whole; below the normal numbers, which stall the processor, 0
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), a, n);
   }
+  ATTN_INLINE vec fraction(vec a) { return _mm512_reduce_ps(a, 9); }  // a less its floor
+  ATTN_INLINE vec times_exp2_floor(vec a, vec n) {                     // 0 where `times_exp2` is
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), a, n);
+  }
   ATTN_INLINE float reduce_add(vec a) { return _mm512_reduce_add_ps(a); }
   ATTN_INLINE float reduce_max(vec a) { return _mm512_reduce_max_ps(a); }
   ATTN_INLINE vec keep(u32 bits, vec a, vec otherwise) { return _mm512_mask_mov_ps(otherwise, __mmask16(bits), a); }
+  ATTN_INLINE u32 differ(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
   ATTN_INLINE u32 above(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // or NaN
 
   ATTN_INLINE vec load_f16(const u16* p) {
@@ -112,6 +117,21 @@ struct Isa {
     const vec v0 = add(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
     const vec v1 = add(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
     return add(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
+  }
+
+  ATTN_INLINE vec maxima(vec (&x)[W]) {  // lane i: the largest of x[i]
+    vec t[8], u[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      t[i] = max(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+      u[i] = max(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const vec v0 = max(_mm512_shuffle_f32x4(u[0], u[1], 0x88), _mm512_shuffle_f32x4(u[0], u[1], 0xdd));
+    const vec v1 = max(_mm512_shuffle_f32x4(u[2], u[3], 0x88), _mm512_shuffle_f32x4(u[2], u[3], 0xdd));
+    return max(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd));
   }
 
 #if ATTN_BF16_DOTS

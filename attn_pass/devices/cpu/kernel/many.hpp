@@ -1,6 +1,6 @@
 // Many query rows: tasks of ROWS of them against panels of keys and values that are packed once for a KV head. The heads
 // of a group are rows of the same task, so that grouped heads share what is packed.
-constexpr i64 ROWS = 96, PANELS = 4, STRIP = 6, AHEAD_OF_STORES = 2;
+constexpr i64 ROWS = 96, AHEAD_OF_STORES = 2;
 constexpr i64 KEPT = 1 << 20;  // bytes of a head's panels that a core keeps in its second cache
 
 struct Many {
@@ -63,21 +63,55 @@ inline void words_task(const void* job, i64 task) {
     j.words[task * j.panels + p] = kept_word(keep + p * PANEL * s[3], s[3], std::min<i64>(PANEL, a.S - p * PANEL));
 }
 
+// The distance of two rows of scores; in tiles no multiple of so many bytes that rows share sets of the first cache.
+template <class T> constexpr i64 scores_of_row() { return T::PANELS * PANEL + (T::TILES ? W : 0); }
+
 struct Strip {
   i64 row, rows, lo, hi, all_lo, all_hi;  // keys of any of its rows, keys of all of them
   u32 active;                             // panels with kept keys
+  u32 careful;                            // of these those whose values are not all finite, and not all rows keep all keys
 };
+
+#if ATTN_TILES
+// Of 16 rows, one in each lane.
+struct RunningStrip {
+  vec top, sum;
+  ATTN_METHOD void give(Running* rows) const {
+    float tops[TILE], sums[TILE];
+    Isa::store(tops, top), Isa::store(sums, sum);
+    for (i64 i = 0; i < TILE; ++i) rows[i] = {tops[i], sums[i]};
+  }
+};
+// `rescale` for 16 rows; what is to be taken off their scores in `off`.
+ATTN_INLINE void rescale_strip(RunningStrip& r, vec* tops, float factor, float* o, i64 ld, float* off) {
+  const vec lowest = Isa::set1(-std::numeric_limits<float>::infinity()), old = r.top;
+  r.top = Isa::maxima(*reinterpret_cast<vec(*)[TILE]>(tops));
+  r.top = Isa::keep(Isa::differ(old, old), old, Isa::max(old, r.top));
+  Isa::store(off, Isa::keep(Isa::differ(r.top, lowest), r.top, Isa::zero()));
+  u32 changed = Isa::differ(r.top, old);
+  if (!changed) return;
+  const vec by = Isa::keep(Isa::differ(old, lowest), exp2_of<5>(Isa::mul(Isa::add(old, Isa::mul(r.top, Isa::set1(-1.0f))), Isa::set1(factor))), Isa::zero());
+  r.sum = Isa::keep(changed, Isa::mul(r.sum, by), r.sum);
+  float each[TILE];
+  Isa::store(each, by);
+  for (; changed; changed &= changed - 1) {
+    const int i = __builtin_ctz(changed);
+    for (i64 d = 0; d < ld; d += W) Isa::store(o + i * ld + d, Isa::mul(Isa::set1(each[i]), Isa::load(o + i * ld + d)));
+  }
+}
+#endif
 
 template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, Packed packed, char* memory) {
   const Args& a = j.a;
   using st = typename T::st;
+  constexpr i64 STRIP = T::STRIP, PANELS = T::PANELS;
   const i64 b = bh / a.HK, hk = bh % a.HK;
   const i64 first = block * ROWS, n = std::min<i64>(ROWS, j.rows - first), padded = round_up(n, STRIP);
   i32* q = reinterpret_cast<i32*>(memory + j.at_q);
   float* s = reinterpret_cast<float*>(memory + j.at_s);
   float* o = reinterpret_cast<float*>(memory + j.at_o);
   st* room = reinterpret_cast<st*>(memory + j.at_room);
-  constexpr i64 LD = PANELS * PANEL;
+  constexpr i64 LD = scores_of_row<T>();
 
   Row rows[ROWS + STRIP];
   Running running[ROWS + STRIP];
@@ -88,7 +122,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   i64 lo = a.S, hi = 0;
   for (i64 x = 0; x < count; ++x) {
     Strip& strip = strips[x];
-    strip = {x * STRIP, std::min<i64>(STRIP, n - x * STRIP), a.S, 0, 0, a.S, 0};
+    strip = {x * STRIP, std::min<i64>(STRIP, n - x * STRIP), a.S, 0, 0, a.S, 0, 0};
     for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
       const i64 g = (first + r) / a.L, i = (first + r) % a.L;
       rows[r] = row_of(a, b, hk * j.group + g, i);
@@ -111,6 +145,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   }
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
+  const auto at_row = [&](i64 r) ATTN_LAMBDA { return s + (T::TILES ? r % (2 * STRIP) : r) * LD; };  // in tiles of two strips
   const bool tensors = a.keep.data || a.bias.data;
   Lines lines[4];  // of a head that is one tile: its result, and what the next one reads
   Ahead ahead = {lines, lines};
@@ -123,6 +158,11 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     }
   }
 
+  #if ATTN_TILES
+  const std::conditional_t<T::TILES, TilesOfThread, Nothing> tiles{};
+  RunningStrip running_of[ROWS / STRIP + 1];
+  for (i64 x = 0; x < count; ++x) running_of[x] = {Isa::set1(-std::numeric_limits<float>::infinity()), Isa::zero()};
+#endif
   for (i64 w0 = lo / PANEL; w0 * PANEL < hi; w0 += PANELS) {
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
     const i32 *keys[PANELS], *values[PANELS];
@@ -139,79 +179,115 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       if (may_keep(j, b, w0 + p)) pack_panel<T>(j, b, hk, w0 + p, to_keys, to_values, finite + p, memory + j.at_room);
       keys[p] = to_keys, values[p] = to_values;
     }
-    for (i64 x = 0; x < count; ++x) strips[x].active = 0;
+    for (i64 x = 0; x < count; ++x) strips[x].active = strips[x].careful = 0;
     for (i64 r = 0; r < padded; ++r) top[r] = Isa::set1(-std::numeric_limits<float>::infinity());
-    u32 careful[ROWS / STRIP + 1] = {};  // panels whose values are not all finite, of which not all rows keep all keys
 
-    for (i64 p = 0; p < panels; ++p) {
+    const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
-      for (i64 x = 0; x < count; ++x) {
-        Strip& strip = strips[x];
-        if (strip.lo >= key + PANEL || strip.hi <= key) continue;
-        bool full = strip.all_lo <= key && strip.all_hi >= key + PANEL && !tensors;
-        if (!full) {
-          u64 any = 0, all = ~u64(0);
-          for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
-            words[p][r] = word_of(a, rows[r], key);
-            any |= words[p][r], all &= words[p][r];
-          }
-          if (!any) continue;
-          full = !~all;
-          if (!full && !finite[p]) careful[x] |= 1u << p;
+      if (strip.lo >= key + PANEL || strip.hi <= key) return;
+      bool full = strip.all_lo <= key && strip.all_hi >= key + PANEL && !tensors;
+      if (!full) {
+        u64 any = 0, all = ~u64(0);
+        for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
+          words[p][r] = word_of(a, rows[r], key);
+          any |= words[p][r], all &= words[p][r];
         }
-        strip.active |= 1u << p;
-        const i64 r = strip.row;
-        score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, whole_steps(strip.hi - key), rows + r, strip.rows,
-                      words[p] + r, full, s + r * LD + p * PANEL, LD, top + r, ahead);
+        if (!any) return;
+        full = !~all;
+        if (!full && !finite[p]) strip.careful |= 1u << p;
       }
+      strip.active |= 1u << p;
+      const i64 r = strip.row;
+      score_rows<T>(a, j.scale, q + r * j.packed_columns, j.packed_columns, j.columns, keys[p], key, whole_steps(strip.hi - key), rows + r, strip.rows,
+                    words[p] + r, full, at_row(r) + p * PANEL, LD, top + r, ahead);
+    };
+    const auto weigh_panel = [&](const Strip& strip, i64 r, i64 p, float off, vec sum) ATTN_LAMBDA {
+      const i64 there = whole_steps(strip.hi - (w0 + p) * PANEL);
+      float* at = at_row(r) + p * PANEL;
+      if (!a.seed) return weigh<T, false>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
+      const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
+      return weigh<T, true>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
+    };
+    const auto columns_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
+      return blocks_of(std::min<i64>(PANEL, std::min(strip.hi, a.S) - (w0 + p) * PANEL), T::PER_COLUMN);
+    };
+    const auto add_kept_of = [&](const Strip& strip, i64 p) ATTN_LAMBDA {
+      for (i64 r = strip.row; r < strip.row + strip.rows; ++r)
+        add_kept<T>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, words[p][r], values[p], j.ldv, a.DV, o + r * j.ldv);
+    };
+#if ATTN_TILES
+    // Beside the exponentials of a strip and a panel stand products of the panel's weights, and of the next strip's scores.
+    const auto in_tiles = [&]() ATTN_LAMBDA {
+      constexpr i64 COLUMNS = RESULTS * TILE;
+      for (i64 p = 0; p < panels; ++p) scores_of(strips[0], p);
+      for (i64 x = 0; x < count; ++x) {
+        const Strip& strip = strips[x];
+        const i64 r = strip.row;
+        const u32 plain = strip.active & ~strip.careful;
+        const i32* weights = reinterpret_cast<const i32*>(at_row(r));
+        float off[TILE];
+        vec sum[TILE];
+        if (strip.active) {
+          for (vec& each : sum) each = Isa::zero();
+          rescale_strip(running_of[x], top + r, j.scale.factor, o + r * j.ldv, j.ldv, off);
+        }
+        if (plain) load_results(o + r * j.ldv, j.ldv, j.ldv);
+        for (i64 p = 0; p < panels; ++p) {
+          if (strip.active >> p & 1)
+            for (i64 i = 0; i < strip.rows; ++i) sum[i] = weigh_panel(strip, r + i, p, off[i], sum[i]);
+          if (plain >> p & 1) add_panel(weights + p * PANEL, LD, values[p], j.ldv, columns_of(strip, p), j.ldv);
+          if (x + 1 < count) scores_of(strips[x + 1], p);
+        }
+        if (plain) store_results(o + r * j.ldv, j.ldv, j.ldv);
+        for (i64 d = COLUMNS; d < j.ldv && plain; d += COLUMNS) {
+          load_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
+          for (u32 m = plain; m; m &= m - 1) {
+            const i64 p = __builtin_ctz(m);
+            add_panel(weights + p * PANEL, LD, values[p] + d, j.ldv, columns_of(strip, p), j.ldv - d);
+          }
+          store_results(o + r * j.ldv + d, j.ldv, j.ldv - d);
+        }
+        for (u32 m = strip.active & strip.careful; m; m &= m - 1) add_kept_of(strip, __builtin_ctz(m));
+        if (strip.active) running_of[x].sum = Isa::add(running_of[x].sum, Isa::sums(sum));
+      }
+    };
+    if constexpr (T::TILES) {
+      in_tiles();
+      continue;
     }
+#endif
+    for (i64 p = 0; p < panels; ++p)
+      for (i64 x = 0; x < count; ++x) scores_of(strips[x], p);
     for (i64 x = 0; x < count; ++x) {
       const Strip& strip = strips[x];
       if (!strip.active) continue;
       for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
         const float off = rescale(running[r], Isa::reduce_max(top[r]), j.scale.factor, o + r * j.ldv, j.ldv);
         vec sum = Isa::zero();
-        for (u32 m = strip.active; m; m &= m - 1) {
-          const i64 p = __builtin_ctz(m), there = whole_steps(strip.hi - (w0 + p) * PANEL);
-          float* at = s + r * LD + p * PANEL;
-          if (a.seed) {
-            const u64 left = left_word(j.dropout, a.first_head + b * a.H + rows[r].h, rows[r].i, (w0 + p) * PANEL);
-            sum = weigh<T, true>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, left, sum);
-          } else {
-            sum = weigh<T, false>(at, reinterpret_cast<i32*>(at), there, j.scale.factor, off, 0, sum);
-          }
-        }
+        for (u32 m = strip.active; m; m &= m - 1) sum = weigh_panel(strip, r, __builtin_ctz(m), off, sum);
         running[r].sum += Isa::reduce_add(sum);
       }
       for (i64 r = strip.row + strip.rows; r < strip.row + strip_rows(strip.rows); ++r)
-        for (u32 m = strip.active; m; m &= m - 1) std::memset(s + r * LD + __builtin_ctz(m) * PANEL, 0, PANEL * 4);
+        for (u32 m = strip.active; m; m &= m - 1) std::memset(at_row(r) + __builtin_ctz(m) * PANEL, 0, PANEL * 4);
     }
-    const i32* weights = reinterpret_cast<const i32*>(s);
     for (i64 p = 0; p < panels; p += AHEAD_OF_STORES)
       for (i64 x = 0; x < count; ++x) {
         const Strip& strip = strips[x];
-        const u32 now = (strip.active >> p) & ((1u << AHEAD_OF_STORES) - 1);
-        if (!now) continue;
+        const u32 now = (strip.active >> p) & ((1u << AHEAD_OF_STORES) - 1), plain = now & ~(strip.careful >> p);
+        for (u32 m = now & ~plain; m; m &= m - 1) add_kept_of(strip, p + __builtin_ctz(m));
+        if (!plain) continue;
         const i64 r = strip.row;
         i64 counts[AHEAD_OF_STORES];
-        u32 plain = 0;
-        for (u32 m = now; m; m &= m - 1) {
-          const int y = __builtin_ctz(m);
-          const i64 key = (w0 + p + y) * PANEL;
-          counts[y] = blocks_of(std::min<i64>(PANEL, std::min(strip.hi, a.S) - key), T::PER_COLUMN);
-          if (!(careful[x] >> (p + y) & 1)) {
-            plain |= 1u << y;
-            continue;
-          }
-          for (i64 row = r; row < r + strip.rows; ++row)
-            add_kept<T>(weights + row * LD + (p + y) * PANEL, words[p + y][row], values[p + y], j.ldv, a.DV, o + row * j.ldv);
-        }
-        if (!plain) continue;
+        for (u32 m = plain; m; m &= m - 1) counts[__builtin_ctz(m)] = columns_of(strip, p + __builtin_ctz(m));
         for_rows(strip.rows, [&](auto MR) ATTN_LAMBDA {
-          add_values<T::PAIR, MR>(weights + r * LD + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
+          add_values<T::PAIR, MR>(reinterpret_cast<const i32*>(at_row(r)) + p * PANEL, LD, plain, values + p, counts, j.ldv, o + r * j.ldv, j.ldv, a.DV, ahead);
         });
       }
   }
+#if ATTN_TILES
+  if constexpr (T::TILES)
+    for (i64 x = 0; x < count; ++x) running_of[x].give(running + x * STRIP);
+#endif
   const st* mean_row = nullptr;
   for (i64 r = 0; r < n; ++r)
     write_row<T>(a, b, hk * j.group + (first + r) / a.L, (first + r) % a.L, running[r], j.scale.factor, j.dropout.factor, o + r * j.ldv, &mean_row);
@@ -247,19 +323,19 @@ template <class T> void attend_many(const Args& a) {
   j.panels = blocks_of(a.S, PANEL);
   j.columns = blocks_of(a.D, T::PER_COLUMN);
   j.packed_columns = round_up(j.columns, W);
-  j.ldv = round_up(a.DV, W);
+  j.ldv = round_up(a.DV, T::TILES ? 2 * W : W);
   j.key_panel = j.packed_columns * PANEL;
   j.value_panel = PANEL / T::PER_COLUMN * j.ldv;
   const int threads = threads_for(a);
   const bool own = j.blocks == 1;  // each panel is used by one task alone
   const bool whole = !own && a.B * a.HK >= 4 * threads && j.panels * (j.key_panel + j.value_panel) * 4 <= KEPT;
-  const i64 panels = own ? PANELS : whole ? j.panels : 0;
+  const i64 panels = own ? T::PANELS : whole ? j.panels : 0;
   Parts task;
   j.at_keys = task.add(size_t(panels * j.key_panel) * 4);
   j.at_values = task.add(size_t(panels * j.value_panel) * 4);
   j.at_finite = task.add(size_t(panels));
   j.at_q = task.add(size_t(ROWS * j.packed_columns) * 4);
-  j.at_s = task.add(size_t(ROWS * PANELS * PANEL) * 4);
+  j.at_s = task.add(size_t(ROWS * scores_of_row<T>()) * 4);
   j.at_o = task.add(size_t(ROWS * j.ldv) * 4);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
   j.parts_of_task = task;

@@ -222,7 +222,7 @@ def attention(
     args.lse = None if lse is None else lse.data_ptr()
     args.statistics = None if statistics is None else statistics.data_ptr()
     args.rest = None if rest is None else rest.data_ptr()
-    entry(query.dtype, given.get("score", ""))(ctypes.byref(args))
+    entry(query.dtype, given.get("score", ""), trains=statistics is not None)(ctypes.byref(args))
     return out
 
 

@@ -22,8 +22,16 @@ ELEMENTS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _OUTER = "attn_pass_cpu"
 BACKWARD = "attend_backward"
 """The kernel of the gradients, which takes ``BackwardArgs``."""
-_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "few.hpp")
-_BACKWARD_FILES = ("dropout.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "backward_tile.hpp", "backward.hpp")
+_FILES = ("dropout.hpp", "amx.hpp", "tiles.hpp", "many.hpp", "segments.hpp", "few.hpp")
+_BACKWARD_FILES = (
+    "dropout.hpp",
+    "amx.hpp",
+    "tiles.hpp",
+    "many.hpp",
+    "segments.hpp",
+    "backward_tile.hpp",
+    "backward.hpp",
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,14 @@ class InstructionSet:
     file: str
     features: str = ""  # as GCC's and Clang's attribute ``target`` takes them
     has_bf16_dots: bool = False
+    has_tiles: bool = False
 
 
 _AVX512 = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"
+_TILES_OF_GCC, _KNOWS_TILES = ",amx-tile,amx-bf16", "defined(__clang__) || __GNUC__ >= 11"
+_TILES = InstructionSet("amx", "isa_avx512.hpp", f"{_AVX512},avx512bf16{_TILES_OF_GCC}", True, True)
 ALL = (
+    _TILES,
     InstructionSet("avx512_bf16", "isa_avx512.hpp", f"{_AVX512},avx512bf16", has_bf16_dots=True),
     InstructionSet("avx512", "isa_avx512.hpp", _AVX512),
     InstructionSet("avx2", "isa_avx2.hpp", "avx2,fma,f16c"),
@@ -45,11 +57,27 @@ ALL = (
 )
 
 
-@cache
-def of_this_machine() -> tuple[InstructionSet, ...]:
-    """The one that `dispatch.hpp` chooses here: what is compiled for this process alone needs no other."""
-    from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+def in_tiles(dtype: torch.dtype, kernel: str = "attend_type", *, trains: bool = False) -> bool:
+    """Whether a kernel multiplies in tiles where the processor has them.
 
+    Tiles are of bfloat16. What a backward reads is left by the products that it makes again, which has none; few rows
+    leave tiles empty.
+    """
+    return dtype == torch.bfloat16 and kernel not in (BACKWARD, "attend_few") and not trains
+
+
+def everywhere(tiles: bool) -> tuple[InstructionSet, ...]:
+    """What a package holds; without the set that has tiles where a kernel does not use them."""
+    return ALL if tiles else tuple(s for s in ALL if not s.has_tiles)
+
+
+@cache
+def of_this_machine(tiles: bool = True) -> tuple[InstructionSet, ...]:
+    """The one that `dispatch.hpp` chooses here: what is compiled for this process alone needs no other."""
+    from torch.cpu import _init_amx, _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+
+    if tiles and processor_says("amx_bf16") and _is_avx512_bf16_supported() and _init_amx():
+        return (_TILES,)
     if _is_avx512_supported():
         name = "avx512_bf16" if _is_avx512_bf16_supported() and processor_says("AuthenticAMD") else "avx512"
     else:
@@ -120,21 +148,34 @@ def call_of(
         for s in sets
     ]
     cases[-1] = cases[-1].replace(f"case attn_pass_cpu::{sets[-1].name.upper()}", "default")
-    lines = ["  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set();", "  switch (set) {", *cases, "  }"]
+    tiles = str(any(s.has_tiles for s in sets)).lower()
+    lines = [
+        f"  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set({tiles});",
+        "  switch (set) {",
+        *cases,
+        "  }",
+    ]
     return "\n".join(lines).replace(_OUTER, namespace_of(score, kernel))
 
 
 def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
     body = "\n".join(_text(name) for name in (which.file, *files))
     has_features = which.features != ""
+    begin = _BEGIN.format(features=which.features) if has_features else ""
+    tiles = f"#define ATTN_TILES {int(which.has_tiles)}\n"
+    if which.has_tiles:
+        without = _BEGIN.format(features=which.features.replace(_TILES_OF_GCC, ""))
+        begin = f"#if {_KNOWS_TILES}\n{tiles}{begin}\n#else\n#define ATTN_TILES 0\n{without}\n#endif\n"
+        tiles = ""
     return "".join(
         (
             "\n#if defined(__x86_64__)\n" if has_features else "",
             f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n",
-            _BEGIN.format(features=which.features) if has_features else "",
+            tiles,
+            begin,
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
             _END if has_features else "",
-            "#undef ATTN_BF16_DOTS\n#undef captured\n",
+            "#undef ATTN_BF16_DOTS\n#undef ATTN_TILES\n#undef captured\n",
             "#endif\n" if has_features else "",
         )
     )

@@ -25,11 +25,12 @@ from attn_pass.devices.cpu.kernel.gradients import FORWARD, NAMES
 from attn_pass.devices.cpu.kernel.operator import BOUNDS, FULLY_MASKED, NUMBERS, OPERATOR, WITH_LSE
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED
 from attn_pass.devices.cpu.kernel.source import (
-    ALL,
     ELEMENTS,
     InstructionSet,
     arguments_of,
     call_of,
+    everywhere,
+    in_tiles,
     kernel_source,
     namespace_of,
     of_this_machine,
@@ -82,7 +83,8 @@ class Call(CppTemplate):
         """The kernel's source and the function that fills its arguments in."""
         assert not epilogue_nodes, "nothing is fused into it"
         out = self.output_node if template_buffer_node is None else template_buffer_node
-        sets, chosen = _sets(), self._kernel()
+        dtype, chosen = self.operands["q"].get_dtype(), self._kernel()
+        sets = _sets(in_tiles(dtype, chosen, trains="statistics" in self.written))
         return str(
             self._template_from_string(_SOURCE).render(
                 template=self,
@@ -95,7 +97,7 @@ class Call(CppTemplate):
                 structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
                 filled=self._filled(kernel, out),
-                call=call_of(self.operands["q"].get_dtype(), sets, chosen, self.score),
+                call=call_of(dtype, sets, chosen, self.score),
             )
         )
 
@@ -195,9 +197,9 @@ def strides_in(node: Any, shape: Any) -> list[Any]:
     return [0] * lead + [0 if o else s for o, s in zip(one, stride)]
 
 
-def _sets() -> tuple[InstructionSet, ...]:
+def _sets(tiles: bool) -> tuple[InstructionSet, ...]:
     """A package runs anywhere; what is compiled for this process runs here."""
-    return ALL if V.graph.aot_mode else of_this_machine()
+    return everywhere(tiles) if V.graph.aot_mode else of_this_machine(tiles)
 
 
 def laid_out(x: Any) -> Any:

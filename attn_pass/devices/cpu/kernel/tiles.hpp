@@ -6,26 +6,30 @@ constexpr int WIDE = Isa::NR * W;      // columns of the micro-kernel
 
 struct F32 {
   using st = float;
-  static constexpr int CODE = FLOAT32, PER_COLUMN = 1, DEGREE = 5;
-  static constexpr bool PAIR = false;
+  using Few = F32;
+  static constexpr int CODE = FLOAT32, PER_COLUMN = 1, DEGREE = 5, STRIP = 6, PANELS = 4;
+  static constexpr bool PAIR = false, TILES = false;
   ATTN_INLINE vec widen(const st* p) { return Isa::load(p); }
   ATTN_INLINE vec some(const st* p, i64 n) { return Isa::load_some(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store(p, x); }
   ATTN_INLINE float one(st x) { return x; }
 };
-struct BF16 {
+template <bool PAIRS, bool IN_TILES> struct BFloat16 {
   using st = u16;
-  static constexpr int CODE = BFLOAT16, PER_COLUMN = Isa::PAIRS ? 2 : 1, DEGREE = 3;
-  static constexpr bool PAIR = Isa::PAIRS;
+  using Few = BFloat16<PAIRS && !IN_TILES, false>;  // of few rows tiles would be empty, and pairs are no faster there
+  static constexpr int CODE = BFLOAT16, PER_COLUMN = PAIRS ? 2 : 1, DEGREE = 3, STRIP = IN_TILES ? 16 : 6, PANELS = IN_TILES ? 8 : 4;
+  static constexpr bool PAIR = PAIRS, TILES = IN_TILES;
   ATTN_INLINE vec widen(const st* p) { return Isa::load_bf16(p); }
   ATTN_INLINE vec some(const st* p, i64 n) { return PAIR ? Isa::load_some_pairs(p, n) : Isa::load_some_bf16(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store_bf16(p, x); }
   ATTN_INLINE float one(st x) { return from_bf16(x); }
 };
+using BF16 = BFloat16<Isa::PAIRS, ATTN_TILES>;
 struct F16 {
   using st = u16;
-  static constexpr int CODE = FLOAT16, PER_COLUMN = 1, DEGREE = 4;
-  static constexpr bool PAIR = false;
+  using Few = F16;
+  static constexpr int CODE = FLOAT16, PER_COLUMN = 1, DEGREE = 4, STRIP = 6, PANELS = 4;
+  static constexpr bool PAIR = false, TILES = false;
   ATTN_INLINE vec widen(const st* p) { return Isa::load_f16(p); }
   ATTN_INLINE vec some(const st* p, i64 n) { return Isa::load_some_f16(p, n); }
   ATTN_INLINE void narrow(st* p, vec x) { Isa::store_f16(p, x); }
@@ -75,6 +79,22 @@ template <int DEGREE> ATTN_INLINE vec exp2_of(vec t) {
     p = Isa::fma(p, f, Isa::set1(6.93146978e-1f));
   }
   return Isa::times_exp2(Isa::fma(p, f, Isa::set1(1.0f)), n);
+}
+
+// As exact as 3 degrees, on [0, 1): beside products in tiles the exponentials are most of the work.
+#if ATTN_TILES
+ATTN_INLINE vec quick_exp2(vec t) {
+  const vec f = Isa::fraction(t);
+  vec p = Isa::fma(Isa::set1(7.70672411e-2f), f, Isa::set1(2.27644980e-1f));
+  p = Isa::fma(p, f, Isa::set1(6.95116639e-1f));
+  return Isa::times_exp2_floor(Isa::fma(p, f, Isa::set1(1.0f)), t);
+}
+#else
+ATTN_INLINE vec quick_exp2(vec t) { return exp2_of<3>(t); }
+#endif
+template <class T> ATTN_INLINE vec weight_of(vec t) {
+  if constexpr (T::TILES) return quick_exp2(t);
+  else return exp2_of<T::DEGREE>(t);
 }
 
 // ---- memory that is read next, line by line beside the products: in one go it would wait for the lines before it
@@ -163,7 +183,8 @@ void pack_keys(const typename T::st* k, const i64* stride, i64 n, i64 dim, typen
     }
   }
 }
-// n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite.
+// n values of a panel -> rows of `ld` columns of floats, or pairs of rows; says whether all are finite. In tiles zeros
+// make up for the last step's.
 template <class T>
 bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64 ld, typename T::st* room, i32* out) {
   vec check = Isa::zero();
@@ -188,6 +209,10 @@ bool pack_values(const typename T::st* v, const i64* stride, i64 n, i64 dim, i64
         Isa::store_bits(out + s * ld + d, x);
       }
     }
+  }
+  if constexpr (T::TILES) {
+    const i64 there = blocks_of(n, 2);
+    std::memset(out + there * ld, 0, size_t((round_up(there, W) - there) * ld) * 4);
   }
   const float sum = Isa::reduce_add(check);
   return finite && sum == sum;
@@ -383,6 +408,20 @@ ATTN_ONCE void score_panel(const i32* q, i64 ldq, i64 columns, const i32* keys, 
 // The same for as many rows as a strip has.
 template <class T, class Next>
 ATTN_INLINE void score_strip(const i32* q, i64 ldq, i64 columns, const i32* keys, i64 there, i64 count, bool done, float* s, i64 ld, vec* top, Next& next) {
+#if ATTN_TILES
+  if constexpr (T::TILES) {
+    score_tiles(q, ldq, keys, PANEL, there, s, ld);
+    for (i64 r = 0; r < count && done; ++r) {
+      vec first = top[r], second = Isa::load(s + r * ld);
+      for (i64 n = 0; n < there; n += 2 * W) {
+        first = Isa::max(Isa::load(s + r * ld + n), first);
+        second = Isa::max(Isa::load(s + r * ld + n + W), second);
+      }
+      top[r] = Isa::max(first, second);
+    }
+    return;
+  }
+#endif
   constexpr int HALF = Isa::NR * W >= PANEL ? Isa::NR / 2 : Isa::NR;
   for_rows(count, [&](auto MR) ATTN_LAMBDA {
     if (there > HALF * W) score_panel<T::PAIR, MR, Isa::NR>(q, ldq, columns, keys, there, done, s, ld, top, next);
@@ -405,8 +444,8 @@ template <class T, bool DROPS> ATTN_INLINE vec weigh(const float* s, i32* p, i64
   const vec by = Isa::set1(factor), off = Isa::set1(-taken);
 #pragma GCC unroll 4
   for (int i = 0; i < there; i += 2 * W) {
-    vec e0 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
-    vec e1 = exp2_of<T::DEGREE>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
+    vec e0 = weight_of<T>(Isa::mul(Isa::add(Isa::load(s + i), off), by));
+    vec e1 = weight_of<T>(Isa::mul(Isa::add(Isa::load(s + i + W), off), by));
     sum = Isa::add(sum, Isa::add(e0, e1));
     if constexpr (DROPS) e0 = Isa::keep(u32(left >> i), e0, Isa::zero()), e1 = Isa::keep(u32(left >> (i + W)), e1, Isa::zero());
     if constexpr (T::PAIR) {
