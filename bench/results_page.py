@@ -49,10 +49,11 @@ SCALING = "S5.2: speedup over the sequence length"
 CURVE = "never-slower"
 OTHERS = (
     ("never-slower.md", "a grid of 164 shapes: stock, the pass, and every form that the pass could have taken"),
-    ("never-slower-intel.md", "the same on another processor, by the constants of the first one"),
+    ("never-slower-intel.md", "the same on a processor without AMX, by the constants of an AMD EPYC"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
+    ("kernel-cpu-amx.md", "the same on a processor with AMX"),
     ("training-cpu.md", "training steps"),
     ("steps-cpu.md", "whole training steps with the optimizer"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),

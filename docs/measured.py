@@ -100,7 +100,8 @@ def never_slower() -> Iterator[str]:
         slower = sum(r.get("verdict") == "slower" for r in rows)
         low = below(rows)
         link = f"[run](docs/results/{name}.md)"
-        yield f"- {run['device']}: {slower} of {len(rows)} shapes are slower by this rule ({link})."
+        are = "is" if slower == 1 else "are"
+        yield f"- {run['device']}: {slower} of {len(rows)} shapes {are} slower by this rule ({link})."
         yield ""
         yield f"  <details><summary>{len(low)} shapes below {BELOW} at the median and the 10th percentile</summary>"
         yield ""

@@ -91,18 +91,18 @@ class Core:
 _AVX512 = Core(
     matmul_gflops={torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0},
     fused_gflops={torch.float32: 85.0, torch.float64: 42.0, torch.bfloat16: 80.0, torch.float16: 45.0},
-    vector_gflops={torch.float32: 36.0, torch.bfloat16: 25.0, torch.float16: 25.0},
+    vector_gflops={torch.float32: 36.0, torch.bfloat16: 17.0, torch.float16: 13.0},
     exp_gops=1.7,
     memory_gbytes=11.0,
     cache_gbytes=25.0,
     op_us=6.0,
     kernel_us=3.0,
     fused_op_us=15.0,
-    template_us=40.0,
+    template_us=8.0,
     times=CoreTimes(
         task_us=(0.7, 2.0),  # half precision is packed
-        score_ns=(1.2, 0.3),
-        half_mask_ns=2.5,
+        score_ns=(1.2, 2.3),
+        half_mask_ns=0.7,
         few_rows_rate={torch.float16: 0.35},
         few_rows_traffic=1.4,
     ),
@@ -121,22 +121,37 @@ _AVX512_FP16 = Core(
     template_us=8.0,
     times=replace(_AVX512.times, few_rows_products=0.5),
 )
+# With products of bfloat16 in tiles (AMX) beside those of float16.
+_AMX = replace(
+    _AVX512_FP16,
+    matmul_gflops={torch.float32: 190.0, torch.float64: 95.0, torch.bfloat16: 450.0, torch.float16: 160.0},
+    fused_gflops={torch.float32: 150.0, torch.float64: 75.0, torch.bfloat16: 400.0, torch.float16: 140.0},
+    vector_gflops={torch.float32: 15.0, torch.bfloat16: 12.0, torch.float16: 13.0},
+    exp_gops=2.0,
+    memory_gbytes=26.0,
+    cache_gbytes=40.0,
+    op_us=6.0,
+    kernel_us=3.5,
+    fused_op_us=15.0,
+    times=replace(_AVX512_FP16.times, few_rows_traffic=2.4),
+)
+_UNMEASURED = replace(_AVX512, template_us=40.0)  # where small shapes were not measured with the CPU kernel
 # Of data sheets (Neoverse V2 at 2.8 GHz: four units of 128 bits, products of bfloat16 by BFMMLA), times what the first
 # row reaches of its own; what a call costs is the first row's.
 _NEON = replace(
-    _AVX512,
+    _UNMEASURED,
     matmul_gflops={torch.float32: 70.0, torch.float64: 35.0, torch.bfloat16: 180.0, torch.float16: 110.0},
     fused_gflops={torch.float32: 60.0, torch.float64: 30.0, torch.bfloat16: 60.0, torch.float16: 60.0},
     vector_gflops={torch.float32: 30.0, torch.bfloat16: 20.0, torch.float16: 20.0},
 )
-_CORES = {"avx512_fp16": _AVX512_FP16, "neon": _NEON}
-_MEASURED = ("avx512", "avx512_bf16", "avx512_fp16")
+_CORES = {"avx512": _AVX512, "avx512_bf16": _AVX512, "avx512_fp16": _AVX512_FP16, "amx": _AMX, "neon": _NEON}
+_MEASURED = ("avx512", "avx512_bf16", "avx512_fp16", "amx")
 
 
 @lru_cache(maxsize=8)
 def processor(cores: int, instruction_set: str = "avx512") -> Device:
     """A CPU with that many cores; those with AVX-512 are measured; what is not listed has the first's rates."""
-    core = _CORES.get(instruction_set, _AVX512)
+    core = _CORES.get(instruction_set, _UNMEASURED)
     return Device(
         type="cpu",
         name=f"cpu, {counted(cores, 'core')}",

@@ -223,7 +223,8 @@ def test_a_decomposed_export_becomes_a_package(table: str, forms: tuple[str, ...
     renamed = [_renamed(of_form, f"_{n}") for n, of_form in enumerate(shapes)]
     examples, lengths = (tuple(x for part in parts for x in part) for parts in (inputs, renamed))
     program = exported(together, examples, lengths).run_decompositions(TABLES[table]())
-    path = attn_pass.aot_compile(program, package_path=tmp_path / "m.pt2", options={"choose": "fused"})
+    options = {"choose": "fused", "targets": ("sdpa",)}
+    path = attn_pass.aot_compile(program, package_path=tmp_path / "m.pt2", options=options)
     sites = attn_pass.package_report(path).sites
     assert [site.target for site in sites] == ["sdpa"] * len(forms)
     assert [site.poor_cases for site in sites] == [(case,) if case else () for case in poor_cases]

@@ -99,7 +99,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def collected() -> tuple[Report, Collection]:
     inputs = [torch.randn(2, 4, 70, 16) for _ in range(3)]
     with collect() as collection:
-        report = attn_pass.explain(causal, *inputs, attn_pass_options={"choose": "fused"})
+        report = attn_pass.explain(causal, *inputs, attn_pass_options={"choose": "fused", "targets": ("sdpa",)})
     return report, collection
 
 

@@ -69,7 +69,8 @@ def test_a_mask_made_in_the_model_is_named_and_the_module_too() -> None:
 def test_a_site_that_is_left_has_its_mask_and_shapes() -> None:
     module = nn.MultiheadAttention(64, 4, batch_first=True, dropout=0.1).train()
     settings = {"key_padding_mask": PADDED, "need_weights": False}
-    (site,) = attn_pass.explain(module, X, MEMORY, MEMORY, **settings).sites
+    options = {"targets": ("sdpa",)}
+    (site,) = attn_pass.explain(module, X, MEMORY, MEMORY, attn_pass_options=options, **settings).sites
     assert site.outcome == "left" and "dropout" in str(site.refusals) + site.reason
     assert (site.mask, site.shapes["key"]) == ("padding", (2, 4, 24, 16))
     (site,) = attn_pass.explain(nn.TransformerEncoderLayer(64, 4, batch_first=True).eval(), X).sites

@@ -28,15 +28,17 @@ _SAMPLES = 64  # strips at which what they see is counted
 
 _GAINS: Mapping[str, Mapping[torch.dtype, float]] = {
     "avx512": {torch.float32: 1.08, torch.bfloat16: 1.8, torch.float16: 1.25},
-    "avx512_fp16": {torch.float32: 1.08, torch.bfloat16: 1.8, torch.float16: 1.25},
-    "avx512_bf16": {torch.float32: 1.2, torch.bfloat16: 2.1, torch.float16: 1.8},
+    "avx512_fp16": {torch.float32: 1.03, torch.bfloat16: 1.8, torch.float16: 1.25},
+    "avx512_bf16": {torch.float32: 1.25, torch.bfloat16: 2.1, torch.float16: 2.1},
     "avx2": {torch.float32: 0.92, torch.bfloat16: 1.1, torch.float16: 1.1},
-    "amx": {torch.float32: 1.08, torch.bfloat16: 0.4, torch.float16: 0.8},
+    "amx": {torch.float32: 1.08, torch.bfloat16: 1.7, torch.float16: 1.2},
 }
 """By instruction set: how many times the rate of torch's fused kernel large problems get (docs/kernel.md).
 
-With AMX torch's kernel multiplies bfloat16 in tiles, which this one does not: a guess.
+With AMX both multiply bfloat16 in tiles; this one not with few rows, and not in training.
 """
+_WITHOUT_TILES = 0.42  # of torch's rate with them
+_VECTORS = 4.0  # what work on vectors counts beside products in tiles
 _PLAIN = 0.25  # the compiler's own vectors, beside torch's kernel with AVX2: it is taken only for what masks save
 
 _SHORT = 0.8
@@ -48,8 +50,9 @@ _PACKED = 25.0  # an element of keys or values that is packed
 _ROW = 20.0  # an element of a row of the query or the result
 _WIDE = 0.85  # of the gain with head dims over 128
 _FEW_KEYS = 0.6  # of the gain where a panel is not half full; in bfloat16 torch's kernel is as slow
-_FEW_ELEMENT, _FEW_SCORE = 16.0, 120.0  # with few rows: an element of keys or values, and a score
-_FEW_ROW = 15_000.0  # a row of them, whatever the keys
+# With few rows: a byte of keys or values, a product, a score, and a row whatever the keys.
+_FEW_BYTE, _FEW_PRODUCT, _FEW_SCORE, _FEW_ROW = 2.8, 1.4, 60.0, 6500.0
+_FEW_TAIL, _LANES = 1.8, 16  # so much more where head dims end within a vector
 _LOOKED_AT = 30.0  # a score where the mask is a tensor
 _ADDED = 35.0  # a score that something is added to
 _OPERATION, _TRANSCENDENTAL = 4.0, 50.0  # one of a score function, on a score
@@ -61,22 +64,25 @@ _LEARNED: Mapping[torch.dtype, tuple[int, float, float]] = {
     torch.bfloat16: (1024, 4.5, 2.3),
     torch.float16: (0, 1.4, 1.4),
 }
-_FEW_TRAFFIC = 1.25  # few rows read keys and values at 0.8 of the rate of a plain read
+_FEW_TRAFFIC = 0.55  # keys and values are read ahead: at more than the rate at which other kernels read them
 
 
 def microseconds(a: Attention, problem: Problem, device: Device, share: float) -> float:
     """The whole call, in which this share of the scores is computed."""
     rows = problem.q_len * problem.heads // max(1, problem.kv_heads)
     heads = problem.batch * problem.kv_heads
-    gain = _gain(device, problem.dtype)
-    if few := rows <= FEW_ROWS and not (a.needs_grad or a.dropout):
+    few = rows <= FEW_ROWS and not (a.needs_grad or a.dropout)
+    in_tiles = _has_tiles(device, problem.dtype) and not (few or a.needs_grad)
+    gain = _WITHOUT_TILES if _has_tiles(device, problem.dtype) and not in_tiles else _gain(device, problem.dtype)
+    if few:
         gain /= _GAINS["avx512"][problem.dtype]
     elif max(problem.head_dim, problem.value_dim) > 128:
         gain *= _WIDE
-    elif problem.kv_len <= _HALF_PANEL and problem.dtype != torch.bfloat16:
+    elif problem.kv_len <= _HALF_PANEL and (problem.dtype == torch.float32 or device.instruction_set != "avx512_bf16"):
         gain *= _FEW_KEYS
-    work = (_few if few else _many)(problem, rows, heads, share)
-    work += share * problem.scores * _each_score(a, problem)
+    beside = _VECTORS if in_tiles else 1.0
+    work = _few(problem, rows, heads, share) if few else _many(problem, rows, heads, share, beside)
+    work += beside * share * problem.scores * _each_score(a, problem)
     tasks = heads * -(-problem.kv_len // 256) if few else heads * -(-rows // _ROWS)
     cores = min(device.cores, max(1, tasks))
     arithmetic = work / (gain * device.fused(problem.dtype) * cores / device.cores) / 1e3
@@ -97,6 +103,10 @@ def in_training(forward: float, a: Attention, problem: Problem) -> float:
     return forward * (of_few if problem.kv_len < few else of_many)
 
 
+def _has_tiles(device: Device, dtype: torch.dtype) -> bool:
+    return device.instruction_set == "amx" and dtype == torch.bfloat16
+
+
 def _gain(device: Device, dtype: torch.dtype) -> float:
     return _GAINS.get(device.instruction_set, {}).get(dtype, _PLAIN)
 
@@ -108,19 +118,21 @@ def falls_short(device: Device, dtype: torch.dtype) -> bool:
     return device.fused(dtype) < _SHORT * max(device.matmul(dtype), device.fused(torch.float32))
 
 
-def _many(p: Problem, rows: int, heads: int, share: float) -> float:
+def _many(p: Problem, rows: int, heads: int, share: float, beside: float) -> float:
     padded = rows // _ROWS * _ROWS + -(-(rows % _ROWS) // _STRIP) * _STRIP
     keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
     products = 2.0 * padded * (keys * p.head_dim + p.kv_len * p.value_dim)
     packing = _PACKED * p.kv_len * (p.head_dim + p.value_dim)
     own = _ROW * rows * (p.head_dim + p.value_dim)
-    return heads * (share * products + packing + own + -(-rows // _ROWS) * _TASK)
+    return heads * (share * products + beside * (packing + own + -(-rows // _ROWS) * _TASK))
 
 
 def _few(p: Problem, rows: int, heads: int, share: float) -> float:
     keys = -(-p.kv_len // _HALF_PANEL) * _HALF_PANEL
-    reading = share * keys * (_FEW_ELEMENT * (p.head_dim + p.value_dim) + _FEW_SCORE * rows)
-    return heads * (reading + _FEW_ROW * rows)
+    elements = p.head_dim + p.value_dim
+    each = elements * (_FEW_BYTE * p.dtype.itemsize + _FEW_PRODUCT * rows) + _FEW_SCORE * rows
+    tail = _FEW_TAIL if p.head_dim % _LANES or p.value_dim % _LANES else 1.0
+    return heads * (share * keys * each * tail + _FEW_ROW * rows)
 
 
 def _each_score(a: Attention, p: Problem) -> float:

@@ -85,7 +85,7 @@ def in_the_kernel(keep: Keep | None, dynamic: bool) -> float:
         ("avx512_fp16", HALF, True),
         ("avx512_bf16", HALF, True),
         ("amx", torch.float32, True),
-        ("amx", HALF, False),
+        ("amx", HALF, True),
         ("avx2", torch.float32, False),
         ("avx2", HALF, True),
         ("plain", torch.float32, False),
@@ -107,14 +107,25 @@ def test_a_narrow_window_is_worth_it_on_any(name: str, of: Callable[[str], None]
     assert times["cpu_kernel"] < times["sdpa"]
 
 
-def test_few_rows_with_tiles_are_left_to_torch(of: Callable[[str], None]) -> None:
-    operands = qkv(1, 8, 1, 4096, dim=64, dtype=HALF)
-    of("avx512")
-    times = predicted(masked(None), *operands)
-    assert times["cpu_kernel"] < times["sdpa"]
-    of("amx")
-    times = predicted(masked(None), *operands)
-    assert times["cpu_kernel"] > times["sdpa"]
+def test_in_training_only_torchs_kernel_has_tiles(of: Callable[[str], None]) -> None:
+    operands = qkv(1, 8, LENGTH, LENGTH, dim=64, dtype=HALF, grad=True)
+    for name, faster in (("avx512", True), ("amx", False)):
+        of(name)
+        torch._dynamo.reset()
+        (site,) = attn_pass.explain(masked(None), *operands).sites
+        assert (site.predicted_us["cpu_kernel"] < site.predicted_us["sdpa"]) == faster
+
+
+def test_work_beside_products_in_tiles_takes_no_less_time(of: Callable[[str], None]) -> None:
+    """A mask that is a tensor is looked at by vectors: it is a larger part of what tiles are faster in."""
+    looked_at = {}
+    for name in ("avx512", "amx"):
+        of(name)
+        q, k, v = qkv(1, 8, LENGTH, LENGTH, dim=64, dtype=HALF)
+        keep = torch.rand(LENGTH, LENGTH) < 0.5
+        with_mask = predicted(lambda q, k, v, m: (q @ k.mT).masked_fill(~m, NEG_INF).softmax(-1) @ v, q, k, v, keep)
+        looked_at[name] = with_mask["cpu_kernel"] / predicted(masked(None), q, k, v)["cpu_kernel"]
+    assert looked_at["amx"] > looked_at["avx512"] > 1.0
 
 
 def test_wide_heads_and_short_keys_are_left_to_torch(of: Callable[[str], None]) -> None:
@@ -159,12 +170,20 @@ def test_where_products_of_float16_are_fast_they_may_stay(of: Callable[[str], No
 
 def test_small_shapes_are_the_kernels_where_it_was_measured_on_them(of: Callable[[str], None]) -> None:
     operands = qkv(1, 4, 64, 64, dim=32)
-    of("avx512")
+    of("avx2")
     times = predicted(masked(None), *operands)
     assert times["cpu_kernel"] > times["sdpa"]
-    of("avx512_fp16")
-    times = predicted(masked(None), *operands)
-    assert times["cpu_kernel"] < min(times["sdpa"], times["leave"])
+    for name in ("avx512", "avx512_bf16", "avx512_fp16", "amx"):
+        of(name)
+        times = predicted(masked(None), *operands)
+        assert times["cpu_kernel"] < min(times["sdpa"], times["leave"]), name
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx512_fp16", "amx"])
+def test_head_dims_that_end_within_a_vector_cost_more_with_few_rows(name: str, of: Callable[[str], None]) -> None:
+    of(name)
+    whole, tail = (predicted(masked(None), *qkv(1, 8, 16, 512, dim=dim))["cpu_kernel"] for dim in (80, 72))
+    assert tail > 1.3 * whole
 
 
 @pytest.mark.parametrize(
