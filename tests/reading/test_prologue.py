@@ -460,6 +460,50 @@ NOT: dict[str, tuple[Rotate, str]] = {
 }  # fmt: skip
 
 
+def by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+
+def by_sections(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As Qwen's for images: sections of the head dim have tables of their own kind of position."""
+    cos, sin = (
+        torch.cat([each[n % 3] for n, each in enumerate(table.split([1, 1, 2] * 2, -1))], -1).unsqueeze(1)
+        for table in (cos, sin)
+    )
+    return turned(x, cos, sin)
+
+
+def in_one_table(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    sin, cos = (each.repeat_interleave(2, -1) for each in torch.cat((sin, cos), -1).chunk(2, -1))
+    return x * cos + neighbours(x) * sin
+
+
+def flipped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin.flip(-1)), -1)
+
+
+@pytest.mark.parametrize(
+    ("rotate", "shape", "expected"),
+    [
+        (by_halves, (L, D // 2), HALVES),
+        (by_sections, (3, B, L, D), f"{HALVES}, with tables for each sequence"),
+        (in_one_table, (L, D // 2), INTERLEAVED),
+        (flipped, (L, D // 2), f"not read: {OTHER_ANGLE}"),
+        (lambda x, cos, _: turned(x, cos, cos), (L, D), f"not read: {NO_ANGLE}"),
+    ],
+)
+def test_tables_that_are_given(rotate: Callable[..., Tensor], shape: tuple[int, ...], expected: str) -> None:
+    """They are taken to be cosines and sines, where each element of a pair reads them at its place."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+    angle = torch.randn(shape, dtype=torch.float64)
+    assert read_function(program, *inputs(), angle.cos(), angle.sin()) == both(expected)
+
+
 @pytest.mark.parametrize("rotate", [pairs("sin", "cos", "sin", "cos"), lambda x: halves(x * WEIGHT) * 1.5])
 def test_a_rotation_all_the_same(rotate: Rotate) -> None:
     """By what is left to a right angle, and of weighted elements."""
