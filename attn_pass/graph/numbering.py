@@ -33,7 +33,8 @@ class Numbers:
         computed = node.op in ("call_function", "call_method") and is_pure(node)
         if not computed or not depth or "dropout" in str(node.target) or self._effects.mutations(node):
             return node
-        at = self._effects.position[node]
+        if (at := self._effects.position.get(node)) is None:  # made since the effects were read
+            return node
         args: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), lambda a: self._argument(a, at, depth))
         key = (node.op, node.target, repr(args), str(self._regions.of(node)))
         self._known[node] = ("computed", self._number.setdefault(key, len(self._number)))

@@ -35,6 +35,7 @@ class Annotated(torch.nn.Module):
         return annotated(q, k, v)
 
 
+FUSED = {"choose": "fused", "targets": ("sdpa", "flex")}
 EXPECTED = ["sdpa", "left", "left", "sdpa"]
 
 
@@ -105,21 +106,20 @@ def test_an_unknown_target_is_an_error_of_the_user() -> None:
         torch.compile(misspelt, backend=attn_pass.wrap("eager"))(*qkv())
 
 
-def test_exported_programs_keep_annotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_PASS_CHOOSE", "fused")
+def test_exported_programs_keep_annotations() -> None:
     inputs = qkv()
-    assert became(attn_pass.explain(torch.export.export(Annotated(), inputs, strict=True))) == EXPECTED
+    programs = [torch.export.export(Annotated(), inputs, strict=True)]
     with preserve_node_meta():
-        program = torch.export.export(Annotated(), inputs)
-    assert became(attn_pass.explain(program)) == EXPECTED
-    assert became(attn_pass.explain(program.run_decompositions())) == EXPECTED
+        programs.append(torch.export.export(Annotated(), inputs))
+    programs.append(programs[-1].run_decompositions())
+    for program in programs:
+        assert became(attn_pass.explain(program, attn_pass_options=FUSED)) == EXPECTED
 
 
 @pytest.mark.slow
-def test_packages_keep_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTN_PASS_CHOOSE", "fused")
+def test_packages_keep_annotations(tmp_path: Path) -> None:
     inputs = qkv()
-    path = attn_pass.aot_compile(Annotated(), inputs, package_path=tmp_path / "model.pt2")
+    path = attn_pass.aot_compile(Annotated(), inputs, package_path=tmp_path / "model.pt2", options=FUSED)
     assert became(attn_pass.package_report(path)) == EXPECTED
     result = torch._inductor.aoti_load_package(path)(*inputs)
     for ours, eager in zip(result, annotated(*inputs)):
@@ -172,6 +172,7 @@ class Opaque(torch.nn.Module):
 )
 def test_an_annotation_applies_to_an_opaque_call(value: Any, rules: dict[str, str], outcome: str) -> None:
     with torch.no_grad():
-        report = attn_pass.explain(Opaque(value).eval(), torch.randn(2, 5, 16), attn_pass_options={"rules": rules})
+        options = {"rules": rules, "targets": ("sdpa", "flex")}
+        report = attn_pass.explain(Opaque(value).eval(), torch.randn(2, 5, 16), attn_pass_options=options)
     assert became(report) == [outcome]
     assert outcome == "sdpa" or "the program's annotation" in report.sites[0].reason or "the rule for" in str(report)

@@ -30,6 +30,7 @@ from attn_pass.targets.sdpa import Sdpa
 
 Tensor = torch.Tensor
 UNLOWERABLE = toy.UNLOWERABLE
+TARGETS = ("broken", "sound", "sdpa")
 DYNAMO = torch._dynamo.backends.registry.lookup_backend
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -104,7 +105,7 @@ def compiled_with(
     torch._dynamo.reset()
     with attn_pass.record() as report, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = torch.compile(fn, backend=attn_pass.wrap(backend, **options))(*args)
+        out = torch.compile(fn, backend=attn_pass.wrap(backend, **{"targets": TARGETS, **options}))(*args)
     return out, report, [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
 
 
@@ -279,7 +280,8 @@ def test_a_package_is_made_without_the_target(tmp_path: Path) -> None:
             return attention(*wide) + attention(*narrow).sum()
 
     args = (qkv(16), qkv(24))
+    options = {"choose": "fused", "targets": TARGETS}
     with toy.refused_by_inductor(), pytest.warns(attn_pass.AttnPassWarning, match="without broken"):
-        path = attn_pass.aot_compile(Model(), args, package_path=tmp_path / "m.pt2", options={"choose": "fused"})
+        path = attn_pass.aot_compile(Model(), args, package_path=tmp_path / "m.pt2", options=options)
     assert [s.target for s in attn_pass.package_report(path).sites] == ["sdpa", "sdpa"]
     torch.testing.assert_close(torch._inductor.aoti_load_package(path)(*args), Model()(*args))

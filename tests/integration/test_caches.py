@@ -26,6 +26,7 @@ def attend(q, k, v):
     return (q @ k.mT * 0.25).softmax(-1) @ v
 
 def run(entry, options):
+    options = {"targets": ["sdpa"], **options}
     torch._dynamo.reset()
     counters.clear()
     with attn_pass.record() as report:
@@ -107,4 +108,4 @@ def test_another_process_hits_and_tells_the_same(tmp_path: Path) -> None:
     with (copied / "attn_pass" / "targets" / "sdpa.py").open("a") as file:
         file.write("\nSdpa.consider = lambda self, *_: Refusal('sdpa', 'changed')\n")
     ((changed,),) = in_processes(tmp_path, [("enabled", {})], source=copied)
-    assert changed["misses"] and sites(changed)[0][1] != "sdpa"
+    assert sites(changed)[0][0] == "left" and "changed" in json.loads(changed["report"])["sites"][0]["reason"]

@@ -72,7 +72,7 @@ def three(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 BATCH, KEYS = Dim("batch", min=1, max=2048), Dim("keys", min=2, max=4096)
 LENGTH, ROWS = Dim("length", min=2, max=1024), Dim("rows", min=2, max=1024)
-# The model, example inputs, dynamic shapes, other inputs, and what it has to become: the target, the poor cases.
+# The model, example inputs, dynamic shapes, other inputs, and what a rule asks it to become, the poor cases.
 CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any, tuple[Tensor, ...], tuple[str, list[str]]]] = {
     "plain": (
         Plain(),
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any, tuple[Tensor, ...], t
         three((1, 2, 200, 32), (1, 2, 200, 32)),
         ({2: ROWS}, {2: ROWS}, {2: ROWS}),
         three((1, 2, 333, 32), (1, 2, 333, 32)),
-        ("cpu_kernel", []),
+        ("flex", []),
     ),
     "decode": (
         Decode(),
@@ -129,7 +129,8 @@ def together(part: int) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def package(for_this_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("package") / "together.pt2"
-    options = {"choose": "fused", "on_error": "raise"}
+    rules = {f"models.{i}": target for i, (*_, (target, _)) in enumerate(CASES.values())}
+    options = {"choose": "fused", "on_error": "raise", "rules": rules}
     model = Together().eval()
     attn_pass.aot_compile(model, together(1), dynamic_shapes=(together(2),), package_path=path, options=options)
     sites = attn_pass.package_report(path).sites

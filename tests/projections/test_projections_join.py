@@ -158,14 +158,20 @@ def test_autocast_rounds_as_it_did() -> None:
         traced = Traced(model)
         got, wanted = traced(x), model(x)
     assert got.dtype is torch.bfloat16 and [r.outcome for r in traced.records] == ["joined"]
-    torch.testing.assert_close(got, wanted)
+    as_near(got, wanted, copy.deepcopy(model).double()(x.double()))
 
 
 def test_in_bfloat16() -> None:
     model, x = Projected().bfloat16(), torch.randn(B, L, E, dtype=torch.bfloat16)
     traced = Traced(model)
-    torch.testing.assert_close(traced(x), model(x))
+    as_near(traced(x), model(x), copy.deepcopy(model).double()(x.double()))
     assert [r.outcome for r in traced.records] == ["joined"]
+
+
+def as_near(got: torch.Tensor, wanted: torch.Tensor, exact: torch.Tensor) -> None:
+    """A wider product is cut into other pieces, and rounds otherwise by an amount of the same size."""
+    errors = [float((x.double() - exact).abs().max()) for x in (got, wanted)]
+    assert errors[0] <= 1.5 * errors[1], errors
 
 
 @pytest.mark.parametrize("decomposed", [False, True])

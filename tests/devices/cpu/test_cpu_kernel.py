@@ -187,8 +187,9 @@ def test_it_is_taken_where_inductor_compiles_the_graph_and_it_is_the_fastest() -
     operands = qkv(2, 4, 600, 600, dim=64)
     assert explained(masked(WINDOW), *operands).target == "cpu_kernel"
     assert explained(masked(WINDOW), *operands, targets=("sdpa", "local")).target == "local"
-    short = explained(masked(WINDOW), *qkv(1, 2, 16, 16))
-    assert short.target != "cpu_kernel" and short.predicted_us["cpu_kernel"] > 40
+    one_key = explained(masked(WINDOW), *qkv(1, 1, 1, 1))
+    assert one_key.target == "single_key"
+    assert one_key.predicted_us["cpu_kernel"] > one_key.predicted_us["single_key"]
 
 
 def test_without_inductor_it_makes_an_offer_only_if_it_is_named() -> None:
