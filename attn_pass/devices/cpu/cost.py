@@ -35,7 +35,8 @@ _GAINS: Mapping[str, Mapping[torch.dtype, float]] = {
 }
 """By instruction set: how many times the rate of torch's fused kernel large problems get (docs/kernel.md).
 
-With AMX both multiply bfloat16 in tiles; this one not with few rows, and not in training.
+With AMX both multiply bfloat16 in tiles; this one not with few rows, in training, or with dropout, which
+has the forward of training.
 """
 _WITHOUT_TILES = 0.42  # of torch's rate with them
 _VECTORS = 4.0  # what work on vectors counts beside products in tiles
@@ -72,7 +73,7 @@ def microseconds(a: Attention, problem: Problem, device: Device, share: float) -
     rows = problem.q_len * problem.heads // max(1, problem.kv_heads)
     heads = problem.batch * problem.kv_heads
     few = rows <= FEW_ROWS and not (a.needs_grad or a.dropout)
-    in_tiles = _has_tiles(device, problem.dtype) and not (few or a.needs_grad)
+    in_tiles = _has_tiles(device, problem.dtype) and not (few or a.needs_grad or a.dropout)
     gain = _WITHOUT_TILES if _has_tiles(device, problem.dtype) and not in_tiles else _gain(device, problem.dtype)
     if few:
         gain /= _GAINS["avx512"][problem.dtype]

@@ -35,7 +35,11 @@ def cpu() -> Device:
 
 
 def instruction_set() -> str:
-    """What the CPU kernel runs on here; "amx", "avx512_fp16" and "neon" where products of torch's own have more."""
+    """What the CPU kernel and torch's products run on here.
+
+    With "amx" both multiply bfloat16 in tiles, the kernel in inference with many rows. "avx512_fp16" and "neon" have
+    more for torch's products alone.
+    """
     return detected()
 
 
@@ -44,7 +48,7 @@ def detected() -> str:
     """The same, asked of the processor: tests of decisions put another in its place."""
     if platform.machine().lower() in _ARM:
         return "neon"
-    if torch.cpu._is_amx_tile_supported():
+    if source.has_tiles():
         return "amx"
     name = source.of_this_machine(False)[0].name
     return "avx512_fp16" if name == "avx512" and source.processor_says("avx512_fp16") else name

@@ -116,6 +116,21 @@ def test_in_training_only_torchs_kernel_has_tiles(of: Callable[[str], None]) -> 
         assert (site.predicted_us["cpu_kernel"] < site.predicted_us["sdpa"]) == faster
 
 
+def test_with_dropout_only_torchs_kernel_has_tiles(of: Callable[[str], None]) -> None:
+    """Without gradients, too: the operator that draws is the forward of training."""
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.dropout((q @ k.mT * 0.125).softmax(-1), 0.1, True) @ v
+
+    of("amx")
+    torch._dynamo.reset()
+    operands = qkv(1, 8, LENGTH, LENGTH, dim=64, dtype=HALF)
+    options = {"targets": ("cpu_kernel",), "choose": "fused"}
+    with torch.no_grad():
+        (site,) = attn_pass.explain(dropped, *operands, attn_pass_options=options).sites
+    assert site.predicted_us["cpu_kernel"] > 2 * predicted(masked(None), *operands)["cpu_kernel"]
+
+
 def test_work_beside_products_in_tiles_takes_no_less_time(of: Callable[[str], None]) -> None:
     """A mask that is a tensor is looked at by vectors: it is a larger part of what tiles are faster in."""
     looked_at = {}
@@ -140,7 +155,7 @@ def test_the_tiles_are_queried_from_the_machine(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(facts, "instruction_set", facts.detected)  # as it is outside of tests
     for tiles in (True, False):
         facts.detected.cache_clear()
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(source, "has_tiles", lambda tiles=tiles: tiles)
         assert (facts.cpu().instruction_set == "amx") == tiles
     facts.detected.cache_clear()
 
@@ -150,7 +165,7 @@ def test_products_of_float16_are_a_feature_of_the_processor(
     listed: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(facts, "instruction_set", facts.detected)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(source, "has_tiles", lambda: False)
     monkeypatch.setattr(source, "of_this_machine", lambda tiles: tuple(s for s in source.ALL if s.name == "avx512"))
     (tmp_path / "cpuinfo").write_text(f"flags : fpu {listed}\n")
     monkeypatch.setattr(source, "_PROCESSOR", tmp_path / "cpuinfo")

@@ -15,6 +15,7 @@ from against_eager import qkv
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices.cpu import facts
 from attn_pass.devices.cpu.kernel import build, source, template
 from attn_pass.devices.cpu.kernel.gradients import FORWARD
 from attn_pass.devices.cpu.kernel.operator import OPERATOR
@@ -38,6 +39,28 @@ def test_which_kernels_have_them(dtype: torch.dtype, kernel: str, trains: bool, 
     assert tiles == has == ("namespace amx {" in source.kernel_source(sets, kernel=kernel))
     assert f"best_set({str(has).lower()})" in source.call_of(dtype, sets, kernel)
     assert [s.name for s in sets if not s.has_tiles] == ["avx512_bf16", "avx512", "avx2", "plain"]
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_where_tiles_are_refused_nothing_counts_on_them(
+    granted: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else a graph with tiles, cached under the processor's name, would run where they are refused."""
+    (tmp_path / "cpuinfo").write_text("flags : avx512bw amx_bf16 amx_tile\n")
+    monkeypatch.setattr(source, "_PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: granted)
+    asked = (source.has_tiles, source.of_this_machine, facts.detected)
+    for question in asked:
+        question.cache_clear()
+    try:
+        name = "amx" if granted else "avx512"
+        assert (facts.detected(), source.of_this_machine(True)[0].name) == (name, name)
+    finally:
+        for question in asked:
+            question.cache_clear()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +102,9 @@ def test_any_compiler_takes_the_source(knows: bool, tmp_path: Path, monkeypatch:
         check=False,
     )
     assert done.returncode == 0, done.stderr[:2000]
-    assert ("tdpbf16ps" in (tmp_path / "kernel.s").read_text()) == knows
+    made = (tmp_path / "kernel.s").read_text()
+    assert ("tdpbf16ps" in made) == knows
+    assert knows or "vdpbf16ps" not in made  # slower than floats there
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 100])

@@ -12,6 +12,8 @@ struct TilesOfThread {
       u16 bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       u8 rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
     } shapes;
+    // GCC's intrinsic says of the first 8 bytes alone that they are read.
+    __asm__ volatile("" ::"r"(&shapes) : "memory");
     _tile_loadconfig(&shapes);
   }
   ~TilesOfThread() { _tile_release(); }

@@ -74,15 +74,26 @@ def everywhere(tiles: bool) -> tuple[InstructionSet, ...]:
 @cache
 def of_this_machine(tiles: bool = True) -> tuple[InstructionSet, ...]:
     """The one that `dispatch.hpp` chooses here: what is compiled for this process alone needs no other."""
-    from torch.cpu import _init_amx, _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+    from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
 
-    if tiles and processor_says("amx_bf16") and _is_avx512_bf16_supported() and _init_amx():
+    if tiles and has_tiles():
         return (_TILES,)
     if _is_avx512_supported():
         name = "avx512_bf16" if _is_avx512_bf16_supported() and processor_says("AuthenticAMD") else "avx512"
     else:
         name = "avx2" if _is_avx2_supported() else "plain"
     return tuple(s for s in ALL if s.name == name)
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this process may multiply in tiles: the processor can, and Linux gives it their registers.
+
+    It is asked once: what a decision counts on, what is compiled and what names it in Inductor's caches are then one.
+    """
+    from torch.cpu import _init_amx, _is_avx512_bf16_supported
+
+    return processor_says("amx_bf16") and _is_avx512_bf16_supported() and bool(_init_amx())
 
 
 def processor_says(word: str) -> bool:
@@ -101,6 +112,8 @@ _BEGIN = """
 #pragma GCC target("{features}")
 #endif
 """
+# Where tiles are left out pairs are, too: on the processors that have tiles they are slower than floats.
+_WITHOUT_TILES = "#define ATTN_BF16_DOTS 0\n#define ATTN_TILES 0\n"
 _END = """
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -162,15 +175,14 @@ def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
     body = "\n".join(_text(name) for name in (which.file, *files))
     has_features = which.features != ""
     begin = _BEGIN.format(features=which.features) if has_features else ""
-    tiles = f"#define ATTN_TILES {int(which.has_tiles)}\n"
+    tiles = f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n#define ATTN_TILES {int(which.has_tiles)}\n"
     if which.has_tiles:
         without = _BEGIN.format(features=which.features.replace(_TILES_OF_GCC, ""))
-        begin = f"#if {_KNOWS_TILES}\n{tiles}{begin}\n#else\n#define ATTN_TILES 0\n{without}\n#endif\n"
+        begin = f"#if {_KNOWS_TILES}\n{tiles}{begin}\n#else\n{_WITHOUT_TILES}{without}\n#endif\n"
         tiles = ""
     return "".join(
         (
             "\n#if defined(__x86_64__)\n" if has_features else "",
-            f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n",
             tiles,
             begin,
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
