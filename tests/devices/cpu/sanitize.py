@@ -84,10 +84,12 @@ def here(sanitizer: str, name: str) -> None:
 
 def sets_here() -> list[str]:
     """Those that this machine has, as `ATTN_PASS_CPU_ISA` calls them."""
-    from torch.cpu import _is_amx_tile_supported, _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+    from torch.cpu import _is_avx2_supported, _is_avx512_bf16_supported, _is_avx512_supported
+
+    from attn_pass.devices.cpu.kernel.source import has_tiles
 
     has = {
-        "amx": _is_amx_tile_supported(),
+        "amx": has_tiles(),
         "avx512_bf16": _is_avx512_bf16_supported(),
         "avx512": _is_avx512_supported(),
         "avx2": _is_avx2_supported(),

@@ -107,6 +107,20 @@ def test_any_compiler_takes_the_source(knows: bool, tmp_path: Path, monkeypatch:
     assert knows or "vdpbf16ps" not in made  # slower than floats there
 
 
+@pytest.mark.slow
+def test_a_processor_that_is_not_x86_gets_the_compilers_own_vectors(tmp_path: Path) -> None:
+    """A package is compiled from the source of all sets, and on ARM there is one of them."""
+    given = "const auto& args = *static_cast<const attn_pass_cpu::Args*>(given);"
+    call = f'extern "C" void run(const void* given) {{\n{given}\n{source.call_of(torch.bfloat16)}\n}}\n'
+    # The system's headers are x86's: the kernel's source follows them.
+    headers = "".join(f"#include <{name}>\n" for name in ("algorithm", "cmath", "cstdint", "cstring", "unistd.h"))
+    text = f"{headers}#undef __x86_64__\n{source.kernel_source()}\n{call}"
+    (tmp_path / "kernel.cpp").write_text(text)
+    command = [build.compiler(), "-O0", "-std=c++17", "-w", "-fsyntax-only", str(tmp_path / "kernel.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:2000]
+
+
 @pytest.mark.parametrize("dim", [8, 40, 64, 100])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(17, 1), (33, 31), (100, 65), (96, 600)])
 def test_the_forward_of_training_is_as_near(q_len: int, kv_len: int, dim: int) -> None:

@@ -104,6 +104,7 @@ def processor_says(word: str) -> bool:
         return False
 
 
+_IF_X86 = "#if defined(__x86_64__)"
 _BEGIN = """
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("{features}"))), apply_to = function)
@@ -155,12 +156,12 @@ def call_of(
     dtype: torch.dtype, sets: Sequence[InstructionSet] = ALL, kernel: str = "attend_type", score: str = ""
 ) -> str:
     """Statements that run the kernel on ``args``; the last of ``sets`` where the processor has none of the others."""
-    cases = [
-        f"    case attn_pass_cpu::{s.name.upper()}: attn_pass_cpu::{s.name}::{kernel}<attn_pass_cpu::{s.name}::"
-        f"{ELEMENTS[dtype]}>(args); break;"
-        for s in sets
-    ]
-    cases[-1] = cases[-1].replace(f"case attn_pass_cpu::{sets[-1].name.upper()}", "default")
+    cases = []
+    for s in sets:
+        label = "default" if s is sets[-1] else f"case attn_pass_cpu::{s.name.upper()}"
+        element = f"attn_pass_cpu::{s.name}::{ELEMENTS[dtype]}"
+        case = f"    {label}: attn_pass_cpu::{s.name}::{kernel}<{element}>(args); break;"
+        cases += [_IF_X86, case, "#endif"] if s.features else [case]
     tiles = str(any(s.has_tiles for s in sets)).lower()
     lines = [
         f"  static const attn_pass_cpu::Set set = attn_pass_cpu::best_set({tiles});",
@@ -182,7 +183,7 @@ def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
         tiles = ""
     return "".join(
         (
-            "\n#if defined(__x86_64__)\n" if has_features else "",
+            f"\n{_IF_X86}\n" if has_features else "",
             tiles,
             begin,
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
