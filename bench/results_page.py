@@ -58,10 +58,6 @@ OTHERS = (
     ("steps-cpu.md", "whole training steps with the optimizer"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
-    (
-        "census-projections.md",
-        "layers that make queries, keys and values: which are read, and which are one product",
-    ),
     ("census-projections.md", "layers that make queries, keys and values: which are read, and which are one product"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
     ("cases.md", "collected bugs and requests: which are solved"),
