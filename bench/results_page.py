@@ -60,6 +60,7 @@ OTHERS = (
     ("census-padding.md", "models with padding: which have a region that is proved, and why others have none"),
     ("census-projections.md", "layers that make queries, keys and values: which are read, and which are one product"),
     ("census-runtimes.md", "how much of it ends as an attention operator in ONNX and OpenVINO"),
+    ("runtimes-cpu.md", "six whole models in ONNX Runtime and OpenVINO, as exported and after the pass"),
     ("cases.md", "collected bugs and requests: which are solved"),
     ("peers-suite.md", "the forms of PyTorch's own test of its attention patterns"),
     ("fuzz.md", "generated programs: runs, findings, injected faults"),

@@ -60,6 +60,7 @@ class Family:
         broadcasts_masks: torch's call takes a mask there that has one row or one key for all.
         joins_sinks: a sink becomes a key of zeros in torch's call, whose mask it is added by.
         takes_unequal_head_dims: torch's call takes values of another size than the keys there, without padding.
+        drops_unread_inputs: an input that nothing reads is none of the compiled program's, whose callers count them.
         is_runtime: it is no device but a runtime that programs are exported to (`Options.runtime`).
         dynamo_backends: the backends of torch.compile that hand graphs to this runtime.
         takes_composites: calls of torch's modules and of libraries that hide attention are expanded.
@@ -90,6 +91,7 @@ class Family:
     broadcasts_masks = True
     joins_sinks = False
     takes_unequal_head_dims = False
+    drops_unread_inputs = False
     is_runtime = False
     dynamo_backends: tuple[str, ...] = ()
     takes_composites = False

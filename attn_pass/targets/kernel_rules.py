@@ -36,6 +36,8 @@ class Call:
     together: bool = False  # the narrower of both head dims is padded to the other
     may_train: bool = False  # gradients may be needed: an exported program
     reached: str | None = None  # the fused kernel the program's own call reaches
+    empty_rows_are_zero: bool = False  # a row may be fully masked with -inf, where the program gives 0
+    eager_form: bool = True  # hand-written; False for a call that already is attention
     finite_mask: bool = False  # -inf in a mask is written as a number that absorbs every score
     hint: Callable[[Index], int] | None = None
     torch_version: Version = TORCH_VERSION

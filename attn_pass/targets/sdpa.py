@@ -38,6 +38,7 @@ from attn_pass.targets.masks import (
     MaskForm,
     additive_mask,
     assumed,
+    gives_zero_for_empty_rows,
     mask_form,
     mask_kind,
     mask_refusal,
@@ -212,6 +213,8 @@ def _call(a: Attention, setting: Setting, *, mask_needs_grad: bool = False) -> C
         together=True,
         may_train=setting.program == "export",
         reached=setting.kernel_as_written,
+        empty_rows_are_zero=gives_zero_for_empty_rows(a, setting),
+        eager_form=setting.eager_form,
         hint=setting.hint,
     )
 

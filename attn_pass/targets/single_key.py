@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from attn_pass.devices import roofline
+from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import Offer, Refusal, Setting
@@ -47,6 +48,8 @@ class SingleKey:
             return "queries and keys would get no gradient, where the program gives zeros"
         if a.dropout:
             return f"dropout {a.dropout:g} of the one weight"
+        if family_of(setting.device).drops_unread_inputs:
+            return "queries and keys would not be read, and the runtime leaves out inputs that nothing reads"
         if setting.numerics == "strict":
             return "numerics='strict': a score that is not finite gives NaN"
         return None

@@ -59,6 +59,12 @@ def filled(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
     return (q @ k.mT * 0.25).masked_fill(~kept[:, None, None], -1e9).softmax(-1) @ v
 
 
+def hidden(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """A row without keys gives 0."""
+    scores = (q @ k.mT * 0.25).masked_fill(~kept[:, None, None], float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
 def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
     return (q @ k.mT * 0.25 + bias).softmax(-1) @ v
 
@@ -120,6 +126,7 @@ PROGRAMS = {
     "padding": Exported(padded, (*_qkv(), kept(7, 4))),
     "padding, a row without keys": Exported(padded, (*_qkv(), kept(0, 4))),
     "padding by -1e9, a row without keys": Exported(filled, (*_qkv(), kept(0, 4))),
+    "padding by -inf, zeros for a row without keys": Exported(hidden, (*_qkv(), kept(0, 4))),
     "a bias for every head": Exported(biased, (*_qkv(), randn(1, 4, 7, 7, seed=5))),
     "a bias for every key": Exported(biased, (*_qkv(), randn(2, 1, 1, 7, seed=5))),
     "grouped heads": Exported(grouped, _qkv(kv_heads=2), grouped=True),

@@ -41,9 +41,10 @@ class Rocm(Family):
         return facts.by_name(name)
 
     def identity(self) -> Iterator[str]:
-        """The architecture of every GPU that is here, and the gates."""
+        """The architecture of every GPU that is here, its kernels that are switched on, and the gates."""
         if torch.version.hip is not None:
-            yield from (repr(facts.here(torch.device("cuda", n)).generation) for n in _numbers())
+            for device in (facts.here(torch.device("cuda", n)) for n in _numbers()):
+                yield repr((device.generation, device.kernels, device.flash))
             yield from gates.identity()
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
@@ -54,10 +55,11 @@ class Rocm(Family):
         yield "ROCm", str(torch.version.hip), f"FlashAttention is {gates.library()}'s ({gates.CK_GATE} asks for CK's)"
         for number in _numbers():
             device = facts.here(torch.device("cuda", number))
-            closed = gates.why_closed(device.generation) or ", ".join(
+            closed = ("" if device.flash == "CK" else gates.why_closed(device.generation)) or ", ".join(
                 f"{kernel} is switched off" for kernel in self.kernel_rules if kernel not in device.kernels
             )
-            yield f"cuda:{number}", f"{device.name} ({device.generation})", closed or "torch's call may use AOTriton"
+            note = closed or f"torch's call may use {device.flash}"
+            yield f"cuda:{number}", f"{device.name} ({device.generation})", note
 
     def takes_head_dims(self, kernel: str, call: Call) -> bool:
         """Torch's call pads head dims for the flash kernel alone, and does not make them equal."""

@@ -49,7 +49,8 @@ def library() -> str:
         name = "" if preferred is None or torch.version.hip is None else str(preferred())
     except RuntimeError:
         name = ""
-    return "CK" if name.lower().endswith("ck") or _is_set(CK_GATE) else "AOTriton"
+    # Where torch answers, the variable was its initial value, and may have been overruled since.
+    return "CK" if (name.lower().endswith("ck") if name else _is_set(CK_GATE)) else "AOTriton"
 
 
 def identity() -> Iterator[str]:

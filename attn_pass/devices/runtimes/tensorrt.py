@@ -2,7 +2,7 @@
 
 The rows are those of Torch-TensorRT 2.13's converter (``dynamo/conversion``), whose check the tests ask about every
 call; TensorRT itself has not run, here or anywhere. It adds a mask in the dtype of the query, has no dropout, and takes
-grouped heads. What it makes of a row that a boolean mask hides whole is not documented.
+grouped heads. What it makes of a fully masked row is not documented.
 """
 
 from __future__ import annotations
@@ -11,12 +11,7 @@ import torch
 
 from attn_pass.devices.runtimes.runtime import Runtime, table
 from attn_pass.model.attention import Attention
-from attn_pass.targets.kernel_rules import HALF, Call, Rule, dtype_rule
-
-
-def _rows_have_keys(call: Call) -> bool:
-    mask = call.attention.mask
-    return call.mask != "boolean" or mask.never_empty or not mask.only_hides or call.attention.empty_row_is_nan
+from attn_pass.targets.kernel_rules import HALF, Rule, dtype_rule
 
 
 class TensorRt(Runtime):
@@ -32,7 +27,7 @@ class TensorRt(Runtime):
         Rule(
             "fully masked rows",
             "a row may be fully masked, where the program gives 0: what TensorRT gives is not documented",
-            _rows_have_keys,
+            lambda c: not c.empty_rows_are_zero,
             "IAttention: mask",
         ),
     )

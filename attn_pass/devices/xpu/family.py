@@ -32,9 +32,9 @@ class Xpu(Family):
         return facts.by_name(name)
 
     def identity(self) -> Iterator[str]:
-        """The name of every GPU that is here."""
+        """The name of every GPU that is here, and whether torch's kernel is switched on."""
         for number in range(torch.xpu.device_count()):
-            yield torch.xpu.get_device_name(number)
+            yield repr((torch.xpu.get_device_name(number), facts.here(torch.device("xpu", number)).kernels))
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The GPUs, and the switch of torch's call."""

@@ -234,6 +234,32 @@ def test_ck_is_told(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -
     assert FAMILY.here(torch.device("cuda")).flash == "CK"
 
 
+def test_ck_has_kernels_where_aotriton_has_none(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("AMD Radeon VII", "gfx906", 60)
+    before = list(FAMILY.identity())
+    monkeypatch.setenv(gates.CK_GATE, "1")
+    assert {f.what: f for f in doctor.machine()}["cuda:0"].note == "torch's call may use CK"
+    assert list(FAMILY.identity()) != before
+
+
+def test_a_preference_overrules_the_variable(gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is the preference's initial value."""
+    gpu("AMD Instinct MI300X", "gfx942", 304)
+    monkeypatch.setenv(gates.CK_GATE, "1")
+    for preferred, library in (("AOTriton", "AOTriton"), ("Ck", "CK")):
+        answer = f"_ROCmFABackend.{preferred}"
+        monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", lambda answer=answer: answer)
+        assert gates.library() == library
+
+
+def test_switches_of_kernels_are_part_of_the_identity(gpu: Callable[..., None]) -> None:
+    """Else Inductor's caches would keep what was compiled for other kernels."""
+    gpu("AMD Instinct MI300X", "gfx942", 304)
+    before = list(FAMILY.identity())
+    with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION]):
+        assert list(FAMILY.identity()) != before
+
+
 def test_without_rocm_cuda_is_nvidias() -> None:
     assert torch.version.hip is None
     assert registry.of_type("cuda").name == "cuda" and not FAMILY.claims("cuda")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from against_eager import qkv, randn, same
 from exported_programs import PROGRAMS, Exported
+from kernel_calls import UNKNOWN, call
 from torch import Tensor
 
 import attn_pass
@@ -204,6 +205,76 @@ def test_tensorrt_is_not_asked_for_a_row_that_is_fully_masked() -> None:
     _, report = rewritten(Exported(padded_call, inputs), "tensorrt", choose="fused")
     assert "what TensorRT gives is not documented" in report.sites[0].refusals["sdpa"]
     assert rewritten(PROGRAMS["padding, a row without keys"], "tensorrt")[1].sites[0].outcome == "rewritten"
+
+
+@pytest.mark.parametrize("runtime", ["openvino", "tensorrt"])
+def test_zeros_for_a_row_without_keys(runtime: str) -> None:
+    """Products and a softmax in between are another program there than the operator, which gives NaN for it."""
+    name = "padding by -inf, zeros for a row without keys"
+    (site,) = rewritten(PROGRAMS[name], runtime, choose="fused")[1].sites
+    assert site.outcome == "left" and "a row may be fully masked" in site.refusals["sdpa"], site.refusals
+    (site,) = rewritten(PROGRAMS[name], runtime, choose="fused", assume_nonempty_rows=True)[1].sites
+    assert site.target == "sdpa"
+    assert rewritten(PROGRAMS[name], "onnx", choose="fused")[1].sites[0].target == "sdpa"
+
+
+@pytest.mark.parametrize("runtime", ["openvino", "tensorrt"])
+def test_zeros_for_a_row_that_a_tensor_masks(runtime: str) -> None:
+    """What is added may hold -inf."""
+
+    def added(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return (q @ k.mT * 0.25 + bias).softmax(-1).nan_to_num(0.0) @ v
+
+    (site,) = rewritten(Exported(added, (*qkv(), randn(2, 1, 6, 6, seed=5))), runtime, choose="fused")[1].sites
+    assert "a row may be fully masked" in site.refusals["sdpa"]
+
+
+def test_torchs_call_is_as_it_is_written_for_openvino() -> None:
+    """It is NaN there for a fully masked row as well, and grouped heads do not run as they are."""
+
+    def grouped_with_padding(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=True)
+
+    inputs = (*qkv(2, 4, 7, 7, kv_heads=2), randn(2, 1, 7, 7, seed=5) > 0)
+    (site,) = rewritten(Exported(grouped_with_padding, inputs), "openvino")[1].sites
+    assert site.target == "sdpa" and site.poor_cases == ("grouped_heads",)
+
+
+def test_a_runtime_that_leaves_out_inputs_gets_all_of_them() -> None:
+    """With one key the queries are not read: OpenVINO's model would have two inputs, and callers give it three."""
+    case = Exported(by_hand, qkv(kv_len=1))
+    assert rewritten(case, "onnx")[1].sites[0].target == "single_key"
+    (site,) = rewritten(case, "openvino", choose="fused")[1].sites
+    assert site.target == "sdpa" and "leaves out inputs" in site.refusals["single_key"]
+
+
+# By rule: changes to a plain call that it takes, and that it refuses.
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gradient": ({"grad": True, "may_train": True}, {"grad": True}),
+    "dropout": ({}, {"dropout": 0.5}),
+    "known head dims": ({"dim": UNKNOWN}, {"dim": UNKNOWN, "value_dim": 64}),
+    "sizes": ({"q_len": 1}, {"q_len": 0}),
+    "dtype": ({"dtype": torch.float16}, {"dtype": torch.int8}),
+    "grouped heads": ({}, {"heads": 8, "groups": 2}),
+    "fully masked rows": ({"empty_rows_are_zero": False}, {"empty_rows_are_zero": True}),
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_each_rule_on_both_sides(runtime: str) -> None:
+    rules = registry.of_type(runtime).rules()
+    for rule in rules:
+        taken, refused = SIDES[rule.name]
+        assert rule.holds(call(**taken)), rule.name
+        assert not rule.holds(call(**refused)), rule.name
+    assert len({rule.name for rule in rules}) == len(rules)
+
+
+def test_float64_is_not_for_tensorrt() -> None:
+    taken = {"onnx": True, "openvino": True, "tensorrt": False}
+    for runtime, takes in taken.items():
+        (rule,) = (r for r in registry.of_type(runtime).rules() if r.name == "dtype")
+        assert rule.holds(call(dtype=torch.float64)) == takes, runtime
 
 
 def test_gradients_are_not_for_a_runtime() -> None:
