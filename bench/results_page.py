@@ -54,6 +54,8 @@ OTHERS = (
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
+    ("padding-cpu-full.md", "BERT without any padding, four layers of twelve, on a processor with AMX"),
+    ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer, on a processor with AMX"),
     ("training-cpu.md", "training steps"),
     ("steps-cpu.md", "whole training steps with the optimizer"),
     ("census.md", "how much of the attention of 600 models is found and rewritten"),

@@ -49,8 +49,9 @@ def library() -> str:
         name = "" if preferred is None or torch.version.hip is None else str(preferred())
     except RuntimeError:
         name = ""
-    # Where torch answers, the variable was its initial value, and may have been overruled since.
-    return "CK" if (name.lower().endswith("ck") if name else _is_set(CK_GATE)) else "AOTriton"
+    # The variable is the preference's initial value: one that was chosen since overrules it.
+    is_chosen = name != "" and not name.endswith("Default")
+    return "CK" if (name.lower().endswith("ck") if is_chosen else _is_set(CK_GATE)) else "AOTriton"
 
 
 def identity() -> Iterator[str]:
