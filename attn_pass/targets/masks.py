@@ -277,7 +277,7 @@ def may_hold_finite_fill(a: Attention) -> bool:
 
 def gives_zero_for_empty_rows(a: Attention, setting: Setting) -> bool:
     """Whether a row may be fully masked with -inf, where the program gives 0 and products and a softmax NaN."""
-    kept = a.mask.is_none or a.mask.never_empty or setting.assume_nonempty_rows or a.sink is not None
+    kept = a.mask.never_empty or setting.assume_nonempty_rows or a.sink is not None
     return may_hold_infinity(a) and not (kept or a.empty_row_is_nan)
 
 

@@ -72,7 +72,7 @@ def three(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 BATCH, KEYS = Dim("batch", min=1, max=2048), Dim("keys", min=2, max=4096)
 LENGTH, ROWS = Dim("length", min=2, max=1024), Dim("rows", min=2, max=1024)
-# The model, example inputs, dynamic shapes, other inputs, and what a rule asks it to become, the poor cases.
+# The model, example inputs, dynamic shapes, other inputs, and the target that its rule names with its poor cases.
 CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...], Any, tuple[Tensor, ...], tuple[str, list[str]]]] = {
     "plain": (
         Plain(),

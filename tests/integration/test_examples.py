@@ -16,9 +16,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 HELPERS, ELSEWHERE = {"side_by_side", "without_torchvision"}, {"context_parallel": "needs two CUDA devices"}
 # The library an example needs, sites it has, and what its report says of one.
 RUN = {
-    "huggingface": ("transformers", 2, "rewritten to"),
+    "huggingface": ("transformers", 2, "rewritten to cpu_kernel"),
     "timm_vit": ("timm", 2, "rewritten to sdpa"),
-    "diffusers_block": ("diffusers", 2, "rewritten to"),
+    "diffusers_block": ("diffusers", 2, "rewritten to cpu_kernel"),
     "training": ("torch", 1, "causal"),
     "aotinductor": ("torch", 1, "shared_kv"),
 }

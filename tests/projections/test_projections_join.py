@@ -170,7 +170,8 @@ def test_in_bfloat16() -> None:
 
 def as_near(got: torch.Tensor, wanted: torch.Tensor, exact: torch.Tensor) -> None:
     """A wider product is cut into other pieces, and rounds otherwise by an amount of the same size."""
-    errors = [float((x.double() - exact).abs().max()) for x in (got, wanted)]
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    errors = [float((x.detach().double() - exact.detach()).abs().max()) for x in (got, wanted)]
     assert errors[0] <= 1.5 * errors[1], errors
 
 

@@ -55,7 +55,7 @@ class Rocm(Family):
         yield "ROCm", str(torch.version.hip), f"FlashAttention is {gates.library()}'s ({gates.CK_GATE} asks for CK's)"
         for number in _numbers():
             device = facts.here(torch.device("cuda", number))
-            closed = ("" if device.flash == "CK" else gates.why_closed(device.generation)) or ", ".join(
+            closed = gates.why_closed(device.generation, device.flash) or ", ".join(
                 f"{kernel} is switched off" for kernel in self.kernel_rules if kernel not in device.kernels
             )
             note = closed or f"torch's call may use {device.flash}"

@@ -28,14 +28,19 @@ def is_experimental(architecture: str) -> bool:
     return architecture.startswith(EXPERIMENTAL)
 
 
-def is_open(architecture: str) -> bool:
-    """Whether torch's call may use a fused kernel there, by the environment of this process."""
-    return is_supported(architecture) or (is_experimental(architecture) and _is_set(EXPERIMENTAL_GATE))
+def is_open(architecture: str, library: str) -> bool:
+    """Whether torch's call may use a fused kernel of the library there, by the environment of this process.
+
+    With "CK" torch does not look at the architecture.
+    """
+    return (
+        library == "CK" or is_supported(architecture) or (is_experimental(architecture) and _is_set(EXPERIMENTAL_GATE))
+    )
 
 
-def why_closed(architecture: str) -> str:
+def why_closed(architecture: str, library: str) -> str:
     """Why torch's call has no fused kernel there, and what opens it if anything does; "" where it has."""
-    if is_open(architecture):
+    if is_open(architecture, library):
         return ""
     if is_experimental(architecture):
         return f"AOTriton is experimental on {architecture}: torch's call uses it with {EXPERIMENTAL_GATE}=1 only"
@@ -46,12 +51,12 @@ def library() -> str:
     """The library behind FlashAttention's operator: "AOTriton", or "CK" where the user prefers it."""
     preferred = getattr(torch.backends.cuda, "preferred_rocm_fa_library", None)
     try:
-        name = "" if preferred is None or torch.version.hip is None else str(preferred())
+        chosen = "" if preferred is None or torch.version.hip is None else str(preferred()).rpartition(".")[-1]
     except RuntimeError:
-        name = ""
+        chosen = ""
     # The variable is the preference's initial value: one that was chosen since overrules it.
-    is_chosen = name != "" and not name.endswith("Default")
-    return "CK" if (name.lower().endswith("ck") if is_chosen else _is_set(CK_GATE)) else "AOTriton"
+    prefers_ck = _is_set(CK_GATE) if chosen in ("", "Default") else chosen == "Ck"
+    return "CK" if prefers_ck else "AOTriton"
 
 
 def identity() -> Iterator[str]:

@@ -40,8 +40,8 @@ def _widest_efficient(call: Call) -> int:
 
 ARCHITECTURE = Rule(
     "architecture",
-    lambda c: gates.why_closed(c.device.generation),
-    lambda c: c.device.flash == "CK" or gates.is_open(c.device.generation),
+    lambda c: gates.why_closed(c.device.generation, c.device.flash),
+    lambda c: gates.is_open(c.device.generation, c.device.flash),
     "check_flash_attention_hardware_support, check_mem_efficient_hardware_support",
 )
 CAUSAL = Rule(

@@ -32,7 +32,7 @@ from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Set
 from attn_pass.targets.constraints import AFFINE, NOT_EMPTY, Attended, Constraint, refusal, takes
 from attn_pass.targets.kernel_rules import HALF
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, hides_keys, mask_refusal, may_hold_infinity
+from attn_pass.targets.masks import additive_mask, gives_zero_for_empty_rows, hides_keys, mask_refusal
 from attn_pass.targets.operands import Unfit, common_head_dim, widened
 from attn_pass.targets.problem import cost_of, problem_of
 
@@ -74,11 +74,6 @@ def _is_one_matrix(a: Attention) -> bool:
     return not any(axis in used and axis.size != 1 for axis in (*a.batch, *a.heads))
 
 
-def _may_be_empty(a: Attention, setting: Setting) -> bool:
-    """Whether every key of some row may be masked with -inf."""
-    return may_hold_infinity(a) and not (a.mask.is_none or a.mask.never_empty or setting.assume_nonempty_rows)
-
-
 RULES: tuple[Constraint[Attended], ...] = (
     Constraint(
         "gradient",
@@ -102,7 +97,7 @@ RULES: tuple[Constraint[Attended], ...] = (
     Constraint(
         "fully masked rows",
         f"a row may be fully masked with -inf: {NAME} gives NaN there, where the program gives 0",
-        lambda c: c.attention.empty_row_is_nan or not _may_be_empty(c.attention, c.setting),
+        lambda c: not gives_zero_for_empty_rows(c.attention, c.setting),
         "cpu_flash_attention: a row's maximum of -inf is taken off its scores",
     ),
     Constraint(

@@ -33,8 +33,8 @@ class Xpu(Family):
 
     def identity(self) -> Iterator[str]:
         """The name of every GPU that is here, and whether torch's kernel is switched on."""
-        for number in range(torch.xpu.device_count()):
-            yield repr((torch.xpu.get_device_name(number), facts.here(torch.device("xpu", number)).kernels))
+        for device in (facts.here(torch.device("xpu", n)) for n in range(torch.xpu.device_count())):
+            yield repr((device.name, device.kernels))
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The GPUs, and the switch of torch's call."""

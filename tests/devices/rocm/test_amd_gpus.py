@@ -246,8 +246,8 @@ def test_a_preference_overrules_the_variable(gpu: Callable[..., None], monkeypat
     """The variable is the preference's initial value."""
     gpu("AMD Instinct MI300X", "gfx942", 304)
     monkeypatch.setenv(gates.CK_GATE, "1")
-    for preferred, library in (("AOTriton", "AOTriton"), ("Ck", "CK")):
-        answer = f"_ROCmFABackend.{preferred}"
+    choices = torch._C._ROCmFABackend
+    for answer, library in ((choices.AOTriton, "AOTriton"), (choices.Ck, "CK"), (choices.Default, "CK")):
         monkeypatch.setattr(torch.backends.cuda, "preferred_rocm_fa_library", lambda answer=answer: answer)
         assert gates.library() == library
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -113,8 +113,6 @@ _BEGIN = """
 #pragma GCC target("{features}")
 #endif
 """
-# Where tiles are left out pairs are, too: on the processors that have tiles they are slower than floats.
-_WITHOUT_TILES = "#define ATTN_BF16_DOTS 0\n#define ATTN_TILES 0\n"
 _END = """
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -172,19 +170,24 @@ def call_of(
     return "\n".join(lines).replace(_OUTER, namespace_of(score, kernel))
 
 
+def _begin(which: InstructionSet) -> str:
+    """What the namespace of a set is compiled with."""
+    defined = f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n#define ATTN_TILES {int(which.has_tiles)}\n"
+    return defined + (_BEGIN.format(features=which.features) if which.features else "")
+
+
 def _namespace(which: InstructionSet, files: Sequence[str]) -> str:
     body = "\n".join(_text(name) for name in (which.file, *files))
     has_features = which.features != ""
-    begin = _BEGIN.format(features=which.features) if has_features else ""
-    tiles = f"#define ATTN_BF16_DOTS {int(which.has_bf16_dots)}\n#define ATTN_TILES {int(which.has_tiles)}\n"
+    begin = _begin(which)
     if which.has_tiles:
-        without = _BEGIN.format(features=which.features.replace(_TILES_OF_GCC, ""))
-        begin = f"#if {_KNOWS_TILES}\n{tiles}{begin}\n#else\n{_WITHOUT_TILES}{without}\n#endif\n"
-        tiles = ""
+        # Pairs are left out as well: on the processors that have tiles they are slower than floats.
+        features = which.features.replace(_TILES_OF_GCC, "")
+        without = _begin(replace(which, features=features, has_bf16_dots=False, has_tiles=False))
+        begin = f"#if {_KNOWS_TILES}\n{begin}\n#else\n{without}\n#endif\n"
     return "".join(
         (
             f"\n{_IF_X86}\n" if has_features else "",
-            tiles,
             begin,
             f"namespace attn_pass_cpu {{\nnamespace {which.name} {{\nnamespace {{\n{body}\n}}\n}}\n}}\n",
             _END if has_features else "",
