@@ -23,6 +23,7 @@ import attn_pass
 CALL = torch.ops.aten.scaled_dot_product_attention.default
 CHECK = "scaled_dot_product_attention_validator"
 SPEC = find_spec("torch_tensorrt")
+LEFT = "padding by -inf, zeros for a row without keys"  # what TensorRT gives for such a row is not documented
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs torch-tensorrt's sources")
 
 
@@ -48,8 +49,7 @@ def test_a_call_is_taken(name: str) -> None:
     case: Exported = PROGRAMS[name]
     program = case.program()
     attn_pass.rewrite(program, runtime="tensorrt", choose="fused", on_error="raise")
-    (call,) = calls(program)
-    assert check()(call)
+    assert [check()(call) for call in calls(program)] == ([] if name == LEFT else [True])
     torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs))
 
 
