@@ -230,6 +230,14 @@ def test_zeros_for_a_row_that_a_tensor_masks(runtime: str) -> None:
     assert "a row may be fully masked" in site.refusals["sdpa"]
 
 
+@pytest.mark.parametrize("runtime", ["openvino", "tensorrt"])
+def test_a_sink_is_a_key_that_no_row_masks(runtime: str) -> None:
+    """A row without other keys gives 0 because its weight is the sink's, and the operator has that key."""
+    for name in ("a sink, a row without keys", "a sink, padding, grouped heads"):
+        (site,) = rewritten(PROGRAMS[name], runtime, choose="fused")[1].sites
+        assert site.target == "sdpa", site.refusals
+
+
 def test_torchs_call_is_as_it_is_written_for_openvino() -> None:
     """It is NaN there for a fully masked row as well, and grouped heads do not run as they are."""
 
