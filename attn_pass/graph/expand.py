@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
         for node in call.all_input_nodes:
             value = fake_value(node)
             if value is not None:
-                self._note(value, node)
+                self.remember(value, node)
             elif attribute_module(node) is None:
                 raise CannotExpand(f"{node.name} has no fake value")
         args, kwargs = torch.fx.map_arg((call.args, call.kwargs), fake_value)
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
             result = run_again(node, args, kwargs)
         if isinstance(result, torch.Tensor):
             given = self._argument(args), self._argument(kwargs)
-            self._note(result, self._insert(node.op, node.target, *given, result))
+            self.remember(result, self._insert(node.op, node.target, *given, result))
         return result
 
     def node_of(self, value: Any) -> Node:
@@ -196,7 +196,8 @@ class Recorder(TorchFunctionMode):
     def check(self, results: list[tuple[Node, Node]]) -> None:
         """Raises `CannotExpand` where what was recorded is not what the call does; ``results`` as in `Expansion`."""
 
-    def _note(self, value: Any, node: Node) -> None:
+    def remember(self, value: Any, node: Node) -> None:
+        """Note that a node of the graph holds this value."""
         self._nodes_of[id(value)] = (value, node)
 
     def __torch_function__(
@@ -207,7 +208,7 @@ class Recorder(TorchFunctionMode):
         if any(isinstance(piece, torch.Tensor) for piece in pieces):
             node = self._record(func, args, kwargs or {}, result)
             for number, piece in enumerate(pieces if pieces is result else ()):
-                self._note(piece, self._insert("call_function", operator.getitem, (node, number), {}, piece))
+                self.remember(piece, self._insert("call_function", operator.getitem, (node, number), {}, piece))
         return result
 
     def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Node:
@@ -222,7 +223,7 @@ class Recorder(TorchFunctionMode):
             node = self._insert("call_function", _OPERATORS[name], *given, result)
         else:
             node = self._insert("call_method", name, *given, result)
-        self._note(result, node)
+        self.remember(result, node)
         return node
 
     def _insert(self, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Node:

@@ -245,7 +245,7 @@ class _Parts(Recorder):
     def _kept(self, grid: tuple[Tensor, ...], block_mask: tuple[Any, ...], captured: tuple[Any, ...]) -> Tensor:
         if self._made:
             known: Tensor = fake_value(self.mask)
-            self._note(known, self.mask)
+            self.remember(known, self.mask)
             return known
         keep = on_grid(self, function_of(self.call.given["block_mask"]), grid, captured)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:

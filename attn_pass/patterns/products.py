@@ -49,7 +49,7 @@ def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Exp
     at = dict(zip(product.out_letters, spine.leaf_position or ()))
     for node, letters in product.factors:
         where = broadcast_position(tuple(at[c] for c in letters), reader.shape(node))
-        dot = apply("mul", dot, spine._operand(node, where, reader.order[product.node]))
+        dot = apply("mul", dot, spine.operand(node, where, reader.order[product.node]))
     if product.alpha != 1:
         factor = reader.scalar(product.alpha, reader.order[product.node])
         if factor is None:
@@ -58,7 +58,7 @@ def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Exp
     if product.addend is not None and product.beta != 0:
         assert spine.leaf_position is not None
         shape = reader.shape(product.addend)
-        addend = spine._operand(
+        addend = spine.operand(
             product.addend, broadcast_position(spine.leaf_position, shape), reader.order[product.node]
         )
         made = tensor_value(product.node)

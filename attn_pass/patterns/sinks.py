@@ -81,7 +81,7 @@ def added_sink(
         return Const(softmax.sink / softmax.scale), ()
     position = broadcast_position(at_softmax, reader.shape(softmax.sink))
     spine = UseDefWalk(reader, scores.leaf, reader.products, scores.region)
-    sink = spine._operand(softmax.sink, position, time)
+    sink = spine.operand(softmax.sink, position, time)
     if contains_dot(sink) or keys in expression_axes(sink):
         raise Unreadable("more than one logit of a row is not a product of queries and keys", softmax.sink)
     scores.loads |= spine.loads

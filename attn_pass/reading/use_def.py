@@ -102,7 +102,7 @@ class UseDefWalk:
                 self.joined[known:] = [(after.dtype, term) for _, term in self.joined[known:]]
             return inner
         if call.op == "copy_to":
-            return self._operand(call["input"], position, time)
+            return self.operand(call["input"], position, time)
         if call.op == "nan_to_num" and self.of_weights and call["nan"] in (None, 0):
             inner = self.read(call["input"], position, time)
             return apply("where", apply("ne", inner, inner), Const(0.0), inner)
@@ -111,12 +111,12 @@ class UseDefWalk:
         if call.op in SCATTERS:
             return self._scattered(defined, call, position, time)
         if call.op == "cat":
-            return self._operand(*self._joined(defined, call, position), time)
+            return self.operand(*self._joined(defined, call, position), time)
         if call.op == "pad":
             return self._padded(defined, call, position, time)
         if call.op not in POINTWISE:
             raise Unreadable(f"{_name(defined)} is not a known operation of attention", defined)
-        return self._noted(defined, pointwise(defined, call, position, lambda v, p: self._operand(v, p, time)))
+        return self._noted(defined, pointwise(defined, call, position, lambda v, p: self.operand(v, p, time)))
 
     def _is_leaf(self, node: Node, at: int) -> bool:
         """Whether the node holds what the leaf computed: it is the leaf, or what the leaf was written to."""
@@ -164,7 +164,7 @@ class UseDefWalk:
                 return rounded(Const(0.0 if value is None else float(value)), node)
             if not (is_nonnegative(inside) and is_less(inside, shape[dim])):
                 raise Unreadable(f"{_name(node)} joins the scores with something else", node)
-        return self._operand(call["input"], tuple(at), time)
+        return self.operand(call["input"], tuple(at), time)
 
     def _check_region(self, node: Node) -> None:
         region = self.reader.regions.of(node)
@@ -180,7 +180,8 @@ class UseDefWalk:
                 raise Unreadable("the dropout is applied twice, or its rate is not a constant", node)
             self.dropout = float(call["p"])
 
-    def _operand(self, value: Any, position: Position, at: int) -> Expr:
+    def operand(self, value: Any, position: Position, at: int) -> Expr:
+        """The element of an operand of the scores: a number, or a tensor, which may be broadcast."""
         reader = self.reader
         if not isinstance(value, Node):
             if isinstance(value, (bool, int, float)):
@@ -202,7 +203,7 @@ class UseDefWalk:
         defined, call = reader.definition(source, read_at)
         if call is not None and call.op in _LOGIC and not call.in_place and self._has_shape_of_leaf(source):
             self.internal[source] = None
-            return pointwise(defined, call, where, lambda v, p: self._operand(v, p, reader.order[defined]))
+            return pointwise(defined, call, where, lambda v, p: self.operand(v, p, reader.order[defined]))
         element = reader.element(source, where, read_at)
         if isinstance(element, Const):
             return element
@@ -227,11 +228,11 @@ class UseDefWalk:
             raise Unreadable(f"{_name(node)} writes scores that cannot be determined", node)
         inside: Expr = TRUE
         for mask, over in part.masks:
-            inside = apply("and", inside, self._operand(mask, tuple(position[d] for d in over), time))
+            inside = apply("and", inside, self.operand(mask, tuple(position[d] for d in over), time))
         for relation in part.relation_at(position):
             inside = apply("and", inside, relation)
-        value = self._operand(part.value, (), time)
-        before = self._operand(call["input"], position, time)
+        value = self.operand(part.value, (), time)
+        before = self.operand(call["input"], position, time)
         return self._noted(node, apply("where", inside, rounded(value, node), before))
 
     def _where_written(self, node: Node, position: Position, part: Part, mutation: Mutation) -> Expr:
@@ -245,7 +246,7 @@ class UseDefWalk:
         part = scattered_part(self.reader, node)
         if part is None:
             raise Unreadable(f"{_name(node)} writes scores that cannot be determined", node)
-        return self._chosen(node, position, part, time, lambda: self._operand(call["input"], position, time))
+        return self._chosen(node, position, part, time, lambda: self.operand(call["input"], position, time))
 
     def _chosen(self, node: Node, position: Position, part: Part, at: int, before: Callable[[], Expr]) -> Expr:
         """The part's value, as it is at that time, where the position is in it; ``before`` elsewhere."""
@@ -266,9 +267,9 @@ class UseDefWalk:
                 inside = apply("and", inside, apply("lt", index_value(here), index_value(start + length)))
         within = tuple(at_part.get(d, 0) for d in part.dims)
         written = UseDefWalk(self.reader, self.leaf, self.reach, self.region, of_weights=self.of_weights)
-        value = rewrite_indices(written._operand(part.value, within, at + part.is_result), places)
+        value = rewrite_indices(written.operand(part.value, within, at + part.is_result), places)
         for mask, over in part.masks:
-            held = rewrite_indices(written._operand(mask, tuple(at_part[d] for d in over), at), places)
+            held = rewrite_indices(written.operand(mask, tuple(at_part[d] for d in over), at), places)
             inside = apply("and", inside, held)
         for relation in part.relation_at(position):
             inside = apply("and", inside, relation)

@@ -99,11 +99,11 @@ class EmptyRows:
             nothing = zero_with_gradient(self.plan, linear)
             rows = call(aten.where.ScalarOther, self.rows, nothing, 0.0)
             return call(aten.add.Tensor, out, call(aten.to.dtype, rows, fake_of(out).dtype))
-        mean = self._mean(value)
+        mean = self.mean_of(value)
         if self.attention.mask.keep is None:
             linear = self._scores_to_first_order(query, key, value, scale)
             mean = call(aten.add.Tensor, mean, zero_with_gradient(self.plan, linear))
-        return self._put(mean, out)
+        return self.put(mean, out)
 
     def _scores_to_first_order(self, query: Value, key: Value, value: Value, scale: float) -> Value:
         """``sum_j (s_j - mean(s)) v_j / n``: the contribution of the scores to the mean of the values near equal
@@ -126,7 +126,7 @@ class EmptyRows:
         shape = [sizes[0], self.plan.size(a.query_heads), self.plan.size(a.q_len), width]
         return call(aten.reshape.default, grouped, shape)
 
-    def _mean(self, value: Value) -> Value:
+    def mean_of(self, value: Value) -> Value:
         """Over the keys of (B, Hkv, S, Dv), for every query head: (B, H, 1, Dv)."""
         a, call = self.attention, self.plan.call
         mean: Value = call(aten.mean.dim, value, [-2], True)
@@ -137,6 +137,6 @@ class EmptyRows:
         spread = call(aten.expand.default, call(aten.unsqueeze.default, mean, 2), [-1, -1, groups, -1, -1])
         return call(aten.reshape.default, spread, [-1, self.plan.size(a.query_heads), 1, width])
 
-    def _put(self, rows: Value, out: Value) -> Value:
+    def put(self, rows: Value, out: Value) -> Value:
         """(B, H, 1, Dv) in the place of those rows of the (B, H, L, Dv) result."""
         return self.plan.call(aten.where.self, self.rows, self.plan.call(aten.to.dtype, rows, fake_of(out).dtype), out)

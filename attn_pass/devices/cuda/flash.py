@@ -75,10 +75,10 @@ class Flash(Kernel):
         a = attention
         if a.valid is None or self.name not in setting.device.kernels:
             return super().consider(attention, variant, setting)
-        decided = flash_lengths.plan_of(a, self._dims(a), setting)
+        decided = flash_lengths.plan_of(a, self.padded_dims(a), setting)
         if isinstance(decided, Refusal):
             return decided
-        if (reason := self._refusal(a, decided.kind, setting)) is not None:
+        if (reason := self.refusal_of(a, decided.kind, setting)) is not None:
             return Refusal(self.name, reason)
         device, problem = setting.device, problem_of(a, setting.hint)
         predicted = flash_lengths.microseconds(device, device.shares[self.name], self.shape, problem, decided)

@@ -76,7 +76,7 @@ class Kernel(CudaKernel):
         if self.name not in setting.device.kernels:
             return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
         decided = self._plan(attention, setting)
-        reason = self._refusal(attention, decided.kind, setting)
+        reason = self.refusal_of(attention, decided.kind, setting)
         if reason is not None:
             return Refusal(self.name, reason)
         hint = setting.hint
@@ -109,9 +109,10 @@ class Kernel(CudaKernel):
         form = mask_form(a, setting)
         flag = form.kind == "none" or (form.kind == "causal" and a.q_len == a.kv_len)
         window = None if flag or not self.takes_window else window_of(a)
-        return KernelPlan(form if window is None else MaskForm("none"), self._dims(a), window)
+        return KernelPlan(form if window is None else MaskForm("none"), self.padded_dims(a), window)
 
-    def _refusal(self, a: Attention, kind: str, setting: Setting) -> str | None:
+    def refusal_of(self, a: Attention, kind: str, setting: Setting) -> str | None:
+        """Why the kernel cannot take an attention whose mask has this form; None if it can."""
         if a.not_affine:
             return a.not_affine
         if a.sink is not None:
@@ -143,7 +144,8 @@ class Kernel(CudaKernel):
             return "a scale of 0 would also be multiplied into the mask"
         return mask_refusal(a, setting)
 
-    def _dims(self, a: Attention) -> Dims:
+    def padded_dims(self, a: Attention) -> Dims:
+        """The head dims of keys and values as the kernel gets them; None where one is not known."""
         multiple = self.rules.multiple(a.compute_dtype)
         dims = padded(a.head_dim, multiple), padded(a.value_head_dim, multiple)
         if self.pads_together and dims[0] is not None and dims[1] is not None:

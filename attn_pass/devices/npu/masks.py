@@ -145,7 +145,7 @@ class FilledRows(EmptyRows):
             key = lower.key(a.compute_dtype)
             return self.replaced(out, lower.query(a.compute_dtype), key, value, a.scale)
         wide = call(aten.to.dtype, value, torch.promote_types(a.compute_dtype, torch.float32))
-        return self._put(self._mean(wide), out)
+        return self.put(self.mean_of(wide), out)
 
 
 def emitted_mask(lower: Lowering, plan: MaskPlan, operator: str) -> tuple[Value | None, FilledRows | None]:

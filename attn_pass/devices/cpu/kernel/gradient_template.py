@@ -37,10 +37,10 @@ class _Backward(Call):
     name = "attn_pass_attention_backward"
     wanted: tuple[str, ...] = ()
 
-    def _filled(self, kernel: Any, out: Any) -> Filled:
+    def filled(self, kernel: Any, out: Any) -> Filled:
         return _Filled(self, kernel, out)
 
-    def _kernel(self) -> str:
+    def chosen_kernel(self) -> str:
         return BACKWARD
 
 

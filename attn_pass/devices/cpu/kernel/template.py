@@ -83,7 +83,7 @@ class Call(CppTemplate):
         """The kernel's source and the function that fills its arguments in."""
         assert not epilogue_nodes, "nothing is fused into it"
         out = self.output_node if template_buffer_node is None else template_buffer_node
-        dtype, chosen = self.operands["q"].get_dtype(), self._kernel()
+        dtype, chosen = self.operands["q"].get_dtype(), self.chosen_kernel()
         sets = _sets(in_tiles(dtype, chosen, trains="statistics" in self.written))
         return str(
             self._template_from_string(_SOURCE).render(
@@ -96,12 +96,13 @@ class Call(CppTemplate):
                 namespace=namespace_of(self.score, chosen),
                 structure=arguments_of(chosen),
                 export_declaration=get_export_declaration(),
-                filled=self._filled(kernel, out),
+                filled=self.filled(kernel, out),
                 call=call_of(dtype, sets, chosen, self.score),
             )
         )
 
-    def _filled(self, kernel: Any, out: Any) -> Filled:
+    def filled(self, kernel: Any, out: Any) -> Filled:
+        """The lines that fill the arguments in."""
         return Filled(self, kernel, out)
 
     def _sizes(self) -> list[Any]:
@@ -109,7 +110,7 @@ class Call(CppTemplate):
         laid = [x.get_layout() for x in self.operands.values()]
         return [*map(sympy.sympify, self.numbers.values()), *(e for x in laid for e in (x.offset, *x.size, *x.stride))]
 
-    def _kernel(self) -> str:
+    def chosen_kernel(self) -> str:
         """Which of the two is needed, if the sizes determine it: the other is not compiled then."""
         q, k = (self.operands[name].get_size() for name in ("q", "k"))
         if "offsets" in self.operands:
