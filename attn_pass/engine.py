@@ -11,8 +11,9 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
+from attn_pass.devices.base import Finder
 from attn_pass.devices.device import Device
-from attn_pass.devices.registry import families
+from attn_pass.devices.registry import decomposed_calls, families, settled_kernels
 from attn_pass.errors import OptionError, RewriteError, first_line
 from attn_pass.graph import allowed
 from attn_pass.graph.cut import CannotExtract
@@ -98,7 +99,7 @@ def rewrite_graph(
         graph_id=str(CompileContext.current_compile_id() or "") if program == "compile" else "",
     )
     if program == "compile":
-        one_length.settle(gm.graph)
+        one_length.settle(gm.graph, decomposed_calls())
     region, known = Region.ambient() if program == "compile" else Region(), len(report.sites)
     changed = _Rewriting(GraphContext(run, gm, Surroundings(region))).rewrite()
     if changed and options.unpad and PACKED_ROWS not in run.without and program in ("compile", "aoti"):
@@ -201,13 +202,11 @@ class _Rewriting:
 
     def _sites(self) -> Iterator[Site]:
         idle = {node for piece in self.context.pieces for node in piece.idle}
-        of_families = (finder for family in families() for finder in family.finders())
-        for finder in (calls.find, *of_families, softmax.find):
+        for module, finder in _finders():
             try:
                 yield from (site for site in finder(self.context.reader) if site.node not in idle)
             except Exception as error:
-                name = finder.__module__.rpartition(".")[2]
-                self.run.complain(None, f"{name} could not read the graph", error)
+                self.run.complain(None, f"{module.rpartition('.')[2]} could not read the graph", error)
 
     def _mark_projections(self, sites: list[Site]) -> None:
         """Marks the linear layers that make queries, keys and values, while sites still are as they were written."""
@@ -377,6 +376,13 @@ class _Rewriting:
         if error is None:
             raise CannotExtract("with a shorter length it is rewritten to something else")
         return error
+
+
+def _finders() -> Iterator[tuple[str, Finder]]:
+    """What finds sites, each with the name of its module."""
+    yield calls.__name__, functools.partial(calls.find, kernels=decomposed_calls(), settled_kernels=settled_kernels())
+    yield from ((finder.__module__, finder) for family in families() for finder in family.finders())
+    yield softmax.__name__, softmax.find
 
 
 def _operands(site: Site) -> tuple[Node, ...]:

@@ -20,7 +20,7 @@ import attn_pass
 from attn_pass import patterns, poor_cases
 from attn_pass.devices.cuda import flash_attn_calls
 from attn_pass.devices.npu import npu_calls
-from attn_pass.devices.registry import families
+from attn_pass.devices.registry import decomposed_calls, families
 from attn_pass.model import structure
 from attn_pass.patterns import calls, composite, flex_calls, softmax
 from attn_pass.reading import vocabulary
@@ -51,7 +51,7 @@ def _operators(targets: Any) -> list[str]:
 # What a finder looks for, by its file.
 FORMS: tuple[tuple[str, ModuleType, list[str]], ...] = (
     (softmax.FORM, softmax, ["a softmax between two products", "exp and sum"]),
-    (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(calls.KERNELS)]),
+    (calls.FORM, calls, [*_operators(calls.CALLS), *_operators(decomposed_calls())]),
     (composite.FORM, composite, ["F.multi_head_attention_forward", "_native_multi_head_attention"]),
     (composite.ENCODER_LAYER, composite, ["_transformer_encoder_layer_fwd"]),
     (flex_calls.FORM, flex_calls, ["torch.ops.higher_order.flex_attention"]),

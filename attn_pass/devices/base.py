@@ -47,8 +47,13 @@ class Family:
         most_general: the targets that accept most; if none makes an offer, the first one's refusal is the reason.
         masks_in_compute_dtype: kernels read an additive mask in the dtype of their operands, not in float32.
         takes_any_mask_strides: torch's kernels read a mask whose rows overlap in memory.
-        logarithm_of_torch_call: the operator that torch's call dispatches to also gives the log-sum-exp, with any mask.
+        kernel_with_logarithm: the operator that torch's call dispatches to, if it takes any mask and also gives the
+            log-sum-exp: from ``(query, key, value, dropout_p, is_causal, *, attn_mask, scale)`` to both.
+        decomposed_calls: torch's operators that stand for its call in decomposed programs, with the names of their
+            arguments; the attention is the first result, the log-sum-exp the second.
+        settled_kernels: such operators that stay where they are, and the kernels that they are.
         fused_operators: torch's fused operators there, as they stand in a traced graph, and the kernels that they are.
+        reading_functions: attention functions of libraries for such devices, by name, that write nothing.
         same_call: from a kernel that programs call directly to the target that emits the same call.
         widens_unfused_half: torch's call without a fused kernel computes half precision in float32.
         merges_equal_calls: a compiler may merge two calls with dropout.
@@ -80,8 +85,11 @@ class Family:
     most_general: tuple[str, ...] = ("sdpa",)
     masks_in_compute_dtype = False
     takes_any_mask_strides = False
-    logarithm_of_torch_call = False
+    kernel_with_logarithm: Any = None
+    decomposed_calls: Mapping[Any, tuple[str, ...]] = {}
+    settled_kernels: Mapping[Any, str] = {}
     fused_operators: Mapping[str, str] = {}
+    reading_functions: tuple[str, ...] = ()
     same_call: Mapping[str, str] = {}
     widens_unfused_half = False
     merges_equal_calls = False

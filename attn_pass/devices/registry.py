@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 import torch
 
 from attn_pass.devices.base import Family
 from attn_pass.devices.device import Device
+from attn_pass.graph.writes import only_read
 
 GROUP = "attn_pass.devices"
 """The entry-point group third parties register families in."""
@@ -26,7 +28,19 @@ _NONE = Family()
 def families() -> tuple[Family, ...]:
     """Every family: the built-in ones, then those of installed packages."""
     built_in = (import_module(name).FAMILY for name in _BUILT_IN)
-    return (*built_in, *(entry.load()() for entry in entry_points(group=GROUP)))
+    every = (*built_in, *(entry.load()() for entry in entry_points(group=GROUP)))
+    only_read(name for family in every for name in family.reading_functions)
+    return every
+
+
+def decomposed_calls() -> dict[Any, tuple[str, ...]]:
+    """The kernels of every family that stand for torch's call in decomposed programs, with their arguments' names."""
+    return {operator: names for family in families() for operator, names in family.decomposed_calls.items()}
+
+
+def settled_kernels() -> dict[Any, str]:
+    """The kernels of every family that stay where a decomposed program has them, by their operators."""
+    return {operator: name for family in families() for operator, name in family.settled_kernels.items()}
 
 
 def family_of(device: Device) -> Family:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -134,17 +134,17 @@ _PURE_MODULES = frozenset(
 _TRUSTED = ("torch.", "_operator.", "operator.", "math.", "builtins.", "einops.", "sympy.")
 """Where functions come from that write nothing unless they are known to; any other may write all its tensors."""
 
-_READING_ONLY = frozenset(
-    {
-        *("npu_fusion_attention", "npu_prompt_flash_attention", "npu_incre_flash_attention"),
-        *("npu_fused_infer_attention_score", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func"),
-        *("memory_efficient_attention", "flash_attention"),
-    }
-)
-"""Attention functions from elsewhere that only read; not ``flash_attn_with_kvcache``, which writes its cache."""
+_only_reading: set[str] = set()
+"""Functions from elsewhere that are known to write nothing, by name."""
 
 _CHECKS_AND_SWITCHES = ("_assert", "_check", "_functional_assert", "sym_constrain", "_log_api", "set_", "use_", "_set_")
 _EFFECTFUL_NAMESPACES = ("c10d", "_c10d", "symm_mem", "profiler", "streams", "_dtensor", "rngprims", "debugprims")
+
+
+def only_read(names: Iterable[str]) -> None:
+    """Notes functions that are none of torch's and write nothing; of any other it is assumed that it may write all."""
+    _only_reading.update(names)
+    traits_of.cache_clear()
 
 
 @lru_cache(maxsize=4096)
@@ -226,7 +226,7 @@ def _function_traits(target: Callable[..., Any]) -> Traits:
     module = str(getattr(target, "__module__", None) or "")
     if module == "torch._tensor" and str(getattr(target, "__qualname__", "")).startswith("Tensor."):
         return _method_traits(name)
-    if name in _READING_ONLY:
+    if name in _only_reading:
         return Traits(drops=True)
     if not f"{module}.".startswith(_TRUSTED) or module.startswith("torch.distributed"):
         return Traits(_writes_all_inputs, pure=False, unknown=True)

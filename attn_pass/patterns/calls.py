@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from attn_pass.reading.use_def import SideLoad
 from attn_pass.reading.views import Position, broadcast_position
 
 FORM = "sdpa"
+NO_KERNELS: Mapping[Any, Any] = MappingProxyType({})
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _DEFAULTS: dict[str, Any] = {
     "attn_mask": None,
@@ -33,42 +35,33 @@ CALLS: dict[Any, tuple[str, ...]] = {
     torch.nn.functional.scaled_dot_product_attention: _SDPA,
     torch.ops.aten.scaled_dot_product_attention.default: _SDPA,
 }
-
-
-# The decomposed call: torch's kernel itself, which gives the logarithm of the sums as well. It takes
-# fewer heads of keys and values than of queries as they are, and counts positions from the first key, as the call does.
-KERNELS: dict[Any, tuple[str, ...]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        *("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"),
-    ),
-}
 _RESULTS = {1: "the logarithm of the sum of exponentials is used as well"}
-# CUDA's, whose layouts, padded head dims and masks are those of one kernel: chosen when the program was decomposed.
-SETTLED: dict[Any, str] = {
-    getattr(torch.ops.aten, name).default: kernel
-    for name, kernel in (
-        ("_scaled_dot_product_flash_attention", "flash"),
-        ("_scaled_dot_product_efficient_attention", "efficient"),
-        ("_scaled_dot_product_cudnn_attention", "cudnn"),
-    )
-}
+
+Kernels = Mapping[Any, tuple[str, ...]]
+"""The decomposed call: kernels that give the logarithm of the sums as well, with the names of their arguments.
+
+They take fewer heads of keys and values than of queries as they are, and count positions from the first key, as the
+call does (`attn_pass.devices.base.Family.decomposed_calls`).
+"""
 
 
-def arguments(node: Node) -> dict[str, Any] | None:
+def arguments(node: Node, kernels: Kernels) -> dict[str, Any] | None:
     """The arguments of an attention call by name; None for any other node."""
     if node.op != "call_function":
         return None
-    names = CALLS.get(node.target) or KERNELS.get(node.target)
+    names = CALLS.get(node.target) or kernels.get(node.target)
     if names is None:
         return None
     given = {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
-    return {**given, "enable_gqa": True} if node.target in KERNELS else given
+    return {**given, "enable_gqa": True} if node.target in kernels else given
 
 
-def find(reader: Reader) -> Iterator[Site]:
-    """Every attention call of the graph."""
+def find(
+    reader: Reader, kernels: Kernels = NO_KERNELS, settled_kernels: Mapping[Any, str] = NO_KERNELS
+) -> Iterator[Site]:
+    """Every attention call of the graph; ``settled_kernels`` are those that stay, by their operators."""
     for node in reader.graph.nodes:
-        given, settled = arguments(node), SETTLED.get(node.target)
+        given, settled = arguments(node, kernels), settled_kernels.get(node.target)
         if given is None and settled is None:
             continue
         region = reader.regions.of(node)
@@ -81,7 +74,7 @@ def find(reader: Reader) -> Iterator[Site]:
                 )
             if region.functorch:
                 raise Unreadable(f"it runs under {region.describe()}", node)
-            result, rest = first_result(node, _RESULTS) if node.target in KERNELS else (node, [])
+            result, rest = first_result(node, _RESULTS) if node.target in kernels else (node, [])
             with reader.site() as used:
                 described = describe(_lift(reader, node, result, given), used)
             check_window(reader, described, result)

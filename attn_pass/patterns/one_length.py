@@ -13,13 +13,13 @@ from torch.fx import Graph
 
 from attn_pass.compat import takes_guards
 from attn_pass.graph.values import tensor_value
-from attn_pass.patterns.calls import arguments
+from attn_pass.patterns.calls import Kernels, arguments
 
 
-def settle(graph: Graph) -> None:
+def settle(graph: Graph, kernels: Kernels) -> None:
     """Adds the guards to the shape environment of a graph that Dynamo is compiling; only where both are symbols."""
     for node in graph.nodes:
-        given = arguments(node)
+        given = arguments(node, kernels)
         if given is None:
             continue
         key, value = (tensor_value(given[name]) for name in ("key", "value"))

@@ -25,6 +25,7 @@ from torch._functorch.autograd_function import autograd_function_apply
 from torch.fx import Graph, GraphModule, Node
 
 from attn_pass.devices import roofline
+from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
@@ -39,13 +40,14 @@ from attn_pass.targets.sdpa import Sdpa
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """The one head dim that operands are filled up to where they differ."""
+    """The one head dim that operands are filled up to where they differ, and the kernel of the forward."""
 
     head_dim: int | None
+    kernel: Any
 
 
 class Recompute:
-    """`aten._scaled_dot_product_flash_attention_for_cpu` inside an autograd function of our own."""
+    """The kernel that torch's call takes inside an autograd function of our own."""
 
     name = "recompute"
 
@@ -62,13 +64,13 @@ class Recompute:
         assumptions = (EMPTY_ROWS,) if attention.empty_row_is_nan and not attention.mask.never_empty else ()
         if hides_keys(attention, setting):
             assumptions = (*assumptions, FINITE_KEYS)
-        decided = RecomputePlan(common_head_dim(attention))
+        decided = RecomputePlan(common_head_dim(attention), family_of(setting.device).kernel_with_logarithm)
         return Offer(self.name, variant, attention, forward + again, fused=True, plan=decided, assumptions=assumptions)
 
     def _refusal(self, a: Attention, setting: Setting) -> str | None:
         if not a.needs_grad or setting.program != "compile":
             return "recompute is for training under torch.compile"
-        if not serves(self.name, setting):
+        if not serves(self.name, setting) or family_of(setting.device).kernel_with_logarithm is None:
             return "the kernels of other devices compute such gradients themselves"
         if setting.autocast is not None:
             return "autocast would treat its backward differently from the program's"
@@ -102,7 +104,7 @@ class Recompute:
             inputs.append(lower.expression(a.mask.condition, lower.mask_groups()))
         shapes = [fake_of(x).shape for x in inputs]
         summed = [n for n in range(4) if _is_one(shapes[3][n]) and not _is_one(_scores(shapes)[n])]
-        forward = plan.module("attn_pass_forward", _forward(len(inputs), a.scale))
+        forward = plan.module("attn_pass_forward", _forward(offer.plan.kernel, len(inputs), a.scale))
         backward = plan.module("attn_pass_backward", _backward(len(inputs), a.scale, fake_of(query).dtype, summed))
         saved = list(range(len(inputs)))
         out: Value = plan.call(
@@ -132,11 +134,10 @@ def _scores(shapes: Sequence[torch.Size]) -> tuple[int | torch.SymInt, ...]:
     return (query[0], query[1], query[2], key[2])
 
 
-def _forward(count: int, scale: float) -> GraphModule:
+def _forward(kernel: Any, count: int, scale: float) -> GraphModule:
     """``(query, key, value, mask[, keep]) -> result, saved``."""
     graph = Graph()
     inputs = [graph.placeholder(f"x{n}") for n in range(count)]
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
     both = graph.call_function(kernel, (*inputs[:3], 0.0, False), {"attn_mask": inputs[3], "scale": scale})
     graph.output((graph.call_function(operator.getitem, (both, 0)), tuple(inputs)))
     return GraphModule({}, graph)

@@ -4,7 +4,7 @@ The call has ``is_causal`` or a mask, and ``enable_gqa`` for grouped heads. Head
 and the result is sliced: that adds zeros to every dot product, and columns of zeros that are cut off. A last dimension
 that is not dense is copied.
 
-With a sink, in inference, the target emits ``aten._scaled_dot_product_flash_attention_for_cpu``, whose logarithm of the
+With a sink, in inference on CPUs, the target emits the kernel that torch's call takes there, whose logarithm of the
 sum of exponentials gives the sink's share of each row; in training that logarithm has no gradient. For runtimes the
 sink becomes a key of zeros.
 

@@ -30,7 +30,7 @@ def sink_refusal(a: Attention, setting: Setting) -> str | None:
         if setting.numerics == "strict":
             return "numerics='strict': a sink would become a key of zeros, which an infinite query makes NaN"
         return None
-    if not family.logarithm_of_torch_call:
+    if family.kernel_with_logarithm is None:
         return f"torch's call gives no sum of exponentials on {setting.device.type} devices, which a sink needs"
     if a.needs_grad:
         return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
@@ -70,7 +70,7 @@ def _is_long(plan: Plan, value: Value, dim: int) -> bool:
 
 
 def with_logarithm(lower: Lowering, sink: Expr, inputs: Three, form: MaskForm, setting: Setting) -> Value:
-    """The kernel torch's call takes on CPU, which also gives the logarithm of the sum of exponentials of a row.
+    """The kernel that torch's call takes, where it also gives the logarithm of the sum of exponentials of a row.
 
     ``exp(s) / (sum exp(s) + exp(sink))`` is the softmax without the sink times ``sigmoid(logsumexp - sink)``.
     """
@@ -78,7 +78,7 @@ def with_logarithm(lower: Lowering, sink: Expr, inputs: Three, form: MaskForm, s
     causal = form.kind == "causal"
     mask = None if not form.is_tensor else settled(lower.plan, additive_mask(lower, setting))
     query, key, value = (settled(lower.plan, x) for x in inputs)
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu.default
+    kernel = family_of(setting.device).kernel_with_logarithm
     both = call(kernel, query, key, value, 0.0, causal, attn_mask=mask, scale=abs(a.scale))
     out = joined_with_sink(lower, sink, call(operator.getitem, both, 0), call(operator.getitem, both, 1))
     return call(aten.slice.Tensor, out, 3, 0, a.value_head_dim) if a.head_dim != a.value_head_dim else out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
+from attn_pass.devices.registry import decomposed_calls, settled_kernels
 from attn_pass.graph.effects import Effects, is_metadata_assertion
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, fake_value
@@ -92,7 +93,7 @@ def read(captured: Captured) -> tuple[Reader, list[Site]]:
     effects = Effects(graph)
     outer = Region.ambient() if captured.program == "compile" else Region()
     reader = Reader(graph, Sizes(), effects, Regions(graph, outer), is_softmax=is_softmax)
-    sites = [*calls.find(reader), *softmax.find(reader)]
+    sites = [*calls.find(reader, decomposed_calls(), settled_kernels()), *softmax.find(reader)]
     assert _guards(captured.gm) == guards, "reading added guards"
     return reader, sorted(sites, key=lambda s: effects.position[s.node])
 

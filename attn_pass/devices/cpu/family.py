@@ -24,6 +24,8 @@ from attn_pass.devices.registry import facts
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.base import Target
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 class Cpu(Family):
     """The machine's own processor: measured, and always here."""
@@ -32,11 +34,12 @@ class Cpu(Family):
     types = ("cpu",)
     names = NAMES
     kernel_rules = {"cpu flash": CPU_FLASH}
-    fused_operators = {"_scaled_dot_product_flash_attention_for_cpu": "cpu flash"}
+    fused_operators = {_FLASH.__name__: "cpu flash"}
+    kernel_with_logarithm = _FLASH.default
+    decomposed_calls = {_FLASH.default: ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")}
     forms = frozenset(("local", "recompute", "decomposed"))
     flex_template = "cpp"
     takes_any_mask_strides = True
-    logarithm_of_torch_call = True
     keeps_inductors_patterns_off = True
     takes_composites = True
     packs_rows = "cpu_kernel"

@@ -25,6 +25,10 @@ class Npu(Family):
     names = tuple(sheet.name for sheet in facts.SHEETS)
     same_call = {INFERENCE: INFERENCE, TRAINING: TRAINING_V1, TRAINING_V1: TRAINING_V1}
     most_general = ("sdpa", TRAINING_V1)
+    reading_functions = (
+        *("npu_fusion_attention", "npu_prompt_flash_attention", "npu_incre_flash_attention"),
+        "npu_fused_infer_attention_score",
+    )
     widens_unfused_half = True
     merges_equal_calls = True
     takes_composites = True
