@@ -1,8 +1,7 @@
 """What the documentation of torch_npu's attention operators allows in a program's own call: one rule per row.
 
-Other calls raise on the device, or do there what no page says; nothing is concluded from them. The limits are those of
-the pages of ``npu_fusion_attention`` and ``npu_fused_infer_attention_score``. A size that is known at run time only is
-held against none of them, but for the head dim.
+Other calls raise on the device, or do there what no page says; nothing is concluded from them. A size that is known at
+run time only is held against none of the limits (``limits.py``), but for the head dim.
 """
 
 from __future__ import annotations
@@ -12,40 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
+from attn_pass.devices.npu.generations import INFERENCE, TRAINING_V1
+from attn_pass.devices.npu.limits import (
+    GROUP,
+    HEADS,
+    HIDDEN,
+    KEYS_OF_ONE_ROW,
+    LIMITS,
+    ODD_BATCHES,
+    Limits,
+)
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
 from attn_pass.targets import constraints
 from attn_pass.targets.constraints import Constraint
 
-BYTES = (torch.bool, torch.uint8)
-_HALF = (torch.float16, torch.bfloat16)
 _BANDED = 4  # the mode that takes its bounds from the arguments
-_HEADS = 256
-_RATIO = 64  # query heads a KV head, in inference
-_HIDDEN = 65535  # heads times head dim with positions before heads, in inference
-_KEYS_OF_ONE_ROW = 262144
-_ODD_BATCHES = 128  # in inference, for several rows, if the head dim is not a multiple of 32 bytes
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of one operator. ``masks`` are the shapes of full-size ones by letters: batch, heads, rows, keys; "1" is 1."""
-
-    dtypes: tuple[torch.dtype, ...]
-    head_dim: int
-    batch: int
-    length: int
-    mask_dtypes: tuple[torch.dtype, ...]
-    masks: tuple[str, ...]
-    compressed: tuple[str, ...]  # shapes of the mask of modes 2 to 4: "s" is 2048
-    inner_precise: tuple[int, ...]
-
-
-FUSION = Limits((torch.float32, *_HALF), 768, 2 << 20, 1 << 20, BYTES, ("bhik", "b1ik", "11ik", "ik"), ("ss",), (0, 2))
-INFERENCE = Limits(
-    *(_HALF, 512, 65536, 20971520, (*BYTES, torch.int8), ("1ik", "b1ik", "11ik", "ik"), ("ss", "1ss", "11ss")),
-    inner_precise=(0, 1, 2, 3),
-)
 _MASK_OF_ONE_ROW = ("bk",)
 
 
@@ -69,7 +50,7 @@ class CallFacts:
     @property
     def limits(self) -> Limits:
         """What its operator takes."""
-        return INFERENCE if self.inference else FUSION
+        return LIMITS[INFERENCE if self.inference else TRAINING_V1]
 
     @property
     def decodes(self) -> bool:
@@ -107,12 +88,12 @@ def _has_head_dims(c: CallFacts) -> bool:
 def _has_batches(c: CallFacts) -> bool:
     dim = c.query["d"]
     odd = c.inference and c.query["s"] != 1 and isinstance(dim, int) and dim % 16 != 0
-    return _at_most(c.query["b"], _ODD_BATCHES if odd else c.limits.batch)
+    return _at_most(c.query["b"], ODD_BATCHES if odd else c.limits.batch)
 
 
 def _fits_hidden(c: CallFacts) -> bool:
     hidden = c.query["h"] * c.query["d"]
-    return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < _HIDDEN)
+    return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < HIDDEN)
 
 
 _RULES: tuple[Rule, ...] = (
@@ -135,11 +116,11 @@ _RULES: tuple[Rule, ...] = (
         lambda c: "head dims of {} and {}, which the operator is not documented for".format(*_dims(c)),
         _has_head_dims,
     ),
-    Rule("heads", lambda c: f"{c.query['h']} heads are over {_HEADS}", lambda c: _at_most(c.query["h"], _HEADS)),
+    Rule("heads", lambda c: f"{c.query['h']} heads are over {HEADS}", lambda c: _at_most(c.query["h"], HEADS)),
     Rule(
         "heads of a group",
-        lambda c: f"{c.query['h']} heads over {c.key['h']}: more than {_RATIO} share a KV head",
-        lambda c: not c.inference or _at_most(c.query["h"], _RATIO * c.key["h"] if isinstance(c.key["h"], int) else 0),
+        lambda c: f"{c.query['h']} heads over {c.key['h']}: more than {GROUP} share a KV head",
+        lambda c: not c.inference or _at_most(c.query["h"], GROUP * c.key["h"] if isinstance(c.key["h"], int) else 0),
     ),
     Rule("batch", lambda c: f"a batch of {c.query['b']} is over what is documented", _has_batches),
     Rule(
@@ -149,12 +130,12 @@ _RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "keys of one row",
-        lambda c: f"{c.key['s']} keys of one query row are over {_KEYS_OF_ONE_ROW}",
-        lambda c: not c.decodes or _at_most(c.key["s"], _KEYS_OF_ONE_ROW),
+        lambda c: f"{c.key['s']} keys of one query row are over {KEYS_OF_ONE_ROW}",
+        lambda c: not c.decodes or _at_most(c.key["s"], KEYS_OF_ONE_ROW),
     ),
     Rule(
         "hidden size",
-        lambda c: f"heads times head dim is not under {_HIDDEN}, with positions before heads",
+        lambda c: f"heads times head dim is not under {HIDDEN}, with positions before heads",
         _fits_hidden,
     ),
     Rule(

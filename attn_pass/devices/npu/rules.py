@@ -1,8 +1,6 @@
 """What Ascend's attention operators ask for, one row a rule, with its reason; and which of them torch's own call takes.
 
-The limits are those of torch_npu's documentation of ``npu_fusion_attention`` and ``npu_fused_infer_attention_score``;
-where its C++ dispatch (op-plugin at 517f2e7) is narrower than the pages, the narrower number is taken. Nothing of
-torch_npu is imported.
+The numbers are in ``limits.py``. Nothing of torch_npu is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import torch
 
 from attn_pass.devices.device import Device
 from attn_pass.devices.npu.generations import GENERATIONS, INFERENCE, TRAINING, TRAINING_V1, UNKNOWN
+from attn_pass.devices.npu.limits import GROUP, HALF, HEADS, HIDDEN, KEYS_OF_ONE_ROW, LIMITS, WIDEST, Limits
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import loads
@@ -21,15 +20,7 @@ from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, Constraint
 
-HALF = (torch.float16, torch.bfloat16)
 FUSION = (TRAINING, TRAINING_V1)
-WIDEST = 512  # of a head; the page of the training operator says 768, the dispatch 512
-_HEADS = 256
-_RATIO = 64  # query heads a KV head, in inference
-_HIDDEN = 65535  # heads times head dim of layouts with positions before heads, in inference
-_KEYS_OF_ONE_ROW = 262144
-_LENGTHS = {INFERENCE: 20971520, TRAINING: 1 << 20, TRAINING_V1: 1 << 20}
-_BATCHES = {INFERENCE: 65536, TRAINING: 2 << 20, TRAINING_V1: 2 << 20}
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,11 @@ class Case:
     def is_inference(self) -> bool:
         """Whether it is the operator without a gradient."""
         return self.operator == INFERENCE
+
+    @property
+    def limits(self) -> Limits:
+        """What the operator takes."""
+        return LIMITS[self.operator]
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def width(a: Attention, operator: str) -> int | None:
 def merged_fits(a: Attention, operator: str) -> bool:
     """Whether positions may lie before heads."""
     heads, dim = a.query_heads, width(a, operator)
-    return operator != INFERENCE or (isinstance(heads, int) and dim is not None and heads * dim < _HIDDEN)
+    return operator != INFERENCE or (isinstance(heads, int) and dim is not None and heads * dim < HIDDEN)
 
 
 def has_many_rows(a: Attention, setting: Setting) -> bool:
@@ -176,13 +172,13 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "heads",
-        lambda c: f"{c.attention.query_heads} heads are over {_HEADS}",
-        lambda c: c.setting.hint(c.attention.query_heads) <= _HEADS,
+        lambda c: f"{c.attention.query_heads} heads are over {HEADS}",
+        lambda c: c.setting.hint(c.attention.query_heads) <= HEADS,
     ),
     Rule(
         "heads of a group",
-        lambda c: f"{c.attention.groups} heads share a KV head, over {_RATIO}",
-        lambda c: c.setting.hint(c.attention.groups) <= _RATIO,
+        lambda c: f"{c.attention.groups} heads share a KV head, over {GROUP}",
+        lambda c: c.setting.hint(c.attention.groups) <= GROUP,
         of=(INFERENCE,),
     ),
     Rule(
@@ -192,13 +188,13 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "batch",
-        lambda c: f"a batch of {c.attention.batch_size} is over {_BATCHES[c.operator]}",
-        lambda c: c.setting.hint(c.attention.batch_size) <= _BATCHES[c.operator],
+        lambda c: f"a batch of {c.attention.batch_size} is over {c.limits.batch}",
+        lambda c: c.setting.hint(c.attention.batch_size) <= c.limits.batch,
     ),
     Rule(
         "length",
-        lambda c: f"a length is over {_LENGTHS[c.operator]}",
-        lambda c: max(map(c.setting.hint, (c.attention.q_len, c.attention.kv_len))) <= _LENGTHS[c.operator],
+        lambda c: f"a length is over {c.limits.length}",
+        lambda c: max(map(c.setting.hint, (c.attention.q_len, c.attention.kv_len))) <= c.limits.length,
     ),
     Rule(
         "rows",
@@ -208,8 +204,8 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "keys of one row",
-        lambda c: f"{c.attention.kv_len} keys of one query row are over {_KEYS_OF_ONE_ROW}",
-        lambda c: c.attention.q_len != 1 or c.setting.hint(c.attention.kv_len) <= _KEYS_OF_ONE_ROW,
+        lambda c: f"{c.attention.kv_len} keys of one query row are over {KEYS_OF_ONE_ROW}",
+        lambda c: c.attention.q_len != 1 or c.setting.hint(c.attention.kv_len) <= KEYS_OF_ONE_ROW,
         of=(INFERENCE,),
     ),
     Rule(
