@@ -85,7 +85,7 @@ test-runtimes: .venv-runtimes/.attn_pass_ready
 	OMP_NUM_THREADS=1 .venv-runtimes/bin/python -m pytest tests_on/runtimes $(ARGS)
 
 # An environment of its own: torch_npu asks for one version of torch, and makes plain `import torch` load it. Without
-# what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_npu/stub_libraries.py).
+# what it depends on; gcc and nm are needed for the libraries that stand in for CANN's (tests_on/npu/stub_libraries.py).
 $(NPU)/.ready: constraints-npu.txt
 	test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
 	$(NPU)/bin/python -m pip install -c constraints-npu.txt torch
@@ -94,7 +94,7 @@ $(NPU)/.ready: constraints-npu.txt
 	touch $@
 
 test-npu: $(NPU)/.ready
-	$(NPU)/bin/python -m pytest tests_npu $(ARGS)
+	$(NPU)/bin/python -m pytest tests_on/npu $(ARGS)
 # Environments of their own: libtpu is large, and torch_xla needs the torch of its release.
 .venv-tpu/.attn_pass_ready: constraints.txt constraints-tpu.txt
 	test -x .venv-tpu/bin/python || $(PYTHON) -m venv .venv-tpu

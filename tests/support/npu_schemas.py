@@ -1,6 +1,6 @@
 """The schemas of torch_npu's attention operators, word for word as its 2.13.0 wheel prints them.
 
-tests_npu/ compares them with the wheel that is installed there.
+tests_on/npu compares them with the wheel that is installed there.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import pytest
 import stub_libraries
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))  # the package is not installed in that environment
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # plain `import torch` would import torch_npu
 Ask = Callable[..., Any]
