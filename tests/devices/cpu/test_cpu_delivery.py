@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,12 +90,30 @@ def test_the_log_sum_exp_in_a_package(tmp_path: Path) -> None:
         assert_close(torch._inductor.aoti_load_package(package)(*few_rows()), both(*few_rows()))
 
 
+def functions_with(register: str, library: Path) -> set[str]:
+    """The functions of a library whose machine code names such registers."""
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
+    functions, name = set(), ""
+    for line in listing.stdout.splitlines():
+        if line.endswith(">:"):
+            name = line
+        elif register in line:
+            functions.add(name)
+    return functions
+
+
 def test_a_package_runs_without_this_package_on_lesser_processors(tmp_path: Path) -> None:
+    """Inductor is asked for AVX2 (docs/howto/aotinductor.md): all code beyond it is the kernel's, which asks first."""
     model = Block().eval()
     length = torch.export.Dim("length", min=6, max=1000)
-    package = attn_pass.aot_compile(
-        model, inputs(40), dynamic_shapes=({1: length}, {1: length}), package_path=tmp_path / "m.pt2", options=OPTIONS
-    )
+    with torch._inductor.config.patch({"cpp.march": "x86-64-v3", "cpp.simdlen": 256}):
+        package = attn_pass.aot_compile(
+            model, inputs(40), dynamic_shapes=({1: length},) * 2, package_path=tmp_path / "m.pt2", options=OPTIONS
+        )
+    with zipfile.ZipFile(package) as archive:
+        (library,) = (name for name in archive.namelist() if name.endswith(".so"))
+        beyond = functions_with("%zmm", Path(archive.extract(library, tmp_path)))
+    assert beyond and all("attn_pass_cpu" in name and ("avx512" in name or "amx" in name) for name in beyond)
     report = attn_pass.package_report(package)
     assert report is not None and [s.target for s in report.sites] == ["cpu_kernel"]
     x, kept = inputs(77)
