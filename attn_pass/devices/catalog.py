@@ -86,7 +86,7 @@ class Core:
     times: CoreTimes
 
 
-# Both measured with two cores (docs/results/cpu-constants.md); a machine with more cores is taken to scale with them in
+# All measured with two cores (docs/results/cpu-constants.md); a machine with more cores is taken to scale with them in
 # arithmetic and up to eight cores' worth in memory.
 _AVX512 = Core(
     matmul_gflops={torch.float32: 88.0, torch.float64: 44.0, torch.bfloat16: 200.0, torch.float16: 6.0},
@@ -135,6 +135,25 @@ _AMX = replace(
     fused_op_us=15.0,
     times=replace(_AVX512_FP16.times, few_rows_traffic=2.4),
 )
+# Of an AMD EPYC (Zen 3). Half precision has no instructions for products: torch multiplies one number at a time.
+_AVX2 = replace(
+    _AVX512,
+    matmul_gflops={torch.float32: 80.0, torch.float64: 38.0, torch.bfloat16: 3.0, torch.float16: 3.2},
+    fused_gflops={torch.float32: 68.0, torch.float64: 34.0, torch.bfloat16: 60.0, torch.float16: 32.0},
+    vector_gflops={torch.float32: 20.0, torch.bfloat16: 9.0, torch.float16: 8.5},
+    exp_gops=1.05,
+    memory_gbytes=9.0,
+    cache_gbytes=20.0,
+    op_us=10.0,
+    kernel_us=8.0,
+    fused_op_us=50.0,
+    times=CoreTimes(
+        task_us=(1.0, 5.0),
+        score_ns=(1.4, 2.3),
+        half_mask_ns=0.7,
+        few_rows_rate={torch.bfloat16: 0.6, torch.float16: 0.4},
+    ),
+)
 _UNMEASURED = replace(_AVX512, template_us=40.0)  # where small shapes were not measured with the CPU kernel
 # Of data sheets (Neoverse V2 at 2.8 GHz: four units of 128 bits, products of bfloat16 by BFMMLA), times what the first
 # row reaches of its own; what a call costs is the first row's.
@@ -144,13 +163,20 @@ _NEON = replace(
     fused_gflops={torch.float32: 60.0, torch.float64: 30.0, torch.bfloat16: 60.0, torch.float16: 60.0},
     vector_gflops={torch.float32: 30.0, torch.bfloat16: 20.0, torch.float16: 20.0},
 )
-_CORES = {"avx512": _AVX512, "avx512_bf16": _AVX512, "avx512_fp16": _AVX512_FP16, "amx": _AMX, "neon": _NEON}
-_MEASURED = ("avx512", "avx512_bf16", "avx512_fp16", "amx")
+_CORES = {
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512,
+    "avx512_fp16": _AVX512_FP16,
+    "amx": _AMX,
+    "avx2": _AVX2,
+    "neon": _NEON,
+}
+_MEASURED = ("avx512", "avx512_bf16", "avx512_fp16", "amx", "avx2")
 
 
 @lru_cache(maxsize=8)
 def processor(cores: int, instruction_set: str = "avx512") -> Device:
-    """A CPU with that many cores; those with AVX-512 are measured; what is not listed has the first's rates."""
+    """A CPU with that many cores; those with AVX-512 or AVX2 are measured; what is not listed has the first's rates."""
     core = _CORES.get(instruction_set, _UNMEASURED)
     return Device(
         type="cpu",

@@ -92,7 +92,9 @@ def test_the_log_sum_exp_in_a_package(tmp_path: Path) -> None:
 
 def functions_with(register: str, library: Path) -> set[str]:
     """The functions of a library whose machine code names such registers."""
-    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
+    )
     functions, name = set(), ""
     for line in listing.stdout.splitlines():
         if line.endswith(">:"):
