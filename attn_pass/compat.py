@@ -55,6 +55,14 @@ def pre_grad_slot_takes_list() -> bool:
     return hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
+def inductor_vector_floats() -> int:
+    """How many float32 numbers a vector has in the C++ that Inductor generates for this processor."""
+    from torch._inductor import config
+
+    bits = config.cpp.simdlen or (512 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 256)
+    return bits // 32
+
+
 def has_pre_grad_timing() -> bool:
     """Whether `torch._inductor.config.pre_grad_pass_timing` exists (2.13); before, pre-grad passes always run early."""
     from torch._inductor import config

@@ -12,6 +12,7 @@ from flex_programs import capped, positions, softcap
 from torch import nn
 
 import attn_pass
+from attn_pass.targets.flex import rules
 
 Tensor = torch.Tensor
 
@@ -241,8 +242,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
-        q = q + torch.cat([-q[..., 8:], q[..., :8]], -1)
+        q, k, v = self.qkv(x).view(batch, length, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        q = q + torch.cat([-q[..., 16:], q[..., :16]], -1)
         if not self.buffer:
             return self.out((causal(q, k, v) * 1.5).transpose(1, 2).flatten(2))
         b = self.keep[:, :, :length, :length]
@@ -271,7 +272,7 @@ def test_inductor_keeps_storage_offsets(inductor: dict[str, Any]) -> None:
     def fn(q: Tensor, cache: Tensor, v: Tensor) -> Tensor:
         return causal(q, cache[1], v) * 2
 
-    q, k, v = qkv(q_len=40, kv_len=40)
+    q, k, v = qkv(q_len=40, kv_len=40, dim=32)
     cache = torch.stack([v, k, q])
     with torch.no_grad():
         out = torch.compile(fn, backend=attn_pass.backend, options=inductor)(q, cache, v)
@@ -294,7 +295,7 @@ def test_inductor_compiles_a_mask_of_unknown_size_once(inductor: dict[str, Any])
     def given(batch: int, length: int) -> tuple[Tensor, ...]:
         keep = randn(batch, length) > 0
         keep[:, 0] = True
-        inputs = (*qkv(batch=batch, q_len=length, kv_len=length), keep)
+        inputs = (*qkv(batch=batch, q_len=length, kv_len=length, dim=32), keep)
         for x in inputs:
             torch._dynamo.mark_dynamic(x, (0, x.dim() - 2 if x.dim() == 4 else 1))
         return inputs
@@ -304,6 +305,42 @@ def test_inductor_compiles_a_mask_of_unknown_size_once(inductor: dict[str, Any])
         for inputs in (given(3, 40), given(2, 9), given(5, 300)):
             torch.testing.assert_close(compiled(*inputs), padded(*inputs), atol=1e-5, rtol=1e-5)
     assert [s.target for s in report.sites] == ["flex"]
+
+
+@pytest.mark.parametrize(
+    ("vector", "dim", "keys", "written"),
+    [
+        (8, 16, 40, True),
+        (8, 8, 8, True),
+        (8, 16, 48, False),
+        (8, 16, 41, False),
+        (8, 20, 40, False),
+        (8, 24, 40, False),
+        (16, 16, 40, False),
+    ],
+)
+def test_where_inductors_kernel_writes_past_its_scores_it_is_refused(
+    vector: int, dim: int, keys: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "inductor_vector_floats", lambda: vector)
+    torch._dynamo.reset()
+    inputs = qkv(q_len=4, kv_len=keys, dim=dim)
+    with torch.no_grad():
+        (site,) = attn_pass.explain(softcap, *inputs, attn_pass_options={"targets": ("flex",), "choose": "fused"}).sites
+    assert (site.target == "flex") != written, site.reason
+    assert ("writes past its scores" in site.reason) == written
+    if written:  # executed by another compiler the call is right
+        same(softcap, *inputs, rewritten=1, choose="fused", targets=("flex",))
+
+
+@pytest.mark.slow
+def test_with_vectors_of_eight_a_small_head_dim_is_right(inductor: dict[str, Any]) -> None:
+    """Stock's own kernel for FlexAttention is wrong here, by what lies in memory (torch 2.13.0)."""
+    inputs = qkv(q_len=40, kv_len=40)
+    with torch.no_grad(), attn_pass.record() as report, torch._inductor.config.patch({"cpp.simdlen": 256}):
+        out = torch.compile(softcap, backend=attn_pass.backend, options={**inductor, "targets": ("flex", "cpu_kernel")})
+        torch.testing.assert_close(out(*inputs), softcap(*inputs), atol=1e-5, rtol=1e-5)
+    assert [s.target for s in report.sites] == ["cpu_kernel"]
 
 
 class Both(nn.Module):

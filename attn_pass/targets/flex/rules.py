@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_pass.compat import TORCH_VERSION
+from attn_pass.compat import TORCH_VERSION, inductor_vector_floats
 from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import Apply, Const, Expr, Load, loads, walk
@@ -143,6 +143,13 @@ _HAS_VECTORS = Rule(
     lambda c: "Inductor's FlexAttention for CPUs needs AVX2",
     lambda c: c.setting.device.instruction_set not in ("plain", "neon"),
 )
+_WITHIN_ITS_SCORES = Rule(
+    "head dim and keys",
+    # The ntail kernel of CppMicroGemmFP32Vec (codegen/cpp_micro_gemm.py) with a transposed operand: its outer product
+    # writes 16 columns where fewer are left. The last row's are the largest scores of the first rows.
+    lambda c: "Inductor's FlexAttention for CPUs writes past its scores with this head dim and number of keys",
+    lambda c: c.setting.runner == "other" or not _may_write_past(c.attention),
+)
 _NO_BACKWARD = Rule(
     "gradient", lambda c: "FlexAttention has no backward on the CPU", lambda c: not c.attention.needs_grad
 )
@@ -158,6 +165,18 @@ _STATIC_TABLES = Rule(
         for n in c.attention.sources[table.source].shape
     ),
 )
+
+_COLUMNS, _INNER_PRODUCT = 16, 24  # keys of a step; head dims from which a product is another one, which is right
+
+
+def _may_write_past(a: Attention) -> bool:
+    """Whether the last step's keys may be whole vectors and yet fewer than a step's (seen with AVX2, torch 2.13.0)."""
+    vector = inductor_vector_floats()
+    if a.head_dim % vector or not a.head_dim < _INNER_PRODUCT:
+        return False
+    rest = a.kv_len % _COLUMNS if isinstance(a.kv_len, int) else vector
+    return 0 < rest < _COLUMNS and rest % vector == 0
+
 
 # ---------------------------------------------------------------- CUDA's
 
@@ -252,6 +271,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _DROPOUT,
         _STATIC_HEADS,
         _SIZES,
+        _WITHIN_ITS_SCORES,
         _STATIC_TABLES,
         _IN_BOUNDS,
         ANY_BACKEND,
