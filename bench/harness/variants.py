@@ -19,6 +19,7 @@ EAGER = "eager"
 STOCK, STOCK_AGAIN, PASS, HAND = "compile, stock", "compile, stock (A/A)", "compile, attn_pass", "compile, by hand"
 NO_PATTERNS = "compile, stock without patterns"
 STOCK_FROZEN, PASS_FROZEN = "compile, stock, frozen", "compile, attn_pass, frozen"
+STOCK_FROZEN_AGAIN = "compile, stock, frozen (A/A)"
 PACKAGE, PACKAGE_AGAIN = "AOTInductor, stock", "AOTInductor, stock (A/A)"
 DECOMPOSED, PACKAGE_PASS = "AOTInductor, decomposed", "AOTInductor, attn_pass"
 PACKAGE_HAND = "AOTInductor, by hand"
@@ -26,12 +27,13 @@ IN_ORT, IN_ORT_AGAIN, IN_ORT_PASS = "ONNX Runtime, stock", "ONNX Runtime, stock 
 IN_OPENVINO, IN_OPENVINO_AGAIN, IN_OPENVINO_PASS = "OpenVINO, stock", "OpenVINO, stock (A/A)", "OpenVINO, attn_pass"
 
 COMPILED = (EAGER, STOCK, STOCK_AGAIN, PASS, HAND)
-FROZEN = (STOCK_FROZEN, PASS_FROZEN)
+FROZEN = (STOCK_FROZEN, STOCK_FROZEN_AGAIN, PASS_FROZEN)
 """With Inductor's ``freezing``, which folds weights into the code and packs those of linear layers."""
 PACKAGED = (PACKAGE, PACKAGE_AGAIN, DECOMPOSED, PACKAGE_PASS)
 
 AGAIN: Mapping[str, str] = {
     STOCK: STOCK_AGAIN,
+    STOCK_FROZEN: STOCK_FROZEN_AGAIN,
     PACKAGE: PACKAGE_AGAIN,
     IN_ORT: IN_ORT_AGAIN,
     IN_OPENVINO: IN_OPENVINO_AGAIN,
@@ -40,7 +42,9 @@ AGAIN: Mapping[str, str] = {
 
 
 def base_of(way: str, ways: Collection[str]) -> str:
-    """What one of these ways is compared with: the stock way of the same system, or else stock torch.compile."""
+    """What one of these ways is compared with: stock with the same settings, of the same system, or torch.compile."""
+    if way in (STOCK_FROZEN_AGAIN, PASS_FROZEN) and STOCK_FROZEN in ways:
+        return STOCK_FROZEN
     stock = f"{way.partition(',')[0]}, stock"
     return stock if stock in ways else STOCK
 
@@ -102,7 +106,7 @@ _CALLABLES: Mapping[str, Callable[[Workshop], Callable[..., Any]]] = {
     STOCK_AGAIN: lambda shop: compiled(shop.module),
     NO_PATTERNS: lambda shop: compiled(shop.module, options={"pattern_matcher": False}),
     PASS: lambda shop: compiled(shop.module, backend=attn_pass.backend),
-    STOCK_FROZEN: lambda shop: _frozen(shop, compiled(shop.module)),
+    **{way: lambda shop: _frozen(shop, compiled(shop.module)) for way in (STOCK_FROZEN, STOCK_FROZEN_AGAIN)},
     PASS_FROZEN: lambda shop: _frozen(shop, compiled(shop.module, backend=attn_pass.backend)),
     HAND: lambda shop: compiled(shop.by_hand()),
 }

@@ -36,7 +36,7 @@ from bench.suites.peers import OPENVINO, ORT, in_onnx_runtime, in_openvino
 from bench.suites.zoo import library, ready, tokens
 
 TITLE = "Batches with padding"
-WAYS = (w.STOCK, w.STOCK_AGAIN, w.STOCK_FROZEN, w.PASS, w.PASS_FROZEN, w.HAND)
+WAYS = (w.STOCK, w.STOCK_AGAIN, w.PASS, *w.FROZEN, w.HAND)
 LAYERS, BATCH, LONGEST, SHORTEST, PAD = 12, 16, 512, 1 / 32, 1
 BY_HAND = "the rows that are kept as one sequence, attention by SDPA for each sequence"
 EACH_ALONE = "the rows that are kept as one sequence, the model's own attention for each sequence"

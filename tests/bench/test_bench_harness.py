@@ -22,7 +22,7 @@ from bench.harness import baseline, command, document, floors, measure, plots
 from bench.harness import variants as w
 from bench.harness.document import STANDARD, Document, Table
 from bench.harness.programs import Program, Setting, program_of
-from bench.suites import cases, forms, masks, never_slower, peers, runtimes, spellings
+from bench.suites import cases, forms, masks, models, never_slower, padding, peers, runtimes, spellings
 from bench.suites.seeds import s1, s2, s3, s4, s5, traffic
 from bench.suites.seeds.command import chosen
 
@@ -258,6 +258,20 @@ def test_packages_are_compared_with_the_stock_package() -> None:
     rows = [row(w.STOCK, 10.0), row(w.STOCK_AGAIN, 10.0), row(w.PACKAGE, 100.0), row(w.PACKAGE_AGAIN, 100.0)]
     by_way = {r["way"]: r for r in measure.judged([*rows, row(w.PACKAGE_PASS, 50.0)])}
     assert by_way[w.PACKAGE_PASS]["over_stock"] == 2.0
+
+
+def test_the_frozen_pass_is_compared_with_frozen_stock_and_its_noise() -> None:
+    rows = [row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 100.0), row(w.STOCK_FROZEN, 50.0), row(w.STOCK_FROZEN_AGAIN, 60.0)]
+    by_way = {r["way"]: r for r in measure.judged([*rows, row(w.PASS_FROZEN, 48.0), row(w.PASS, 80.0)])}
+    assert by_way[w.PASS_FROZEN]["over_stock"] == pytest.approx(50 / 48)
+    assert by_way[w.PASS_FROZEN]["verdict"] == "same" and by_way[w.PASS_FROZEN]["noise"] > 0.1
+    assert by_way[w.STOCK_FROZEN]["over_stock"] == 2.0 and by_way[w.PASS]["over_stock"] == 1.25
+    assert all(set(w.FROZEN) <= set(suite.WAYS) for suite in (models, padding, peers))
+
+
+def test_without_frozen_stock_the_frozen_pass_is_compared_with_stock() -> None:
+    rows = [row(w.STOCK, 100.0), row(w.STOCK_AGAIN, 100.0), row(w.PASS_FROZEN, 50.0)]
+    assert measure.judged(rows)[-1]["over_stock"] == 2.0
 
 
 def test_a_runtime_is_compared_with_itself_where_its_stock_way_ran_and_with_stock_inductor_elsewhere() -> None:
