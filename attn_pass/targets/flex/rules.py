@@ -172,7 +172,8 @@ _COLUMNS, _INNER_PRODUCT = 16, 24  # keys of a step; head dims from which a prod
 def _may_write_past(a: Attention) -> bool:
     """Whether the last step's keys may be whole vectors and yet fewer than a step's (seen with AVX2, torch 2.13.0)."""
     vector = inductor_vector_floats()
-    if a.head_dim % vector or not a.head_dim < _INNER_PRODUCT:
+    dim = a.head_dim
+    if not isinstance(dim, int) or dim % vector or dim >= _INNER_PRODUCT:  # those that are not known are refused before
         return False
     rest = a.kv_len % _COLUMNS if isinstance(a.kv_len, int) else vector
     return 0 < rest < _COLUMNS and rest % vector == 0
