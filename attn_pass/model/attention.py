@@ -17,7 +17,7 @@ import torch
 from attn_pass.model.expression import DOT, Expr, Load
 from attn_pass.model.index import Axis, Index, axes, product
 from attn_pass.model.mask import Mask
-from attn_pass.model.structure import row_index
+from attn_pass.model.structure import Part, row_index
 from attn_pass.model.valid_range import ValidRange
 
 SourceKind = Literal["input", "parameter", "table", "buffer", "computed"]
@@ -58,6 +58,19 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """The blocks of scores that a call computes: those in which its mask keeps a key, all of them without a mask.
+
+    ``parts`` is what is known of the mask by position. ``hides_more``: the rest is known at run time only, as in which
+    document a token is. ``in_table``: lists that are read at run time say which blocks those are.
+    """
+
+    parts: tuple[Part, ...] = ()
+    hides_more: bool = False
+    in_table: bool = False
+
+
+@dataclass(frozen=True)
 class AsWritten:
     """What the program would run if nothing were done."""
 
@@ -73,6 +86,7 @@ class AsWritten:
         False  # weights or a log-sum-exp are: all that is saved for sure is the product with the values
     )
     library: str = ""  # the kernel of a package that the call is, as `attn_pass.targets` names it
+    blocks: Blocks | None = None  # of a call of FlexAttention
 
     @property
     def from_library(self) -> bool:

@@ -23,11 +23,11 @@ from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute_module, operator_name
 from attn_pass.graph.values import KNOWN_TENSORS, PLAIN_TENSORS, Sizes, fake_value, tensor_value
-from attn_pass.model.attention import AsWritten
+from attn_pass.model.attention import AsWritten, Blocks
 from attn_pass.model.index import Index
 from attn_pass.patterns.flex_bodies import on_grid
 from attn_pass.patterns.flex_constants import Known, known_to_agree
-from attn_pass.patterns.flex_lists import Lists, is_one_block, is_same_mask, kept, made_from
+from attn_pass.patterns.flex_lists import Lists, blocks_of, is_one_block, is_same_mask, kept, made_from
 from attn_pass.patterns.opaque import Opaque
 from attn_pass.reading.reader import Reader
 
@@ -75,9 +75,9 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
     values = gm.meta.get(KNOWN_TENSORS, {})
     known = {n: values[n.name] for n in gm.graph.nodes if n.name in values and not effects.mutations(n)}
 
-    masks: dict[Any, Node] = {}  # what is kept by lists that are read when the program runs, once for all layers
+    masks: dict[Any, _Mask] = {}  # what is kept by lists that are read when the program runs, once for all layers
 
-    def taken_apart(call: _Call, region: Region) -> tuple[Expansion, Node]:
+    def taken_apart(call: _Call, region: Region) -> tuple[Expansion, _Mask]:
         size_nodes.made.clear()  # of another call's expansion, which may not stay
         plan = Plan(gm, call.node, region, size_nodes, effects, in_body)
         key = _same_mask(call, region, effects) if call.reads_lists else None
@@ -87,32 +87,43 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
             masks[key] = recorder.mask
         return expansion, recorder.mask
 
-    result, claims = [], []
+    result: list[Opaque] = []
+    apart: dict[int, tuple[_Call, _Mask]] = {}
     for node in calls:
         region = regions.of(node)
         try:
             call = _read(node, region, sizes, effects, known)
             expansion, keep = taken_apart(call, region)
             result.append(_opaque(call, region, expansion))
-            if call.mask is not None:
-                claims.append((len(result) - 1, call, keep))
+            apart[len(result) - 1] = call, keep
         except CannotExpand as error:
             result.append(Opaque(node, FORM, region, None, f"the call stays: {error}"))
         except Exception as error:
             result.append(Opaque(node, FORM, region, None, error=error))
-    if claims:
+    if any(call.mask is not None for call, _ in apart.values()):
         reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
-    for number, call, keep in claims:
-        scores = _scores(call.given, sizes)
-        assert call.mask is not None
-        if is_same_mask(reader, keep, call.mask, scores, reader.order[call.node]):
+    for number, (call, keep) in list(apart.items()):
+        if call.mask is None or is_same_mask(
+            reader, keep.kept, call.mask, _scores(call.given, sizes), reader.order[call.node]
+        ):
             continue
+        del apart[number]
         result[number].take_back()
         call, region = replace(call, mask=None), result[number].region
         try:
-            result[number] = _opaque(call, region, taken_apart(call, region)[0])
+            expansion, keep = taken_apart(call, region)
+            result[number], apart[number] = _opaque(call, region, expansion), (call, keep)
         except CannotExpand as error:
             result[number] = Opaque(call.node, FORM, region, None, f"the call stays: {error}")
+    if not all(call.whole for call, _ in apart.values()):
+        reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
+    for number, (call, keep) in apart.items():
+        blocks = Blocks()
+        if not call.whole:
+            scores, at = _scores(call.given, sizes), reader.order[call.node]
+            blocks = blocks_of(reader, keep.by_function, scores, at, in_table=call.reads_lists)
+        written = AsWritten(fused=True, library=FORM, blocks=blocks)
+        result[number] = replace(result[number], written=written)
     return result
 
 
@@ -135,7 +146,6 @@ def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:
         region,
         expansion,
         also=LOGARITHM_IS_USED,
-        written=AsWritten(fused=True, library=FORM),
         assumes=(ONCE_LISTED,) if call.reads_lists else tuple(f"{n} keeps the values it has now" for n in call.known),
         fixed=tuple(name.partition(" ")[2] for name in call.known),  # without "buffer" or "constant"
     )
@@ -201,13 +211,21 @@ def _scores(given: Mapping[str, Any], sizes: Sizes) -> tuple[Index, ...]:
 # ---------------------------------------------------------------- its parts
 
 
-class _Parts(Recorder):
-    """Records what a call computes, and remembers the node of what it keeps."""
+@dataclass(frozen=True)
+class _Mask:
+    """The nodes of what a call keeps, and of what ``mask_mod`` alone does."""
 
-    def __init__(self, plan: Plan, call: _Call, mask: Node | None = None) -> None:
+    kept: Node
+    by_function: Node
+
+
+class _Parts(Recorder):
+    """Records what a call computes, and remembers the nodes of what it keeps."""
+
+    def __init__(self, plan: Plan, call: _Call, mask: _Mask | None = None) -> None:
         super().__init__(plan)
         self.call = call
-        self.mask: Node = mask or call.node
+        self.mask = mask or _Mask(call.node, call.node)
         self._made = mask is not None  # by a call before this one
         users = call.node.users
         self._taken = {user.args[1] for user in users if user.users and len(user.args) == 2}
@@ -234,7 +252,6 @@ class _Parts(Recorder):
         grid = self._grid(scores)
         scores = self._scored(scores, grid, score_mod_other_buffers, wide)
         keep = self._kept(grid, block_mask, mask_mod_other_buffers)
-        self.mask = self.node_of(keep)
         scores = aten.where.ScalarOther(keep, scores, -math.inf)
         weights = aten._safe_softmax.default(scores, -1)
         out = self._laid_out(aten.matmul.default(_in(weights, query.dtype), value))
@@ -244,16 +261,18 @@ class _Parts(Recorder):
 
     def _kept(self, grid: tuple[Tensor, ...], block_mask: tuple[Any, ...], captured: tuple[Any, ...]) -> Tensor:
         if self._made:
-            known: Tensor = fake_value(self.mask)
-            self.remember(known, self.mask)
+            known: Tensor = fake_value(self.mask.kept)
+            self.remember(known, self.mask.kept)
             return known
         keep = on_grid(self, function_of(self.call.given["block_mask"]), grid, captured)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             raise CannotExpand("its mask_mod does not return a bool")
-        if not self.call.reads_lists:
-            return keep
-        rows, keys = aten.view.default(grid[2], [-1, 1]), aten.view.default(grid[3], [-1])
-        return kept(Lists.of(block_mask), keep, (rows, keys))
+        by_function = self.node_of(keep)
+        if self.call.reads_lists:
+            rows, keys = aten.view.default(grid[2], [-1, 1]), aten.view.default(grid[3], [-1])
+            keep = kept(Lists.of(block_mask), keep, (rows, keys))
+        self.mask = _Mask(self.node_of(keep), by_function)
+        return keep
 
     def _scored(self, scores: Tensor, grid: tuple[Tensor, ...], captured: tuple[Any, ...], wide: torch.dtype) -> Tensor:
         scored = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)

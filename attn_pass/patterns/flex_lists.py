@@ -18,8 +18,11 @@ from torch.fx import Node
 
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.model.attention import Blocks
+from attn_pass.model.conditions import structure_of
 from attn_pass.model.expression import Apply, Expr, apply, is_boolean, loads, may_be_boolean
 from attn_pass.model.index import Axis, Index, axis_index, is_at_most
+from attn_pass.model.structure import Opaque
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import broadcast_position
 from attn_pass.reading.vocabulary import Call, tensor_dims, understand
@@ -166,16 +169,32 @@ def is_same_mask(reader: Reader, keep: Node, mask: Node, scores: Sequence[Index]
 
     One that has a batch or a number of heads of one serves all of them; so it must not depend on which one it is.
     """
-    axes = tuple(Axis(f"{keep.name}.{n}", size) for n, size in enumerate(scores))
     shape = reader.shape(mask)
     if len(shape) != len(scores) or any(n not in (1, size) for n, size in zip(shape[:2], scores[:2])):
         return False
     if tuple(shape[2:]) != tuple(scores[2:]):
         return False
-    places = tuple(axis_index(a) for a in axes)
-    one, other = (reader.element(node, broadcast_position(places, reader.shape(node)), at) for node in (keep, mask))
+    axes = _axes(keep, scores)
+    one, other = (_element(reader, node, axes, at) for node in (keep, mask))
     written = any(reader.effects.mutations(reader.source_nodes[x.source]) for x in loads(one))
     return _in_one_form(one) == _in_one_form(other) and not written
+
+
+def blocks_of(reader: Reader, keep: Node, scores: Sequence[Index], at: int, *, in_table: bool) -> Blocks:
+    """What is known of the blocks in which ``keep``, the mask function on all scores, keeps a key."""
+    axes = _axes(keep, scores)
+    parts = structure_of(_element(reader, keep, axes, at), axes[3], axes[2:3]).parts
+    known = tuple(part for part in parts if not isinstance(part, Opaque))
+    return Blocks(known, hides_more=len(known) < len(parts), in_table=in_table)
+
+
+def _axes(keep: Node, scores: Sequence[Index]) -> tuple[Axis, ...]:
+    return tuple(Axis(f"{keep.name}.{n}", size) for n, size in enumerate(scores))
+
+
+def _element(reader: Reader, node: Node, axes: Sequence[Axis], at: int) -> Expr:
+    places = tuple(axis_index(a) for a in axes)
+    return reader.element(node, broadcast_position(places, reader.shape(node)), at)
 
 
 def _in_one_form(e: Expr) -> Expr:

@@ -373,7 +373,9 @@ def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> 
         return Refusal(target.name, form.not_affine)
     if form.valid is not None and not getattr(target, "takes_valid_range", False):
         return Refusal(target.name, valid_range.REFUSAL)
-    return target.consider(form, variant, setting)
+    answer = target.consider(form, variant, setting)
+    table = flex.table_cost(form, setting)
+    return replace(answer, microseconds=answer.microseconds + table) if table and isinstance(answer, Offer) else answer
 
 
 def _candidates(offers: _Offers, prefer: str, allowed: tuple[str, ...] | None) -> _Offers:

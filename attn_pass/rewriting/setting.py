@@ -53,6 +53,7 @@ def setting_of(context: GraphContext, site: Site, described: Described, parts: A
         runner=run.runner,
         eager_form=not site.is_call,
         kernel_as_written=stock,
+        blocks=written.blocks,
         deterministic=deterministic,
         may_need_grad=_may_need_grad(context, site, parts),
         is_recomputed=context.around.is_checkpoint or recomputes_everything(),

@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from attn_pass.devices.device import Device
 from attn_pass.graph.edit import Plan, Value
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.index import Index
 from attn_pass.options import Runner
 
@@ -49,6 +49,7 @@ class Setting:
     eager_form: bool = True  # hand-written; False for a call that already is attention
     runner: Runner = "other"
     kernel_as_written: str | None = None  # the fused kernel that the program's call reaches, with its rounding
+    blocks: Blocks | None = None  # that it computes, if it is a call of FlexAttention
     deterministic: bool = False  # torch.use_deterministic_algorithms(True)
     same_random_numbers: bool = False  # Inductor's fallback_random: eager's random numbers are requested
     may_need_grad: bool = False  # an exported program that may be trained, and something in it needs a gradient

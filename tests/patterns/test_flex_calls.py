@@ -522,7 +522,7 @@ def through_inductor(fn: Callable[..., Any], *inputs: Tensor, **options: Any) ->
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_through_inductor(inside: bool) -> None:
-    """Lists from elsewhere may hide nearly everything, so that the call counts as a fast one, and is left by itself."""
+    """For lists from elsewhere the kernel's mask is made first, so that such a call may be left by itself."""
     q, k, v = qkv(2, 4, N, N, kv_heads=2)
     fn = made_inside(causal) if inside else flex(blocks(causal))
     result, site = through_inductor(fn, q, k, v, choose="cheapest" if inside else "fused")
@@ -533,9 +533,83 @@ def test_through_inductor(inside: bool) -> None:
 
 def test_lists_that_are_not_known_are_left_unless_asked_for() -> None:
     torch._dynamo.reset()
-    site = attn_pass.explain(flex(blocks(causal)), *qkv(2, 4, N, N)).sites[0]
+    site = attn_pass.explain(from_outside(window), *qkv(1, 4, 2048, 2048, dim=64)).sites[0]
     assert (site.outcome, site.form) == ("left", "flex_attention")
     assert site.reason.startswith("already the cheapest form")
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def predicted(fn: Callable[..., Any], length: int = 2048) -> list[dict[str, float]]:
+    """What the call and the kernel are predicted to take, layer by layer; nothing is computed or compiled."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = attn_pass.explain(fn, *qkv(1, 4, length, length, dim=64))
+    return [dict(site.predicted_us) for site in report.sites]
+
+
+def window(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (j <= i) & (i - j < 256)
+
+
+def from_outside(mask: Mask, layers: int = 1, length: int = 2048) -> Callable[..., Tensor]:
+    made = create_block_mask(mask, None, None, length, length, device="cpu")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(layers):
+            q = flex_attention(q, k, v, block_mask=made)
+        return q
+
+    return run
+
+
+def test_a_mask_function_says_which_share_of_its_blocks_a_call_computes() -> None:
+    def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        made = create_block_mask(causal, None, None, q.shape[2], k.shape[2], device="cpu")
+        return flex_attention(q, k, v, block_mask=made)
+
+    (passed,), (made,), (narrow,) = predicted(from_outside(causal)), predicted(inside), predicted(from_outside(window))
+    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    assert passed["leave"] == made["leave"] and 0.5 < made["leave"] / full["leave"] < 0.6
+    assert 0.15 < narrow["leave"] / full["leave"] < 0.25
+    # The kernel skips what the mask hides as well, and pays for the mask.
+    assert made["cpu_kernel"] < passed["cpu_kernel"] < full["cpu_kernel"]
+    assert narrow["cpu_kernel"] < 0.7 * passed["cpu_kernel"]
+
+
+def test_layers_share_the_mask_that_their_lists_become() -> None:
+    (alone,), many = predicted(from_outside(window, length=1024), 1024), predicted(from_outside(window, 6, 1024), 1024)
+    assert len(many) == 6
+    assert alone["leave"] < alone["cpu_kernel"] and many[0]["leave"] == alone["leave"]
+    assert many[0]["cpu_kernel"] < 0.75 * many[0]["leave"]
+
+
+def test_what_depends_on_data_hides_as_much_from_the_kernel_as_from_the_call() -> None:
+    document = torch.arange(2048) // 512
+
+    def of_documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return document[i] == document[j]
+
+    (documents,) = predicted(from_outside(of_documents))
+    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    assert documents["leave"] < 0.2 * full["leave"]
+    assert documents["cpu_kernel"] < 0.6 * full["cpu_kernel"]
+
+
+def test_a_bias_hides_no_block() -> None:
+    """Slopes make a matrix of what is added, and a mask that only the score function has leaves every block listed."""
+
+    def slopes(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + (j - i) * 0.01 * (h + 1)
+
+    def hidden(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.where(j <= i, score, -float("inf"))
+
+    (full,) = predicted(lambda q, k, v: flex_attention(q, k, v))
+    for score in (slopes, hidden):
+        (biased,) = predicted(lambda q, k, v, score=score: flex_attention(q, k, v, score_mod=score))
+        assert biased["leave"] == pytest.approx(full["leave"])
 
 
 def test_the_log_sum_exp_that_inductor_has_not_on_cpus() -> None:

@@ -33,14 +33,17 @@ from torch.fx import Node
 from attn_pass.devices.cpu import cost, masked_out, training
 from attn_pass.devices.cpu.kernel import build
 from attn_pass.devices.cpu.kernel.scores import MOST_CAPTURED, written
+from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.expression import TRUE, Apply, Expr, expression_axes
 from attn_pass.model.index import Axis, product
+from attn_pass.model.structure import row_index
 from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
 from attn_pass.targets.base import FINITE_KEYS, LEARNED_BIAS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.flex.blocks import UNKNOWN_SHARE
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
 from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
@@ -290,5 +293,15 @@ def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
     skips = decided.fill is None and (a.mask.bias is None or a.mask.never_empty or a.mask.bias_is_learned)
     share = cost.computed_share(a, problem, setting.hint) if skips else 1.0
     share *= VALID_SHARE if bounds.at_run_time else 1.0
+    if skips and setting.blocks is not None:
+        share = min(share, _share_of(setting.blocks, a, problem, setting))
     forward = cost.microseconds(a, problem, setting.device, share)
     return cost.in_training(forward, a, problem) if a.needs_grad else forward
+
+
+def _share_of(blocks: Blocks, a: Attention, problem: Problem, setting: Setting) -> float:
+    """The share of the scores in what a call's block mask keeps: the kernel looks at its mask, and skips the same."""
+    structure = replace(a.mask.structure, row=row_index(a.rows), parts=blocks.parts)
+    known = replace(a, mask=replace(a.mask, structure=structure))
+    share = cost.computed_share(known, problem, setting.hint)
+    return share * (UNKNOWN_SHARE if blocks.hides_more else 1.0)

@@ -21,6 +21,9 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.index import Index
 from attn_pass.model.structure import Band, Chunk, Either, Keys, Part
 
+UNKNOWN_SHARE = 1 / 8
+"""Of blocks that a mask may hide by what is known at run time only, such as documents."""
+
 _FAR = 1 << 30  # past every block
 _MOST_OPTIONS = 8
 

@@ -30,13 +30,13 @@ from attn_pass.devices import roofline
 from attn_pass.devices.registry import family_of
 from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten
-from attn_pass.model.attention import Attention
+from attn_pass.model.attention import Attention, Blocks
 from attn_pass.model.expression import loads
 from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.model.valid_range import ValidRange
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
-from attn_pass.targets.flex.blocks import Sides, ValidKeys, block_mask, conjunctions, share
+from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, Sides, ValidKeys, block_mask, conjunctions, share
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
@@ -44,7 +44,7 @@ from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.key_ranges import end_of_keys, first_key
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import dense_last
-from attn_pass.targets.problem import bytes_of, problem_of
+from attn_pass.targets.problem import bytes_of, mask_elements, problem_of
 
 # Rows and keys of a block of the mask. The CPU template keeps a block of scores in memory for each thread; with 128 a
 # multiple of the key block it would take its decoding kernel for a single query, which asks for pointers it is not
@@ -55,9 +55,9 @@ _BLOCKS = {"cpp": (64, 256), "triton": (128, 128)}
 _TILES = ((128, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 32, 4, 2))
 _WIDE_TILES = ((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 4, 2))
 _DECODING_TILES = ((32, 2, 3), (128, 4, 3))  # keys, warps, stages; rows are what there are
-# Of blocks that a mask may hide by what is known at run time only: documents, lists of blocks from elsewhere. The call
-# skips what it hides, so that it has to be taken for a fast one.
-_UNKNOWN_SHARE = 1 / 8
+# What a score of the mask takes that says for every other form what block lists keep: a look-up in the table of blocks
+# and `mask_mod`.
+_TABLE_NANOSECONDS = 3.5
 _TOLD = ("BLOCK_N", "num_warps", "num_stages")
 # Bytes of shared memory a thread block may have, by compute capability; elsewhere the least of any.
 _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
@@ -253,11 +253,22 @@ def as_written(attention: Attention, problem: Problem, setting: Setting) -> floa
     """Predicted microseconds of a call that the program makes itself, whose blocks are torch's own of 128 by 128."""
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
-    visited = share(attention.mask.structure.parts, problem.q_len, problem.kv_len, _BLOCKS["triton"])
-    if not attention.mask.structure.is_exact:
-        visited *= _UNKNOWN_SHARE
+    blocks = setting.blocks or Blocks()
+    visited = share(blocks.parts, problem.q_len, problem.kv_len, _BLOCKS["triton"])
+    visited *= UNKNOWN_SHARE if blocks.hides_more else 1.0
     splits = no_decoding(attention) is None
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=splits, as_written=True)
+
+
+def table_cost(attention: Attention, setting: Setting) -> float:
+    """Microseconds for the mask that says what a call's block lists keep, which every form but the call itself reads.
+
+    Sites with the same lists share it.
+    """
+    if setting.blocks is None or not setting.blocks.in_table:
+        return 0.0
+    elements = mask_elements(attention, setting.hint) / setting.sharing_mask
+    return _TABLE_NANOSECONDS * elements / setting.device.cores / 1e3
 
 
 def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:
