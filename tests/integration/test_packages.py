@@ -23,7 +23,7 @@ class Forms(torch.nn.Module):
 
 def test_one_package_for_every_length(tmp_path: Path) -> None:
     length = torch.export.Dim("length", min=2, max=512)
-    model, inputs = Forms(), (*qkv(1, 2, 96, 96), torch.arange(96)[None] // 30)
+    model, inputs = Forms(), (*qkv(1, 2, 96, 96, dim=32), torch.arange(96)[None] // 30)
     shapes = ({2: length}, {2: length}, {2: length}, {1: length})
     targets = tuple({GYM[name].target for name in NAMES})  # by torch's own kernels
     with torch.no_grad(), attn_pass.record() as report, torch._inductor.config.patch(force_disable_caches=True):
@@ -37,7 +37,7 @@ def test_one_package_for_every_length(tmp_path: Path) -> None:
         assert [s.target for s in report.sites] == [GYM[n].target for n in NAMES]
         run = torch._inductor.aoti_load_package(package)
         for n in (96, 2, 33, 257):
-            given = (*qkv(1, 2, n, n), torch.arange(n)[None] // 30)
+            given = (*qkv(1, 2, n, n, dim=32), torch.arange(n)[None] // 30)
             wanted = model(*(t.double() if t.is_floating_point() else t for t in given))
             wrong = {
                 x: e for x, e in zip(NAMES, (run(*given).double() - wanted).abs().amax((1, 2, 3, 4))) if not e < 2e-5
