@@ -578,6 +578,18 @@ def test_a_mask_function_says_which_share_of_its_blocks_a_call_computes() -> Non
     assert narrow["cpu_kernel"] < 0.7 * passed["cpu_kernel"]
 
 
+def test_rows_of_packed_heads_have_other_positions_than_the_mask_function() -> None:
+    made = create_block_mask(window, None, None, 1024, 1024, device="cpu")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = attn_pass.explain(
+            lambda q, k, v: flex_attention(q, k, v, block_mask=made, enable_gqa=True),
+            *qkv(1, 8, 1024, 1024, dim=64, kv_heads=2),
+        )
+    times = report.sites[0].predicted_us
+    assert times["cpu_kernel (grouped_heads)"] > 2 * times["cpu_kernel"]
+
+
 def test_layers_share_the_mask_that_their_lists_become() -> None:
     (alone,), many = predicted(from_outside(window, length=1024), 1024), predicted(from_outside(window, 6, 1024), 1024)
     assert len(many) == 6

@@ -301,6 +301,8 @@ def _microseconds(a: Attention, decided: CpuPlan, setting: Setting) -> float:
 
 def _share_of(blocks: Blocks, a: Attention, problem: Problem, setting: Setting) -> float:
     """The share of the scores in what a call's block mask keeps: the kernel looks at its mask, and skips the same."""
+    if sum(axis.size != 1 for axis in a.rows) > 1:  # packed rows, whose positions are not those of the queries
+        return 1.0
     structure = replace(a.mask.structure, row=row_index(a.rows), parts=blocks.parts)
     known = replace(a, mask=replace(a.mask, structure=structure))
     share = cost.computed_share(known, problem, setting.hint)
