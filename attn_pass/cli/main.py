@@ -20,7 +20,7 @@ from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
 from attn_pass.progress import logged_to_stderr, progress
-from attn_pass.report.text import duration
+from attn_pass.report.text import counted, duration
 
 if TYPE_CHECKING:
     from attn_pass.report.pages.collect import Collection
@@ -119,7 +119,8 @@ def explain(
         ),
     ] = None,
     expect: Annotated[
-        int | None, typer.Option(min=0, help="Exit with status 1 unless this many attention sites were found.")
+        int | None,
+        typer.Option(min=0, help="Exit with status 1 unless one run of the model computes this many attentions."),
     ] = None,
     show_traceback: Traceback = False,
 ) -> None:
@@ -318,9 +319,9 @@ def _refuse(given: Mapping[str, object], why: str) -> None:
 def _why_failed(report: Report, fail_on: FailOn | None, expect: int | None) -> str:
     """Why the command fails because of what was found; "" where it does not."""
     found = [site for site in report.sites if site.kind == "attention"]
-    broken = f"; there are {len(report.graph_breaks)} graph breaks" if report.graph_breaks else ""
-    if expect is not None and len(found) != expect:
-        return f"--expect {expect}: {len(found)} attention sites were found{broken}"
+    broken = report.breaks_in_words()
+    if expect is not None and report.attentions != expect:
+        return f"--expect: expected {counted(expect, 'attention')}, found {report.attentions}{broken}"
     if fail_on is FailOn.none:
         return "" if found else f"--fail-on none: no attention was found{broken}"
     misses = report.sites if fail_on is FailOn.near_miss else found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ from torch.fx import GraphModule
 from attn_pass.errors import first_line_of
 from attn_pass.report.places import source_line
 
-_JUMP = "generic_jump"  # Dynamo's word for a branch whose condition is a tensor
+_BRANCH = ("generic_jump", "Data-dependent branching")  # Dynamo's words for a branch whose condition is a tensor
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object, another in every process
 
 
 def break_after(gm: GraphModule) -> tuple[str, ...]:
@@ -34,25 +36,19 @@ def breaks_noted() -> Iterator[list[str]]:
 
 
 def _words(reasons: Iterable[Any]) -> tuple[str, ...]:
-    """One for each place: Dynamo notes some twice, for the function and for what calls it."""
-    by_place = {_where(reason): _why(str(reason.reason)) for reason in reasons}
-    return tuple(f"{where}: {why}" for where, why in by_place.items())
+    """One for each place and cause: Dynamo notes some twice, for the function and for what calls it."""
+    return tuple(dict.fromkeys(f"{_where(reason)}: {_why(str(reason.reason))}" for reason in reasons))
 
 
 def _where(reason: Any) -> str:
-    frames = [f'  File "{f.filename}", line {f.lineno}, in {_own_name(f.name)}' for f in reason.user_stack or ()]
+    frames = [f'  File "{f.filename}", line {f.lineno}, in {f.name}' for f in reason.user_stack or ()]
     return source_line({"stack_trace": "\n".join(frames)})
 
 
-def _own_name(function: str) -> str:
-    """The function that a resumed part of it belongs to: "forward" for "torch_dynamo_resume_in_forward_at_12"."""
-    resumed = function.removeprefix("torch_dynamo_resume_in_")
-    return function if resumed == function else resumed.rpartition("_at_")[0]
-
-
 def _why(reason: str) -> str:
-    if reason.startswith(_JUMP):
+    if reason.startswith(_BRANCH):
         return "a branch depends on the values of a tensor"
+    reason = _ADDRESS.sub("", reason)
     lines = [line.strip() for line in reason.splitlines()]
     explained = next((line for line in lines if line.startswith("Explanation:")), "")
     told = f"{first_line_of(reason)} ({explained.removeprefix('Explanation:').strip().rstrip('.')})"

@@ -98,13 +98,14 @@ _OWN = "_compiled_call_impl"
 
 
 class _Reader:
-    """A Dynamo backend that decides on a copy of each graph and runs the graph as it is."""
+    """A Dynamo backend that decides on a copy of each graph, runs the graph as it is, and counts its calls."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.report = Report()
         self.ask_stock = StockAsker()
         self.error: AttnPassError | None = None
+        self.calls: list[tuple[Report, list[None]]] = []  # of each graph, one entry a call
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
@@ -113,9 +114,26 @@ class _Reader:
             decision = decide(copied, self.options, "compile", "inductor", known, ask_stock=self.ask_stock)
             self._give_hints(decision.report, gm, example_inputs)
             self.report.extend(decision.report)
+            return self._counted(gm.forward, decision.report)
         except AttnPassError as error:  # raised here it would reach the user as an error of Dynamo's
             self.error = self.error or error
         return gm.forward
+
+    def _counted(self, forward: Callable[..., Any], report: Report) -> Callable[..., Any]:
+        calls: list[None] = []
+        self.calls.append((report, calls))
+
+        def counted_forward(*inputs: Any) -> Any:
+            calls.append(None)
+            return forward(*inputs)
+
+        return counted_forward
+
+    def count_calls(self) -> None:
+        """After the run: beside a graph break Dynamo runs one graph for all layers that are alike."""
+        for report, calls in self.calls:
+            for site in report.sites:
+                site.count *= max(1, len(calls))
 
     def _give_hints(self, report: Report, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
         """Where the values of buffers would say what is kept: decides once more with them, and tells the outcome."""
@@ -152,6 +170,7 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
         with breaks_noted() as noted, config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):
             compiled(*args, **kwargs)
         reader.report.graph_breaks = tuple(noted)
+        reader.count_calls()
     except Exception as error:
         raise CaptureError(
             f"{name} could not be captured: {in_one_line(error)}{_hint(kwargs)}\nCheck that it runs eagerly with these "

@@ -42,7 +42,13 @@ def module_path(node_meta: Mapping[str, Any]) -> str:
 
 def _frame_text(frame: Mapping[str, str]) -> str:
     base = re.split(r"[/\\]", frame["file"])[-1]
-    return f"{base}:{frame['line']} in {frame['function']}"
+    return f"{base}:{frame['line']} in {_own_name(frame['function'])}"
+
+
+def _own_name(function: str) -> str:
+    """The function that a resumed part of it belongs to: "forward" for "torch_dynamo_resume_in_forward_at_12"."""
+    resumed = function.removeprefix("torch_dynamo_resume_in_")
+    return function if resumed == function else resumed.rpartition("_at_")[0]
 
 
 def _innermost_module(node_meta: Mapping[str, Any]) -> tuple[str, str]:

@@ -56,6 +56,11 @@ class Report:
         return [site for site in tuple(self.sites) if site.outcome == "left"]
 
     @property
+    def attentions(self) -> int:
+        """How many attentions one run of the model computes: calls of its sites, near misses left out."""
+        return sum(max(1, site.count) for site in tuple(self.sites) if site.kind == "attention")
+
+    @property
     def fixed_constants(self) -> tuple[str, ...]:
         """Names of the buffers and constants whose values were relied on: other values need another compile."""
         return tuple(sorted({name for site in tuple(self.sites) for name in site.fixed}))
@@ -128,19 +133,23 @@ class Report:
         took = f"{counted(self.graphs, 'graph')}, {self.seconds:.3f} s in attn_pass"
         sites = tuple(self.sites)
         if not sites:
-            return f"attn_pass: no attention found{self._breaks()} ({took})"
+            return f"attn_pass: no attention found{self.breaks_in_words()} ({took})"
         outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
         shown = ", ".join(f"{number} {name}" for number, name in outcomes if number)
         misses = sum(site.kind == "near miss" for site in sites)
         what = counted(len(sites) - misses, "attention site")
+        if self.attentions > len(sites) - misses:
+            what += f" ({self.attentions} calls)"
         if misses:
             near = counted(misses, "near miss", "near misses")
             what = near if misses == len(sites) else f"{what} and {near}"
-        return f"attn_pass: {what}: {shown}{self._breaks()} ({took})"
+        return f"attn_pass: {what}: {shown}{self.breaks_in_words()} ({took})"
 
-    def _breaks(self) -> str:
+    def breaks_in_words(self) -> str:
+        """The graph breaks as the end of a sentence; "" for none."""
         number = len(self.graph_breaks)
-        return f"; {counted(number, 'graph break')}, around which attention would not be seen" if number else ""
+        across = "it" if number == 1 else "one"
+        return f"; {counted(number, 'graph break')}: attention that spans {across} is not detected" if number else ""
 
     def groups(self) -> list[list[SiteReport]]:
         """The sites, grouped so that sites that differ only in their layer are together."""

@@ -27,7 +27,8 @@ class SiteReport:
         reason: the reason for the outcome, in plain words.
         form: how the attention was written: "sdpa", "eager", ...
         where: source line, "file.py:123 in forward".
-        count: calls of the shared body the site is in (1 outside shared bodies).
+        count: its calls in one run of the model: of the shared body it is in, and after `explain` of a graph that
+            Dynamo runs for several layers, as it does beside a graph break. While compiling that is not known.
         shapes: sizes of "query", "key" and "value"; a symbolic size is shown by its name.
         dtype, device: those of the result, "bfloat16", "cuda".
         decided_for: the device that the options name in place of that one; "" where they name none.

@@ -71,7 +71,7 @@ def row_of(group: Sequence[SiteReport], verbose: bool) -> tuple[str, ...]:
         number,
         site.became,
         site.form,
-        "\n".join(filter(None, (site.where, module))),
+        "\n".join(place_lines(site, module)),
         "\n".join(filter(None, (*shape_lines(site), place_and_dtype(site)))),
         site.mask,
         why,
@@ -86,6 +86,7 @@ def row_key(site: SiteReport) -> str:
     for name in ("formula", "score_mod"):  # in which tensors are called by their number in the whole program
         text = json.dumps(fields[name])
         fields[name] = _TENSOR.sub(lambda tensor: numbers.setdefault(tensor[0], f"t{len(numbers)}"), text)
+    fields["where"] = "\n".join(place_lines(site, without_numbers(site.module)))
     fields["hint"] = _BUFFER.sub(lambda path: without_numbers(path[0]), site.hint)
     fields["predicted_us"] = {name: f"{time:.4g}" for name, time in site.predicted_us.items()}
     text = json.dumps(fields, sort_keys=True)
@@ -111,6 +112,19 @@ def common_module(modules: Sequence[str]) -> str:
     """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]
     return ".".join(part[0] if len(set(part)) == 1 else without_numbers(part[0]) for part in zip(*parts, strict=True))
+
+
+def place_lines(site: SiteReport, module: str) -> list[str]:
+    """Where a site is, and its module unless that is part of it: "in TransformerEncoderLayer (layers.*)".
+
+    Args:
+        site: the record, or the first of a group.
+        module: one path for the whole group.
+    """
+    inside = f"({site.module})"
+    if not site.module or not site.where.endswith(inside):
+        return [line for line in (site.where, module) if line]
+    return [f"{site.where.removesuffix(inside)}({module})"]
 
 
 def place_and_dtype(site: SiteReport) -> str:

@@ -391,6 +391,18 @@ def test_the_number_of_sites_is_what_a_pipeline_expects(
     assert "graph break" in result.stdout
 
 
+def test_calls_are_what_is_expected(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a graph break one graph, and so one site, is run for all layers."""
+    report = Report(
+        [SiteReport(outcome="left", reason="a reason", count=12)], graphs=1, graph_breaks=("m.py:3: print",)
+    )
+    monkeypatch.setattr(attn_pass, "explain", lambda *args, **kwargs: report, raising=False)
+    assert run("explain", f"{model_file}:build", "--expect", "12").exit_code == 0
+    wrong = run("explain", f"{model_file}:build", "--expect", "1")
+    assert wrong.exit_code == 1
+    assert "expected 1 attention, found 12; 1 graph break: attention that spans it is not detected" in wrong.stderr
+
+
 def test_any_option_reaches_explain(model_file: Path, called: list[dict[str, Any]]) -> None:
     asked = (
         *("--option", "assume_constant_buffers=true", "--option", "targets=sdpa, flex"),

@@ -255,7 +255,7 @@ def test_graph_breaks_are_counted_and_quoted() -> None:
     report = attn_pass.explain(Printing(), torch.randn(4, 4))
     (told,) = report.graph_breaks
     assert told.startswith(PRINTED) and "print" in told
-    assert report.summary().startswith("attn_pass: no attention found; 1 graph break, around which")
+    assert report.summary().startswith("attn_pass: no attention found; 1 graph break: attention that spans it is not")
     assert told in str(report) and told in report.to_html().replace("&#39;", "'").replace("&lt;", "<")
     assert Report.from_dict(report.to_dict()).graph_breaks == report.graph_breaks
     whole = attn_pass.explain(Model(), ones())
@@ -274,6 +274,47 @@ def test_what_is_compiled_tells_its_breaks_too() -> None:
     with attn_pass.record() as report:
         torch.compile(Printing(), backend=attn_pass.wrap("eager"))(torch.randn(4, 4))
     assert report.graphs == 2 and [told.startswith(PRINTED) for told in report.graph_breaks] == [True]
+
+
+class Talking(torch.nn.Module):
+    """Attention after two graph breaks on one line."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("largest", x.max().item())
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+def test_layers_that_share_a_graph_are_counted_by_their_calls() -> None:
+    report = attn_pass.explain(torch.nn.Sequential(Talking(), Talking(), Talking()), torch.randn(2, 16, 8))
+    assert [site.count for site in report.sites] == [3] and report.attentions == 3
+    assert report.summary().startswith("attn_pass: 1 attention site (3 calls): ")
+    assert "1 (3 calls)" in report.table()
+    apart = attn_pass.explain(torch.nn.Sequential(Model(), Talking()), torch.randn(2, 4, 4))
+    assert apart.attentions == 1 and "calls" not in str(apart)
+
+
+def test_every_cause_of_a_break_is_told_once_and_a_resumed_function_is_the_user_s() -> None:
+    report = attn_pass.explain(Talking(), torch.randn(2, 16, 8))
+    assert len(report.graph_breaks) == 2
+    assert ["item()" in told for told in report.graph_breaks] == [True, False] and "print" in report.graph_breaks[1]
+    assert report.sites[0].where.endswith(" in forward")
+
+
+def test_a_break_quotes_no_address() -> None:
+    @torch.compiler.disable
+    def aside(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    report = attn_pass.explain(lambda x: aside(x * 2) * 2, ones())
+    assert report.graph_breaks and not re.search("0x[0-9a-f]", str(report))
+
+
+def test_layers_of_torch_s_own_encoder_are_one_row_that_names_the_path_once() -> None:
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+    report = attn_pass.explain(torch.nn.TransformerEncoder(layer, 2), torch.randn(2, 8, 16))
+    assert len(report.sites) == 2 and len(report.groups()) == 1
+    for shown in (report.table(400), report._repr_html_()):
+        assert shown.count("layers.*.self_attn") == 1 and "layers.0" not in shown
 
 
 # ---- options that would help ----

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attn_pass.report.pages.html import rendered
 from attn_pass.report.pages.times import baseline_us, time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, duration, plain_table, without_numbers
+from attn_pass.report.text import common_module, duration, place_lines, plain_table, without_numbers
 
 Aspect = Literal["outcome", "target", "reason", "time"]
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")
@@ -98,14 +98,16 @@ class Comparison:
         groups: dict[Hashable, list[Change]] = defaultdict(list)
         for change in self.changes:
             layer = without_numbers(change.site.module)
-            groups[(change.site.where, layer, change.what, _cell(change, 0), _cell(change, 1))].append(change)
+            place = "\n".join(place_lines(change.site, layer))
+            groups[(place, layer, change.what, _cell(change, 0), _cell(change, 1))].append(change)
         rows: list[tuple[str, ...]] = []
         for group in groups.values():
             first = group[0]
             module = common_module([change.site.module for change in group])
             number = f"x{len(group)}" if len(group) > 1 else "1"
-            place = "\n".join(filter(None, (first.site.where, module)))
-            rows.append((number, place, first.what, _cell(first, 0), _cell(first, 1)))
+            rows.append(
+                (number, "\n".join(place_lines(first.site, module)), first.what, _cell(first, 0), _cell(first, 1))
+            )
         return rows
 
     def table(self, width: int | None = None) -> str:

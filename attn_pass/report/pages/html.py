@@ -17,7 +17,7 @@ from attn_pass.report.pages.plot import plots, short
 from attn_pass.report.pages.side_by_side import Run, side_by_side
 from attn_pass.report.pages.times import baseline_us, shown_times, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, duration, place_and_dtype, printable, shape_lines
+from attn_pass.report.text import common_module, duration, place_and_dtype, place_lines, printable, shape_lines
 
 if TYPE_CHECKING:
     import jinja2
@@ -63,6 +63,12 @@ class Entry:
     def calls(self) -> int:
         """How often one run of the program computes it."""
         return sum(max(1, site.count) for site in self.sites)
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Where it is, and its module; "" for a module that the first names already."""
+        where, *module = place_lines(self.site, self.module)
+        return where, module[0] if module else ""
 
     @property
     def outcome(self) -> str:
