@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("attn_pass", "bench", "docs")
+ROOMS = ("attn_pass", "bench", "docs", "tests", "tests_on")
 MOST = 60
 LONGER = {
     "attn_pass/devices/cuda/decode_triton.py attend",  # a Triton kernel: functions would only rename

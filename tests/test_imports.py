@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -52,6 +53,15 @@ def test_what_is_found() -> None:
 def test_there_are_no_import_cycles() -> None:
     known = modules()
     TopologicalSorter({m: imported(p.read_text(), set(known)) - {m} for m, p in known.items()}).prepare()
+
+
+def test_every_module_has_a_layer() -> None:
+    """The packages themselves hold no code beside their modules, which are named one by one."""
+    contract = (PACKAGE.parent / "pyproject.toml").read_text().split("[[tool.importlinter.contracts]]")[1]
+    named = re.findall(r"attn_pass(?:\.\w+)+", contract)
+    without = {m for m in modules() if not any(f"{m}.".startswith(f"{layer}.") for layer in named)}
+    packages = {f"attn_pass.{name}" for name in ("devices", "report", "targets", "tuning")}
+    assert without == {"attn_pass", "attn_pass.__main__", *packages}
 
 
 def _is_private(name: str) -> bool:

@@ -21,9 +21,10 @@ from attn_pass.graph.edit import Plan, SizeNodes
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.expand import CannotExpand, Expansion, Recorder, expand, without_values
 from attn_pass.graph.memory import storages
+from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.graph.writes import IN_PLACE_DUNDERS, call_writes, may_draw, traits_of
+from attn_pass.graph.writes import IN_PLACE_DUNDERS, call_writes, traits_of
 
 
 @dataclass(eq=False)

@@ -17,10 +17,10 @@ from torch.fx.node import map_arg
 
 from attn_pass.graph.edit import Planned, Value, fake_of, is_attribute
 from attn_pass.graph.effects import Effects
+from attn_pass.graph.random_draws import may_draw
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.subgraphs import attribute, called_bodies
 from attn_pass.graph.values import Sizes, fake_value
-from attn_pass.graph.writes import may_draw
 from attn_pass.model.dtype_name import dtype_name
 
 _MOST = 250  # nodes: a part that reads more is not separate

@@ -22,22 +22,13 @@ from torch.fx import GraphModule, Node
 from attn_pass.compat import no_new_guards
 from attn_pass.graph.effects import Effects, is_metadata_assertion, is_pure
 from attn_pass.graph.memory import storages
+from attn_pass.graph.provenance import origin_of
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, Poly, Quotient, Remainder
 from attn_pass.model.views import Expand, Pad, Permute, Reshape, Slice, Step
 
 aten = torch.ops.aten
-_PROVENANCE = (
-    "stack_trace",
-    "nn_module_stack",
-    "source_fn_stack",
-    "torch_fn",
-    "from_node",
-    "seq_nr",
-    "custom",
-    "unbacked_bindings_none",
-)
 
 
 class LayoutError(Exception):
@@ -303,8 +294,7 @@ class Plan:
         old = self.result
         with self.gm.graph.inserting_before(old):
             node = self.gm.graph.create_node(op, target, args, kwargs)
-        provenance = {k: old.meta[k] for k in _PROVENANCE if k in old.meta}
-        node.meta = {**provenance, value_key(old): fake, **node.meta}  # last what an observer of the graph noted
+        node.meta = {**origin_of(old), value_key(old): fake, **node.meta}  # last what an observer of the graph noted
         return node
 
     def apply(self, new: Value, erase: Iterable[Node]) -> Node:

@@ -24,9 +24,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Target
 
 from attn_pass.graph.memory import WITHOUT_MEMORY, sees_same_elements, storages, tensor_inputs
+from attn_pass.graph.random_draws import drops_something
 from attn_pass.graph.subgraphs import attribute, called_bodies, indexed_by_export, operator_name, placeholders
 from attn_pass.graph.values import fake_value
-from attn_pass.graph.writes import FUNCTIONAL_HIGHER_ORDER, Traits, call_writes, drops_something, traits_of
+from attn_pass.graph.writes import FUNCTIONAL_HIGHER_ORDER, Traits, call_writes, traits_of
 
 
 @dataclass(frozen=True)

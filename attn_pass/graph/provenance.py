@@ -23,6 +23,14 @@ class Emission:
     stack_trace: str
 
 
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "seq_nr", "custom")
+
+
+def origin_of(node: Node) -> dict[str, Any]:
+    """What a node's ``meta`` says of where in the program it is from, for the nodes that take its place."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+
+
 _CUSTOM, _SITE = "custom", "attn_pass_site"  # AOTAutograd copies what is under "custom" to the nodes that it makes
 
 

@@ -6,7 +6,6 @@ checkpointing hands a body its mask as a bare placeholder, so a reader must both
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,6 +13,8 @@ import torch.utils._pytree as pytree
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
+
+from attn_pass.graph.values import nodes_in
 
 Kind = Literal[
     "autocast",
@@ -188,7 +189,7 @@ def called_bodies(node: Node) -> tuple[BodyOperand, ...]:
     arguments = _bind(form.parameters, node) if form is not None else {}
     result = []
     for slot in form.slots if form is not None else ():
-        for holder in _nodes_in(arguments.get(slot.parameter)):
+        for holder in nodes_in(arguments.get(slot.parameter)):
             module = modules.pop(holder, None)
             if module is not None:
                 operands = _operands(slot.feed, arguments, module)
@@ -274,14 +275,6 @@ def _operands(
             operands += [None] * len(values) if part.startswith("~") else values
     # An alignment that does not add up proves nothing.
     return tuple(operands) if len(operands) == count else unknown
-
-
-def _nodes_in(argument: Any) -> Iterator[Node]:
-    if isinstance(argument, Node):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for element in argument:
-            yield from _nodes_in(element)
 
 
 __all__ = [

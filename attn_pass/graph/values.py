@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,15 @@ PROJECTION = "attn_pass_projection"
 # And that what it joins are parameters that can be laid into one buffer.
 LAID_OUT = "attn_pass_laid_out"
 PLAIN_TENSORS = (FakeTensor, torch.nn.Parameter)  # any other fake value is that of a subclass
+
+
+def nodes_in(argument: Any) -> Iterator[Node]:
+    """The nodes that an argument is, or holds in tuples and lists."""
+    if isinstance(argument, Node):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for element in argument:
+            yield from nodes_in(element)
 
 
 def fake_value(node: Node) -> Any:

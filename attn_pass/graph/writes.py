@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import Target
 
 from attn_pass.graph.memory import has_memory, sees_same_elements, tensor_inputs
-from attn_pass.graph.values import fake_value
+from attn_pass.graph.values import fake_value, nodes_in
 
 
 class Write(NamedTuple):
@@ -113,7 +113,7 @@ FUNCTIONAL_HIGHER_ORDER = frozenset(
     }
 )
 
-_RANDOM = frozenset(
+RANDOM = frozenset(
     {
         *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
         *("multinomial", "normal", "poisson", "binomial", "rrelu", "gumbel_softmax", "_sample_dirichlet"),
@@ -234,7 +234,7 @@ def _function_traits(target: Callable[..., Any]) -> Traits:
         return Traits(view=target is operator.getitem)
     if module == "builtins":
         return Traits(view=target is getattr, pure=target in _PURE_BUILTINS)
-    pure = module in _PURE_MODULES and not name.startswith(_CHECKS_AND_SWITCHES) and name not in _RANDOM
+    pure = module in _PURE_MODULES and not name.startswith(_CHECKS_AND_SWITCHES) and name not in RANDOM
     write = _function_writer(target, module, name)
     return Traits(write, name in _VIEWS, name in _DROPOUTS, pure, drops=_may_drop(name))
 
@@ -271,46 +271,6 @@ def _may_drop(name: str) -> bool:
     return "dropout" in name or "attention" in name
 
 
-def drops_something(node: Node) -> bool:
-    """Whether a dropout surely makes a new tensor: training, with a probability that is not 0."""
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    default = "alpha" not in str(getattr(node.target, "__name__", ""))  # of torch.nn.functional; others take no default
-    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", node.kwargs.get("train", default))
-    return training is True and isinstance(p, float) and p > 0
-
-
-def draws_random_numbers(node: Node) -> bool:
-    """Whether a node that counts as pure moves the random stream: a dropout that drops."""
-    return traits_of(node.op, node.target).drops and drops_something(node)
-
-
-_DRAWN_IN_PLACE = frozenset(
-    {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform"}
-)
-
-
-def may_draw(node: Node) -> bool:
-    """Whether a node gives other numbers each time it runs: a draw, or a dropout that is not known to drop nothing."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    target = node.target
-    schema = getattr(target, "_schema", None)
-    name = target if isinstance(target, str) else schema.name if schema else getattr(target, "__name__", "")
-    name = name.rpartition("::")[2]
-    if name in _RANDOM or (name.endswith("_") and name[:-1] in _DRAWN_IN_PLACE):
-        return True
-    if "dropout" not in name:
-        return False
-    p, training = (_argument(node, n, names) for n, names in ((1, ("p",)), (2, ("training", "train"))))
-    return p != 0 and training is not False
-
-
-def _argument(node: Node, position: int, names: tuple[str, ...]) -> Any:
-    if len(node.args) > position:
-        return node.args[position]
-    return next((node.kwargs[n] for n in names if n in node.kwargs), None)
-
-
 # ---------------------------------------------------------------- the writes of one call
 
 
@@ -320,16 +280,8 @@ def call_writes(node: Node) -> list[Write]:
     write = traits_of(node.op, node.target).write
     writes = write(node) if write is not None else []
     if "out" in node.kwargs and not isinstance(node.target, OpOverload):
-        writes = [*writes, *(Write(n, _fills(node, n)) for n in _nodes_in(node.kwargs["out"]))]
+        writes = [*writes, *(Write(n, _fills(node, n)) for n in nodes_in(node.kwargs["out"]))]
     return writes
-
-
-def _nodes_in(argument: Any) -> Iterator[Node]:
-    if isinstance(argument, Node):
-        yield argument
-    elif isinstance(argument, (tuple, list)):
-        for element in argument:
-            yield from _nodes_in(element)
 
 
 def _fills(node: Node, out: Node) -> bool:
@@ -343,7 +295,7 @@ def _writes_first(name: str = "", whole: bool = False) -> Writer:
 
     def write(node: Node) -> list[Write]:
         first = node.args[0] if node.args else node.kwargs.get("input", node.kwargs.get("self"))
-        targets = [n for n in _nodes_in(first) if has_memory(n)]
+        targets = [n for n in nodes_in(first) if has_memory(n)]
         return [Write(n, whole and isinstance(first, Node), rebinds) for n in targets]
 
     return write
@@ -398,7 +350,7 @@ def _writes_renormed(node: Node) -> list[Write]:
     if (node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")) is None:
         return []
     weight = node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
-    return [Write(n, False) for n in _nodes_in(weight)]
+    return [Write(n, False) for n in nodes_in(weight)]
 
 
 def _writes_arguments(written: tuple[tuple[int, str], ...], whole: bool, out: bool, name: str) -> Writer:
@@ -411,7 +363,7 @@ def _writes_arguments(written: tuple[tuple[int, str], ...], whole: bool, out: bo
             given = node.args[index] if index < len(node.args) else node.kwargs.get(argument)
             if given is None and argument == "self":
                 given = node.kwargs.get("input")
-            for target in _nodes_in(given):
+            for target in nodes_in(given):
                 fills = _fills(node, target) if out else whole and isinstance(given, Node)
                 writes.append(Write(target, fills, rebinds))
         return writes

@@ -192,6 +192,14 @@ class Attention:
         """Whether the whole mask is ``key <= row`` for the rows as they are grouped now."""
         return self.mask.structure.is_causal and row_index(self.rows) == self.mask.structure.row
 
+    def with_shared_rows(self, axes: Literal["batch", "heads"]) -> Attention | None:
+        """The same function with the shared axes of one of its groups in front of the query rows; None without any."""
+        group, shared = getattr(self, axes), set(self.shared_axes)
+        moved = tuple(a for a in group if a in shared)
+        if not moved:
+            return None
+        return self.regrouped(**{axes: tuple(a for a in group if a not in shared)}, rows=moved + self.rows)
+
     def regrouped(self, **groups: tuple[Axis, ...]) -> Attention:
         """The same function with its axes in other groups (``batch``, ``heads``, ``rows``)."""
         # A range was found for the rows as they were.

@@ -91,7 +91,11 @@ DOT = Dot()
 
 
 def apply(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
-    """The expression ``op(*args)``, with what is already known folded in."""
+    """The expression ``op(*args)``, with what is already known folded in.
+
+    Each fold says ``a -> b`` of itself: ``i`` and ``j`` are indices, ``n`` and ``m`` numbers, ``c`` and ``d`` truth
+    values, ``x`` and ``y`` anything.
+    """
     folded = _fold(op, args, dtype)
     return Apply(op, args, dtype) if folded is None else folded
 
@@ -99,7 +103,7 @@ def apply(op: str, *args: Expr, dtype: torch.dtype | None = None) -> Expr:
 def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | None:
     if op == "where":
         condition, yes, no = args
-        if isinstance(condition, Const):
+        if isinstance(condition, Const):  # where(true, x, y) -> x, where(false, x, y) -> y
             chosen, other = (yes, no) if condition.value else (no, yes)
             return chosen if not may_be_boolean(chosen) or is_boolean(other) else None
         return _fold_where(condition, yes, no)
@@ -113,7 +117,7 @@ def _fold(op: str, args: tuple[Expr, ...], dtype: torch.dtype | None) -> Expr | 
         return _fold_comparison(op, args[0], args[1])
     if op in ("add", "sub", "mul"):
         return _fold_arithmetic(op, args[0], args[1])
-    if op == "neg" and isinstance(args[0], Const):
+    if op == "neg" and isinstance(args[0], Const):  # -(n) -> the number -n
         return Const(-args[0].value)
     if op in ("neg", "abs", "floordiv", "remainder"):
         return _fold_index(op, args)
@@ -125,29 +129,33 @@ def _fold_index(op: str, args: tuple[Expr, ...]) -> Expr | None:
     index = as_index(args[0])
     if index is None:
         return None
-    if op == "neg":
+    if op == "neg":  # -i -> the index -i
         return index_value(-1 * index)
-    if op == "abs":
+    if op == "abs":  # abs(i) -> i, where i >= 0
         return index_value(index) if is_nonnegative(index) else None
     divisor = as_index(args[1])
     if divisor is None or not is_nonnegative(index) or not is_less(0, divisor):
         return None
+    # i // j and i % j -> the index, where i >= 0 and j > 0
     return index_value(divide(index, divisor)[0 if op == "floordiv" else 1])
 
 
 def _fold_where(condition: Expr, yes: Expr, no: Expr) -> Expr | None:
+    # where(c, true, false) -> c, where(c, false, true) -> not c
     if isinstance(yes, Const) and isinstance(no, Const) and is_boolean(yes) and is_boolean(no):
         return as_boolean(_truth(condition), yes, no)
     for chosen, other, when in ((yes, no, condition), (no, yes, apply("not", condition))):
         if isinstance(chosen, Const) and is_boolean(chosen) and is_boolean(other):
-            if chosen.value:
+            if chosen.value:  # where(c, true, d) -> c or d
                 return apply("or", when, other)
+            # where(c, false, d) -> not c and d
             return apply("and", apply("not", when), other)
     known = _pinned(condition)
     if known and not isinstance(yes, Const) and not any(isinstance(e, Load | Dot) for e in walk(yes)):
         narrowed = rewrite_indices(yes, known)
-        if narrowed != yes:
+        if narrowed != yes:  # where(i == 3, x(i), y) -> where(i == 3, x(3), y)
             return apply("where", condition, narrowed, no)
+    # where(c, x, x) -> x
     return yes if yes == no and not isinstance(yes, Apply) else None
 
 
@@ -174,24 +182,25 @@ def _pinned(condition: Expr) -> dict[Axis, Index]:
 
 def _fold_cast(value: Expr, dtype: torch.dtype | None) -> Expr | None:
     assert dtype is not None
-    if isinstance(value, Const):
+    if isinstance(value, Const):  # cast(n) -> the number as that type holds it
         if dtype == torch.bool:
             return Const(bool(value.value))
         if dtype.is_floating_point:
             return Const(_rounded(float(value.value), dtype))
         return _truncated(value.value, dtype)
-    if isinstance(value, IndexValue) and dtype in _INTEGRAL[:2]:
+    if isinstance(value, IndexValue) and dtype in _INTEGRAL[:2]:  # cast<int64>(i) -> i
         return value
     if dtype == torch.bool and isinstance(value, Apply) and value.op == "where":
         condition, yes, no = value.args
-        if isinstance(yes, Const) and isinstance(no, Const):  # tril(ones).bool()
+        # cast<bool>(where(c, n, m)) -> c, not c, true or false: tril(ones).bool()
+        if isinstance(yes, Const) and isinstance(no, Const):
             return as_boolean(_truth(condition), Const(bool(yes.value)), Const(bool(no.value)))
     if isinstance(value, Apply) and value.op == "cast":
-        if value.dtype == dtype:
+        if value.dtype == dtype:  # cast(cast(x)) -> cast(x), of one type
             return value
-        if dtype == torch.bool and is_boolean(value.args[0]):
+        if dtype == torch.bool and is_boolean(value.args[0]):  # cast<bool>(cast(c)) -> c
             return value.args[0]
-    if dtype == torch.bool and is_boolean(value):
+    if dtype == torch.bool and is_boolean(value):  # cast<bool>(c) -> c
         return value
     return None
 
@@ -212,8 +221,9 @@ def _fold_logic(op: str, args: tuple[Expr, ...]) -> Expr | None:
     absorbing = op == "or"
     left, right = args
     for one, other in ((left, right), (right, left)):
-        if isinstance(one, Const):
+        if isinstance(one, Const):  # true or x -> true, false or x -> x; false and x -> false, true and x -> x
             return Const(absorbing) if bool(one.value) == absorbing else _truth(other)
+    # x and x -> x, x or x -> x
     return _truth(left) if left == right else None
 
 
@@ -226,13 +236,13 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "
 
 
 def _fold_not(value: Expr) -> Expr | None:
-    if isinstance(value, Const):
+    if isinstance(value, Const):  # not n -> n == 0
         return Const(not value.value)
     if isinstance(value, Apply):
-        if value.op == "not":
+        if value.op == "not":  # not not x -> x
             return _truth(value.args[0])
         if value.op in _OPPOSITE and all(isinstance(a, (IndexValue, Const)) for a in value.args):
-            # Only of integers: for floats NaN is neither below nor at least.
+            # not i < j -> i >= j. Only of integers: for floats NaN is neither below nor at least.
             if all(isinstance(a, IndexValue) or isinstance(a.value, int) for a in value.args):  # type: ignore[union-attr]
                 return apply(_OPPOSITE[value.op], *value.args)
     return None
@@ -271,26 +281,28 @@ _PROOFS: dict[str, tuple[Callable[[Index, Index], bool], ...]] = {  # that it ho
 
 
 def _fold_comparison(op: str, left: Expr, right: Expr) -> Expr | None:
-    if isinstance(left, Const) and isinstance(right, Const):
+    if isinstance(left, Const) and isinstance(right, Const):  # n < m -> true or false
         return _compared(op, left.value, right.value)
     if isinstance(left, Apply) and left.op == "where" and isinstance(right, Const):
         condition, yes, no = left.args
-        if isinstance(yes, Const) and isinstance(no, Const):
+        if isinstance(yes, Const) and isinstance(no, Const):  # where(c, n, m) < k -> where(c, n < k, m < k)
             if_yes, if_no = _compared(op, yes.value, right.value), _compared(op, no.value, right.value)
             return None if if_yes is None or if_no is None else apply("where", condition, if_yes, if_no)
     if isinstance(left, Apply) and left.op == "cast" and isinstance(right, Const) and is_boolean(left.args[0]):
-        inner = left.args[0]
+        inner = left.args[0]  # cast(c) < n -> c, not c, true or false
         yes_no = Const(_holds(op, 1, right.value)), Const(_holds(op, 0, right.value))
         return as_boolean(inner, *yes_no)
     a, b = as_index(left), as_index(right)
     if a is None or b is None:
         return _distributed(op, left, right) or _of_truth(op, left, right)
     holds, fails = _PROOFS[op]
+    # i < j -> true where that is proven for every value, false where the opposite is
     return TRUE if holds(a, b) else FALSE if fails(a, b) else None
 
 
 def _of_truth(op: str, left: Expr, right: Expr) -> Expr | None:
     """A truth value against a number: ``mask == 0``."""
+    # c == 0 -> not c, c < 2 -> true
     if isinstance(right, Const) and is_boolean(left):
         return as_boolean(left, Const(_holds(op, 1, right.value)), Const(_holds(op, 0, right.value)))
     return None
@@ -303,6 +315,7 @@ def _distributed(op: str, left: Expr, right: Expr) -> Expr | None:
             continue
         condition, *branches = piecewise.args
         if all(as_index(b) is not None or (isinstance(b, Apply) and b.op == "where") for b in branches):
+            # where(c, i, j) + n -> where(c, i + n, j + n)
             pairs = [(b, other) if number == 0 else (other, b) for b in branches]
             return apply("where", condition, *(apply(op, *pair) for pair in pairs))
     return None
@@ -325,8 +338,9 @@ def _compared(op: str, left: Scalar, right: Scalar) -> Const | None:
 
 def as_boolean(condition: Expr, yes: Const, no: Const) -> Expr:
     """``where(condition, yes, no)`` of two booleans, as plain logic."""
-    if yes.value == no.value:
+    if yes.value == no.value:  # where(c, true, true) -> true
         return yes
+    # where(c, true, false) -> c, where(c, false, true) -> not c
     return condition if yes.value else apply("not", condition)
 
 
@@ -354,24 +368,24 @@ def may_be_boolean(value: Expr) -> bool:
 def _fold_arithmetic(op: str, left: Expr, right: Expr) -> Expr | None:
     a, b, on_numbers = as_index(left), as_index(right), OPERATIONS[op].on_numbers
     assert on_numbers is not None
-    if a is not None and b is not None:
+    if a is not None and b is not None:  # i + j -> the index i + j
         return index_value(on_numbers(a, b))
     chosen = _distributed(op, left, right)
     if chosen is not None:
         return chosen
-    if op == "mul" and is_boolean(left) and is_boolean(right):
+    if op == "mul" and is_boolean(left) and is_boolean(right):  # c * d -> c and d
         return apply("and", left, right)
     if may_be_boolean(left) or may_be_boolean(right):  # arithmetic makes numbers of truth values, or a logic of its own
         return None
-    if isinstance(left, Const) and isinstance(right, Const):
+    if isinstance(left, Const) and isinstance(right, Const):  # n + m -> the number n + m
         return Const(on_numbers(left.value, right.value))
     if op == "mul":
         for one, other in ((left, right), (right, left)):
-            if isinstance(one, Const) and one.value == 1:
+            if isinstance(one, Const) and one.value == 1:  # x * 1 -> x, 1 * x -> x
                 return other
-    if op in ("add", "sub") and isinstance(right, Const) and right.value == 0:
+    if op in ("add", "sub") and isinstance(right, Const) and right.value == 0:  # x + 0 -> x, x - 0 -> x
         return left
-    if op == "add" and isinstance(left, Const) and left.value == 0:
+    if op == "add" and isinstance(left, Const) and left.value == 0:  # 0 + x -> x
         return right
     return None
 

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from attn_pass.compat import sizes_at_run_time
 from attn_pass.graph.effects import is_pure
+from attn_pass.graph.provenance import origin_of
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import PROJECTION, Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, product
@@ -27,16 +28,6 @@ from attn_pass.padding.masks import PaddingMask, Places
 from attn_pass.padding.rules import first_tensor
 
 aten = torch.ops.aten
-_PROVENANCE = (
-    "stack_trace",
-    "nn_module_stack",
-    "source_fn_stack",
-    "torch_fn",
-    "from_node",
-    "seq_nr",
-    "custom",
-    PROJECTION,
-)
 
 
 class CannotPackError(Exception):
@@ -84,8 +75,8 @@ class Emitter:
             fake = getattr(fakes[0], target)(*fakes[1:], **named) if op == "call_method" else target(*fakes, **named)
         with self.graph.inserting_before(self.cursor):
             node = self.graph.create_node(op, target, args, kwargs)
-        provenance = {k: self.like.meta[k] for k in _PROVENANCE if k in self.like.meta}
-        node.meta = {**provenance, value_key(self.like): fake, **node.meta}
+        marked = {PROJECTION: self.like.meta[PROJECTION]} if PROJECTION in self.like.meta else {}
+        node.meta = {**origin_of(self.like), **marked, value_key(self.like): fake, **node.meta}
         self.inserted.append(node)
         return node
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from attn_pass.graph.effects import is_metadata_assertion, is_pure
+from attn_pass.graph.random_draws import draws_random_numbers
 from attn_pass.graph.stand_in import ShapeUse, can_stand_in
-from attn_pass.graph.writes import draws_random_numbers
 from attn_pass.reading.reader import Reader
 from attn_pass.reading.views import VIEWS
 

@@ -24,9 +24,5 @@ NAME = "grouped_heads"
 
 def variants(attention: Attention) -> Iterator[Attention]:
     """Every shared head axis moved in front of the query rows."""
-    shared = set(attention.shared_axes)
-    moved = tuple(a for a in attention.heads if a in shared)
-    if moved:
-        yield attention.regrouped(
-            heads=tuple(a for a in attention.heads if a not in shared), rows=moved + attention.rows
-        )
+    if (packed := attention.with_shared_rows("heads")) is not None:
+        yield packed

@@ -28,9 +28,5 @@ NAME = "shared_kv"
 
 def variants(attention: Attention) -> Iterator[Attention]:
     """Every shared batch axis moved in front of the query rows."""
-    shared = set(attention.shared_axes)
-    moved = tuple(a for a in attention.batch if a in shared)
-    if moved:
-        yield attention.regrouped(
-            batch=tuple(a for a in attention.batch if a not in shared), rows=moved + attention.rows
-        )
+    if (folded := attention.with_shared_rows("batch")) is not None:
+        yield folded

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 
 from attn_pass.graph.effects import Mutation, is_pure
+from attn_pass.graph.random_draws import draws_random_numbers
 from attn_pass.graph.regions import Region
 from attn_pass.graph.values import tensor_value, wants_gradient
-from attn_pass.graph.writes import draws_random_numbers
 from attn_pass.model.expression import (
     TRUE,
     Apply,

@@ -1,11 +1,14 @@
-"""Checks that values read from JSON have the types a dataclass declares: a stored report may come from anywhere."""
+"""Records in JSON: values that are read have the types a dataclass declares, since a report may come from anywhere."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from typing_extensions import Self
 
 _MOST = 1e300  # a larger integer is not a float
 
@@ -15,6 +18,25 @@ def check_fields(kind: type, values: Mapping[str, Any]) -> None:
     for name, declared in _declared(kind).items():
         if name in values and not fits(values[name], declared):
             raise ValueError(f"{name!r} is {repr(values[name])[:80]}")
+
+
+@dataclass(eq=False, kw_only=True)
+class Record:
+    """A record whose tuples are lists in JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with lists for tuples: ready for JSON."""
+        return {
+            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value for f in fields(self)
+        }
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`, without fields of other versions; raises ValueError for anything else."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
+        check_fields(cls, values)
+        return cls(**values)
 
 
 def fits(value: object, declared: Any) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attn_pass.report.json_schema import check_fields
+from attn_pass.report.json_schema import Record
 
 
 @dataclass(eq=False, kw_only=True)
-class ProjectionReport:
+class ProjectionReport(Record):
     """Linear layers of one input, or one that stays alone; those of layers that are alike are one record.
 
     Attributes:
@@ -45,20 +44,6 @@ class ProjectionReport:
 
     def _facts(self) -> tuple[Any, ...]:
         return self.outcome, self.reason, self.where, self.roles, self.widths, self.features, self.predicted_us
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, with lists for tuples: ready for JSON."""
-        return {
-            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value for f in fields(self)
-        }
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> ProjectionReport:
-        """The inverse of `to_dict`, without fields of other versions; raises ValueError for anything else."""
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
-        check_fields(cls, values)
-        return cls(**values)
 
     def line(self) -> str:
         """The record as a line of text."""

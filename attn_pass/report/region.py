@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from attn_pass.report.json_schema import check_fields
+from attn_pass.report.json_schema import Record
 
 
 @dataclass(eq=False, kw_only=True)
-class RegionReport:
+class RegionReport(Record):
     """The attentions of a graph that share a padding mask, and what runs without padding around them.
 
     Attributes:
@@ -43,20 +42,6 @@ class RegionReport:
         """Record that padding is computed after all."""
         self.outcome, self.reason, self.packed = "left", reason, 0
         self.entries, self.exits, self.assumptions, self.operations = (), (), (), {}
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, with lists for tuples: ready for JSON."""
-        return {
-            f.name: list(value) if isinstance(value := getattr(self, f.name), tuple) else value for f in fields(self)
-        }
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> RegionReport:
-        """The inverse of `to_dict`, without fields of other versions; raises ValueError for anything else."""
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in stored.items() if n in known}
-        check_fields(cls, values)
-        return cls(**values)
 
     def lines(self) -> list[str]:
         """The record as text: one line, and one for each step of the proof."""

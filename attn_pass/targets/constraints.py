@@ -79,6 +79,25 @@ def sizes_of(a: Attention) -> tuple[Index, ...]:
     return a.q_len, a.kv_len, a.head_dim, a.value_head_dim, a.batch_size, a.query_heads
 
 
+def unless(name: str, reason: Callable[[HasAttention], str | None]) -> Common:
+    """A row that works its reason out: it holds where there is none."""
+    return Constraint(name, lambda c: reason(c) or "", lambda c: not reason(c))
+
+
+def backend(name: str = "") -> Common:
+    """What ``sdpa_kernel`` allows: this one of torch's backends, or, without one, that nothing is restricted."""
+    return Constraint(
+        "sdpa_kernel",
+        lambda c: f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}",
+        lambda c: c.setting.allowed_backends is None or name in c.setting.allowed_backends,
+    )
+
+
+def too_wide(most: int) -> str:
+    """The reason for a head dim that a kernel does not take, or that may be one."""
+    return f"the head dim is over {most}, or not known"
+
+
 AUTOCAST = Common(
     "autocast",
     lambda c: (
@@ -87,18 +106,15 @@ AUTOCAST = Common(
     ),
     lambda c: c.setting.autocast is None or c.setting.autocast == c.attention.compute_dtype,
 )
-ANY_BACKEND = Common(
-    "sdpa_kernel",
-    lambda c: f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}",
-    lambda c: c.setting.allowed_backends is None,
-)
+ANY_BACKEND = backend()
 RANDOM_NUMBERS = Common(
     "random numbers",
     "fallback_random asks for eager's random numbers, and the kernel draws others",
     lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
 )
-AFFINE = Common("scores", lambda c: c.attention.not_affine, lambda c: not c.attention.not_affine)
-NOT_EMPTY = Common("sizes", "a size is 0", lambda c: 0 not in sizes_of(c.attention))
+AFFINE = unless("scores", lambda c: c.attention.not_affine)
+EMPTY = "a size is 0"
+NOT_EMPTY = Common("sizes", EMPTY, lambda c: 0 not in sizes_of(c.attention))
 
 
 def takes(kernel: str, *dtypes: torch.dtype) -> Common:

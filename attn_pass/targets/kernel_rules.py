@@ -12,7 +12,7 @@ from attn_pass.devices.device import Device
 from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.index import Index
-from attn_pass.targets.constraints import Constraint, sizes_of
+from attn_pass.targets.constraints import EMPTY, Constraint, sizes_of, too_wide
 
 HALF = (torch.float16, torch.bfloat16)
 Version = tuple[int, int]
@@ -129,9 +129,14 @@ def capability_rule(lowest: Version) -> Rule:
     )
 
 
+def widest_rule(most: Callable[[Call], int], source: str) -> Rule:
+    """Both head dims known, and up to this one."""
+    return Rule("head dim", lambda c: too_wide(most(c)), lambda c: (width(c) or 1 << 30) <= most(c), source)
+
+
 SIZES = Rule(
     "sizes",
-    "a size is 0",
+    EMPTY,
     lambda c: 0 not in sizes_of(c.attention),
     "check_nonzero_sequence_lengths_dense",
 )

@@ -25,9 +25,10 @@ from attn_pass.model.expression import TRUE, Expr, apply, index_value
 from attn_pass.model.index import Axis, Index, axis_index, divide, product
 from attn_pass.model.mask import Mask
 from attn_pass.model.structure import Band, Chunk, Structure, row_index
-from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.base import FINITE_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.constraints import Attended, Constraint, HasAttention, refusal
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import hides_keys
+from attn_pass.targets.masks import ALL_KEYS_COUNT, hides_keys
 from attn_pass.targets.operands import common_head_dim, operands
 from attn_pass.targets.problem import not_served, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa, sdpa_function
@@ -76,7 +77,9 @@ class Local:
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[LocalPlan] | Refusal:
         """Takes masks proved to be a window or chunks of a known size, in which every row keeps a key."""
         choices = _choices(attention)
-        reason = self._refusal(attention, choices, setting)
+        reason = refusal(CONSTRAINTS, Attended(attention, setting)) or Sdpa().unfit(
+            replace(attention, mask=Mask.none()), setting
+        )
         if reason is not None:
             return Refusal(self.name, reason, other_device=not serves(self.name, setting))
         predicted, blocks = min(((_cost(attention, b, setting), b) for b in choices), key=lambda of: of[0])
@@ -89,28 +92,6 @@ class Local:
             plan=LocalPlan(blocks, common_head_dim(attention)),
             assumptions=(FINITE_KEYS,) if hides_keys(attention, setting) else (),
         )
-
-    def _refusal(self, a: Attention, choices: Sequence[Blocks], setting: Setting) -> str | None:
-        if not choices:
-            return "the mask is neither a sliding window nor chunks of a known size"
-        if not serves(self.name, setting):
-            return not_served(setting)
-        if not a.mask.structure.is_exact or not a.mask.never_empty:
-            return "part of the mask depends on run-time values, or a row may keep no key"
-        if a.mask.structure.row != row_index(a.rows):
-            return "the query rows are several positions packed together"
-        if a.sink is not None:
-            return "a sink needs the whole row's sum of exponentials"
-        if a.dropout:
-            return f"dropout {a.dropout:g}: the fused CPU kernel has no dropout"
-        if a.batch_is_shared:
-            return "keys and values shared over the batch would be copied for every block"
-        if a.head_dim != a.value_head_dim and not (isinstance(a.head_dim, int) and isinstance(a.value_head_dim, int)):
-            return "the head dims differ, and are not known"
-        if setting.numerics == "strict" and hides_keys(a, setting):
-            return STRICT_KEYS
-        plain = replace(a, mask=Mask.none())
-        return Sdpa().unfit(plain, setting)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[LocalPlan], setting: Setting) -> Value:
         """Plans operands in blocks, the mask of a block, the call and the way back."""
@@ -129,6 +110,47 @@ class Local:
             scale=a.scale,
         )
         return lower.result(_rows_again(plan, a, out, count, blocks, rows))
+
+
+def _differ_unknown(*dims: Index) -> bool:
+    return dims[0] != dims[1] and not all(isinstance(d, int) for d in dims)
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "mask",
+        "the mask is neither a sliding window nor chunks of a known size",
+        lambda c: bool(_choices(c.attention)),
+    ),
+    Constraint("device", lambda c: not_served(c.setting), lambda c: serves(Local.name, c.setting)),
+    Constraint(
+        "mask",
+        "part of the mask depends on run-time values, or a row may keep no key",
+        lambda c: c.attention.mask.structure.is_exact and c.attention.mask.never_empty,
+    ),
+    Constraint(
+        "query rows",
+        "the query rows are several positions packed together",
+        lambda c: c.attention.mask.structure.row == row_index(c.attention.rows),
+    ),
+    Constraint("sink", "a sink needs the whole row's sum of exponentials", lambda c: c.attention.sink is None),
+    Constraint(
+        "dropout",
+        lambda c: f"dropout {c.attention.dropout:g}: the fused CPU kernel has no dropout",
+        lambda c: not c.attention.dropout,
+    ),
+    Constraint(
+        "batch",
+        "keys and values shared over the batch would be copied for every block",
+        lambda c: not c.attention.batch_is_shared,
+    ),
+    Constraint(
+        "head dim",
+        "the head dims differ, and are not known",
+        lambda c: not _differ_unknown(c.attention.head_dim, c.attention.value_head_dim),
+    ),
+    ALL_KEYS_COUNT,
+)
 
 
 def _choices(a: Attention) -> list[Blocks]:

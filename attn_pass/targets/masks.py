@@ -14,6 +14,7 @@ from attn_pass.model.distance import ByDistance
 from attn_pass.model.expression import Apply, Const, Expr, Load, apply, loads, walk
 from attn_pass.model.mask import ABSORBING
 from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Setting
+from attn_pass.targets.constraints import Constraint, HasAttention
 from attn_pass.targets.empty_rows import ABSORBING_FLOAT64, MASKING, EmptyRows, cannot_be_told_apart, replaces_scores
 from attn_pass.targets.lower import Lowering, zero_with_gradient
 
@@ -77,6 +78,13 @@ def hides_keys(a: Attention, setting: Setting) -> bool:
     """
     filled = a.mask.keep is not None or (a.mask.bias is not None and replaces_scores(a.mask.bias))
     return filled and setting.eager_form
+
+
+ALL_KEYS_COUNT = Constraint[HasAttention](
+    "numerics",
+    STRICT_KEYS,
+    lambda c: c.setting.numerics != "strict" or not hides_keys(c.attention, c.setting),
+)
 
 
 def mask_refusal(a: Attention, setting: Setting) -> str | None:

@@ -29,10 +29,11 @@ from attn_pass.devices.registry import family_of
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import loads
-from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.base import EMPTY_ROWS, FINITE_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.constraints import Attended, Constraint, HasAttention, refusal, unless
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, hides_keys
+from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys
 from attn_pass.targets.operands import common_head_dim, operands, settled
 from attn_pass.targets.problem import moved_query_bytes, problem_of, serves
 from attn_pass.targets.sdpa import Sdpa
@@ -53,7 +54,7 @@ class Recompute:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[RecomputePlan] | Refusal:
         """Accepts training on a CPU with a mask that needs a gradient, or that a plain call cannot take."""
-        reason = self._refusal(attention, setting)
+        reason = refusal(CONSTRAINTS, Attended(attention, setting))
         if reason is not None:
             return Refusal(self.name, reason, other_device=not serves(self.name, setting))
         copied = moved_query_bytes(attention, setting.hint)
@@ -66,32 +67,6 @@ class Recompute:
             assumptions = (*assumptions, FINITE_KEYS)
         decided = RecomputePlan(common_head_dim(attention), family_of(setting.device).kernel_with_logarithm)
         return Offer(self.name, variant, attention, forward + again, fused=True, plan=decided, assumptions=assumptions)
-
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if not a.needs_grad or setting.program != "compile":
-            return "recompute is for training under torch.compile"
-        if not serves(self.name, setting) or family_of(setting.device).kernel_with_logarithm is None:
-            return "the kernels of other devices compute such gradients themselves"
-        if setting.autocast is not None:
-            return "autocast would treat its backward differently from the program's"
-        if a.sink is not None:
-            return "a sink is no part of its backward"
-        if a.groups != 1:
-            return "grouped heads are packed into rows instead"
-        plain = Sdpa().unfit(a, setting)
-        if plain is not None:
-            return plain
-        if a.mask.is_none or a.is_causal or setting.fused_as_written:
-            return "a plain call takes it"
-        bias, nonempty = a.mask.bias, a.mask.never_empty or setting.assume_nonempty_rows
-        if bias is not None and replaces_scores(bias) and not nonempty:
-            return "a row may be fully masked by scores that are replaced before a matrix is added"
-        if setting.numerics == "strict" and hides_keys(a, setting):
-            return STRICT_KEYS
-        condition = a.mask.condition
-        if condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition)):
-            return "the mask's condition needs a gradient"
-        return None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[RecomputePlan], setting: Setting) -> Value:
         """Plans the call; the mask is one matrix, and where scores were replaced its condition comes along."""
@@ -118,6 +93,55 @@ class Recompute:
         if offer.plan.head_dim is not None:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
         return lower.result(out)
+
+
+def _is_served(setting: Setting) -> bool:
+    return serves(Recompute.name, setting) and family_of(setting.device).kernel_with_logarithm is not None
+
+
+def _may_be_filled_by_both(c: HasAttention) -> bool:
+    mask = c.attention.mask
+    nonempty = mask.never_empty or c.setting.assume_nonempty_rows
+    return mask.bias is not None and replaces_scores(mask.bias) and not nonempty
+
+
+def _condition_is_learned(a: Attention) -> bool:
+    condition = a.mask.condition
+    return condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition))
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "program",
+        "recompute is for training under torch.compile",
+        lambda c: c.attention.needs_grad and c.setting.program == "compile",
+    ),
+    Constraint(
+        "device",
+        "the kernels of other devices compute such gradients themselves",
+        lambda c: _is_served(c.setting),
+    ),
+    Constraint(
+        "autocast",
+        "autocast would treat its backward differently from the program's",
+        lambda c: c.setting.autocast is None,
+    ),
+    Constraint("sink", "a sink is no part of its backward", lambda c: c.attention.sink is None),
+    Constraint("heads", "grouped heads are packed into rows instead", lambda c: c.attention.groups == 1),
+    unless("torch's call", lambda c: Sdpa().unfit(c.attention, c.setting)),
+    Constraint(
+        "mask",
+        "a plain call takes it",
+        lambda c: not (c.attention.mask.is_none or c.attention.is_causal or c.setting.fused_as_written),
+    ),
+    Constraint(
+        "fully masked rows",
+        "a row may be fully masked by scores that are replaced before a matrix is added",
+        lambda c: not _may_be_filled_by_both(c),
+    ),
+    ALL_KEYS_COUNT,
+    Constraint("condition", "the mask's condition needs a gradient", lambda c: not _condition_is_learned(c.attention)),
+)
 
 
 # Of an unfused forward, what the backward adds to the program's own: one product, a softmax and its traffic.

@@ -31,7 +31,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.distance import ByDistance
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, RANDOM_NUMBERS, Attended
 from attn_pass.targets.kernel_rules import Call
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import (
@@ -147,7 +147,7 @@ class Sdpa:
             k for k in order(setting.device) if allowed is None or rules_of(k, setting.device).backend in allowed
         ]
         if not kernels:
-            raise Unfit(f"sdpa_kernel allows only {', '.join(allowed or ()) or 'nothing'}")
+            raise Unfit(ANY_BACKEND.why(case))
         call = _call(a, setting, mask_needs_grad=mask_needs_grad)
         picked = picked_by_torch(call, allowed)
         if picked is None:

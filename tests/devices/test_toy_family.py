@@ -35,6 +35,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     registry.families.cache_clear()
 
 
+def test_it_can_be_read_at_once() -> None:
+    lines = (HERE / "toy_family.py").read_text().splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 120
+
+
 def by_hand(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     if q.size(1) != k.size(1):
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))

@@ -1,7 +1,6 @@
 """A family of devices in one file: a data sheet, one kernel, its constraints, its cost, and a stand-in for it."""
 
 import torch
-from torch import Tensor
 
 from attn_pass.devices.base import Family
 from attn_pass.devices.catalog import Sheet, device_of
@@ -10,40 +9,33 @@ from attn_pass.targets.constraints import AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMP
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import cost_of, problem_of
 
-TOY_1 = Sheet("privateuseone", "Toy 1", 4, half_gflops=20e3, single_gflops=5e3, exp_gops=500, memory_gbytes=200, cache_bytes=8 << 20)  # fmt: skip # noqa: E501
+TOY_1 = Sheet("privateuseone", "Toy 1", 4, 20e3, 5e3, exp_gops=500, memory_gbytes=200, cache_bytes=8 << 20)
 CONSTRAINTS = (
-    AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16),
-    Constraint("mask", "toy::attention takes no mask but a causal one",
-               lambda c: c.attention.is_causal or c.attention.mask.is_none),
-    Constraint("extras", "toy::attention has no dropout and no sink",
-               lambda c: not c.attention.dropout and c.attention.sink is None),
-    Constraint("gradient", "toy::attention has no backward",
-               lambda c: not (c.attention.needs_grad or c.setting.may_need_grad)),
-)  # fmt: skip
+    Constraint("device", "only Toy 1 has such a kernel", lambda c: ToyAttention.name in c.setting.device.kernels),
+    *(AFFINE, ANY_BACKEND, AUTOCAST, NOT_EMPTY, takes("toy::attention", torch.float32, torch.float16)),
+    Constraint("mask", "it has no mask but a causal one", lambda c: c.attention.is_causal or c.attention.mask.is_none),
+    Constraint("extras", "it has no dropout and no sink", lambda c: not c.attention.dropout and not c.attention.sink),
+    Constraint("gradient", "it has no backward", lambda c: not (c.attention.needs_grad or c.setting.may_need_grad)),
+)
 
 
 @torch.library.custom_op("toy::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
     assert query.shape[:2] == key.shape[:2] == value.shape[:2], "every head has keys of its own, (B, H, L or S, D)"
     scores = query.double() @ key.double().mT * scale
-    if causal:
-        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
+    scores = scores.masked_fill(causal & ~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
     return (scores.softmax(-1) @ value.double()).to(query.dtype)
 
 
-@attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
-    return query.new_empty((*query.shape[:-1], value.size(-1)))
+attention.register_fake(lambda query, key, value, scale, causal: query.new_empty((*query.shape[:-1], value.size(-1))))
 
 
 class ToyAttention:
     name = "toy_attention"
 
     def consider(self, attention, variant, setting):
-        if self.name not in setting.device.kernels:
-            return Refusal(self.name, f"there is no such kernel on {setting.device.name}", other_device=True)
         if (reason := refusal(CONSTRAINTS, Attended(attention, setting))) is not None:
-            return Refusal(self.name, reason)
+            return Refusal(self.name, reason, other_device=self.name not in setting.device.kernels)
         cost = cost_of(self.name, attention, problem_of(attention, setting.hint), setting)
         return Offer(self.name, variant, attention, cost, fused=True)
 

@@ -205,96 +205,130 @@ _MANY = {"query": (0, 0, 0, 1), "key": (0, 0, 0, 1), "value": (0, 0, 0, 0, 1), "
          "after": (0, 0, 0, 1, 2), "result": (0, 0, 1)}  # fmt: skip
 
 
-@st.composite
-def programs(draw: Any) -> Program:
-    pick = lambda *options: draw(_one_of(options, tuple(map(type, options))))
-    kind = pick(*_KINDS)
-    missed = pick("score", "score", "softmax", "after", "product", "times", "query", "key", "value", "result", "writes",
-                  "returns", "grouping") if kind == "miss" else ""  # fmt: skip
-    dtype = pick(*_DTYPES)
+_MISSED = ("score", "score", "softmax", "after", "product", "times", "query", "key", "value", "result", "writes",
+           "returns", "grouping")  # fmt: skip
 
-    def step(place: str, miss: bool = False) -> Step:
-        table = TABLES[place]
-        name = pick(*(_MISSES[place] if miss else _ROWS[place, kind == "anything"]))
-        row: Row = table[name]
+
+class _Choices:
+    """The choices of one program, each drawn where it is asked for: a kind, the part that misses, a dtype first."""
+
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        self.draw = draw
+        self.kind = self.pick(*_KINDS)
+        self.missed = self.pick(*_MISSED) if self.kind == "miss" else ""
+        self.dtype = self.pick(*_DTYPES)
+
+    def pick(self, *options: Any) -> Any:
+        """One of these; the same one several times is likelier."""
+        return self.draw(_one_of(options, tuple(map(type, options))))
+
+    def rarely(self, chance: int) -> bool:
+        """Once in so many programs."""
+        return bool(self.pick(*[False] * (chance - 1), True))
+
+    def booleans(self, count: int) -> tuple[bool, ...]:
+        """Each by itself."""
+        return tuple(self.draw(st.booleans()) for _ in range(count))
+
+    def step(self, place: str, miss: bool = False) -> Step:
+        """A row of the place's table, with its numbers and its mask."""
+        name = self.pick(*(_MISSES[place] if miss else _ROWS[place, self.kind == "anything"]))
+        row: Row = TABLES[place][name]
         # In float64 -1e9 absorbs no score, and rounds it a hundred million times as much as anything else does.
-        finite = {torch.float16: [-4e4], torch.float64: [-1e30]}.get(dtype, [-1e9, -1e30])
-        fills = [-INF, torch.finfo(dtype).min, *finite]
-        if row.wide and dtype != torch.float64:
+        finite = {torch.float16: [-4e4], torch.float64: [-1e30]}.get(self.dtype, [-1e9, -1e30])
+        fills = [-INF, torch.finfo(self.dtype).min, *finite]
+        if row.wide and self.dtype != torch.float64:
             fills = [LOWEST, -1e9, -INF, -1e30, -1e12]
         takes_ones = row.takes in ("scores", "binary", "counts", "fills") or row.masks
         return Step(
             name,
-            x=pick(*row.numbers) if row.numbers else 1.0,
-            n=draw(st.integers(0, 2)) if name.endswith("tail written") else 0,
-            fill=pick(*fills) if place == "score" else -INF,
-            ones=tuple(draw(st.booleans()) for _ in range(5)) if takes_ones else (False,) * 5,
-            mask=draw(masks()) if row.masks else None,
+            x=self.pick(*row.numbers) if row.numbers else 1.0,
+            n=self.draw(st.integers(0, 2)) if name.endswith("tail written") else 0,
+            fill=self.pick(*fills) if place == "score" else -INF,
+            ones=self.booleans(5) if takes_ones else (False,) * 5,
+            mask=self.draw(masks()) if row.masks else None,
         )
 
-    steps: dict[str, Any] = {}
-    for place, many in _MANY.items():
-        made = [step(place) for _ in range(pick(*many))]
-        if missed == place:
-            made.insert(draw(st.integers(0, len(made))), step(place, miss=True))
-        steps[place] = tuple(made)
-    for place in ("product", "softmax", "times"):
-        steps[place] = step(place, miss=missed == place)
-    square = any(
-        TABLES[p][s.row].square for p, made in steps.items() for s in (made if type(made) is tuple else (made,))
-    )
-    rank = pick(2, 2, 2, 1, 3, 0)
-    equal = pick(*[0] * 6, 4)  # sizes that hide which is which
-    lead = tuple(equal or pick(2, 3, 1) for _ in range(rank))
-    q_len = equal or pick(*_LENGTHS)
-    kv_len = q_len if square else equal or pick(*_LENGTHS)
-    groups, grouping, one_kv, gqa = 1, "repeat_interleave", (False,) * 4, False
-    if (rank >= 2 and pick(False, False, False, True)) or (missed == "grouping" and rank >= 2):
-        groups = pick(2, 3)
-        lead = (*lead[:-1], groups * pick(2, 1))
-        good = [n for n, (_, miss) in GROUPS.items() if not miss]
-        grouping = pick(*(good if missed != "grouping" else [n for n, (_, miss) in GROUPS.items() if miss]))
-    elif rank and pick(*[False] * 5, True):
-        one_kv = tuple(draw(st.booleans()) for _ in range(4))
-    call = kind != "miss" and pick(*[False] * 5, True)
-    causal = scale = None
-    dropout = 0.0
-    if call:
+    def steps(self) -> dict[str, Any]:
+        """The steps of every place."""
+        steps: dict[str, Any] = {}
+        for place, many in _MANY.items():
+            made = [self.step(place) for _ in range(self.pick(*many))]
+            if self.missed == place:
+                made.insert(self.draw(st.integers(0, len(made))), self.step(place, miss=True))
+            steps[place] = tuple(made)
+        for place in ("product", "softmax", "times"):
+            steps[place] = self.step(place, miss=self.missed == place)
+        return steps
+
+    def sizes(self, steps: dict[str, Any]) -> dict[str, Any]:
+        """Those before (L, D), and the lengths; ``equal`` where one size hides which is which, or 0."""
+        made = ((p, s) for p, of in steps.items() for s in (of if type(of) is tuple else (of,)))
+        square = any(TABLES[p][s.row].square for p, s in made)
+        rank = self.pick(2, 2, 2, 1, 3, 0)
+        equal = self.pick(*[0] * 6, 4)
+        lead = tuple(equal or self.pick(2, 3, 1) for _ in range(rank))
+        q_len = equal or self.pick(*_LENGTHS)
+        return {"equal": equal, "lead": lead, "q_len": q_len,
+                "kv_len": q_len if square else equal or self.pick(*_LENGTHS)}  # fmt: skip
+
+    def heads(self, lead: tuple[int, ...]) -> dict[str, Any]:
+        """Groups of heads, or leading dimensions that keys and values have once."""
+        missed = self.missed == "grouping"
+        if (len(lead) >= 2 and self.rarely(4)) or (missed and len(lead) >= 2):
+            groups = self.pick(2, 3)
+            lead = (*lead[:-1], groups * self.pick(2, 1))
+            return {
+                "lead": lead,
+                "groups": groups,
+                "grouping": self.pick(*(n for n, (_, miss) in GROUPS.items() if bool(miss) == missed)),
+            }
+        return {"one_kv": self.booleans(4)} if lead and self.rarely(6) else {}
+
+    def call(self, steps: dict[str, Any], groups: int) -> dict[str, Any]:
+        """A call in place of product, softmax and product, with its arguments; ``steps`` keep what it can have."""
+        if self.kind == "miss" or not self.rarely(6):
+            return {"call": False}
         steps["score"] = tuple(s for s in steps["score"] if _is_call_mask(s))[:1]
-        causal, scale = not steps["score"] and pick(False, True), pick(None, 1.0, 0.3)
-        dropout = 0.5 if pick(*[False] * 9, True) else 0.0
-        gqa = groups > 1 and pick(True, False)
+        causal, scale = not steps["score"] and self.pick(False, True), self.pick(None, 1.0, 0.3)
+        dropout = 0.5 if self.rarely(10) else 0.0
         steps["after"] = ()
-    dim = equal or pick(*_DIMS)
-    value_dim = pick(dim, *_DIMS) if steps["times"].row != "values as keys" else dim
-    plain_times = not TABLES["times"][steps["times"].row].miss and steps["times"].row not in (
-        "first rows", "einsum, heads last",
-    )  # fmt: skip
-    layers = 2 if kind == "plain" and value_dim == dim and plain_times and pick(*[False] * 9, True) else 1
-    after = pick(*_AFTER) if kind == "plain" and not call and pick(*[False] * 7, True) else ""
-    kept = pick(*[""] * 18, "softmax", "weights") if kind == "plain" and not call else ""
-    layouts = tuple(pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
+        gqa = groups > 1 and self.pick(True, False)
+        return {"call": True, "causal": bool(causal), "scale": scale, "dropout": dropout, "enable_gqa": gqa}
+
+    def dims(self, steps: dict[str, Any], equal: int) -> dict[str, Any]:
+        """Head dims, and a second layer where the result may be a query again."""
+        dim = equal or self.pick(*_DIMS)
+        times = steps["times"].row
+        value_dim = self.pick(dim, *_DIMS) if times != "values as keys" else dim
+        plain = not TABLES["times"][times].miss and times not in ("first rows", "einsum, heads last")
+        twice = self.kind == "plain" and value_dim == dim and plain and self.rarely(10)
+        return {"dim": dim, "value_dim": value_dim, "layers": 2 if twice else 1}
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    of = _Choices(draw)
+    steps = of.steps()
+    sizes = of.sizes(steps)
+    equal = sizes.pop("equal")
+    rank = len(sizes["lead"])
+    sizes |= of.heads(sizes["lead"])
+    called = of.call(steps, sizes.get("groups", 1))
+    sizes |= of.dims(steps, equal)
+    is_plain, written_out = of.kind == "plain", not called["call"]
+    after = of.pick(*_AFTER) if is_plain and written_out and of.rarely(8) else ""
+    kept = of.pick(*[""] * 18, "softmax", "weights") if is_plain and written_out else ""
+    layouts = tuple(of.pick(*(n for n, y in LAYOUTS.items() if y.rank <= rank + 2)) for _ in range(3))
     return Program(
-        lead=lead,
-        q_len=q_len,
-        kv_len=kv_len,
-        dim=dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        groups=groups,
-        grouping=grouping,
-        one_kv=one_kv,
+        dtype=of.dtype,
         layouts=layouts,
-        upcast=dtype in (torch.bfloat16, torch.float16) and not call and pick(False, False, True),
-        call=call,
-        causal=bool(causal),
-        scale=scale,
-        enable_gqa=gqa,
-        dropout=dropout,
-        writes=pick(*_WRITES) if missed == "writes" and not call else after,
-        returns=pick(*_RETURNS) if missed == "returns" and not call else kept,
-        layers=layers,
+        upcast=of.dtype in (torch.bfloat16, torch.float16) and written_out and of.pick(False, False, True),
+        writes=of.pick(*_WRITES) if of.missed == "writes" and written_out else after,
+        returns=of.pick(*_RETURNS) if of.missed == "returns" and written_out else kept,
         seed=draw(st.integers(0, 3)),
+        **called,
+        **sizes,
         **steps,
     )
 

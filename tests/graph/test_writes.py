@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.nn import functional as F
 
 from attn_pass.devices.registry import families
-from attn_pass.graph.writes import call_writes, draws_random_numbers, may_draw, traits_of
+from attn_pass.graph.random_draws import draws_random_numbers, may_draw
+from attn_pass.graph.writes import call_writes, traits_of
 
 aten = torch.ops.aten
 Program = Callable[[Tensor, Tensor], Any]

@@ -9,29 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from against_eager import NEG_INF, qkv, randn, same
+from small_programs import attend, softmax, table, tril
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import attn_pass
 
 Program = Callable[..., Any]
-
-
-def softmax(scores: Tensor) -> Tensor:
-    return torch.softmax(scores, -1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return softmax(q @ k.mT * 0.25) @ v
-
-
-def tril(rows: int, columns: int, diagonal: int = 0) -> Tensor:
-    return torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
-
-
-def table(rows: dict[str, Any]) -> pytest.MarkDecorator:
-    """One test a row, named by its key."""
-    return pytest.mark.parametrize("row", list(rows.values()), ids=list(rows))
 
 
 # ---- what has a gradient ----

@@ -37,18 +37,28 @@ from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.added_masks import kept_beside_learned, kept_beside_products
 from attn_pass.model.attention import Attention, Blocks
+from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import TRUE, Apply, Expr, expression_axes
 from attn_pass.model.index import Axis, product
 from attn_pass.model.structure import row_index
 from attn_pass.model.text import score_mod_source
 from attn_pass.poor_cases import half_precision
 from attn_pass.targets.base import FINITE_KEYS, LEARNED_BIAS, STRICT_KEYS, Offer, Refusal, Setting
+from attn_pass.targets.constraints import (
+    ANY_BACKEND,
+    AUTOCAST,
+    Attended,
+    Constraint,
+    HasAttention,
+    refusal,
+    unless,
+)
 from attn_pass.targets.flex.blocks import UNKNOWN_SHARE
 from attn_pass.targets.flex.score import amplifies, multiplied_once, names_of, outgrows_float32
 from attn_pass.targets.key_bounds import VALID_SHARE, Bounds, with_keep
 from attn_pass.targets.key_ranges import end_of_keys, first_key, for_batch
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, hides_keys
+from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, hides_keys
 from attn_pass.targets.problem import problem_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +91,7 @@ class CpuKernel:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[CpuPlan] | Refusal:
         """Takes any function of the product with a bias and a mask."""
-        reason = self._refusal(attention, setting)
+        reason = refusal(CONSTRAINTS, Attended(attention, setting))
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.type != "cpu")
         if not training.adds_to_empty_rows(attention, setting):
@@ -117,25 +127,6 @@ class CpuKernel:
             handles=(half_precision.NAME,) if cost.falls_short(setting.device, attention.compute_dtype) else (),
             gives_logarithm=gives_logarithm,
         )
-
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if setting.device.type != "cpu":
-            return "the CPU kernel runs on CPUs only"
-        if a.compute_dtype not in _DTYPES:
-            return f"the CPU kernel computes in float32, and this attention in {str(a.compute_dtype)[6:]}"
-        if (reason := training.refusal(a, setting)) is not None:
-            return reason
-        if setting.autocast is not None and setting.autocast != a.compute_dtype:
-            return "autocast would give the products another dtype"
-        if setting.allowed_backends is not None:
-            return "sdpa_kernel allows torch's own kernels only"
-        if setting.program == "export":
-            return "an exported program with the CPU kernel would need attn_pass at run time"
-        if any(setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads))):
-            return "the number of heads may be 0"
-        if a.mask.bias is not None and hides_keys(a, setting) and setting.numerics == "strict":
-            return STRICT_KEYS
-        return _refusal_of_score(a) or build.missing() or None
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[CpuPlan], setting: Setting) -> Value:
         """Plans the operator's call; operands are taken as they lie."""
@@ -178,6 +169,33 @@ class CpuKernel:
             return lower.result(plan.call(getitem, both, 0))
         plan.logarithm = lower.logarithm(plan.call(getitem, both, 1))
         return lower.result(plan.call(getitem, both, 0))
+
+
+def _has_heads(c: HasAttention) -> bool:
+    a = c.attention
+    return not any(c.setting.can_be_zero(n) for n in (a.query_heads, product(x.size for x in a.kv_heads)))
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint("device", "the CPU kernel runs on CPUs only", lambda c: c.setting.device.type == "cpu"),
+    Constraint(
+        "dtype",
+        lambda c: f"the CPU kernel computes in float32, and this attention in {dtype_name(c.attention.compute_dtype)}",
+        lambda c: c.attention.compute_dtype in _DTYPES,
+    ),
+    unless("training", lambda c: training.refusal(c.attention, c.setting)),
+    AUTOCAST,
+    ANY_BACKEND,
+    Constraint(
+        "program",
+        "an exported program with the CPU kernel would need attn_pass at run time",
+        lambda c: c.setting.program != "export",
+    ),
+    Constraint("heads", "the number of heads may be 0", _has_heads),
+    Constraint("numerics", STRICT_KEYS, lambda c: c.attention.mask.bias is None or ALL_KEYS_COUNT.holds(c)),
+    unless("scores", lambda c: _refusal_of_score(c.attention)),
+    unless("compiler", lambda c: build.missing()),
+)
 
 
 def _bounded(lower: Lowering, bounds: Bounds) -> dict[str, object]:

@@ -42,6 +42,17 @@ from attn_pass.model.expression import Load
 from attn_pass.model.index import Axis, Index, axis_index, divide, substitute
 from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
+from attn_pass.targets.constraints import (
+    ANY_BACKEND,
+    AUTOCAST,
+    NOT_EMPTY,
+    Attended,
+    Constraint,
+    HasAttention,
+    refusal,
+    unless,
+)
+from attn_pass.targets.kernel_rules import HALF, known_or
 from attn_pass.targets.key_bounds import VALID_SHARE
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind, mask_kind, mask_tensor, may_hold_infinity
@@ -88,7 +99,7 @@ class Decode(CudaKernel):
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[DecodePlan] | Refusal:
         """Takes few query rows in half precision, without gradients."""
-        reason = self._refusal(attention, setting)
+        reason = refusal(CONSTRAINTS, Attended(attention, setting)) or _failed_check(attention, setting)
         if reason is not None:
             return Refusal(self.name, reason, other_device=self.name not in setting.device.kernels)
         decided = _plan(attention, setting)
@@ -125,27 +136,6 @@ class Decode(CudaKernel):
         if not mask_range.pays(looking, whole, half):
             return decided, whole
         return replace(decided, valid=found), looking + (half if setting.over_cache else whole)
-
-    def _refusal(self, a: Attention, setting: Setting) -> str | None:
-        if self.name not in setting.device.kernels:
-            return f"the split-KV kernel does not run on {setting.device.type} devices"
-        if setting.device.capability < (8, 0):
-            return "the split-KV kernel needs compute capability 8.0"
-        if find_spec("triton") is None:
-            return "the split-KV kernel needs the package triton"
-        if a.needs_grad:
-            return "the split-KV kernel has no backward"
-        if a.dropout:
-            return "the split-KV kernel has no dropout"
-        if a.compute_dtype not in (torch.float16, torch.bfloat16):
-            return "the split-KV kernel takes half precision only"
-        if setting.autocast is not None and setting.autocast != a.compute_dtype:
-            return "autocast would give the products another dtype"
-        if setting.allowed_backends is not None:
-            return "sdpa_kernel allows torch's own kernels only"
-        if setting.numerics == "strict" and not a.mask.is_none and not a.mask.never_empty:
-            return "numerics='strict': a row may be fully masked"
-        return _refusal_of_sizes(a) or _failed_check(a, setting)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[DecodePlan], setting: Setting) -> Value:
         """Plans the operator's call."""
@@ -187,20 +177,57 @@ def _half_full(problem: Problem) -> Problem:
     return replace(problem, kv_len=valid, mask_elements=int(VALID_SHARE * problem.mask_elements))
 
 
-def _refusal_of_sizes(a: Attention) -> str | None:
-    q_len, groups = a.q_len, a.groups
-    if not isinstance(q_len, int) or not isinstance(groups, int) or q_len * groups > _MOST_ROWS:
-        return "the number of query rows is large, or not known"
-    if q_len > _MOST_QUERIES:
-        return f"{q_len} query rows are too many for a split-KV kernel"
-    if any(not isinstance(d, int) or d % _VECTOR or not 16 <= d <= 256 for d in (a.head_dim, a.value_head_dim)):
-        return f"the head dim is not a multiple of {_VECTOR} from 16 to 256, or is not known"
-    if 0 in (a.kv_len, q_len, a.batch_size, a.query_heads):
-        return "a size is 0"
+def _has_few_rows(a: Attention) -> bool:
+    return isinstance(a.q_len, int) and isinstance(a.groups, int) and a.q_len * a.groups <= _MOST_ROWS
+
+
+def _takes_head_dim(size: Index) -> bool:
+    return isinstance(size, int) and size % _VECTOR == 0 and 16 <= size <= 256
+
+
+def _read_singly(a: Attention) -> str | None:
     for name, load, dims in (("keys", a.key, (a.dim,)), ("values", a.value, a.value_dim)):
         if not _begins_in_vectors(a, load, dims):
             return f"the {name} have strides that are not multiples of {_VECTOR}, and would be read singly"
     return None
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "device",
+        lambda c: f"the split-KV kernel does not run on {c.setting.device.type} devices",
+        lambda c: Decode.name in c.setting.device.kernels,
+    ),
+    Constraint(
+        "compute capability",
+        "the split-KV kernel needs compute capability 8.0",
+        lambda c: c.setting.device.capability >= (8, 0),
+    ),
+    Constraint("package", "the split-KV kernel needs the package triton", lambda c: find_spec("triton") is not None),
+    Constraint("gradient", "the split-KV kernel has no backward", lambda c: not c.attention.needs_grad),
+    Constraint("dropout", "the split-KV kernel has no dropout", lambda c: not c.attention.dropout),
+    Constraint("dtype", "the split-KV kernel takes half precision only", lambda c: c.attention.compute_dtype in HALF),
+    AUTOCAST,
+    ANY_BACKEND,
+    Constraint(
+        "numerics",
+        "numerics='strict': a row may be fully masked",
+        lambda c: c.setting.numerics != "strict" or c.attention.mask.is_none or c.attention.mask.never_empty,
+    ),
+    Constraint("query rows", "the number of query rows is large, or not known", lambda c: _has_few_rows(c.attention)),
+    Constraint(
+        "query rows",
+        lambda c: f"{c.attention.q_len} query rows are too many for a split-KV kernel",
+        lambda c: known_or(c.attention.q_len, 0) <= _MOST_QUERIES,
+    ),
+    Constraint(
+        "head dim",
+        f"the head dim is not a multiple of {_VECTOR} from 16 to 256, or is not known",
+        lambda c: all(map(_takes_head_dim, (c.attention.head_dim, c.attention.value_head_dim))),
+    ),
+    NOT_EMPTY,
+    unless("strides", lambda c: _read_singly(c.attention)),
+)
 
 
 def _begins_in_vectors(a: Attention, load: Load, dims: Sequence[Axis]) -> bool:

@@ -35,8 +35,17 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr, expression_axes, loads
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, Attended
-from attn_pass.targets.kernel_rules import padded
+from attn_pass.targets.constraints import (
+    ANY_BACKEND,
+    AUTOCAST,
+    NOT_EMPTY,
+    Attended,
+    Constraint,
+    HasAttention,
+    refusal,
+    too_wide,
+)
+from attn_pass.targets.kernel_rules import HALF, known_or, padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import dense_last, widened
 from attn_pass.targets.problem import cost_of, moved_query_bytes, problem_of
@@ -69,7 +78,7 @@ class FlashAttn(CudaKernel):
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlashAttnPlan] | Refusal:
         """Takes what FlashAttention-2 can compute, in half precision, without gradients."""
-        reason = _refusal(attention, setting)
+        reason = refusal(CONSTRAINTS, Attended(attention, setting))
         if reason is not None:
             return Refusal(self.name, reason, other_device=setting.device.kind != "cuda")
         try:
@@ -144,35 +153,52 @@ def _problem(a: Attention, decided: FlashAttnPlan, setting: Setting) -> Problem:
     return replace(problem, causal=decided.arguments.causal, mask_elements=0)
 
 
-def _refusal(a: Attention, setting: Setting) -> str | None:
-    device = setting.device
-    if device.kind != "cuda":
-        return f"flash_attn does not run on {device.kind} devices"
-    if not device.kernels:
-        return f"no measured rule for {device.type} devices yet"
-    if device.capability < (8, 0):
-        return "flash_attn needs compute capability 8.0"
-    if not all(is_installed(name) for name in _MODULES):
-        return "flash_attn is not installed with its kernels"
-    if setting.program == "aoti":
-        return "flash_attn's operators are written in Python, and a compiled package runs without Python"
-    if a.needs_grad and setting.program != "compile":
-        return "flash_attn's gradient is in its autograd function, which an exported program cannot hold"
-    if a.dropout or a.sink is not None:
-        return "attn_pass passes flash_attn no dropout, and it takes no sink"
-    if a.compute_dtype not in (torch.float16, torch.bfloat16):
-        return "flash_attn takes half precision only"
-    case = Attended(a, setting)
-    if not AUTOCAST.holds(case):
-        return AUTOCAST.why(case)
-    if setting.allowed_backends is not None:
-        return "sdpa_kernel allows torch's own kernels only"
-    dims = (a.head_dim, a.value_head_dim)
-    if any(not isinstance(d, int) or not 0 < d <= _WIDEST for d in dims):
-        return f"the head dim is over {_WIDEST}, or not known"
-    if 0 in (a.kv_len, a.q_len, a.batch_size, a.query_heads):
-        return "a size is 0"
-    return None
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "device",
+        lambda c: f"flash_attn does not run on {c.setting.device.kind} devices",
+        lambda c: c.setting.device.kind == "cuda",
+    ),
+    Constraint(
+        "device",
+        lambda c: f"no measured rule for {c.setting.device.type} devices yet",
+        lambda c: bool(c.setting.device.kernels),
+    ),
+    Constraint(
+        "compute capability",
+        "flash_attn needs compute capability 8.0",
+        lambda c: c.setting.device.capability >= (8, 0),
+    ),
+    Constraint(
+        "package",
+        "flash_attn is not installed with its kernels",
+        lambda c: all(is_installed(name) for name in _MODULES),
+    ),
+    Constraint(
+        "program",
+        "flash_attn's operators are written in Python, and a compiled package runs without Python",
+        lambda c: c.setting.program != "aoti",
+    ),
+    Constraint(
+        "gradient",
+        "flash_attn's gradient is in its autograd function, which an exported program cannot hold",
+        lambda c: not c.attention.needs_grad or c.setting.program == "compile",
+    ),
+    Constraint(
+        "dropout and sinks",
+        "attn_pass passes flash_attn no dropout, and it takes no sink",
+        lambda c: not c.attention.dropout and c.attention.sink is None,
+    ),
+    Constraint("dtype", "flash_attn takes half precision only", lambda c: c.attention.compute_dtype in HALF),
+    AUTOCAST,
+    ANY_BACKEND,
+    Constraint(
+        "head dim",
+        too_wide(_WIDEST),
+        lambda c: all(0 < known_or(d, 0) <= _WIDEST for d in (c.attention.head_dim, c.attention.value_head_dim)),
+    ),
+    NOT_EMPTY,
+)
 
 
 def assumed_of_rows(a: Attention, given: Arguments, setting: Setting) -> tuple[str, ...]:

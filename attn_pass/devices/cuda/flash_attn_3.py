@@ -37,7 +37,7 @@ from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, Attended, Constraint, HasAttention
+from attn_pass.targets.constraints import ANY_BACKEND, AUTOCAST, NOT_EMPTY, Attended, Constraint, HasAttention
 from attn_pass.targets.kernel_rules import padded
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import dense_last, unbroadcast, widened
@@ -218,9 +218,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         f"{_API}: only supports fp16, bf16, and fp8_e4m3 data type",
     ),
     AUTOCAST,
-    Constraint(
-        "sdpa_kernel", "sdpa_kernel allows torch's own kernels only", lambda c: c.setting.allowed_backends is None, ""
-    ),
+    ANY_BACKEND,
     Constraint(
         "head dim",
         lambda c: f"flash_attn_3 has no kernel for head dims {c.attention.head_dim} and {c.attention.value_head_dim}",
@@ -233,12 +231,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         lambda c: _needs_no_wide_gradient(c.attention, c.setting),
         f"{_API}: Deterministic backward not supported for hdim 256",
     ),
-    Constraint(
-        "sizes",
-        "a size is 0",
-        lambda c: 0 not in (c.attention.kv_len, c.attention.q_len, c.attention.batch_size, c.attention.query_heads),
-        f"{_API}: total_q > 0 && total_k > 0",
-    ),
+    replace(NOT_EMPTY, source=f"{_API}: total_q > 0 && total_k > 0"),
 )
 
 

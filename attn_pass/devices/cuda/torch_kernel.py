@@ -16,9 +16,10 @@ from attn_pass.devices.cuda.kernel import CudaKernel
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import Attention
 from attn_pass.model.index import Index, divide
+from attn_pass.targets import constraints
 from attn_pass.targets.bands import Window, window_of
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended
+from attn_pass.targets.constraints import AUTOCAST, RANDOM_NUMBERS, Attended, backend
 from attn_pass.targets.empty_rows import EmptyRows
 from attn_pass.targets.kernel_rules import Call, KernelRules, padded
 from attn_pass.targets.lower import Lowering
@@ -118,11 +119,8 @@ class Kernel(CudaKernel):
         if a.sink is not None:
             return "the sum of exponentials, which a sink needs, has no gradient in the fused kernel"
         case = Attended(a, setting)
-        if not RANDOM_NUMBERS.holds(case):
-            return RANDOM_NUMBERS.why(case)
-        allowed = setting.allowed_backends
-        if allowed is not None and self.rules.backend not in allowed:
-            return f"sdpa_kernel allows only {', '.join(allowed) or 'nothing'}"
+        if (reason := constraints.refusal((RANDOM_NUMBERS, backend(self.rules.backend)), case)) is not None:
+            return reason
         call = Call(
             a,
             kind,

@@ -11,14 +11,23 @@ import torch
 
 from attn_pass.devices.device import Device
 from attn_pass.devices.npu.generations import GENERATIONS, INFERENCE, TRAINING, TRAINING_V1, UNKNOWN
-from attn_pass.devices.npu.limits import GROUP, HALF, HEADS, HIDDEN, KEYS_OF_ONE_ROW, LIMITS, WIDEST, Limits
+from attn_pass.devices.npu.limits import (
+    GROUP,
+    HALF,
+    HEADS,
+    HIDDEN,
+    KEYS_OF_ONE_ROW,
+    LIMITS,
+    WIDEST,
+    Limits,
+)
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.model.expression import loads
 from attn_pass.model.index import Index, is_less, product
 from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
-from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, Constraint
+from attn_pass.targets.constraints import AFFINE, AUTOCAST, NOT_EMPTY, RANDOM_NUMBERS, Constraint, backend, too_wide
 
 FUSION = (TRAINING, TRAINING_V1)
 
@@ -90,10 +99,6 @@ def _mask_needs_grad(a: Attention) -> bool:
     return a.needs_grad and any(a.sources[load.source].needs_grad for e in parts for load in loads(e))
 
 
-def _by_backends(c: Case) -> str:
-    return f"sdpa_kernel allows only {', '.join(c.setting.allowed_backends or ()) or 'nothing'}"
-
-
 RULES: tuple[Constraint[Case], ...] = (
     AFFINE,
     Rule("sink", "a sink is not used until it is seen on hardware", lambda c: c.attention.sink is None),
@@ -122,22 +127,14 @@ RULES: tuple[Constraint[Case], ...] = (
         lambda c: c.attention.compute_dtype in (torch.float32, *HALF),
     ),
     AUTOCAST,
-    Rule(
-        "sdpa_kernel",
-        _by_backends,
-        lambda c: c.setting.allowed_backends is None or "FLASH_ATTENTION" in c.setting.allowed_backends,
-    ),
+    backend("FLASH_ATTENTION"),
     Rule("dropout", "the inference operator has no dropout", lambda c: not c.attention.dropout, of=(INFERENCE,)),
     Rule(
         "dropout",
         lambda c: f"dropout {c.attention.dropout:g} keeps nothing, which keep_prob cannot say",
         lambda c: 0 <= c.attention.dropout < 1,
     ),
-    Rule(
-        "random numbers",
-        "fallback_random asks for eager's random numbers, and the operator draws others",
-        lambda c: not (c.attention.dropout and c.setting.same_random_numbers),
-    ),
+    RANDOM_NUMBERS,
     Rule(
         "seed",
         "the seed of this family's operator is a number, which a compiled graph would keep",
@@ -183,7 +180,7 @@ RULES: tuple[Constraint[Case], ...] = (
     ),
     Rule(
         "head dim",
-        f"the head dim is over {WIDEST}, or not known",
+        too_wide(WIDEST),
         lambda c: (width(c.attention, c.operator) or WIDEST + 1) <= WIDEST,
     ),
     Rule(

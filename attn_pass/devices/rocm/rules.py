@@ -21,6 +21,7 @@ from attn_pass.targets.kernel_rules import (
     Rule,
     dtype_rule,
     equal_causal_lengths,
+    widest_rule,
     width,
 )
 
@@ -60,12 +61,7 @@ FLASH = KernelRules(
         DROPOUT,
         PADDABLE,
         SIZES,
-        Rule(
-            "head dim",
-            lambda c: f"the head dim is over {_widest(c)}, or not known",
-            lambda c: (width(c) or 1 << 30) <= _widest(c),
-            "check_head_dim_size_flash, aotriton_max_hdim",
-        ),
+        widest_rule(_widest, "check_head_dim_size_flash, aotriton_max_hdim"),
         Rule("mask", "the flash kernel takes no mask", lambda c: not c.has_mask_tensor, "check_for_attn_mask"),
         CAUSAL,
         Rule(

@@ -28,11 +28,11 @@ from attn_pass.model.expression import Load, expression_axes
 from attn_pass.model.index import Index, is_at_most, is_nonnegative
 from attn_pass.model.views import Group
 from attn_pass.targets.bands import band_of
-from attn_pass.targets.base import FINITE_KEYS, STRICT_KEYS, Offer, Refusal, Setting, Target
+from attn_pass.targets.base import FINITE_KEYS, Offer, Refusal, Setting, Target
 from attn_pass.targets.constraints import AFFINE, NOT_EMPTY, Attended, Constraint, refusal, takes
 from attn_pass.targets.kernel_rules import HALF
 from attn_pass.targets.lower import Lowering
-from attn_pass.targets.masks import additive_mask, gives_zero_for_empty_rows, hides_keys, mask_refusal
+from attn_pass.targets.masks import ALL_KEYS_COUNT, additive_mask, gives_zero_for_empty_rows, hides_keys, mask_refusal
 from attn_pass.targets.operands import Unfit, common_head_dim, widened
 from attn_pass.targets.problem import cost_of, problem_of
 
@@ -100,12 +100,7 @@ RULES: tuple[Constraint[Attended], ...] = (
         lambda c: not gives_zero_for_empty_rows(c.attention, c.setting),
         "cpu_flash_attention: a row's maximum of -inf is taken off its scores",
     ),
-    Constraint(
-        "strict",
-        STRICT_KEYS,
-        lambda c: c.setting.numerics != "strict" or not hides_keys(c.attention, c.setting),
-        "cpu_flash_attention: weights of 0 are multiplied with the values",
-    ),
+    replace(ALL_KEYS_COUNT, source="cpu_flash_attention: weights of 0 are multiplied with the values"),
     replace(takes(NAME, torch.float32, *HALF), source="validate_flash_attention_args"),
     AFFINE,
     NOT_EMPTY,

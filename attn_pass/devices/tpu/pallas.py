@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import torch
 from torch.fx import Node
@@ -26,7 +25,6 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Expr
 from attn_pass.model.index import Axis
 from attn_pass.targets.base import Offer, Refusal, Setting
-from attn_pass.targets.constraints import AUTOCAST, Attended
 from attn_pass.targets.empty_rows import replaced_and_added
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import additive_mask, assumed
@@ -56,7 +54,7 @@ class _Pallas:
         device = setting.device
         if self.name not in device.kernels or device.name not in GENERATIONS:
             return Refusal(self.name, f"there is no Pallas TPU kernel for {device.name}", other_device=True)
-        reason = _refusal(attention, setting)
+        reason = refusal(attention, setting)
         mask = KernelMask() if reason else mask_of(attention)
         problem = problem_of(attention, setting.hint)
         reason = reason or self._refusal_of(attention, mask, problem) or _refusal_of_rows(attention, mask, setting)
@@ -186,23 +184,6 @@ class PallasSplash(_Pallas):
             if a.needs_grad and not mask.leaves_no_row_empty(*(-(-n // 128) * 128 for n in (rows, keys))):
                 return "the number of query rows is not a multiple of 128, and padded rows would be fully masked"
         return None
-
-
-def _refusal(a: Attention, setting: Setting) -> str | None:
-    """What no kernel of these takes, whatever the mask."""
-    if a.not_affine:
-        return a.not_affine
-    missing = [name for name in ("jax", "flax") if setting.device.is_here and find_spec(name) is None]
-    if missing:
-        return f"the Pallas kernels need {' and '.join(missing)}, not installed here (docs/xla.md has the versions)"
-    if setting.program == "aoti":
-        return "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program"
-    case = Attended(a, setting)
-    if not AUTOCAST.holds(case):
-        return AUTOCAST.why(case)
-    if setting.allowed_backends is not None:
-        return "sdpa_kernel allows torch's own kernels only"
-    return refusal(a)
 
 
 def _refusal_of_rows(a: Attention, mask: KernelMask, setting: Setting) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 
@@ -16,7 +17,18 @@ from attn_pass.devices.tpu.kernels import SMALLEST_SCALE, Blocks
 from attn_pass.model.attention import Attention
 from attn_pass.model.dtype_name import dtype_name
 from attn_pass.targets import constraints
-from attn_pass.targets.constraints import Constraint
+from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import (
+    AFFINE,
+    ANY_BACKEND,
+    AUTOCAST,
+    NOT_EMPTY,
+    Attended,
+    Constraint,
+    HasAttention,
+    sizes_of,
+    unless,
+)
 from attn_pass.targets.kernel_rules import known_or
 
 FLASH, SPLASH = "pallas_flash", "pallas_splash"
@@ -166,47 +178,60 @@ def width(head_dim: int, value_dim: int) -> int:
 # ---------------------------------------------------------------- rules
 
 
-Rule = Constraint[Attention]
+Rule = Constraint[HasAttention]
 _WIDEST = 512
+
+
+def _missing(setting: Setting) -> str | None:
+    missing = [name for name in ("jax", "flax") if setting.device.is_here and find_spec(name) is None]
+    return (
+        f"the Pallas kernels need {' and '.join(missing)}, not installed here (docs/xla.md has the versions)"
+        if missing
+        else None
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    AFFINE,
+    unless("packages", lambda c: _missing(c.setting)),
+    Rule(
+        "program",
+        "AOTInductor compiles for no TPU: export to StableHLO, after attn_pass.rewrite on the exported program",
+        lambda c: c.setting.program != "aoti",
+    ),
+    AUTOCAST,
+    ANY_BACKEND,
     Rule(
         "float16",
         "the TPU's compiler has no float16 in these kernels: convert the model to bfloat16",
-        lambda a: a.compute_dtype != torch.float16,
+        lambda c: c.attention.compute_dtype != torch.float16,
     ),
     Rule(
         "dtype",
-        lambda a: f"the Pallas kernels take bfloat16 and float32, not {dtype_name(a.compute_dtype)}",
-        lambda a: a.compute_dtype in (torch.bfloat16, torch.float32),
+        lambda c: f"the Pallas kernels take bfloat16 and float32, not {dtype_name(c.attention.compute_dtype)}",
+        lambda c: c.attention.compute_dtype in (torch.bfloat16, torch.float32),
     ),
-    Rule("dropout", "the Pallas kernels have no dropout", lambda a: not a.dropout),
-    Rule("sink", "the Pallas kernels are given no sink here", lambda a: a.sink is None),
+    Rule("dropout", "the Pallas kernels have no dropout", lambda c: not c.attention.dropout),
+    Rule("sink", "the Pallas kernels are given no sink here", lambda c: c.attention.sink is None),
     Rule(
         "static sizes",
         "a size is not known when the graph is compiled, and the kernel's tiles follow from all of them",
-        lambda a: all(
-            isinstance(n, int)
-            for n in (a.batch_size, a.query_heads, a.groups, a.q_len, a.kv_len, a.head_dim, a.value_head_dim)
-        ),
+        lambda c: all(isinstance(n, int) for n in (*sizes_of(c.attention), c.attention.groups)),
     ),
-    Rule(
-        "sizes",
-        "a size is 0",
-        lambda a: 0 not in (a.batch_size, a.query_heads, a.q_len, a.kv_len, a.head_dim, a.value_head_dim),
-    ),
+    NOT_EMPTY,
     Rule(
         "head dim",
         f"the head dim is over {_WIDEST}",
-        lambda a: max(known_or(a.head_dim, 0), known_or(a.value_head_dim, 0)) <= _WIDEST,
+        lambda c: max(known_or(c.attention.head_dim, 0), known_or(c.attention.value_head_dim, 0)) <= _WIDEST,
     ),
     Rule(
         "scale",
-        lambda a: f"a scale of {a.scale:g} is too small for a mask that is divided by it",
-        lambda a: a.mask.is_none or abs(a.scale) >= SMALLEST_SCALE,
+        lambda c: f"a scale of {c.attention.scale:g} is too small for a mask that is divided by it",
+        lambda c: c.attention.mask.is_none or abs(c.attention.scale) >= SMALLEST_SCALE,
     ),
 )
 
 
-def refusal(attention: Attention) -> str | None:
-    """The first reason why no Pallas kernel takes an attention; None if one may."""
-    return constraints.refusal(RULES, attention)
+def refusal(attention: Attention, setting: Setting) -> str | None:
+    """The first reason why no Pallas kernel takes an attention, whatever its mask; None if one may."""
+    return constraints.refusal(RULES, Attended(attention, setting))

@@ -16,7 +16,7 @@ from pallas_programs import BF16, FP16, FP32, LONG, added, by_hand, considered, 
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import device_for
 from attn_pass.devices.tpu import cost as cost_xla
-from attn_pass.devices.tpu import pallas
+from attn_pass.devices.tpu import rules
 from attn_pass.devices.tpu.masks import KernelMask
 from attn_pass.devices.tpu.pallas import PallasFlash, PallasSplash
 from attn_pass.devices.tpu.rules import width
@@ -36,7 +36,7 @@ REFUSED_HERE: dict[str, tuple[bool, Callable[[Any, Any], tuple[Any, Any]], set[s
         False,
         lambda a, s: (a, replace(s, allowed_backends=("FLASH_ATTENTION",))),
         set(),
-        "sdpa_kernel allows torch's own",
+        "sdpa_kernel allows only FLASH_ATTENTION",
     ),
     "a scale of 0 under a mask": (True, lambda a, s: (replace(a, scale=0.0), s), set(), "a scale of 0 is too small"),
     "a scale of 0": (False, lambda a, s: (replace(a, scale=0.0), s), set(), ""),
@@ -54,7 +54,7 @@ def test_what_a_setting_or_a_description_forbids(name: str) -> None:
     bias = (torch.empty(2048, 2048, dtype=BF16, device="meta"),)
     attention, setting = considered(added, *bias) if has_bias else considered(by_hand)
     attention, setting = changed(attention, setting)
-    with mock.patch.object(pallas, "find_spec", lambda name: None if name in absent else object()):
+    with mock.patch.object(rules, "find_spec", lambda name: None if name in absent else object()):
         answer = PallasFlash().consider(attention, "as written", setting)
     assert reason in answer.reason if reason else isinstance(answer, Offer), answer
 

@@ -17,6 +17,7 @@ from attn_pass.targets.kernel_rules import (
     equal_causal_lengths,
     grid,
     known_or,
+    widest_rule,
     width,
 )
 
@@ -65,12 +66,7 @@ FLASH = KernelRules(
             lambda c: c.device.flash == "FA2" or not c.attention.dropout,
             "torch/nn/attention/_fa3.py, _fa4.py",
         ),
-        Rule(
-            "head dim",
-            "the head dim is over 256, or not known",
-            lambda c: (width(c) or 1 << 30) <= 256,
-            "check_head_dim_size_flash",
-        ),
+        widest_rule(lambda c: 256, "check_head_dim_size_flash"),
         Rule(
             "mask",
             "the flash kernel takes no mask",
