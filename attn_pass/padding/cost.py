@@ -17,6 +17,7 @@ from torch.fx import Node
 from attn_pass.devices.device import Device
 from attn_pass.graph.values import tensor_value
 from attn_pass.model.index import Index, product
+from attn_pass.padding.rules import first_tensor
 from attn_pass.padding.trace import Proof
 from attn_pass.reading.vocabulary import operation_of
 from attn_pass.report.text import duration
@@ -36,7 +37,10 @@ def is_product(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a region's products take, what finding its rows takes, and a number of rows that is new, in microseconds."""
+    """What a region's products take, what finding its rows takes, and a number of rows that is new, in microseconds.
+
+    With the rows are counted the copies around attentions to other rows: queries in their places, and packed results.
+    """
 
     products: float
     finding: float
@@ -74,4 +78,17 @@ def cost_of(proof: Proof, device: Device, hint: Callable[[Index], int]) -> Cost:
             if weight.dtype != torch.float32:
                 prepared.add(tuple(map(int, weight.shape)))
     pairs = rows * hint(proof.group.rows.length) if proof.group.mask.is_of_pairs else 0
-    return Cost(us, _FINDING_US + _ROW_US * rows + _PAIR_US * pairs, _PREPARING_US * len(prepared))
+    finding = _FINDING_US + _ROW_US * rows + _PAIR_US * pairs + _copying(proof, device, rows)
+    return Cost(us, finding, _PREPARING_US * len(prepared))
+
+
+def _copying(proof: Proof, device: Device, rows: int) -> float:
+    """Queries and results of attentions to other rows, each read and written once more."""
+    us = 0.0
+    for site in proof.crosses:
+        for value in (tensor_value(site.args[0]), first_tensor(site)):
+            assert value is not None
+            numbers = value.shape[1] * value.shape[3]
+            size = 2 * rows * numbers * value.dtype.itemsize if isinstance(numbers, int) else 0
+            us += device.kernel_us + size / (1e3 * device.memory_gbytes)
+    return us

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch.fx import Graph, Node
 
 from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.padding.cross import Origins
 from attn_pass.padding.layouts import Rows
 
 ADDED_IN_TRAINING = (
@@ -82,6 +83,7 @@ def groups(graph: Graph, operators: Collection[Any], sizes: Sizes) -> tuple[list
     """The attentions that can run on packed rows, by mask; and why the others with a mask cannot."""
     by_key: dict[Any, Group] = {}
     refused: dict[Node, str] = {}
+    origins = Origins(graph, operators)
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in operators:
             continue
@@ -90,7 +92,8 @@ def groups(graph: Graph, operators: Collection[Any], sizes: Sizes) -> tuple[list
             if _adds_mask(node, sizes):
                 refused[node] = ADDED_IN_TRAINING
             continue
-        if reason := _refusal(node, mask, sizes):
+        reason = OTHER_ROWS if origins.reads_others(node) else _refusal(node, mask, sizes)
+        if reason:
             refused[node] = reason
             continue
         query = tensor_value(node.args[0])

@@ -146,7 +146,7 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
         return
     proof = prove(trace)
     record.stops = tuple(dict.fromkeys(_stops(trace, proof)))
-    record.operations = dict(Counter(_name(n, group) for n in gm.graph.nodes if n in proof.layouts))
+    record.operations = dict(Counter(_name(n, proof) for n in gm.graph.nodes if n in proof.layouts))
     if reason := _not_packed(graph, proof, record):
         record.mark_left(reason)
         return
@@ -193,8 +193,10 @@ def _stops(trace: Trace, proof: Proof) -> Iterator[str]:
             yield reason
 
 
-def _name(node: Node, group: Group) -> str:
-    return "attention" if node in group.sites else plain_name(node) or node.name
+def _name(node: Node, proof: Proof) -> str:
+    if node in proof.crosses:
+        return "cross attention"
+    return "attention" if node in proof.group.sites else plain_name(node) or node.name
 
 
 def _place(user: Node) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import getitem
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from attn_pass.graph.regions import Regions
-from attn_pass.graph.values import Sizes
+from attn_pass.graph.values import Sizes, fake_value
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout
 from attn_pass.padding.masks import PER_BATCH, averages, places
@@ -29,6 +30,7 @@ class Rewrite:
         self.gm, self.sizes, self.regions, self.trace, self.proof = gm, sizes, regions, trace, proof
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.anchor, self.least = self._anchor(), least
+        self.crosses = set(proof.crosses)
         self.new: dict[Node, Node] = {}
         self.entries: list[Node] = []  # what is packed where the region begins
 
@@ -55,7 +57,7 @@ class Rewrite:
             group, sites = self.proof.group, self.proof.sites
             counted = places(sites), averages(sites), self.least
             packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
-            packing.prepare(self._spreads(region), bool(exits))
+            packing.prepare(self._spreads(region), bool(exits or self.crosses or self._adds_rows(region)))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
                 with emit.standing(before, node):
@@ -90,6 +92,10 @@ class Rewrite:
         if any(self.order[u] < start for u in users):
             raise CannotPackError("rows leave it before its mask is made")
 
+    def _adds_rows(self, region: list[Node]) -> bool:
+        """Whether an attention adds rows of the region to its scores as they are."""
+        return any(site.kwargs.get("bias") in region for site in self.proof.sites)
+
     def _spreads(self, region: list[Node]) -> bool:
         """Whether some operand lacks the batch or the positions."""
         return any(
@@ -104,6 +110,11 @@ class Rewrite:
     def _packed_call(self, emit: Emitter, packing: Packing, node: Node) -> Node:
         rule, layout = self.trace.rule(node), self.proof.layouts[node]
         assert rule is not None
+        ((source, _), *_) = rule.flows
+        if node in self.crosses:
+            return self._cross(emit, packing, node, source)
+        if source in self.crosses and isinstance(fake_value(source), (tuple, list)):
+            return packing.packed(emit.call(getitem, self.new[source], 0), layout)
         operands = {n: self._operand(emit, packing, node, rule, n) for n, _ in rule.flows}
         if node in self.proof.group.sites:
             return self._attention(emit, packing, node, operands)
@@ -157,11 +168,24 @@ class Rewrite:
         given: dict[str, Any] = {name: value for name, value in node.kwargs.items() if name not in ("keep", *PER_BATCH)}
         if given.get("captured"):
             given["captured"] = [self._of_four(emit, x) for x in given["captured"]]
-        if given.get("bias") is not None:
-            given["bias"] = self._of_four(emit, given["bias"])
+        if (bias := given.get("bias")) is not None:
+            if bias in self.new:  # rows that reach scores of their own, each at its place
+                bias = packing.unpacked(self.new[bias], self.proof.layouts[bias], like=bias)
+            given["bias"] = self._of_four(emit, bias)
         query, key, value = (operands[n] for n in node.args[:3] if isinstance(n, Node))
         given |= {"keep": packing.keep, "offsets": packing.offsets}
         return emit.call(node.target, query, key, value, *node.args[3:], **given)
+
+    def _cross(self, emit: Emitter, packing: Packing, node: Node, query: Node) -> Node:
+        """An attention to other rows, called as it was: its queries are in their places, and its result is packed."""
+        given = query
+        if query in self.new:
+            given = packing.unpacked(self.new[query], self.proof.layouts[query], like=query)
+        args, kwargs = mapped(node, lambda old: given if old is query else old)
+        made = emit.call(node.target, *args, **kwargs)
+        if isinstance(fake_value(node), (tuple, list)):  # what takes its result packs that
+            return made
+        return packing.packed(made, self.proof.layouts[node])
 
     def _of_four(self, emit: Emitter, node: Any) -> Node:
         shape = emit.shape(node)

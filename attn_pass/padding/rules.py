@@ -248,6 +248,9 @@ def _cat(rules: Rules, node: Node, call: Call) -> Rule | None:
     if not isinstance(parts, (tuple, list)) or not isinstance(dim, int):
         return None
     rank = len(rules.shape(node))
+    held = [p for p in parts if not (isinstance(p, Node) and rules.shape(p) == (0,))]
+    if len(held) == 1:  # behind nothing, as the first keys in a cache: a copy
+        return rules.keeping(node, held[0], range(rank))
     dims = {d: d for d in range(rank) if d != dim % rank}
     return Rule(tuple((p, dims) for p in dict.fromkeys(parts) if isinstance(p, Node)))
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.index import product
+from attn_pass.padding.cross import Origins, cross_rule
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
 from attn_pass.padding.masks import Group, ancestors
@@ -34,11 +35,17 @@ class Proof:
     layouts: dict[Node, Layout]
     exits: dict[Node, dict[Node, Exit]]  # by value, then by user
     stops: dict[Node, str] = field(default_factory=dict)  # values whose padding something may see, and what
+    others: frozenset[Node] = frozenset()  # attentions of the graph whose keys are of other rows
 
     @property
     def sites(self) -> list[Node]:
         """The attentions in it."""
         return [n for n in self.group.sites if n in self.layouts]
+
+    @property
+    def crosses(self) -> list[Node]:
+        """Attentions in it whose keys are of other rows."""
+        return [n for n in self.others if n in self.layouts]
 
 
 class Trace:
@@ -49,6 +56,7 @@ class Trace:
         self.layouts: dict[Node, Layout] = {}
         self.conflicts: set[Node] = set()
         self.no_exits: set[tuple[Node, Node]] = set()  # values and users that turned out to be none
+        self.crosses = Origins(group.sites[0].graph, around.operators).crosses(group.sites)
         self._untouched = ancestors(group.mask.nodes)
         self.begins = max(effects.position[n] for n in group.mask.nodes)  # rows are counted behind the mask
         self._waiting: list[Node] = []
@@ -56,6 +64,8 @@ class Trace:
 
     def rule(self, node: Node) -> Rule | None:
         """The rule of a node; of the group's attentions, that of their queries, keys and values."""
+        if node in self.crosses:
+            return cross_rule(node)
         if node in self.group.sites:
             dims = {0: 0, 2: 2}
             return Rule(tuple((n, dims) for n in dict.fromkeys(node.args[:3]) if isinstance(n, Node)))
@@ -145,20 +155,21 @@ def prove(trace: Trace) -> Proof:
     Scores of rows of padding are seen where the attention that reads them is none of the region: again without these.
     """
     while True:
-        proof = _prove(trace)
+        exits: dict[Node, dict[Node, Exit]] = {}
+        proof = _prove(trace, exits)
+        sites = set(proof.sites)
         seen = {
             (node, user)
-            for node, by_user in proof.exits.items()
-            for user, found in by_user.items()
-            if not proof.layouts.keys() >= set(found.sites)
+            for node in proof.layouts
+            for user, found in exits.get(node, {}).items()
+            if not sites >= set(found.sites)
         }
         if not seen:
             return proof
         trace.no_exits |= seen
 
 
-def _prove(trace: Trace) -> Proof:
-    exits: dict[Node, dict[Node, Exit]] = {}
+def _prove(trace: Trace, exits: dict[Node, dict[Node, Exit]]) -> Proof:
     stops: dict[Node, str] = {}
     for node in trace.layouts:
         if node in trace.conflicts:
@@ -181,7 +192,7 @@ def _prove(trace: Trace) -> Proof:
     left = {
         n: {u: e for u in n.users if u not in region and (e := _exit(trace, exits, n, u)) is not None} for n in region
     }
-    return Proof(trace.group, region, {n: e for n, e in left.items() if e}, stops)
+    return Proof(trace.group, region, {n: e for n, e in left.items() if e}, stops, trace.crosses)
 
 
 def _is_of_a_list(node: Node, region: Collection[Node]) -> bool:
