@@ -30,6 +30,7 @@ class Cudnn(Kernel):
     """`aten._scaled_dot_product_cudnn_attention`."""
 
     name = "cudnn"
+    settled = aten._scaled_dot_product_cudnn_attention.default
     rules = CUDNN
     finite_mask = True
     torch_check = "can_use_cudnn_attention"

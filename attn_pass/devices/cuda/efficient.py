@@ -23,6 +23,7 @@ class Efficient(Kernel):
     """`aten._scaled_dot_product_efficient_attention`."""
 
     name = "efficient"
+    settled = aten._scaled_dot_product_efficient_attention.default
     rules = EFFICIENT
     torch_check = "can_use_efficient_attention"
     sweeps = ("prefill", "decoding", "float32")

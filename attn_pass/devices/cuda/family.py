@@ -35,11 +35,7 @@ class Cuda(Family):
     flex_template = "triton"
     masks_in_compute_dtype = True
     # Their layouts, padded head dims and masks are those of one kernel: chosen when the program was decomposed.
-    settled_kernels = {
-        torch.ops.aten._scaled_dot_product_flash_attention.default: "flash",
-        torch.ops.aten._scaled_dot_product_efficient_attention.default: "efficient",
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default: "cudnn",
-    }
+    settled_kernels = {kernel.settled: kernel.name for kernel in KERNELS if kernel.settled is not None}
     # flash-attn's and xFormers'; flash_attn_with_kvcache is none of them: it writes its cache.
     reading_functions = (
         *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func"),

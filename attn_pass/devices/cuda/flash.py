@@ -39,6 +39,7 @@ class Flash(Kernel):
     """`aten._scaled_dot_product_flash_attention`, or `aten._flash_attention_forward` for a window."""
 
     name = "flash"
+    settled = aten._scaled_dot_product_flash_attention.default
     takes_valid_range = True
     rules = FLASH
     takes_window = True

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
+from torch._ops import OpOverload
 
 from attn_pass.devices import roofline
 from attn_pass.devices.cuda import cost
@@ -27,6 +28,7 @@ class CudaKernel(Target):
         shares: the shares of a GPU's rates that it reaches, by generation; other generations do not have the kernel.
         shape: its tile sizes, for the cost model; None for a kernel with its own cost function.
         rules: for one of torch's kernels, the constraints of torch's call and of its operator.
+        settled: for one of torch's kernels, its operator in a decomposed program, where the call stays.
         torch_check: the function of `torch.backends.cuda` that checks whether torch's own call may use the kernel.
         padded_by_torch: torch's own call pads head dims for it.
         is_listed: `Device.kernels` names it; one of a library, or of Inductor, looks for that itself.
@@ -40,6 +42,7 @@ class CudaKernel(Target):
     shares: Mapping[Generation, Shares] = {}
     shape: Shape | None = None
     rules: KernelRules | None = None
+    settled: OpOverload | None = None
     torch_check = ""
     padded_by_torch = False
     is_listed = True
