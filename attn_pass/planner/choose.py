@@ -175,7 +175,7 @@ def choose(
         timed = _Timed(choice.measured_us, choice.measured_us, is_measured=True, spread=choice.measured_spread)
     else:
         timed = _predicted_at(attention, forms, targets, setting, choice.predicted_us, elsewhere, remark)
-        timed = replace(timed, stock=stock)
+        timed = replace(timed, stock=stock, is_stock=setting.kernel_as_written is not None)
     _take(choice, timed, candidates, attention, setting, prefer)
     return choice
 
@@ -199,6 +199,7 @@ class _Timed:
     lengths: str = ""  # those compared, in words; empty for one
     remark: str = ""
     stock: Stock | None = None
+    is_stock: bool = False  # the site as it is is what stock runs: a call that reaches a kernel
     spread: Mapping[str, float] = field(default_factory=dict)  # of what was measured
 
     def rank(self, offer: Offer) -> tuple[float, float]:
@@ -210,13 +211,18 @@ class _Timed:
         """How many times faster it is than the site as it is."""
         return self.losses[LEAVE] / max(self.rank(offer)[0], 1e-9)
 
+    def held(self, margin: margins.Margin) -> str:
+        """The margin in words, where it is one over what gains are told against: not where stock's patterns match."""
+        return "" if self.stock is not None and self.stock.by_pattern else margin.held
+
     def in_words(self, offer: Offer) -> str:
-        """Both times."""
+        """Both times; and the gain, where it is known to be one over stock."""
         name, leaving, (_, time) = _label(offer), self.times[LEAVE], self.rank(offer)
         how = "measured" if self.is_measured else "predicted"
         before = leaving if self.stock is None else self.stock.us
         was = f"{self._told(LEAVE)} as written" if self.stock is None else self.stock.in_words(leaving)
-        faster = f" ({before / time:.3g}x)" if 0 < time < math.inf else ""
+        is_gain = self.is_measured or self.is_stock or self.stock is not None
+        faster = f" ({before / time:.3g}x)" if is_gain and 0 < time < math.inf else ""
         words = f"{how} {was}, {self._told(name)} with {name}{faster}{self.remark}"
         if self.lengths:
             worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
@@ -270,16 +276,21 @@ def _take(
             return timed.rank(offered[0])[0] * margins.caution(offered[0], setting)
 
         ranked = margins.ties_by_order(sorted(ranked, key=loss), loss, setting.device)
+    cheapest = min((offer for offer, _ in candidates), key=timed.rank)
+    missed = ""
     for offer, target in ranked:
         reason, gain = timed.in_words(offer), timed.gain(offer)
         margin = _MEASURED if timed.is_measured else margins.margin(offer, setting)
         if prefer == "first" or (prefer == "fused" and offer.fused) or gain > margin.times:
             if attention.nan_guard:
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
-            choice.takes = (*choice.takes, Selection(offer, target, reason + margin.held))
-        elif not choice.reason:
-            best = "fastest" if timed.is_measured else "cheapest"
-            choice.reason = margin.missed(reason, gain) or f"already the {best} form: {reason}"
+            if not timed.is_measured:
+                reason += timed.held(margin) + margins.passed_over(cheapest, offer, setting)
+            choice.takes = (*choice.takes, Selection(offer, target, reason))
+            continue
+        missed = missed or margin.missed(reason, gain)
+        best = "fastest" if timed.is_measured else "cheapest"
+        choice.reason = missed or choice.reason or f"already the {best} form: {reason}"
 
 
 def _is_asked(target: Target, allowed: tuple[str, ...] | None, setting: Setting) -> bool:

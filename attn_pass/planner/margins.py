@@ -22,11 +22,15 @@ _FLEX = 2.0  # by FlexAttention, whose compile takes seconds, and whose tiles ar
 # call where up to 4 times its speed was predicted, and were faster where that was 19 (docs/results/cpu-constants.md).
 _FOLLOWED = 4.0
 _TIE = 1.05  # predictions nearer to each other say nothing
+_UNCALIBRATED = ": this processor is not calibrated; run `attn-pass calibrate`"
 
 
 @dataclass(frozen=True)
 class Margin:
-    """An offer is taken if it is predicted to be more than ``times`` as fast; ``because`` in words, for the report."""
+    """An offer is taken if it is predicted to be more than ``times`` as fast as the site as it is.
+
+    ``because`` says why, after "1.25x is required" in a report; empty where only the model's rounding is allowed for.
+    """
 
     times: float
     because: str = ""
@@ -34,13 +38,13 @@ class Margin:
     @property
     def held(self) -> str:
         """The addition to the reason of an offer that is taken."""
-        return f"; more than the {self.times:.3g}x that is required, {self.because}" if self.because else ""
+        return f" ({self.times:.3g}x is required{self.because})" if self.because else ""
 
     def missed(self, reason: str, gain: float) -> str:
         """The reason for an offer that wins, but not by enough; empty if it does not win."""
         if not self.because or gain <= _ROUNDING:
             return ""
-        return f"{gain:.3g}x, less than the {self.times:.3g}x that is required, {self.because}: {reason}"
+        return f"{reason}; at least {self.times:.3g}x is required{self.because}"
 
 
 def caution(offer: Offer, setting: Setting) -> float:
@@ -49,6 +53,15 @@ def caution(offer: Offer, setting: Setting) -> float:
     Torch's own call is what stock's patterns make of a site as well.
     """
     return 1.0 if offer.target == Sdpa.name else _doubt(setting.device)
+
+
+def passed_over(cheapest: Offer, taken: Offer, setting: Setting) -> str:
+    """Why the offer with the lowest prediction is not taken, as an addition to a reason; empty if it is."""
+    doubt = caution(cheapest, setting)
+    if doubt <= caution(taken, setting) or not cheapest.microseconds < taken.microseconds:
+        return ""
+    faster = taken.microseconds / cheapest.microseconds
+    return f"; {cheapest.target} is predicted {faster:.3g}x as fast, and {doubt:.3g}x is required{_UNCALIBRATED}"
 
 
 def _doubt(device: Device) -> float:
@@ -64,18 +77,17 @@ def margin(offer: Offer, setting: Setting) -> Margin:
     device, before = setting.device, setting.kernel_as_written
     if (doubt := _doubt(device)) > 1:
         if offer.target != Sdpa.name:
-            rates = f"since the rates are another processor's and not those of {device.name} (`attn-pass calibrate`)"
-            return Margin(doubt * _ROUNDING, rates)
+            return Margin(doubt * _ROUNDING, _UNCALIBRATED)
         if before is None and offer.attention.mask.is_none:
-            return Margin(_ROUNDING / _FOLLOWED, "since stock's own patterns make this call")
+            return Margin(_ROUNDING / _FOLLOWED)
     # The kernel that the program calls, with the copies around its call gone: nothing that would have to be guessed.
     less_around_it = before is not None and offer.target == family_of(device).same_call.get(before)
     if less_around_it or (device.knows(offer.target) and (before is None or device.knows(before))):
         return Margin(_ROUNDING)
     if before is None:
         return Margin(1 / _TIE if offer.target in order(device) else _ROUNDING)
-    unmeasured = f"since what {device.name} takes for it was not measured and the call reaches {before} already"
-    return Margin(_FLEX if offer.compiled_for_site else _FUSED, unmeasured)
+    works = f" to replace a call that already runs {before} on an uncalibrated device"
+    return Margin(_FLEX if offer.compiled_for_site else _FUSED, works)
 
 
 def ties_by_order(

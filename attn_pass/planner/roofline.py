@@ -8,6 +8,7 @@ from functools import lru_cache
 from attn_pass.devices.device import Device
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.structure import Part
+from attn_pass.report.text import digits
 from attn_pass.targets.base import Offer, Setting
 from attn_pass.targets.flex.blocks import share
 from attn_pass.targets.problem import mask_bytes_read, problem_of
@@ -48,7 +49,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
 def as_taken(offer: Offer, setting: Setting) -> dict[str, float]:
     """The same for an offer; without "flops" and "bytes" if it is several kernels."""
     if offer.moved is None:
-        return {"us": round(offer.microseconds, 1)}
+        return {"us": digits(offer.microseconds)}
     flops = problem_of(offer.attention, setting.hint).flops * _kept(offer.attention, setting)
     return _point(flops, offer.moved, offer.microseconds)
 
@@ -70,4 +71,4 @@ def _share(parts: tuple[Part, ...], lengths: tuple[int, int]) -> float:
 
 
 def _point(flops: float, moved: int, microseconds: float) -> dict[str, float]:
-    return {"flops": flops, "bytes": moved, "us": round(microseconds, 1)}
+    return {"flops": flops, "bytes": moved, "us": digits(microseconds)}

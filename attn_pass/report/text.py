@@ -108,6 +108,11 @@ def duration(microseconds: float) -> str:
     return f"{microseconds:.3g} us"
 
 
+def digits(microseconds: float) -> float:
+    """A time as records hold it: short, but shown as in the reason, which is made of the time itself."""
+    return float(f"{microseconds:.6g}")
+
+
 def common_module(modules: Sequence[str]) -> str:
     """One path for all, of sites in one group: "model.layers.*.self_attn" where only layer numbers differ."""
     parts = [module.split(".") for module in modules]

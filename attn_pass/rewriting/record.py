@@ -12,6 +12,7 @@ from attn_pass.reading.describe import Described
 from attn_pass.report.build import place_of
 from attn_pass.report.pages.picture import Picture
 from attn_pass.report.site import SiteReport
+from attn_pass.report.text import digits
 from attn_pass.rewriting.context import GraphContext
 from attn_pass.rewriting.decision import Decision
 from attn_pass.rewriting.run import Run
@@ -23,11 +24,11 @@ def record_choice(run: Run, site: Site, described: Described, decision: Decision
     """What was offered, predicted and measured, and the reason for as long as nothing is taken."""
     choice = decision.choice
     record.refusals, record.other_devices = choice.refusals, choice.other_devices
-    record.measured_us = {k: round(v, 1) for k, v in choice.measured_us.items()}
+    record.measured_us = {k: digits(v) for k, v in choice.measured_us.items()}
     record.measured_spread = {k: round(v, 3) for k, v in choice.measured_spread.items()}
-    record.predicted_us = {k: round(v, 1) for k, v in choice.predicted_us.items()}
+    record.predicted_us = {k: digits(v) for k, v in choice.predicted_us.items()}
     if decision.stock is not None:
-        record.stock, record.stock_us = decision.stock.kernel, round(decision.stock.us, 1)
+        record.stock, record.stock_us = decision.stock.kernel, digits(decision.stock.us)
     with run.details(record):
         attention, setting = described.attention, decision.setting
         record.rates = roofline.rates(setting.device, attention)

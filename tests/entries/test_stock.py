@@ -122,6 +122,24 @@ def test_what_was_not_asked_is_not_said(options: dict[str, Any]) -> None:
     assert (site.stock, site.stock_us) == ("", None) and "stock" not in site.reason
 
 
+def test_no_gain_is_told_where_stock_was_not_asked() -> None:
+    """Stock's own patterns match there: 1x with the very call that they make, whoever asks."""
+    with attn_pass.record() as report, torch.no_grad():
+        torch.compile(by_hand, backend=attn_pass.wrap("eager", targets=["sdpa"]))(*heads())
+    (site,) = report.sites
+    assert (
+        site.reason.startswith("predicted ") and " as written, " in site.reason and site.reason.endswith(" with sdpa")
+    )
+
+    def copied(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+
+    q, k, v = heads()
+    with attn_pass.record() as report, torch.no_grad():  # a call that reaches a kernel is what stock runs
+        torch.compile(copied, backend=attn_pass.wrap("eager"))(q.repeat(1, 2, 1, 1), k, v)
+    assert "x)" in report.sites[0].reason
+
+
 def test_layers_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_pass.entries import stock
 

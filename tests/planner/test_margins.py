@@ -104,7 +104,9 @@ def decided(program: Any, device: str, *shape: int) -> attn_pass.SiteReport:
 def test_the_report_says_which_margin_held() -> None:
     site = decided(repeated, "H200", 8, 32, 8, 1, 32768, 128)
     assert site.outcome == "rewritten"
-    assert "more than the 1.25x that is required" in site.reason and "was not measured" in site.reason
+    assert site.reason.endswith(
+        "x) (1.25x is required to replace a call that already runs cudnn on an uncalibrated device)"
+    )
 
 
 def test_an_insufficient_gain_is_reported_with_its_margin() -> None:
@@ -113,7 +115,8 @@ def test_an_insufficient_gain_is_reported_with_its_margin() -> None:
     best = min(us for name, us in site.predicted_us.items() if name != "leave")
     assert 1.01 < site.predicted_us["leave"] / best < 1.25
     assert site.outcome == "left"
-    assert "less than the 1.25x that is required" in site.reason and "reaches cudnn already" in site.reason
+    works = "at least 1.25x is required to replace a call that already runs cudnn on an uncalibrated device"
+    assert site.reason.startswith("predicted ") and site.reason.endswith(works)
 
 
 def test_a_calibration_lifts_the_margin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,7 +195,12 @@ def test_an_unmeasured_processor_is_asked_for_more(
         with torch.no_grad():
             (site,) = attn_pass.explain(program, *inputs).sites
         assert site.taken == taken, site.reason
-        assert ("another processor's" in site.reason) == (instructions == unknown_processor and taken == "cpu_kernel")
+        told = "x is required: this processor is not calibrated; run `attn-pass calibrate`" in site.reason
+        cheaper = min(site.predicted_us, key=lambda name: site.predicted_us[name])
+        assert told == (instructions == unknown_processor and "cpu_kernel" in (taken, cheaper)), site.reason
+        if instructions == unknown_processor and taken == "sdpa" and cheaper == "cpu_kernel":
+            faster = site.predicted_us["sdpa"] / site.predicted_us["cpu_kernel"]
+            assert f"; cpu_kernel is predicted {faster:.3g}x as fast, and 1.25x is required" in site.reason
 
 
 @pytest.mark.parametrize(

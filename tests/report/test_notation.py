@@ -8,6 +8,7 @@ from html import unescape
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import attn_pass
 from attn_pass.cli import doctor
@@ -80,6 +81,15 @@ def test_every_output_has_the_same_notation(caplog: pytest.LogCaptureFixture) ->
         "139 ms",
         "998 us to 2 s",
     )
+
+
+def test_the_times_of_a_row_agree() -> None:
+    """The reason is made of the times themselves, the other lines of what the record holds of them."""
+    for length in (4, 6, 40, 120):
+        q, k, v = (torch.randn(1, 2, length, 16) for _ in range(3))
+        (site,) = attn_pass.explain(F.scaled_dot_product_attention, q, k, v).sites
+        times = {f"{number:g} {unit}" for number, unit in times_in(site.reason)}
+        assert times and times <= {duration(us) for us in site.predicted_us.values()}, site
 
 
 def test_the_doctor_has_it_too() -> None:
