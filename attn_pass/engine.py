@@ -46,6 +46,7 @@ from attn_pass.rewriting.composites import give_arguments
 from attn_pass.rewriting.context import GraphContext, Surroundings
 from attn_pass.rewriting.decision import Partners, decision_for, stays
 from attn_pass.rewriting.emission import HoldsForSome, emit
+from attn_pass.rewriting.left_to_stock import let_stock
 from attn_pass.rewriting.record import cases_of, picture_of_site, record_choice, record_taken
 from attn_pass.rewriting.run import MeasurePlace, Run
 from attn_pass.rewriting.setting import made_of
@@ -67,6 +68,7 @@ def rewrite_graph(
     emissions: list[Emission] | None = None,
     without: Mapping[str, str] | None = None,
     ask_stock: AskStock | None = None,
+    explains: bool = False,
     checks: str = "",
 ) -> bool:
     """Rewrites every site of a root graph and of its higher-order-op bodies in place; returns whether anything changed.
@@ -74,7 +76,8 @@ def rewrite_graph(
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
     becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker,
     ``compile_site`` compiles a rewritten site for ``verify="kernel"``. The targets in ``without`` are refused for the
-    reason given with them. ``ask_stock`` tells what stock makes of a site, for the report. One `SiteReport` a site is
+    reason given with them. ``ask_stock`` tells what stock makes of a site: of every one where the result only
+    ``explains``, and of those that are left by choice. One `SiteReport` a site is
     appended to ``report``, and one `Emission` to ``emissions`` for each that a target replaced. With
     ``options.on_error == "warn"`` a failure leaves its site as it was. With ``checks``, the name of the backend that
     ``compile_site`` is, nothing is rewritten: its code for each site is compared with what was read.
@@ -95,6 +98,7 @@ def rewrite_graph(
         emissions=[] if emissions is None else emissions,
         without=without or {},
         ask_stock=ask_stock,
+        explains=explains,
         checks=checks,
         graph_id=str(CompileContext.current_compile_id() or "") if program == "compile" else "",
     )
@@ -305,6 +309,9 @@ class _Rewriting:
         decision = decision_for(self.context, site, described, record)
         record_choice(self.run, site, described, decision, record)
         takes = decision.choice.takes
+        if not takes:
+            with self.run.details(record):
+                let_stock(self.context, site, described, decision, record)
         if takes and self.run.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
             record.reason = "torch's compiler bisector disabled this rewrite"
             return False

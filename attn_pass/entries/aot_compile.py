@@ -112,7 +112,8 @@ def _compiled(
     report = decision.report
     if not package:
         tell("compiling the package as it is written")
-        package = _package(original, path, with_report(patches, report))
+        as_written = original if failures else program  # which says what Inductor's own patterns may have
+        package = _package(as_written, path, with_report(patches, report))
     if failures:
         warn_failed(report, failures)
     publish(report)

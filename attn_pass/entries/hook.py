@@ -8,18 +8,14 @@ skip all such passes, and options={"pre_grad_custom_pass": ...} of a single comp
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule
 
 from attn_pass.compat import has_pre_grad_timing, require_inductor
-from attn_pass.devices.registry import families
+from attn_pass.entries.identity import identity
 from attn_pass.entries.inductor import folds_constants
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import DECIDED, decide
@@ -104,7 +100,7 @@ class RewritePass:
 
     def uuid(self) -> str:
         """Identity for Inductor's caches: attn_pass's sources, the options, the devices and torch's version."""
-        return f"attn_pass:{_identity(self.options)}"
+        return f"attn_pass:{identity(self.options)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RewritePass:
         return self
@@ -139,7 +135,7 @@ def _patches(options: Options) -> dict[str, Any]:
     if has_pre_grad_timing():
         patches[TIMING] = "early"  # "late" passes do not run at all when the cache has the graph
     if options.shield:
-        return patches | shield_patches(slots)
+        return patches | shield_patches(slots, options)
     return patches | {name: slot_of(without(slots[name], (Shield, Unshield))) for name in (PRE_SLOT, POST_SLOT)}
 
 
@@ -166,26 +162,3 @@ def _installed() -> RewritePass | None:
     from attn_pass.entries.shield import passes_of
 
     return next((p for p in passes_of(config.pre_grad_custom_pass) if isinstance(p, RewritePass)), None)
-
-
-# ---- identity ----
-
-
-def _identity(options: Options) -> str:
-    facts = (_sources(), repr(options), str(torch.__version__), _devices())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _devices() -> tuple[str, ...]:
-    """What the choice of a kernel may depend on: hardware, and what was measured of it on this machine."""
-    return tuple(fact for family in families() for fact in family.identity())
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of this package's source files."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for path in sorted(p for kind in ("*.py", "*.hpp") for p in root.rglob(kind)):
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()

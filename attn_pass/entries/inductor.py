@@ -28,7 +28,7 @@ def inductor_patches(options: Options, inductor: Mapping[str, Any], mode: str | 
         from attn_pass.entries.shield import POST_SLOT, PRE_SLOT, shield_patches
 
         slots = {name: patches.get(name, getattr(config, name)) for name in (PRE_SLOT, POST_SLOT)}
-        patches.update(shield_patches(slots))
+        patches.update(shield_patches(slots, options))
     if options.timeline:
         from attn_pass.entries.timeline import SLOT, ranges
 

@@ -1,9 +1,10 @@
-"""Keeps Inductor's own attention patterns away from the softmaxes that attn_pass left, and knows Inductor's pass slots.
+"""Keeps Inductor's own attention patterns away from softmaxes that attn_pass left, and knows Inductor's pass slots.
 
 Inductor's patterns ignore literals, so code that only looks like attention is rewritten to something else
 (pytorch/pytorch#196468, #195320). A pattern match is dropped when its nodes lie in more
 than one mutation region (`torch._inductor.pattern_matcher.PatternMatcherPass.apply`), and every attention pattern
 holds the softmax's exponential: a region of its own for that one node refuses them all and changes nothing else.
+Left alone are softmaxes of which the patterns are proved to make what was written (`rewriting/left_to_stock.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch.fx import Graph, Node
 
 from attn_pass.compat import pre_grad_slot_takes_list
 from attn_pass.devices.registry import families, of_type
+from attn_pass.entries.identity import identity
+from attn_pass.graph.provenance import is_left_to_stock
+from attn_pass.options import Options
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,14 @@ _WHOLE_SOFTMAX = frozenset({torch.ops.aten._softmax.default, torch.ops.aten._saf
 
 
 class Shield(CustomGraphPass):
-    """A `joint_custom_pre_pass`: gives each softmax of the joint graph a mutation region of its own; never raises."""
+    """A `joint_custom_pre_pass`: gives softmaxes of the joint graph a mutation region of their own; never raises.
+
+    Attributes:
+        options: the user's, by which sites were left.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
 
     def __call__(self, graph: Graph) -> None:
         """Mark the softmaxes of this graph, which Inductor is about to search for attention."""
@@ -43,8 +54,8 @@ class Shield(CustomGraphPass):
             log.debug("the shield failed, so Inductor's own attention patterns stay on for this graph", exc_info=True)
 
     def uuid(self) -> str:
-        """Identity for Inductor's caches: a hash of this file and of the CPU kernel."""
-        return _identity("shield")
+        """Identity for Inductor's caches: of this file, the CPU kernel, and all that decides what is left to stock."""
+        return f"{_identity('shield')}:{identity(self.options)}"
 
 
 class Unshield(CustomGraphPass):
@@ -63,15 +74,16 @@ class Unshield(CustomGraphPass):
         return _identity("unshield")
 
 
-def shield_patches(slots: Mapping[str, Any]) -> dict[str, Any]:
+def shield_patches(slots: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Inductor config patches that add the shield to what the two joint slots hold.
 
     Args:
         slots: current values of `joint_custom_pre_pass` and `joint_custom_post_pass`; what others put there stays.
+        options: the user's.
     """
     before = without(slots.get(PRE_SLOT), (Shield,))
     after = without(slots.get(POST_SLOT), (Unshield,))
-    return {PRE_SLOT: slot_of([*before, Shield()]), POST_SLOT: slot_of([Unshield(), *after])}
+    return {PRE_SLOT: slot_of([*before, Shield(options)]), POST_SLOT: slot_of([Unshield(), *after])}
 
 
 # ---- Inductor's slots for custom passes: one callable on torch 2.11, also a list of them on 2.13 ----
@@ -137,7 +149,7 @@ def _softmaxes(graph: Graph) -> Iterator[Node]:
     """One node of each softmax: the call, or the exponential that its own sum divides once it is decomposed."""
     aten = torch.ops.aten
     for node in graph.nodes:
-        if node.op != "call_function" or not _is_shielded(node):
+        if node.op != "call_function" or is_left_to_stock(node) or not _is_shielded(node):
             continue
         if node.target in _WHOLE_SOFTMAX or (
             node.target is aten.exp.default and any(user.target is aten.sum.dim_IntList for user in node.users)

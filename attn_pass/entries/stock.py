@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from attn_pass.entries.stock_meaning import Forward, computes_the_same
 from attn_pass.errors import in_one_line
 from attn_pass.graph.cut import Cut
 from attn_pass.graph.regions import Region
@@ -67,13 +68,16 @@ def ask_inductor(part: Cut, region: Region) -> FusedCall | None:
     """
     with outside_tracing(), _counters_kept():
         graph = _traced(part, region)
+        before = Forward.copied(graph)
         try:
             _joint_passes(graph)
         except Exception as error:
             raise StockFails(in_one_line(error)) from error
     calls = [n for n in graph.graph.nodes if n.op == "call_function" and _FUSED in str(n.target)]
     forward = [n for n in calls if "backward" not in str(n.target)]
-    return _call(forward[0]) if forward else None
+    if not forward:
+        return None
+    return replace(_call(forward[0]), as_written=len(forward) == 1 and computes_the_same(before, graph))
 
 
 def _traced(part: Cut, region: Region) -> GraphModule:

@@ -78,7 +78,7 @@ def decide(
         known: literals and tensors whose values are known, by the names of `attn_pass.graph.values`.
         measure: times the forms of a site, see `attn_pass.engine.rewrite_graph`.
         without: targets that are not to be taken, and why.
-        ask_stock: tells what stock makes of a site, see `attn_pass.entries.stock`.
+        ask_stock: tells what stock makes of every site, see `attn_pass.entries.stock`, where nothing is compiled.
 
     Raises:
         OptionError: an option names something that does not exist.
@@ -103,7 +103,8 @@ def decide(
                 compile_site=functools.partial(compiled_site, options),
                 emissions=emissions,
                 without=without,
-                ask_stock=ask_stock,
+                ask_stock=ask_stock or StockAsker(),
+                explains=ask_stock is not None,
             )
         aside = collected.seconds + (0.0 if ask_stock is None else ask_stock.seconds - asked)
     except Exception as error:

@@ -31,20 +31,36 @@ def origin_of(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
-_CUSTOM, _SITE = "custom", "attn_pass_site"  # AOTAutograd copies what is under "custom" to the nodes that it makes
+_CUSTOM = "custom"  # AOTAutograd copies what is under it to the nodes that it makes
+_SITE, _LEFT_TO_STOCK = "attn_pass_site", "attn_pass_left_to_stock"
 
 
 def mark(nodes: Iterable[Node], name: str) -> None:
     """Names the site that nodes compute, for `site_of` of the nodes that a compiler makes of them."""
     for node in nodes:
         if not node._erased:
-            node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), _SITE: name}
+            node.meta[_CUSTOM] = {**_marks(node), _SITE: name}
 
 
 def site_of(node: Node) -> str:
     """The name that `mark` gave, "" for none."""
+    return str(_marks(node).get(_SITE, ""))
+
+
+def mark_left_to_stock(nodes: Iterable[Node]) -> None:
+    """Says of nodes, and of those that a compiler makes of them, that Inductor's attention patterns may have them."""
+    for node in nodes:
+        node.meta[_CUSTOM] = {**_marks(node), _LEFT_TO_STOCK: True}
+
+
+def is_left_to_stock(node: Node) -> bool:
+    """Whether `mark_left_to_stock` was told of a node, or of what it was made of."""
+    return _LEFT_TO_STOCK in _marks(node)
+
+
+def _marks(node: Node) -> dict[str, Any]:
     custom = node.meta.get(_CUSTOM)
-    return str(custom.get(_SITE, "")) if isinstance(custom, dict) else ""
+    return custom if isinstance(custom, dict) else {}
 
 
 def operator_name(target: Callable[..., Any] | str) -> str:

@@ -68,6 +68,11 @@ def _doubt(device: Device) -> float:
     return 1.0 if device.is_measured or device.is_calibrated else family_of(device).caution
 
 
+def followed(device: Device) -> float:
+    """How many times the predicted time of products and a softmax the call that stock makes of them may take."""
+    return _FOLLOWED if _doubt(device) > 1 else 1.0
+
+
 def margin(offer: Offer, setting: Setting) -> Margin:
     """The margin that a predicted offer must exceed.
 

@@ -17,12 +17,14 @@ class Stock:
     """The kernel that stock ends in, `UNFUSED` for products around a softmax, with its predicted microseconds.
 
     ``by_pattern`` is set where one of Inductor's attention patterns matches products and a softmax. With the pass these
-    patterns are kept away from what is left (`attn_pass.entries.shield`), so stock is then not the same as leaving.
+    patterns are kept away from most of what is left (`attn_pass.entries.shield`), so stock is then not the same as
+    leaving. ``as_written``: what the pattern makes is proved to compute what was written.
     """
 
     kernel: str
     us: float
     by_pattern: bool = False
+    as_written: bool = False
 
     def in_words(self, leaving: float) -> str:
         """The baseline as the start of a reason."""
@@ -33,11 +35,15 @@ class Stock:
 
 @dataclass(frozen=True)
 class FusedCall:
-    """A call of a fused kernel in the graph that Inductor's patterns leave: its operator, and the mask it is given."""
+    """A call of a fused kernel in the graph that Inductor's patterns leave: its operator, and the mask it is given.
+
+    ``as_written``: it is proved to compute what was written, but for rounding and fully masked rows.
+    """
 
     operator: str
     mask: str = "none"
     mask_elements: int = 0
+    as_written: bool = False
 
 
 class StockFails(Exception):

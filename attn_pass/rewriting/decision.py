@@ -96,7 +96,7 @@ def decision_for(context: GraphContext, site: Site, described: Described, record
         measure = functools.partial(run.measure, _tuning_site(context, site, described, setting))
     stock = None
     with run.details(record):
-        stock = stock_of(context, site, described, setting, written)
+        stock = stock_of(context, site, described, setting, written) if run.explains else None
     choice = choose(
         attention,
         variants(attention, run.options.poor_cases),

@@ -42,15 +42,16 @@ class Run:
     emissions: list[Emission] = field(default_factory=list)
     without: Mapping[str, str] = field(default_factory=dict)
     ask_stock: AskStock | None = None
+    explains: bool = False  # a report is all that is asked for: it may take time that compiling should not
     graph_id: str = ""  # Dynamo's of the compile, "0/0"; "" where the graph is none of Dynamo's
     checks: str = ""  # the backend whose code for each site is compared with what was read; nothing is rewritten
 
     _devices: dict[torch.device, Device] = field(default_factory=dict)
 
     @property
-    def explains(self) -> bool:
-        """Whether a report is all that is asked for: it may take time that compiling should not."""
-        return self.ask_stock is not None
+    def compiles(self) -> bool:
+        """Whether Inductor gets the result, in a compile that attn_pass is part of."""
+        return self.runner in ("inductor", "hook")
 
     def device(self, tensors: torch.device) -> Device:
         """What is known of the device that tensors there are on, or of the device or runtime that the options name."""

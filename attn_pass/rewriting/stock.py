@@ -53,7 +53,7 @@ def stock_of(
     kernel = kernels[call.operator]
     as_called = replace(written, fused=True, plain=True, mask=call.mask, mask_elements=call.mask_elements, causal=False)
     us = leave_cost(described.attention, replace(setting, kernel_as_written=kernel), as_called)
-    return Stock(kernel, us, by_pattern=True)
+    return Stock(kernel, us, by_pattern=True, as_written=call.as_written)
 
 
 def _is_symbolic(attention: Attention) -> bool:

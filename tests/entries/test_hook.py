@@ -206,7 +206,7 @@ def test_identity_follows_sources_options_devices_and_torch(monkeypatch: pytest.
     assert RewritePass(make_options(choose="fused")).uuid() != identity
     for fact in ("_sources", "_devices"):
         with monkeypatch.context() as changed:
-            changed.setattr(f"attn_pass.entries.hook.{fact}", lambda: "another")
+            changed.setattr(f"attn_pass.entries.identity.{fact}", lambda: "another")
             assert installed.uuid() != identity
     with monkeypatch.context() as changed:
         changed.setattr("torch.__version__", "2.99.0")

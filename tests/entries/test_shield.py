@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import attn_pass
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.entries import shield as shield_file
 from attn_pass.entries.shield import Chain, Shield, Unshield, passes_of, shield_patches, slot_of
+from attn_pass.options import Options
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
@@ -83,7 +85,7 @@ def decomposed() -> torch.fx.Graph:
 
 def test_only_the_softmax_is_marked_and_the_marks_go_away() -> None:
     graph = decomposed()
-    Shield()(graph)
+    Shield(Options())(graph)
     marked = [node for node in graph.nodes if node.meta["mutation_region_id"] != 0]
     assert [node.target for node in marked] == [torch.ops.aten.exp.default]
     assert any(user.target is torch.ops.aten.sum.dim_IntList for user in marked[0].users)
@@ -93,29 +95,30 @@ def test_only_the_softmax_is_marked_and_the_marks_go_away() -> None:
 
 def test_a_graph_without_softmax_is_not_touched() -> None:
     graph = make_fx(lambda x: x.exp() * 2)(torch.randn(3)).graph
-    Shield()(graph)
+    Shield(Options())(graph)
     Unshield()(graph)
     assert all("mutation_region_id" not in node.meta for node in graph.nodes)
 
 
 def test_the_shield_never_raises() -> None:
-    Shield()(None)  # type: ignore[arg-type]
+    Shield(Options())(None)  # type: ignore[arg-type]
     Unshield()(None)  # type: ignore[arg-type]
 
 
 def test_identity_is_stable_and_survives_copies() -> None:
-    for kind in (Shield, Unshield):
-        shield = kind()
-        assert shield.uuid() == kind().uuid() == pickle.loads(pickle.dumps(shield)).uuid()
+    for make in (functools.partial(Shield, Options()), Unshield):
+        shield = make()
+        assert shield.uuid() == make().uuid() == pickle.loads(pickle.dumps(shield)).uuid()
         assert copy.deepcopy(shield).uuid() == shield.uuid()
-    assert Shield().uuid() != Unshield().uuid()
+    assert Shield(Options()).uuid() != Unshield().uuid()
+    assert Shield(Options()).uuid() != Shield(Options(rules={"*": ()})).uuid()  # what is left to stock is another
 
 
 def test_patches_keep_other_passes_and_add_the_shield_once() -> None:
     def theirs(graph: torch.fx.Graph) -> None: ...
 
-    once = shield_patches({"joint_custom_pre_pass": theirs, "joint_custom_post_pass": [theirs]})
-    twice = shield_patches(once)
+    once = shield_patches({"joint_custom_pre_pass": theirs, "joint_custom_post_pass": [theirs]}, Options())
+    twice = shield_patches(once, Options())
     for patches in (once, twice):
         before, after = passes_of(patches["joint_custom_pre_pass"]), passes_of(patches["joint_custom_post_pass"])
         assert before[0] is theirs and [type(p) for p in before[1:]] == [Shield]
@@ -133,21 +136,21 @@ def test_one_callable_for_a_torch_without_lists(monkeypatch: pytest.MonkeyPatch)
         def uuid(self) -> str:
             return "theirs"
 
-    chain = slot_of([Theirs(), Shield()])
+    chain = slot_of([Theirs(), Shield(Options())])
     assert isinstance(chain, Chain) and len(passes_of(chain)) == 2
     chain(decomposed())
     assert ran == ["theirs"]
-    assert chain.uuid() == ("theirs", Shield().uuid())
-    assert slot_of([lambda graph: None, Shield()]).uuid() is None
+    assert chain.uuid() == ("theirs", Shield(Options()).uuid())
+    assert slot_of([lambda graph: None, Shield(Options())]).uuid() is None
     assert slot_of([]) is None
 
 
 def test_a_changed_cpu_kernel_is_another_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A graph says which operator it calls, and a cache that knows no more would bring an old kernel back."""
-    before = Shield().uuid()
+    before = Shield(Options()).uuid()
     changed = Path(shutil.copytree(source._HERE, tmp_path / "cpu"))
     (changed / "few.hpp").write_text((changed / "few.hpp").read_text() + "// more\n")
     monkeypatch.setattr(source, "_HERE", changed)
     for module, name in ((source, "identity"), (shield_file, "_identity")):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # as it is without what was kept
-    assert Shield().uuid() != before
+    assert Shield(Options()).uuid() != before

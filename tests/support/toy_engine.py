@@ -94,6 +94,7 @@ class Toy:
         emissions: object = None,
         without: object = None,
         ask_stock: object = None,
+        explains: bool = False,
     ) -> bool:
         self.programs.append(program)
         self.options.append(options)
