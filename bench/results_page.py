@@ -50,6 +50,7 @@ CURVE = "never-slower"
 OTHERS = (
     ("never-slower.md", "a grid of 164 shapes: stock, the pass, and every form that the pass could have taken"),
     ("never-slower-intel.md", "the same on a processor without AMX, by the constants of an AMD EPYC"),
+    ("never-slower-avx2.md", "the same on a processor with AVX2 alone (Zen 3), by constants fitted to it"),
     ("never-slower-tuned.md", "the same with `tune=True`"),
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),

@@ -26,7 +26,8 @@ Places = Literal["any", "between", "before"]
 None; those between the first and the last, so that distances stay; those before the last, so that positions stay.
 """
 _PLACES: tuple[Places, ...] = ("any", "between", "before")
-_COUNTED = ("before", "after", "start", "end", "shift")
+_BY_POSITION = ("prefix", "chunk", "chunk_rows", "chunk_keys")
+_COUNTED = ("before", "after", "start", "end", *_BY_POSITION, "shift")
 _KNOWN = (
     *_COUNTED,
     "offsets",
@@ -140,7 +141,8 @@ def places(sites: Iterable[Node]) -> Places:
 
 
 def _places(given: Mapping[str, Any]) -> Places:
-    if given.get("bias") is not None or _is_of_pairs(_node(given.get("keep"))):
+    by_position = any(given.get(name) is not None for name in _BY_POSITION)
+    if by_position or given.get("bias") is not None or _is_of_pairs(_node(given.get("keep"))):
         return "before"
     return "any" if given.get("before") is None and given.get("after") in (None, 0) else "between"
 
@@ -173,15 +175,17 @@ def _refusal_of_keep(shape: tuple[Any, ...], keys: Any) -> str:
 def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
     """Why a call cannot run on packed rows.
 
-    Causal it may be, since packing keeps the order. A window asks for all rows between two that are needed, a bias by
-    positions for all before one: the kernel counts positions from the first row of a segment.
+    Causal it may be, since packing keeps the order. A window asks for all rows between two that are needed; a bias by
+    positions, a prefix and chunks for all before one: the kernel counts positions from the first row of a segment.
     """
     given: Mapping[str, Any] = node.kwargs
     if not hides_padding(node):
         return "its masked keys count"
     if any(given.get(name) is not None for name in ("shift", "start", "end", "offsets")):
         return "its mask counts positions from elsewhere than a sequence's first"
-    if any(given.get(name) is not None and not _reaches_itself(given[name]) for name in ("before", "after")):
+    distances = ("before", "after", *_BY_POSITION)
+    in_itself = given.get("chunk_rows") == given.get("chunk_keys")
+    if not in_itself or any(given.get(name) is not None and not _reaches_itself(given[name]) for name in distances):
         return "its window does not hold the row itself, or is known at run time only"
     if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
         return "its scores depend on positions"

@@ -1,9 +1,9 @@
 """The parts of a mask that become bounds of a kernel's loop over the keys: keys outside of them are not read.
 
-Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges. Bounds that are known at run
-time (`poor_cases/valid_range.py`) are a number for each row of the batch: how many keys of a cache are valid, where
-left padding ends, at which position the first query is. If a bound differs from query to query, the loop runs over the
-keys that any query keeps, and the rest of the condition stays a mask.
+Bounds that follow from sizes are numbers: causal masks with any offset, windows, ranges, prefixes, chunks. Bounds that
+are known at run time (`poor_cases/valid_range.py`) are a number for each row of the batch: how many keys of a cache are
+valid, where left padding ends, at which position the first query is. If a bound differs from query to query, the loop
+runs over the keys that any query keeps, and the rest of the condition stays a mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attn_pass.model.conditions import conjuncts, structure_of
 from attn_pass.model.expression import TRUE, Expr, apply, expression_axes
 from attn_pass.model.index import Index, is_at_most
 from attn_pass.model.key_limits import Limit
-from attn_pass.model.structure import Band, Keys
+from attn_pass.model.structure import Band, Chunk, Either, Keys
 from attn_pass.targets.base import Setting
 
 VALID_SHARE = 0.5  # of the keys, where only the program knows how many are: a cache fills up
@@ -26,18 +26,27 @@ VALID_SHARE = 0.5  # of the keys, where only the program knows how many are: a c
 class Bounds:
     """Row ``i`` keeps the keys from ``i + lower`` to ``i + upper``, and ``first`` to ``last``, where ``rest`` holds.
 
-    ``shift`` is added to ``i``. Keys before one of ``starts`` and behind one of ``ends`` are not kept either. These
-    three are run-time values; those of ``starts`` and ``ends`` may differ from query to query, and count for all then.
+    Keys before ``prefix`` are kept whatever ``upper`` says. With a ``chunk`` a row keeps the keys of its own chunk
+    alone. ``shift`` is added to ``i``; there is no prefix and no chunk then. Keys before one of ``starts`` and behind
+    one of ``ends`` are not kept either. These three are run-time values; those of ``starts`` and ``ends`` may differ
+    from query to query, and count for all then.
     """
 
     lower: Index | None = None
     upper: Index | None = None
     first: Index | None = None
     last: Index | None = None
+    prefix: Index | None = None
+    chunk: Chunk | None = None
     rest: Expr = TRUE
     shift: Expr | None = None
     starts: tuple[Expr, ...] = ()
     ends: tuple[Expr, ...] = ()
+
+    @property
+    def is_range(self) -> bool:
+        """Whether they are nothing but ranges of keys, fixed and moving with the row, as most kernels take them."""
+        return self.prefix is None and self.chunk is None
 
     @property
     def at_run_time(self) -> bool:
@@ -112,7 +121,7 @@ def _by_values(a: Attention, bounds: Bounds, condition: Expr) -> Bounds:
 
 def _shifted(bounds: Bounds, limit: Limit) -> Bounds | None:
     """The bounds with a limit that moves with the row; all that do are counted from one position."""
-    free = bounds.lower is None and bounds.upper is None
+    free = bounds.lower is None and bounds.upper is None and bounds.is_range
     if bounds.shift != limit.shift and not free:
         return None
     low = bounds.lower if limit.is_upper else _larger(bounds.lower, limit.offset)
@@ -124,15 +133,28 @@ def _shifted(bounds: Bounds, limit: Limit) -> Bounds | None:
 
 def _tightened(bounds: Bounds, part: object) -> Bounds | None:
     """The bounds combined with one part of a mask; None if the part is no bound, or the tighter bound is not known."""
-    if isinstance(part, Band):
-        low, high = _larger(bounds.lower, part.lower), _smaller(bounds.upper, part.upper)
-        counted_otherwise = bounds.shift is not None
-        if counted_otherwise or low is _UNKNOWN or high is _UNKNOWN:
-            return None
-        return replace(bounds, lower=low, upper=high)
     if isinstance(part, Keys):
         low, high = _larger(bounds.first, part.lower), _smaller(bounds.last, part.upper)
         return None if low is _UNKNOWN or high is _UNKNOWN else replace(bounds, first=low, last=high)
+    if bounds.shift is not None:  # positions are counted otherwise
+        return None
+    if isinstance(part, Band):
+        low, high = _larger(bounds.lower, part.lower), _smaller(bounds.upper, part.upper)
+        beside_prefix = bounds.prefix is not None and part.upper is not None
+        return None if beside_prefix or low is _UNKNOWN or high is _UNKNOWN else replace(bounds, lower=low, upper=high)
+    if isinstance(part, Chunk):
+        return replace(bounds, chunk=part) if bounds.chunk is None else None
+    prefix = _prefix(part)
+    if prefix is None or bounds.upper is not None:
+        return None
+    return replace(bounds, prefix=prefix[0], upper=prefix[1])
+
+
+def _prefix(part: object) -> tuple[Index, Index] | None:
+    """How many first keys all rows keep, and the upper bound of a row's others; None for any other part."""
+    match part:
+        case Either(((Keys(None, last),), (Band(None, upper),)) | ((Band(None, upper),), (Keys(None, last),))):
+            return None if last is None or upper is None else (last + 1, upper)
     return None
 
 

@@ -27,8 +27,11 @@ def device_name(device: str) -> str:
     with suppress(OSError):
         models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
         name = models[0].split(":", 1)[1].strip() if models else name
-    if torch.cpu._is_amx_tile_supported():  # virtual machines name processors of several generations alike
+    # Virtual machines name processors of several generations alike.
+    if torch.cpu._is_amx_tile_supported():
         name += " with AMX"
+    elif not torch.cpu._is_avx512_supported():
+        name += " without AVX-512"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{name}, {counted(cores or 1, 'core')}"
 

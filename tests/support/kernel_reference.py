@@ -44,14 +44,18 @@ def reference(
         entry = given.get(name)
         return (torch.tensor([otherwise]) if entry is None else entry).expand(batch)[:, None, None]
 
+    def in_chunks(positions: Tensor, shift: str, size: int) -> Tensor:
+        return (positions + (given.get(shift) or 0)).div(size, rounding_mode="floor")
+
     at = torch.arange(kv_len)[None, None]
     position = torch.arange(q_len)[None, :, None] + each("shift", 0)
     kept = (at >= each("starts", 0)) & (at < each("ends", kv_len))
     for name, keeps in (
         ("before", lambda n: at >= position - n),
-        ("after", lambda n: at <= position + n),
+        ("after", lambda n: (at <= position + n) | (at < (given.get("prefix") or 0))),
         ("start", lambda n: at >= n),
         ("end", lambda n: at < n),
+        ("chunk", lambda n: in_chunks(at, "chunk_keys", n) == in_chunks(position, "chunk_rows", n)),
     ):
         if given.get(name) is not None:
             kept = kept & keeps(given[name])

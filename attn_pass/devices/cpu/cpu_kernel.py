@@ -1,9 +1,9 @@
 """This package's own kernel for CPUs, ``attn_pass::attention``: masks are bounds of its loops, in any precision.
 
-The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows and ranges of keys are
-bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an additive tensor, with
-as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a boolean, and the bias
-stays as small as it is. Grouped heads share the keys that are packed for them.
+The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
+ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an
+additive tensor, with as many dimensions as the mask varies over. A mask that is added beside a learned bias (T5) is a
+boolean, and the bias stays as small as it is. Grouped heads share the keys that are packed for them.
 
 A masked key has no influence, whatever it holds, and a fully masked row gives what the program gives: the mean of the
 values if the fill is a number, zero or NaN if it is -inf. Soft caps and other functions of the scores are compiled into
@@ -205,7 +205,11 @@ def _bounded(lower: Lowering, bounds: Bounds) -> dict[str, object]:
         "after": bounds.upper,
         "start": bounds.first,
         "end": None if bounds.last is None else bounds.last + 1,
+        "prefix": bounds.prefix,
     }
+    if bounds.chunk is not None:
+        shifts = {"chunk_rows": bounds.chunk.row_shift, "chunk_keys": bounds.chunk.key_shift}
+        sizes |= {"chunk": bounds.chunk.size, **{name: shift for name, shift in shifts.items() if shift != 0}}
     given: dict[str, object] = {n: lower.plan.size(size) for n, size in sizes.items() if size is not None}
     if bounds.shift is not None:
         given["shift"] = for_batch(lower, bounds.shift, aten.amax.default)

@@ -61,7 +61,7 @@ def range_of(a: Attention, setting: Setting, target: str) -> DecodeRange | Refus
 
 def _whole(a: Attention, bounds: Bounds) -> tuple[tuple[Expr, ...], tuple[Expr, ...], bool, int] | None:
     """The bounds as the operator's, if they are the whole mask: starts, ends, causal, window."""
-    if a.mask.bias is not None or bounds.rest != TRUE:
+    if a.mask.bias is not None or bounds.rest != TRUE or not bounds.is_range:
         return None
     starts, ends = (*bounds.starts, *_number(bounds.first)), (*bounds.ends, *_number(bounds.last))
     if (bounds.shift, bounds.lower, bounds.upper) == (None, None, None):

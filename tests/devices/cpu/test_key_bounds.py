@@ -68,10 +68,68 @@ EXACT: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
         1,
         {"ends"},
     ),
+    "chunks": (lambda q, k, p: keys(k) // 8 == rows(q) // 8, POSITION, 21, {"chunk"}),
+    "chunks, few rows": (lambda q, k, p: keys(k) // 2 == rows(q) // 2, POSITION, 5, {"chunk"}),
+    "chunks that begin elsewhere": (
+        lambda q, k, p: (keys(k) + 3) // 8 == (rows(q) + 29) // 8,
+        POSITION,
+        21,
+        {"chunk", "chunk_rows", "chunk_keys"},
+    ),
+    "causal chunks": (
+        lambda q, k, p: (keys(k) <= rows(q)) & (keys(k) // 8 == rows(q) // 8),
+        POSITION,
+        21,
+        {"chunk", "after"},
+    ),
+    "windows in chunks": (
+        lambda q, k, p: ((keys(k) - rows(q)).abs() < 4) & (keys(k) // 8 == rows(q) // 8),
+        POSITION,
+        21,
+        {"chunk", "after", "before"},
+    ),
+    "a prefix": (lambda q, k, p: (keys(k) < 13) | (keys(k) <= rows(q)), POSITION, 21, {"prefix", "after"}),
+    "a prefix, few rows": (lambda q, k, p: (keys(k) < 3) | (keys(k) <= rows(q)), POSITION, 5, {"prefix", "after"}),
+    "a prefix in a window": (
+        lambda q, k, p: ((keys(k) < 13) | (keys(k) <= rows(q))) & (keys(k) > rows(q) - 4),
+        POSITION,
+        21,
+        {"prefix", "after", "before"},
+    ),
+    "a prefix in chunks": (
+        lambda q, k, p: ((keys(k) < 13) | (keys(k) <= rows(q))) & (keys(k) // 8 == rows(q) // 8),
+        POSITION,
+        21,
+        {"prefix", "after", "chunk"},
+    ),
     "a prefix and a position": (lambda q, k, p: (keys(k) >= 2) & (keys(k) <= p), POSITION, 1, {"start", "ends"}),
 }
 # What the bounds say in part: the rest stays a mask.
 IN_PART: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "chunks of two sizes": (
+        lambda q, k, p: (keys(k) // 8 == rows(q) // 8) & (keys(k) // 6 == rows(q) // 6),
+        POSITION,
+        21,
+        {"chunk", "keep"},
+    ),
+    "a prefix in a triangle": (
+        lambda q, k, p: ((keys(k) < 13) | (keys(k) <= rows(q))) & (keys(k) <= rows(q) + 2),
+        POSITION,
+        21,
+        {"after", "prefix", "keep"},
+    ),
+    "a prefix beside a window": (
+        lambda q, k, p: (keys(k) < 3) | ((keys(k) <= rows(q)) & (keys(k) > rows(q) - 4)),
+        POSITION,
+        21,
+        {"keep"},
+    ),
+    "chunks beside a position": (
+        lambda q, k, p: (keys(k) <= rows(q) + p) & (keys(k) // 8 == rows(q) // 8),
+        POSITION,
+        21,
+        {"shift", "after", "keep"},
+    ),
     "positions of queries": (lambda q, k, p: keys(k) <= p[:, None], QUERIES, 5, {"ends", "keep"}),
     "windows of queries": (
         lambda q, k, p: (keys(k) <= p[:, None]) & (keys(k) > p[:, None] - 4),
@@ -142,6 +200,12 @@ HULLS: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
 }
 # What looks like a bound, and keeps keys outside of it.
 NONE: dict[str, tuple[Keep, Tensor, int, set[str]]] = {
+    "chunks that begin before the first key": (
+        lambda q, k, p: keys(k) // 8 == (rows(q) - 9) // 8,
+        POSITION,
+        21,
+        {"keep"},
+    ),
     "every seventh behind it": (lambda q, k, p: (keys(k) <= p) | (keys(k) % 7 == 3), POSITION, 1, {"keep"}),
     "the last beside it": (lambda q, k, p: (keys(k) <= p) | (keys(k) == k.shape[-2] - 1), POSITION, 1, {"keep"}),
     "all but one beside it": (lambda q, k, p: (keys(k) <= p) | (keys(k) >= 2), POSITION, 1, {"keep"}),

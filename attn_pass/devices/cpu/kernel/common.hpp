@@ -52,8 +52,9 @@ struct PerBatch {
 // out = softmax(scale * query @ key^T + bias, over the keys that are kept) @ value.
 //
 // query (B, H, L, D), key (B, HK, S, D), value (B, HK, S, DV), out (B, H, L, DV); H is a multiple of HK. Row i of batch b
-// is at position i + shift[b], and keeps the keys in [position - before, position + after], [start, end) and
-// [starts[b], ends[b]) of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
+// is at position i + shift[b], and keeps the keys in [position - before, max(position + after, prefix - 1)], [start, end)
+// and [starts[b], ends[b]), with a `chunk` those of which (key + chunk_keys) / chunk, rounded down, is
+// (position + chunk_rows) / chunk, of which `keep` (bytes, (B, H, L, S)) is true and `bias` (of type `bias_type`, same shape) is not -inf. A key that is not
 // kept counts for nothing, whatever it holds. Where there is a score function it stands in the place of the scaled
 // product, and reads `captured`. A sink is one more score of every row, whose value is zero.
 //
@@ -77,7 +78,7 @@ struct Args {
                       // logarithm; or null
   void* rest;  // as `out`: what rounding to its type took from it, for the backward; or null
   i64 B, H, HK, L, S, D, DV;
-  i64 before, after, start, end, segments;
+  i64 before, after, start, end, prefix, chunk, chunk_rows, chunk_keys, segments;
   i64 rows;        // of a head in `lse` and `statistics`: L, those of all segments where there are any
   i64 first_head;  // what dropout calls this call's first head: those of a segment have numbers of their own
   PerBatch shift, starts, ends, offsets;

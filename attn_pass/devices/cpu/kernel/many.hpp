@@ -34,10 +34,9 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
 // Whether a row of a batch entry may keep a key of a panel. Where `keep` differs from head to head nobody looks.
 inline bool may_keep(const Many& j, i64 b, i64 panel) {
   const Args& a = j.a;
-  const i64 first = a.shift.at(b, 0), last = first + a.L - 1;  // positions of the rows
-  const i64 lo = std::max<i64>({0, a.start, a.starts.at(b, 0), first - a.before});
-  const i64 hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), last + a.after + 1});
-  if (panel * PANEL >= hi || (panel + 1) * PANEL <= lo) return false;
+  const i64 first = a.shift.at(b, 0);
+  const Reach keys = reach_of(a, b, first, first + a.L - 1);
+  if (panel * PANEL >= keys.hi || (panel + 1) * PANEL <= keys.lo) return false;
   if (!j.words || j.word_stride[1] || a.replaces) return true;
   const u64* words = j.words + b * j.word_stride[0] + panel;
   for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)

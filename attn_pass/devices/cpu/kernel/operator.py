@@ -17,7 +17,10 @@ from attn_pass.devices.cpu.kernel.source import ELEMENTS
 
 FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
 _UNBOUNDED = 1 << 60
-NUMBERS = {"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED}
+NUMBERS = {
+    **{"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED},
+    **{"prefix": 0, "chunk": 0, "chunk_rows": 0, "chunk_keys": 0},
+}
 """The bounds that are numbers, and their defaults."""
 BOUNDS = ("shift", "starts", "ends", "offsets")
 """Those that are tensors of a number for each row of the batch, or for each border between packed segments."""
@@ -25,7 +28,8 @@ _TYPES = {dtype: number for number, dtype in enumerate(ELEMENTS)}
 
 OPERANDS = "Tensor query, Tensor key, Tensor value, float scale"
 GIVEN = (
-    "SymInt? before=None, SymInt? after=None, SymInt? start=None, SymInt? end=None, Tensor? shift=None, "
+    "SymInt? before=None, SymInt? after=None, SymInt? start=None, SymInt? end=None, SymInt? prefix=None, "
+    "SymInt? chunk=None, SymInt? chunk_rows=None, SymInt? chunk_keys=None, Tensor? shift=None, "
     "Tensor? starts=None, Tensor? ends=None, Tensor? keep=None, Tensor? bias=None, Tensor? sink=None, "
     "Tensor[]? captured=None, str score='', str fully_masked='nan'"
 )
@@ -189,6 +193,11 @@ def attention(
         after: the same behind it: 0 is causal.
         start: the first key that is kept; 0 where it is None.
         end: one past the last; S where it is None.
+        prefix: keys before it are kept whatever ``after`` says.
+        chunk: keys of which ``(key + chunk_keys) // chunk`` is ``(position + chunk_rows) // chunk`` are kept; all where
+            it is None.
+        chunk_rows: what is added to positions there; 0 where it is None.
+        chunk_keys: what is added to keys there; 0 where it is None.
         shift: (B,) or (1,), int64: row ``i`` is at position ``i + shift[b]``; at ``i`` without it.
         starts: (B,) or (1,), int64: the first valid key of each row of the batch.
         ends: (B,) or (1,), int64: one past the last.

@@ -227,12 +227,27 @@ struct Row {
   const void* bias;   // of the row, or null
 };
 
+// The keys that rows from one position to another may keep.
+struct Reach {
+  i64 lo, hi;
+};
+ATTN_INLINE i64 round_down(i64 x, i64 size) { return (x >= 0 ? x / size : -((size - 1 - x) / size)) * size; }
+ATTN_INLINE Reach reach_of(const Args& a, i64 b, i64 first, i64 last) {
+  Reach r = {std::max<i64>({0, a.start, a.starts.at(b, 0), first - a.before}),
+             std::min<i64>({a.S, a.end, a.ends.at(b, a.S), std::max<i64>(last + a.after + 1, a.prefix)})};
+  if (a.chunk > 0) {
+    r.lo = std::max<i64>(r.lo, round_down(first + a.chunk_rows, a.chunk) - a.chunk_keys);
+    r.hi = std::min<i64>(r.hi, round_down(last + a.chunk_rows, a.chunk) + a.chunk - a.chunk_keys);
+  }
+  return r;
+}
+
 ATTN_INLINE Row row_of(const Args& a, i64 b, i64 h, i64 i) {
   Row r;
   r.b = b, r.h = h, r.i = i;
   const i64 position = i + a.shift.at(b, 0);
-  r.lo = std::max<i64>({0, a.start, a.starts.at(b, 0), position - a.before});
-  r.hi = std::min<i64>({a.S, a.end, a.ends.at(b, a.S), position + a.after + 1});
+  const Reach reach = reach_of(a, b, position, position);
+  r.lo = reach.lo, r.hi = reach.hi;
   if (r.hi <= r.lo) r.lo = r.hi = 0;
   const i64* s = a.keep.stride;
   r.keep = a.keep.data ? static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2] : nullptr;
