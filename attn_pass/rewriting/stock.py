@@ -39,7 +39,7 @@ def stock_of(
     if site.needed_as_well or site.partners or site.opaque is not None or _is_symbolic(described.attention):
         return None
     try:
-        part = _part(context, site, described)
+        part, has_mask = _part(context, site, described)
     except CannotExtract:
         return None
     try:
@@ -53,15 +53,15 @@ def stock_of(
     kernel = kernels[call.operator]
     as_called = replace(written, fused=True, plain=True, mask=call.mask, mask_elements=call.mask_elements, causal=False)
     us = leave_cost(described.attention, replace(setting, kernel_as_written=kernel), as_called)
-    return Stock(kernel, us, by_pattern=True, as_written=call.as_written)
+    return Stock(kernel, us, by_pattern=True, as_written=call.as_written and has_mask)
 
 
 def _is_symbolic(attention: Attention) -> bool:
     return any(isinstance(a, Symbol) for s in attention.sources for i in (*s.shape,) for a in atoms(i))
 
 
-def _part(context: GraphContext, site: Site, described: Described) -> Cut:
-    """The site from its operands on, with the mask as the program computes it."""
+def _part(context: GraphContext, site: Site, described: Described) -> tuple[Cut, bool]:
+    """The site from its operands on, and whether it has the mask as the program computes it, not as it is given."""
     a, nodes = described.attention, [context.now(n) for n in described.nodes]
     until = context.effects.position[site.node]
     tensors = {e.source for e in walk(a.score) if isinstance(e, Load)}
@@ -78,7 +78,8 @@ def _part(context: GraphContext, site: Site, described: Described) -> Cut:
     for begin in (operands, operands | tensors):
         held = [n for n in sorted(begin) if isinstance(fake_value(nodes[n]), torch.Tensor)]
         try:
-            return take(sources={nodes[n]: described.read_at.get(n, until) for n in held})
+            part = take(sources={nodes[n]: described.read_at.get(n, until) for n in held})
+            return part, begin == operands
         except CannotExtract as error:
             problem = error
     raise problem
