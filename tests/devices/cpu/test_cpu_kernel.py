@@ -72,6 +72,7 @@ def test_bounds_take_no_tensor_of_scores(name: str) -> None:
         graphs.append(gm.code)
         return gm
 
+    torch._dynamo.reset()
     fn = torch.compile(masked(KEEPS[name]), backend=attn_pass.wrap(seen, choose="fused", targets=("cpu_kernel",)))
     with torch.no_grad():
         fn(*qkv(1, 2, 33, 70))
