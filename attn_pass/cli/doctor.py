@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from attn_pass.devices import calibration_store
-from attn_pass.devices.device import Device
-from attn_pass.devices.registry import families, family_of, of_type
+from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.explain import explain
 from attn_pass.errors import own_version
 from attn_pass.report.text import duration
@@ -75,17 +74,11 @@ def calibrations() -> Iterator[Finding]:
         stored = calibration_store.load(device)
         what = f"calibration of {name}"
         if stored is None:
-            yield Finding(what, "", f"rates of {_source(device)}; measure: attn-pass calibrate --device {name}")
+            yield Finding(what, "", f"rates: {device.rates_from}; measure: attn-pass calibrate --device {name}")
         else:
             versions = ", ".join(f"{key} {value}" for key, value in stored.facts.items() if key != "device")
             note = f"{stored.facts['device']}; {versions}; readings {stored.spread:.0%} apart"
             yield Finding(what, stored.date or "of an unknown date", note)
-
-
-def _source(device: Device) -> str:
-    if device.is_measured:
-        return "the machine they were fitted on"
-    return "another processor" if family_of(device).caution > 1 else "data sheets and published figures"
 
 
 def targets(device: str) -> Iterator[Finding]:

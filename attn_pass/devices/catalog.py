@@ -66,6 +66,7 @@ def device_of(sheet: Sheet, kernels: tuple[str, ...]) -> Device:
         capability=sheet.capability,
         cudnn=sheet.cudnn,
         generation=sheet.generation,
+        built_in_rates=f"data sheets and published figures ({sheet.name}), not measured",
     )
 
 
@@ -172,6 +173,12 @@ _CORES = {
     "neon": _NEON,
 }
 _MEASURED = ("avx512", "avx512_bf16", "avx512_fp16", "amx", "avx2")
+ANOTHERS = "those of another processor, with AVX-512"
+"""Where a CPU's rates come from if no processor of its kind is listed."""
+_FROM = {
+    **{name: f"measured on a processor with the same instruction set ({name})" for name in _MEASURED},
+    "neon": "data sheets (Neoverse V2), not measured",
+}
 
 
 @lru_cache(maxsize=8)
@@ -197,10 +204,13 @@ def processor(cores: int, instruction_set: str = "avx512") -> Device:
         core_times=core.times,
         instruction_set=instruction_set,
         is_measured=instruction_set in _MEASURED,
+        built_in_rates=_FROM.get(
+            instruction_set, f"{ANOTHERS}; none with this instruction set ({instruction_set}) was measured"
+        ),
     )
 
 
 def unknown(kind: str) -> Device:
     """A device that nothing is known of: one core's rates, and no kernel."""
     plain = replace(processor(1), kernels=(), core_times=CoreTimes(), instruction_set="", is_measured=False)
-    return replace(plain, type=kind, name=kind)
+    return replace(plain, type=kind, name=kind, built_in_rates=ANOTHERS)

@@ -75,6 +75,7 @@ class Device:
     core_times: CoreTimes = field(default_factory=CoreTimes)
     is_measured: bool = False  # this project set the rates by measurements of such a device, not by data sheets
     is_calibrated: bool = False  # rates were measured on this very machine (`attn_pass.devices.calibration`)
+    built_in_rates: str = "data sheets and published figures, not measured"  # where they come from without that
     measured_kernels: tuple[str, ...] = ()  # those whose shares were measured on it
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     cudnn: int = 0  # cuDNN's version as torch has it, 91900 for 9.19
@@ -88,6 +89,11 @@ class Device:
     def kind(self) -> str:
         """Its family where its type does not tell that, else its type: "rocm" for AMD's GPUs."""
         return self.family or self.type
+
+    @property
+    def rates_from(self) -> str:
+        """Where the rates come from, in words: a calibration of this machine, measurements elsewhere, data sheets."""
+        return "calibrated on this machine" if self.is_calibrated else self.built_in_rates
 
     def knows(self, kernel: str) -> bool:
         """Whether the predictions for a kernel are based on measurements."""

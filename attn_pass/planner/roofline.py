@@ -15,9 +15,13 @@ from attn_pass.targets.problem import mask_bytes_read, problem_of
 
 
 def rates(device: Device, attention: Attention) -> dict[str, float | str]:
-    """The device's name, and its peaks for the attention's dtype: "gflops" of a matrix product, "gbytes" a second."""
+    """The device's name and where its rates come "from"; peaks for the attention's dtype, "gflops" and "gbytes".
+
+    They are those of a matrix product and of memory, in 1e9 a second.
+    """
     return {
         "device": device.name,
+        "from": device.rates_from,
         "gflops": device.matmul(attention.compute_dtype),
         "gbytes": device.memory_gbytes,
     }

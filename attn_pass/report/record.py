@@ -65,6 +65,12 @@ class Report:
         """Names of the buffers and constants whose values were relied on: other values need another compile."""
         return tuple(sorted({name for site in tuple(self.sites) for name in site.fixed}))
 
+    @property
+    def rates_from(self) -> dict[str, str]:
+        """By device, where the rates come from that its predictions use: "calibrated on this machine"."""
+        of_sites = (site.rates for site in tuple(self.sites))
+        return {str(rates["device"]): str(rates["from"]) for rates in of_sites if {"device", "from"} <= rates.keys()}
+
     def append(self, site: SiteReport) -> None:
         """Add one site; safe from any thread."""
         with LOCK:
@@ -94,9 +100,10 @@ class Report:
                 projection.mark_left(reason)
 
     def to_dict(self) -> dict[str, Any]:
-        """Counts ("graphs", "rewritten", "left"), "seconds", "graph_breaks", "about", "fixed_constants", and records.
+        """Counts ("graphs", "rewritten", "left"), "seconds", "graph_breaks", "about", and records.
 
-        Records are lists of dicts: "sites", "regions", "projections". Ready for JSON.
+        And "fixed_constants" and "rates_from", which are in the sites' records as well. Records are lists of dicts:
+        "sites", "regions", "projections". Ready for JSON.
         """
         with LOCK:
             return {
@@ -107,6 +114,7 @@ class Report:
                 "graph_breaks": list(self.graph_breaks),
                 "about": dict(self.about),
                 "fixed_constants": list(self.fixed_constants),
+                "rates_from": self.rates_from,
                 "sites": [site.to_dict() for site in self.sites],
                 "regions": [region.to_dict() for region in self.regions],
                 "projections": [projection.to_dict() for projection in self.projections],
@@ -173,6 +181,7 @@ class Report:
         lines = plain_table(COLUMNS, [row_of(group, verbose) for group in groups], width)
         if fixed := self.fixed_constants:
             lines.append(f"constants whose values are compiled in: {', '.join(fixed)}")
+        lines += [printable(f"rates of {device}: {origin}") for device, origin in self.rates_from.items()]
         for region in tuple(self.regions):
             lines += region.lines()
         lines += [p.line() for p in tuple(self.projections) if verbose or p.outcome == "joined"]

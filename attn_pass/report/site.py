@@ -55,8 +55,8 @@ class SiteReport:
         prologue: what makes the "query" and the "key" before the attention, as it was read: rotary embeddings and
             norms, or why something like them was not read. Without plain operands; empty if that was not looked at, as
             while compiling.
-        rates: of the device, for the site's dtype: "device" (its name), "gflops" of matrix products, "gbytes" per
-            second of its memory. Empty if nothing was decided.
+        rates: of the device, for the site's dtype: "device" (its name), "from" (where they come from, in words),
+            "gflops" of matrix products, "gbytes" per second of its memory. Empty if nothing was decided.
         roofline: "flops", "bytes" moved and predicted "us" of "leave" and of the target that was taken; the first two
             are absent for forms that are several kernels. Symbolic sizes have their traced values.
         hint: an option that would make the site cheaper, and what it promises; "" for none.
@@ -174,6 +174,10 @@ class ReportView(Protocol):
     @property
     def fixed_constants(self) -> tuple[str, ...]:
         """Names of the buffers and constants whose values were relied on."""
+
+    @property
+    def rates_from(self) -> dict[str, str]:
+        """By device, where the rates come from that its predictions use."""
 
     def summary(self) -> str:
         """One line: the number of sites, their outcomes, the time it took."""

@@ -15,7 +15,7 @@ import torch
 
 from attn_pass.devices import roofline
 from attn_pass.devices.base import Family
-from attn_pass.devices.catalog import processor
+from attn_pass.devices.catalog import ANOTHERS, processor
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
@@ -68,9 +68,8 @@ class Runtime(Family):
 
     def here(self, at: torch.device) -> Device:
         """What is decided for: a processor's rates under the runtime's name."""
-        return replace(
-            processor(_CORES), type=self.name, name=self.product, kernels=(CALL,), is_measured=False, is_here=False
-        )
+        rates = replace(processor(_CORES), is_measured=False, built_in_rates=ANOTHERS)
+        return replace(rates, type=self.name, name=self.product, kernels=(CALL,), is_here=False)
 
     def rules(self) -> Sequence[Constraint[Any]]:
         """What its operator is asked about before a site is handed to it, in order."""
