@@ -1,4 +1,6 @@
-"""ExecuTorch on the CPU: `attn_pass.rewrite(program, runtime="executorch")`, lowered for XNNPACK and run.
+"""ExecuTorch on the CPU: `attn_pass.rewrite(program, runtime="executorch")`, lowered and run.
+
+Everything is lowered twice: for XNNPACK, and without a delegate, for ExecuTorch's own ("portable") kernels alone.
 
 `make test-runtimes` runs it, in an environment with executorch.
 """
@@ -25,15 +27,19 @@ from executorch.runtime import Runtime
 import attn_pass
 
 OPERATOR = "llama::custom_sdpa"
+PARTITIONERS = {"XNNPACK": (XnnpackPartitioner,), "portable": ()}
+lowerings = pytest.mark.parametrize("lowering", PARTITIONERS)
 
 
-def run(program: torch.export.ExportedProgram, *inputs: Tensor) -> tuple[Any, int]:
+def run(lowering: str, program: torch.export.ExportedProgram, *inputs: Tensor) -> tuple[Any, int]:
     """What the lowered program computes, and how many fused operators it has."""
-    lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
-    called = [op.name for plan in lowered.executorch_program.execution_plan for op in plan.operators]
+    partitioners = [make() for make in PARTITIONERS[lowering]]
+    lowered = to_edge_transform_and_lower(program, partitioner=partitioners).to_executorch()
+    (plan,) = lowered.executorch_program.execution_plan
+    assert lowering == "XNNPACK" or not plan.delegates
+    called = [op.name for op in plan.operators]
     calls = sum(
         called[i.instr_args.op_index] == OPERATOR
-        for plan in lowered.executorch_program.execution_plan
         for chain in plan.chains
         for i in chain.instructions
         if hasattr(i.instr_args, "op_index")
@@ -43,12 +49,13 @@ def run(program: torch.export.ExportedProgram, *inputs: Tensor) -> tuple[Any, in
     return method.execute(list(inputs))[0].clone(), calls
 
 
+@lowerings
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs(name: str) -> None:
+def test_a_program_runs(name: str, lowering: str) -> None:
     case: Exported = PROGRAMS[name]
     program = case.program()
     report = attn_pass.rewrite(program, runtime="executorch", choose="fused", on_error="raise")
-    got, calls = run(program, *case.inputs)
+    got, calls = run(lowering, program, *case.inputs)
     assert calls == len(report.rewritten)
     torch.testing.assert_close(got, case.function(*case.inputs))
 
@@ -96,14 +103,15 @@ def _bert_with_one_sentence() -> tuple[Any, dict[str, Tensor]]:
     return module, {name: x[1:] for name, x in inputs.items()}
 
 
+@lowerings
 @pytest.mark.parametrize("made", [_llama, _vit, _bert_with_one_sentence])
-def test_a_model_of_transformers(made: Any) -> None:
+def test_a_model_of_transformers(made: Any, lowering: str) -> None:
     module, inputs = made()
     with torch.no_grad():
         expected = module(**inputs)[0]
     program = torch.export.export(module, (), inputs)
     report = attn_pass.rewrite(program, runtime="executorch", choose="fused", on_error="raise")
     assert len(report.rewritten) == 2
-    got, calls = run(program, *inputs.values())
+    got, calls = run(lowering, program, *inputs.values())
     assert calls == 2
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
