@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from named import linked
 from torch import Tensor
 
 import attn_pass
@@ -188,7 +188,7 @@ def rules() -> Iterator[str]:
     kernels = [row for family in families() if not family.is_runtime for row in family.kernel_rules.items()]
     for kernel, of in kernels:
         for rule in of.rules:
-            cells = (f"`{kernel}`", rule.name, _checked(rule), _linked(rule.source), _linked(rule.known_wrong))
+            cells = (f"`{kernel}`", rule.name, _checked(rule), linked(rule.source), linked(rule.known_wrong))
             yield f"| {' | '.join(cells)} |"
 
 
@@ -197,14 +197,3 @@ def _checked(rule: Rule) -> str:
     if rule.checked in (ALWAYS, NEVER):
         return "yes" if rule.checked == ALWAYS else "no"
     return f"from {first[0]}.{first[1]}" if until == ALWAYS[1] else f"before {until[0]}.{until[1]}"
-
-
-def _linked(text: str) -> str:
-    """The text with issues and pull requests as links, and functions of torch's sources as code."""
-
-    def link(match: re.Match[str]) -> str:
-        repository = "pytorch/pytorch" if match["repository"] in (None, "pytorch") else match["repository"]
-        return f"[{match[0]}](https://github.com/{repository}/issues/{match['number']})"
-
-    linked = re.sub(r"(?P<repository>[\w-]+(?:/[\w-]+)?)?#(?P<number>\d+)", link, text)
-    return re.sub(r"\b\w+_\w+\b(?![\w/.]*\])", lambda match: f"`{match[0]}`", linked)

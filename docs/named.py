@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from attn_pass.devices.registry import families
@@ -35,7 +36,7 @@ def runtimes() -> Iterator[str]:
     for family in families():
         if isinstance(family, Runtime):
             for rule in family.rules():
-                yield f'| {family.product} | `"{family.name}"` | {rule.name} | {rule.source} |'
+                yield f'| {family.product} | `"{family.name}"` | {rule.name} | {linked(rule.source)} |'
 
 
 def rules_of(name: str) -> Iterator[str]:
@@ -46,7 +47,21 @@ def rules_of(name: str) -> Iterator[str]:
     yield f"|{'---|' if several else ''}---|---|"
     for kernel, rules in kernels.items():
         for rule in rules.rules:
-            yield f"| {f'{kernel} | ' if several else ''}{rule.name} | {rule.source} |"
+            yield f"| {f'{kernel} | ' if several else ''}{rule.name} | {linked(rule.source)} |"
+
+
+_CODE = re.compile(r"(?<![\w/])(?:\w+/)+[\w/]*\w+\.\w+|(?<![\w/])\w*_\w+(?:\.\w+)?\b(?![\w/.]*\])")
+
+
+def linked(source: str) -> str:
+    """Where a rule is from, with issues and pull requests as links, and names and files of sources as code."""
+
+    def link(match: re.Match[str]) -> str:
+        repository = "pytorch/pytorch" if match["repository"] in (None, "pytorch") else match["repository"]
+        return f"[{match[0]}](https://github.com/{repository}/issues/{match['number']})"
+
+    with_links = re.sub(r"(?P<repository>[\w-]+(?:/[\w-]+)?)?#(?P<number>\d+)", link, source)
+    return re.sub(_CODE, lambda match: f"`{match[0]}`", with_links)
 
 
 def _listed(names: Iterator[str] | tuple[str, ...]) -> str:

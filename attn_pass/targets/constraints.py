@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from attn_pass.model.index import Index
 from attn_pass.targets.base import Setting
 
 _Case = TypeVar("_Case", contravariant=True)
+_Row = TypeVar("_Row", bound="Constraint[Any]")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Constraint(Generic[_Case]):
         name: what it is about, "head dim".
         reason: why a case that fails is refused, in words.
         holds: whether a case meets it.
-        source: where that is written: a function in the kernel's sources, a page, a pull request.
+        source: where that is written: a name in a file of the kernel's sources ("check_for_dropout in
+            transformers/sdp_utils_cpp.h", below torch's aten/src/ATen/native), an issue or a pull request; of rules
+            that are this project's own "of this project" and why.
     """
 
     name: str
@@ -35,6 +38,10 @@ class Constraint(Generic[_Case]):
     def why(self, case: _Case) -> str:
         """The reason for a case that it refuses."""
         return self.reason if isinstance(self.reason, str) else self.reason(case)
+
+    def written_in(self: _Row, source: str) -> _Row:
+        """The same row of another kernel, whose sources have it elsewhere."""
+        return replace(self, source=source)
 
 
 def first_failed(constraints: Iterable[Constraint[_Case]], case: _Case) -> Constraint[_Case] | None:

@@ -108,14 +108,19 @@ def known_or(size: Index, default: int) -> int:
 
 # ---- rows several kernels have ----
 
+CHECKS = "transformers/sdp_utils_cpp.h"
+"""The checks that torch's choices on all devices share."""
+CUDA_CHECKS = "transformers/cuda/sdp_utils.cpp"
+"""Those of GPUs that torch calls cuda: NVIDIA's, and with other conditions of the preprocessor AMD's."""
 
-def dtype_rule(*taken: torch.dtype) -> Rule:
+
+def dtype_rule(*taken: torch.dtype, source: str = f"check_tensor_dtype in {CHECKS}") -> Rule:
     """One of these dtypes."""
     return Rule(
         "dtype",
         lambda c: f"{dtype_name(c.dtype)} has no fused kernel",
         lambda c: c.dtype in taken,
-        "check_tensor_dtype",
+        source,
     )
 
 
@@ -125,7 +130,7 @@ def capability_rule(lowest: Version) -> Rule:
         "compute capability",
         lambda c: f"compute capability {c.device.capability[0]}.{c.device.capability[1]} has no such kernel",
         lambda c: lowest <= c.device.capability <= (12, 1),
-        "check_sm_version",
+        f"check_sm_version in {CUDA_CHECKS}",
     )
 
 
@@ -138,25 +143,26 @@ SIZES = Rule(
     "sizes",
     EMPTY,
     lambda c: 0 not in sizes_of(c.attention),
-    "check_nonzero_sequence_lengths_dense",
+    f"check_nonzero_sequence_lengths_dense in {CHECKS}",
 )
-PADDABLE = Rule(
+PADDABLE = Rule(  # where a head dim is filled up to the other, its number must be known
     "known head dims",
     "head dims of keys and values differ and are not known",
     lambda c: c.head_dims[0] == c.head_dims[1] or all(isinstance(d, int) for d in c.head_dims),
-    "check_head_dim_size_flash",
+    f"check_head_dim_size_flash in {CUDA_CHECKS}",
 )
 KNOWN = Rule(
     "known head dims",
     "the head dim is not known",
     lambda c: all(isinstance(d, int) for d in c.head_dims),
-    "check_cudnn_tensor_shapes, check_head_dim_size_mem_efficient",
+    f"check_head_dim_size_mem_efficient in {CUDA_CHECKS}",
 )
 DROPOUT = Rule(
     "dropout",
     lambda c: f"dropout {c.attention.dropout:g} keeps nothing",
     lambda c: 0 <= c.attention.dropout < 1,
-    "validate_sdpa_input in transformers/attention.cpp",
+    "of this project: what is kept is divided by 1 - dropout",
+    checked=NEVER,
 )
 
 

@@ -43,13 +43,16 @@ def call(
     grad: bool = False,
     never_empty: bool = True,
     mask: str = "none",
+    by_head: bool = False,
     device: Device = H200,
     torch_version: tuple[int, int] = (2, 13),
     **of_call: Any,
 ) -> Call:
+    """A call; ``by_head``: its mask differs from head to head."""
     b, h, g, i, j, d = (Axis(n, s) for n, s in zip("bhgijd", (batch, heads // groups, groups, q_len, kv_len, dim)))
     e = Axis("e", dim if value_dim is None else value_dim)
     at = {a: axis_index(a) for a in (b, h, g, i, j, d, e)}
+    bias = Load(3, (at[h], at[g], at[i], at[j])) if by_head else None
     attention = Attention(
         batch=(b,),
         heads=(h, g),
@@ -62,12 +65,12 @@ def call(
         value=Load(2, (at[b], at[h], at[j], at[e])),
         score=DOT,
         scale=1.0,
-        sources=tuple(Source(n, (), dtype, torch.device("cpu")) for n in range(3)),
+        sources=tuple(Source(n, (), dtype, torch.device("cpu")) for n in range(3 + by_head)),
         output=((b,), (h, g), (i,), (e,)),
         compute_dtype=dtype,
         output_dtype=dtype,
         dropout=dropout,
         needs_grad=grad,
-        mask=Mask(never_empty=never_empty),
+        mask=Mask(bias, never_empty=never_empty),
     )
     return Call(attention, mask, device, torch_version=torch_version, **of_call)

@@ -1,4 +1,4 @@
-"""GPUs that are not here: attention as users write it, what is decided for a device by name, and two sides of rules."""
+"""GPUs that are not here: attention as users write it, and what is decided for a device by name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 import attn_pass
-from attn_pass.targets.kernel_rules import Call, KernelRules
-
-Sides = tuple[KernelRules, str, dict[str, Any], dict[str, Any]]
-"""A kernel, the name of one of its rules, and what differs in a call that it takes and in one that it refuses."""
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -57,17 +53,14 @@ def operands(
 
 
 def decided_for(
-    program: Callable[..., Tensor], inputs: list[Tensor], *, device: str, **options: Any
+    program: Callable[..., Tensor], inputs: list[Tensor], *, device: str, dynamic: bool = False, **options: Any
 ) -> attn_pass.SiteReport:
-    """What becomes of the one site on a device by its name, with gradients where the query wants one."""
+    """What becomes of the one site on a device by its name, with gradients where the query wants one.
+
+    ``dynamic``: for inputs of any size, and not of these.
+    """
     torch._dynamo.reset()
     with torch.set_grad_enabled(inputs[0].requires_grad):
-        report = attn_pass.explain(program, *inputs, attn_pass_options={"device": device, **options})
+        given = {"device": device, **options}
+        report = attn_pass.explain(program, *inputs, attn_pass_options=given, attn_pass_dynamic=dynamic)
     return report.sites[0]
-
-
-def check_sides(kernel: KernelRules, name: str, taken: Call, refused: Call) -> None:
-    """A rule takes one call, refuses the other, and says why."""
-    (rule,) = (r for r in kernel.rules if r.name == name)
-    assert rule.holds(taken) and not rule.holds(refused)
-    assert rule.why(refused) and rule.source

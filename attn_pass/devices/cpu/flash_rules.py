@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_pass.targets.kernel_rules import HALF, PADDABLE, SIZES, KernelRules, Rule, dtype_rule
+from attn_pass.targets.kernel_rules import CHECKS, HALF, PADDABLE, SIZES, KernelRules, Rule, dtype_rule
 
 CPU_FLASH = KernelRules(
     "FLASH_ATTENTION",
@@ -15,15 +15,15 @@ CPU_FLASH = KernelRules(
             "dropout",
             lambda c: f"dropout {c.attention.dropout:g}: no fused CPU kernel has dropout",
             lambda c: not c.attention.dropout,
-            "check_for_dropout",
+            f"check_for_dropout in {CHECKS}",
         ),
-        PADDABLE,
+        PADDABLE.written_in("check_head_dim_size_cpp in transformers/sdp_utils_cpp.cpp"),
         SIZES,
         Rule(
             "mask gradient",
             "the bias needs a gradient, which the fused kernel does not give",
             lambda c: not c.mask_needs_grad,
-            "check_attn_mask_shape",
+            f"check_attn_mask_shape in {CHECKS}",
         ),
     ),
 )

@@ -14,7 +14,8 @@ from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR, VECTOR_NA
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.targets.torch_call import picked_as_written
 
-_GATE = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
+GATE = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
+"""Set to anything but 0 it switches the kernel for many rows off."""
 
 
 class Mps(Family):
@@ -37,14 +38,15 @@ class Mps(Family):
     def identity(self) -> Iterator[str]:
         """The GPU that is here, and the gate."""
         if torch.backends.mps.is_available():
-            yield f"{facts.chip()} {_GATE}={os.environ.get(_GATE, '')}"
+            yield f"{facts.chip()} {GATE}={os.environ.get(GATE, '')}"
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
         """The GPU, and the gate of the kernel for many rows."""
         if not torch.backends.mps.is_available():
-            yield "MPS device", "", "torch sees none; decide for one with device='M4'"
+            why = "torch sees none" if torch.backends.mps.is_built() else "torch is not built for Apple's GPUs"
+            yield "MPS device", "", f"{why}; decide for one with device='M4'"
             return
-        closed = "" if self._prefills() else f"; its kernel for many rows is switched off by {_GATE}"
+        closed = "" if self._prefills() else f"; its kernel for many rows is switched off by {GATE}"
         yield "mps", facts.chip(), f"torch's call may use Metal kernels{closed}"
 
     def order(self, device: Device) -> tuple[str, ...]:
@@ -59,7 +61,7 @@ class Mps(Family):
 
     @staticmethod
     def _prefills() -> bool:
-        return os.environ.get(_GATE, "0") == "0"
+        return os.environ.get(GATE, "0") == "0"
 
 
 FAMILY = Mps()

@@ -21,6 +21,9 @@ from attn_pass.targets.kernel_rules import (
 )
 
 VECTOR_NAME, PREFILL_NAME = "metal vector", "metal prefill"
+_CHOICE = "mps/operations/Attention.mm"
+_VECTOR_KERNEL, _PREFILL_KERNEL = "mps/kernels/DecodeAttention.h", "mps/kernels/PrefillAttention.h"
+_TORCHS_CALL = "scaled_dot_product_attention in transformers/attention.cpp"
 _FEW_ROWS = 8
 _PREFILL_SINCE = (2, 13)
 _VECTOR_DIMS = (64, 96, 128)
@@ -38,22 +41,22 @@ def _few(call: Call) -> bool:
 
 
 _SHARED: tuple[Rule, ...] = (
-    dtype_rule(torch.float32, *HALF),
+    dtype_rule(torch.float32, *HALF, source=f"sdpa_vector_fast_mps, prefill_supported_dtype in {_CHOICE}"),
     Rule(
         "gradient",
         "torch's Metal kernels have no backward",
         lambda c: not c.trains,
-        "scaled_dot_product_attention in transformers/attention.cpp",
+        _TORCHS_CALL,
     ),
-    Rule("dropout", "torch's Metal kernels have no dropout", lambda c: not c.attention.dropout, "TORCH_CHECK"),
-    KNOWN,
-    SIZES,
+    Rule("dropout", "torch's Metal kernels have no dropout", lambda c: not c.attention.dropout, _TORCHS_CALL),
+    KNOWN.written_in(f"_scaled_dot_product_attention_math_mps in {_CHOICE}"),
+    SIZES.written_in(f"supports_sdpa_vector, supports_prefill in {_CHOICE}"),
     Rule(
         # A boolean mask reaches the kernels as it is; what they give for a row without a key is not known.
         "mask",
         "what torch's Metal kernels give with a mask as a tensor was not confirmed",
         lambda c: not c.has_mask_tensor or c.reached in (VECTOR_NAME, PREFILL_NAME),
-        "not confirmed on a GPU",
+        f"sdpa_vector_mask_ok, prefill_mask_compatible in {_CHOICE} take it; not confirmed on a GPU",
         checked=NEVER,
     ),
 )
@@ -66,7 +69,7 @@ VECTOR = KernelRules(
             "head dim",
             lambda c: f"head dims of {' and '.join(map(str, c.head_dims))}: the kernel for few rows takes 64, 96, 128",
             lambda c: _dims_of(c, _VECTOR_DIMS),
-            "sdpa_vector_supported_head_dim",
+            f"sdpa_vector_supported_head_dim in {_CHOICE}",
         ),
         Rule(
             "few rows",
@@ -74,13 +77,13 @@ VECTOR = KernelRules(
             lambda c: (
                 _few(c) and isinstance(c.attention.kv_len, int) and int(str(c.attention.q_len)) <= c.attention.kv_len
             ),
-            "supports_sdpa_vector",
+            f"supports_sdpa_vector in {_CHOICE}",
         ),
         Rule(
             "causal",
             "the kernel for few rows takes no causal mask in every version of torch",
             lambda c: c.mask != "causal",
-            "supports_sdpa_vector",
+            f"supports_sdpa_vector in {_CHOICE}; sdpa_vector in {_VECTOR_KERNEL}, which takes it in torch 2.13",
         ),
     ),
 )
@@ -93,7 +96,7 @@ PREFILL = KernelRules(
             "version",
             "torch's Metal kernel for many rows came with torch 2.13",
             lambda c: c.torch_version >= _PREFILL_SINCE,
-            "pytorch#181575",
+            f"prefill_attention in {_PREFILL_KERNEL}; pytorch#181575",
         ),
         Rule(
             "head dim",
@@ -102,19 +105,19 @@ PREFILL = KernelRules(
                 + ", ".join(map(str, _PREFILL_DIMS))
             ),
             lambda c: _dims_of(c, _PREFILL_DIMS),
-            "prefill_attention_supports_head_dim",
+            f"prefill_attention_supports_head_dim in {_CHOICE}; instantiate_attn_shapes_helper in {_PREFILL_KERNEL}",
         ),
         Rule(
             "many rows",
             "the kernel for many rows takes 9 or more",
             lambda c: isinstance(c.attention.q_len, int) and not _few(c),
-            "prefill_q_long_enough",
+            f"prefill_q_long_enough in {_CHOICE}",
         ),
         Rule(
             "causal lengths",
             "causal with unequal lengths",
             equal_causal_lengths,
-            "not confirmed on a GPU",
+            f"prefill_attention in {_PREFILL_KERNEL} takes it; not confirmed on a GPU",
             checked=NEVER,
         ),
     ),

@@ -10,6 +10,8 @@ import torch
 
 from attn_pass.devices.rocm import gates
 from attn_pass.targets.kernel_rules import (
+    CHECKS,
+    CUDA_CHECKS,
     DROPOUT,
     HALF,
     KNOWN,
@@ -43,14 +45,14 @@ ARCHITECTURE = Rule(
     "architecture",
     lambda c: gates.why_closed(c.device.generation, c.device.flash),
     lambda c: gates.is_open(c.device.generation, c.device.flash),
-    "check_flash_attention_hardware_support, check_mem_efficient_hardware_support",
+    f"check_flash_attention_hardware_support, check_mem_efficient_hardware_support in {CUDA_CHECKS}",
 )
 CAUSAL = Rule(
     # The memory-efficient kernel's check has no such row; what it gives for unequal lengths is not known here.
     "causal lengths",
     "causal with unequal lengths",
     equal_causal_lengths,
-    "check_flash_causal_non_square_seqlens",
+    f"check_flash_causal_non_square_seqlens in {CUDA_CHECKS}",
 )
 FLASH = KernelRules(
     "FLASH_ATTENTION",
@@ -61,21 +63,26 @@ FLASH = KernelRules(
         DROPOUT,
         PADDABLE,
         SIZES,
-        widest_rule(_widest, "check_head_dim_size_flash, aotriton_max_hdim"),
-        Rule("mask", "the flash kernel takes no mask", lambda c: not c.has_mask_tensor, "check_for_attn_mask"),
+        widest_rule(_widest, f"check_head_dim_size_flash, aotriton_max_hdim in {CUDA_CHECKS}"),
+        Rule(
+            "mask",
+            "the flash kernel takes no mask",
+            lambda c: not c.has_mask_tensor,
+            f"check_for_attn_mask in {CHECKS}",
+        ),
         CAUSAL,
         Rule(
             "backward head dim",
             "its backward takes head dims up to 192 on this GPU",
             # Torch takes the first number of gfx12 for that of NVIDIA's compute capability 12.
             lambda c: not (c.trains and c.device.generation.startswith("gfx12")) or (width(c) or 0) <= 192,
-            "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
+            f"check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in {CUDA_CHECKS}",
         ),
     ),
 )
 EFFICIENT = KernelRules(
     "EFFICIENT_ATTENTION",
-    lambda dtype: 8,
+    lambda dtype: 4 if dtype == torch.float32 else 8,
     (
         ARCHITECTURE,
         dtype_rule(torch.float32, *HALF),
@@ -83,7 +90,7 @@ EFFICIENT = KernelRules(
             "float32",
             "CK's kernels take half precision only",
             lambda c: c.device.flash != "CK" or c.dtype in HALF,
-            "ck_mem_efficient_dtypes",
+            f"ck_mem_efficient_dtypes in {CUDA_CHECKS}",
         ),
         DROPOUT,
         KNOWN,
@@ -92,27 +99,27 @@ EFFICIENT = KernelRules(
             "head dim",
             lambda c: f"the head dim is over {_widest_efficient(c)}",
             lambda c: (width(c) or 1 << 30) <= _widest_efficient(c),
-            "check_head_dim_size_mem_efficient",
+            f"check_head_dim_size_mem_efficient in {CUDA_CHECKS}",
         ),
         Rule(
             "grouped heads",
             "AOTriton's memory-efficient kernel takes no grouped heads",
             lambda c: c.attention.groups == 1,
-            "supports_gqa in can_use_mem_efficient_attention",
+            f"can_use_mem_efficient_attention in {CUDA_CHECKS}: supports_gqa",
         ),
         Rule(
             # Online softmaxes compute exp(-inf - -inf) where the first tile has no key.
             "mask",
             "what AOTriton gives where a whole tile of keys is masked is not known (pytorch #147460)",
             lambda c: not c.has_mask_tensor or c.reached == EFFICIENT_NAME,
-            "not confirmed on a GPU",
+            f"can_use_mem_efficient_attention in {CUDA_CHECKS} takes it; not confirmed on a GPU",
             checked=NEVER,
         ),
         Rule(
             CAUSAL.name,
             CAUSAL.reason,
             CAUSAL.holds,
-            "not confirmed on a GPU",
+            f"can_use_mem_efficient_attention in {CUDA_CHECKS} takes it; not confirmed on a GPU",
             checked=NEVER,
         ),
     ),

@@ -21,7 +21,7 @@ from torch.fx import Node
 from attn_pass.devices import roofline
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import Problem
-from attn_pass.devices.runtimes.runtime import Runtime
+from attn_pass.devices.runtimes.runtime import INFERENCE_ONLY, Runtime
 from attn_pass.graph.edit import Plan, Value, aten, fake_of
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Load, expression_axes
@@ -39,6 +39,8 @@ from attn_pass.targets.problem import cost_of, problem_of
 NAME = "custom_sdpa"
 LIBRARY = "executorch.extension.llm.custom_ops.custom_ops"
 """What registers the operator, with torch and with the runtime of this process."""
+_KERNEL = "executorch/extension/llm/custom_ops/op_sdpa_impl.h"
+_SCHEMA = "executorch/extension/llm/custom_ops/custom_ops.py"
 
 
 @dataclass(frozen=True)
@@ -79,31 +81,33 @@ RULES: tuple[Constraint[Attended], ...] = (
         "gradient",
         "an exported program runs without gradients, and this one needs them",
         lambda c: not c.attention.needs_grad or c.setting.program == "export",
-        "torch.export programs are lowered for inference",
+        INFERENCE_ONLY,
     ),
     Constraint(
         "dropout",
         lambda c: f"dropout {c.attention.dropout:g}: {NAME} ignores it",
         lambda c: not c.attention.dropout,
-        "cpu_flash_attention in op_sdpa_impl.h",
+        f"cpu_flash_attention in {_KERNEL}: dropout_p is not read",
     ),
-    Constraint("sink", f"{NAME} has no sink", lambda c: c.attention.sink is None, "schema of the operator"),
+    Constraint("sink", f"{NAME} has no sink", lambda c: c.attention.sink is None, f"custom_sdpa in {_SCHEMA}"),
     Constraint(
         "mask",
         f"the mask differs from batch row to batch row or from head to head, and {NAME} takes one for all",
         lambda c: _is_one_matrix(c.attention),
-        "custom_sdpa_out: attn_mask must be 2D",
+        f"cpu_flash_attention in {_KERNEL}: attn_mask must be 2D",
     ),
     Constraint(
         "fully masked rows",
         f"a row may be fully masked with -inf: {NAME} gives NaN there, where the program gives 0",
         lambda c: not gives_zero_for_empty_rows(c.attention, c.setting),
-        "cpu_flash_attention: a row's maximum of -inf is taken off its scores",
+        f"cpu_flash_attention in {_KERNEL}: a row's maximum of -inf is taken off its scores",
     ),
-    replace(ALL_KEYS_COUNT, source="cpu_flash_attention: weights of 0 are multiplied with the values"),
-    replace(takes(NAME, torch.float32, *HALF), source="validate_flash_attention_args"),
-    AFFINE,
-    NOT_EMPTY,
+    ALL_KEYS_COUNT.written_in(f"cpu_flash_attention in {_KERNEL}: weights of 0 are multiplied with the values"),
+    takes(NAME, torch.float32, *HALF).written_in(
+        "validate_flash_attention_args in executorch/extension/llm/custom_ops/op_sdpa.cpp"
+    ),
+    AFFINE.written_in(f"custom_sdpa in {_SCHEMA}: no function of the scores"),
+    NOT_EMPTY.written_in(f"cpu_flash_attention in {_KERNEL}: it divides by the number of rows"),
 )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from attn_pass.devices.runtimes.runtime import Runtime, table
-from attn_pass.targets.kernel_rules import HALF, dtype_rule
+from attn_pass.targets.kernel_rules import HALF
 
 
 class Onnx(Runtime):
@@ -22,7 +22,10 @@ class Onnx(Runtime):
     product = "ONNX (opset 23)"
     dynamo_backends = ("onnxrt",)
     takes_unequal_head_dims = True
-    kernel_rules = table(dtype_rule(torch.float32, torch.float64, *HALF))
+    kernel_rules = table(
+        "aten_scaled_dot_product_attention_23 in torch/onnx/_internal/exporter/_torchlib/ops/nn.py",
+        dtypes=(torch.float32, torch.float64, *HALF),
+    )
     broadcasts_masks = False
     one_row = (0.95, 0.5)
     many_rows = (1.0, 0.97)

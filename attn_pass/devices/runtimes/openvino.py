@@ -15,7 +15,7 @@ import torch
 
 from attn_pass.devices.runtimes.runtime import Runtime, groups_rule, table
 from attn_pass.model.attention import Attention
-from attn_pass.targets.kernel_rules import HALF, Rule, dtype_rule
+from attn_pass.targets.kernel_rules import HALF, Rule
 
 
 class OpenVino(Runtime):
@@ -28,14 +28,19 @@ class OpenVino(Runtime):
     takes_unequal_head_dims = True
     drops_unread_inputs = True
     kernel_rules = table(
-        dtype_rule(torch.float32, torch.float64, *HALF),
-        groups_rule("openvino 2026.4: src/common/snippets, 'Incompatible MatMul batch dimension'"),
+        "translate_scaled_dot_product_attention_common in "
+        "openvino/src/frontends/pytorch/src/op/scaled_dot_product_attention.cpp",
+        groups_rule(
+            "BrgemmShapeInfer in openvino/src/common/snippets/src/shape_inference/shape_infer_instances.cpp: "
+            "'Incompatible MatMul batch dimension'"
+        ),
         Rule(
             "fully masked rows",
             "a row may be fully masked with -inf: OpenVINO gives NaN, where the program gives 0",
             lambda c: not (c.empty_rows_are_zero and c.eager_form),  # torch's call is NaN there as it is written
-            "openvino 2026.4, run: ScaledDotProductAttention",
+            "of this project: seen in ScaledDotProductAttention of openvino 2026.4, when it was run",
         ),
+        dtypes=(torch.float32, torch.float64, *HALF),
     )
     one_row = (1.4, 1.4)
     packages = (("openvino", "runs what openvino.convert_model converts", "pip install openvino"),)

@@ -22,30 +22,43 @@ from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import expression_axes
 from attn_pass.targets.base import Setting
 from attn_pass.targets.constraints import Constraint
-from attn_pass.targets.kernel_rules import PADDABLE, SIZES, KernelRules, Rule
+from attn_pass.targets.kernel_rules import PADDABLE, SIZES, KernelRules, Rule, dtype_rule
 
 CALL = "sdpa"
 """The one kernel of a runtime: torch's call."""
 
 _CORES = 2  # for the rates; ratios of times do not depend on it
 
+INFERENCE_ONLY = "of this project: exporters lower programs for inference"
 INFERENCE = Rule(
     "gradient",
     "an exported program runs without gradients, and this one needs them",
     lambda c: not c.trains or c.may_train,  # where it is exported, nothing shows whether somebody would train it
-    "torch.export programs are lowered for inference",
+    INFERENCE_ONLY,
 )
 NO_DROPOUT = Rule(
     "dropout",
     lambda c: f"dropout {c.attention.dropout:g}: the operator has none",
     lambda c: not c.attention.dropout,
-    "attributes of the operator",
 )
 
 
-def table(*rules: Rule) -> Mapping[str, KernelRules]:
-    """The rules of a runtime's operator, after those that every runtime has."""
-    return {CALL: KernelRules("MATH", lambda dtype: 1, (INFERENCE, NO_DROPOUT, PADDABLE, SIZES, *rules))}
+def table(translation: str, *rules: Rule, dtypes: Sequence[torch.dtype]) -> Mapping[str, KernelRules]:
+    """The rules of a runtime's operator, with those that every runtime has.
+
+    Args:
+        translation: where its exporter translates torch's call, which shows what the operator has.
+        rules: those of this runtime alone.
+        dtypes: those that it was tried with.
+    """
+    shared = (
+        INFERENCE,
+        NO_DROPOUT.written_in(translation),
+        PADDABLE.written_in("of this project: head dims that differ are handed on, or filled up, by their numbers"),
+        SIZES.written_in("of this project: what the runtime makes of tensors without elements was not tried"),
+        dtype_rule(*dtypes, source=translation),
+    )
+    return {CALL: KernelRules("MATH", lambda dtype: 1, (*shared, *rules))}
 
 
 class Runtime(Family):

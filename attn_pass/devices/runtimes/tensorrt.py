@@ -11,7 +11,7 @@ import torch
 
 from attn_pass.devices.runtimes.runtime import Runtime, table
 from attn_pass.model.attention import Attention
-from attn_pass.targets.kernel_rules import HALF, Rule, dtype_rule
+from attn_pass.targets.kernel_rules import HALF, Rule
 
 
 class TensorRt(Runtime):
@@ -23,13 +23,14 @@ class TensorRt(Runtime):
     dynamo_backends = ("tensorrt", "torch_tensorrt")
     masks_in_compute_dtype = True
     kernel_rules = table(
-        dtype_rule(torch.float32, *HALF),
+        "scaled_dot_product_attention_validator in torch_tensorrt/dynamo/conversion/aten_ops_converters.py",
         Rule(
             "fully masked rows",
             "a row may be fully masked, where the program gives 0: what TensorRT gives is not documented",
             lambda c: not c.empty_rows_are_zero,
-            "IAttention: mask",
+            "of this project: TensorRT's page of IAttention says nothing of such rows",
         ),
+        dtypes=(torch.float32, *HALF),
     )
     packages = (("torch-tensorrt", "hands programs to TensorRT", "pip install torch-tensorrt"),)
 

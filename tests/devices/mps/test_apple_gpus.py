@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from other_gpus import Sides, by_hand, causal, check_sides, decided_for, holed, operands
+from kernel_calls import call as asked
+from other_gpus import by_hand, causal, decided_for, holed, operands
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as call
 
@@ -17,14 +19,11 @@ import attn_pass
 from attn_pass.cli import doctor
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices import registry
-from attn_pass.devices.mps import facts
-from attn_pass.devices.mps.family import FAMILY
-from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR, VECTOR_NAME
-from attn_pass.targets.kernel_rules import Call, KernelRules
+from attn_pass.devices.mps.family import FAMILY, GATE
+from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR_NAME
 
 decided = partial(decided_for, device="M4")
 F16, F32 = torch.float16, torch.float32
-GATE = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
 many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's kernel for many rows came with 2.13")
 
 
@@ -70,49 +69,17 @@ def test_masks_as_tensors_are_left() -> None:
     assert site.target is None and "with a mask as a tensor" in site.refusals.get("sdpa", site.reason)
 
 
-def asked(**changes: Any) -> Call:
-    """A call of plain attention in float16 on an M4, or with what is given in its place."""
-    device = facts.by_name("M4")
-    assert device is not None
-    of_call = {name: changes.pop(name) for name in ("mask", "reached", "torch_version") if name in changes}
-    values: dict[str, Any] = dict(
-        compute_dtype=F16, head_dim=64, value_head_dim=64, dropout=0.0, needs_grad=False, q_len=8, kv_len=8
-    )
-    given: Any = {"mask": "none", "torch_version": (2, 13), **of_call}
-    return Call(SimpleNamespace(**(values | changes)), device=device, **given)  # type: ignore[arg-type]
-
-
-SHARED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("dtype", {"compute_dtype": F32}, {"compute_dtype": torch.float64}),
-    ("gradient", {}, {"needs_grad": True}),
-    ("dropout", {}, {"dropout": 0.1}),
-    ("known head dims", {}, {"head_dim": None}),
-    ("mask", {"mask": "boolean", "reached": VECTOR_NAME}, {"mask": "boolean"}),
-    ("mask", {"mask": "causal"}, {"mask": "additive"}),
-]
-ROWS: list[Sides] = [
-    *((kernel, *row) for kernel in (VECTOR, PREFILL) for row in SHARED),
-    (VECTOR, "head dim", {"head_dim": 96, "value_head_dim": 96}, {"head_dim": 80, "value_head_dim": 80}),
-    (VECTOR, "head dim", {}, {"value_head_dim": 128}),
-    (VECTOR, "few rows", {}, {"q_len": 9, "kv_len": 64}),
-    (VECTOR, "few rows", {"q_len": 1}, {"q_len": 4, "kv_len": 3}),
-    (VECTOR, "causal", {}, {"mask": "causal"}),
-    (PREFILL, "version", {}, {"torch_version": (2, 12)}),
-    (PREFILL, "head dim", {"head_dim": 72, "value_head_dim": 72}, {"head_dim": 40, "value_head_dim": 40}),
-    (PREFILL, "many rows", {"q_len": 9}, {"q_len": 8}),
-    (PREFILL, "causal lengths", {"mask": "causal"}, {"mask": "causal", "q_len": 9}),
-]
-
-
-@pytest.mark.parametrize(("kernel", "name", "taken", "refused"), ROWS)
-def test_both_sides_of_a_row(kernel: KernelRules, name: str, taken: dict[str, Any], refused: dict[str, Any]) -> None:
-    check_sides(kernel, name, asked(**taken), asked(**refused))
-
-
-def test_every_row_has_two_sides() -> None:
-    """Sizes of 0 are asked about by programs alone."""
-    for kernel in (VECTOR, PREFILL):
-        assert {r.name for r in kernel.rules} - {"sizes"} == {name for of, name, _, _ in ROWS if of is kernel}
+def test_head_dims_of_the_installed_kernels() -> None:
+    """As the headers of torch's own Metal kernels instantiate them, which every build of torch brings."""
+    header = Path(torch.__file__).parent / "include/ATen/native/mps/kernels/PrefillAttention.h"
+    if not header.is_file():
+        pytest.skip("no Metal kernel for many rows in this torch")
+    listed = header.read_text().partition("#define instantiate_attn_shapes_helper")[2].partition("#define")[0]
+    shapes = re.findall(r"instantiate_attn\(\s*iname,\s*itype,\s*\d+,\s*\d+,\s*(\d+)", listed.replace("\\", ""))
+    (rule,) = (r for r in PREFILL.rules if r.name == "head dim")
+    m4 = registry.by_name("M4")
+    taken = {dim for dim in range(1, 513) if rule.holds(asked(dim=dim, device=m4))}
+    assert shapes and taken == set(map(int, shapes))
 
 
 def test_a_call_is_left() -> None:
@@ -157,6 +124,16 @@ def test_the_gpu_that_is_here(name: str, row: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(GATE, "1")
     assert GATE in next(f for f in doctor.machine() if f.what == "mps").note
     assert [before] != list(FAMILY.identity())
+
+
+def test_doctor_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note() -> str:
+        return next(f.note for f in doctor.machine() if f.what == "MPS device")
+
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
+    assert "torch is not built for Apple's GPUs" in note()
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    assert "torch sees none" in note()
 
 
 def test_names_of_the_table() -> None:

@@ -5,7 +5,7 @@ ExecuTorch itself runs them in tests_on/runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import executorch_stand_in
@@ -17,6 +17,7 @@ from exported_programs import PROGRAMS, Exported, biased, by_hand, causal, kept,
 from torch import Tensor
 
 import attn_pass
+from attn_pass.devices import registry
 
 TAKEN = {
     *("no mask", "rows and keys differ", "value heads of another size", "causal", "causal, more keys"),
@@ -138,49 +139,63 @@ def with_sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1)[..., :-1] @ v
 
 
+def where_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return (q @ k.mT * 0.25).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
 def called_with_mask(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, keep)
 
 
-@pytest.mark.parametrize(
-    ("function", "inputs", "reason"),
-    [
-        (dropped, qkv(2, 4, 7, 7), "dropout 0.5: custom_sdpa ignores it"),
-        (capped, qkv(2, 4, 7, 7), "tanh (a soft cap)"),
-        (with_sink, qkv(2, 4, 7, 7), "custom_sdpa has no sink"),
-        (by_hand, qkv(q_len=3, kv_len=0), "a size is 0"),
-        (by_hand, tuple(x.double() for x in qkv(2, 4, 7, 7)), "takes float32, float16, bfloat16, not float64"),
-        (padded, (*qkv(2, 4, 7, 7), kept(7, 4)), "from batch row to batch row"),
-        (called_with_mask, (*qkv(1, 4, 7, 7), randn(7, 7) > 0), "custom_sdpa gives NaN there"),
-    ],
-)
-def test_it_says_why_not(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], reason: str, operator: None
-) -> None:
-    _, site = rewritten(Exported(function, inputs))
+PLAIN, CAUSAL = PROGRAMS["no mask"], PROGRAMS["causal"]
+ONE_SENTENCE = Exported(padded, (*qkv(1, 4, 7, 7), kept(4)))
+# By rule: a program that it takes, one that it refuses, the options of both, and why.
+SIDES: dict[str, tuple[Exported, Exported, dict[str, object], str]] = {
+    "dropout": (PLAIN, Exported(dropped, PLAIN.inputs), {}, "dropout 0.5: custom_sdpa ignores it"),
+    "sink": (PLAIN, Exported(with_sink, PLAIN.inputs), {}, "custom_sdpa has no sink"),
+    "mask": (ONE_SENTENCE, Exported(padded, (*PLAIN.inputs, kept(7, 4))), {}, "from batch row to batch row"),
+    "fully masked rows": (
+        Exported(where_kept, (*qkv(1, 4, 7, 7), randn(7, 7) > 0)),
+        Exported(called_with_mask, (*qkv(1, 4, 7, 7), randn(7, 7) > 0)),
+        {},
+        "custom_sdpa gives NaN there",
+    ),
+    "numerics": (PLAIN, CAUSAL, {"numerics": "strict"}, "does not assume"),
+    "dtype": (
+        Exported(by_hand, tuple(x.half() for x in PLAIN.inputs)),
+        Exported(by_hand, tuple(x.double() for x in PLAIN.inputs)),
+        {},
+        "takes float32, float16, bfloat16, not float64",
+    ),
+    "scores": (PLAIN, Exported(capped, PLAIN.inputs), {}, "tanh (a soft cap)"),
+    "sizes": (Exported(by_hand, qkv(q_len=3, kv_len=1)), Exported(by_hand, qkv(q_len=3, kv_len=0)), {}, "a size is 0"),
+}
+
+
+@pytest.mark.parametrize("rule", SIDES)
+def test_both_sides_of_a_rule(rule: str, operator: None) -> None:
+    taken, refused, options, reason = SIDES[rule]
+    _, site = rewritten(taken, targets=("custom_sdpa",), **options)
+    assert site.target == "custom_sdpa", site.refusals
+    _, site = rewritten(refused, **options)
     assert site.outcome == "left" and reason in site.refusals["custom_sdpa"], site.refusals
+
+
+def test_every_rule_has_both_sides() -> None:
+    """Gradients are asked of what is compiled (`test_gradients_are_not_for_it`): an exported program may need none."""
+    assert [rule.name for rule in registry.of_type("executorch").rules()] == ["gradient", *SIDES]
 
 
 def test_rows_that_no_key_is_left_to(operator: None) -> None:
     """A program that gives NaN there gets it; an option vouches that there are none."""
-
-    def by_hand_where(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-        return (q @ k.mT * 0.25).masked_fill(~keep, float("-inf")).softmax(-1) @ v
-
     keep = torch.ones(7, 7, dtype=torch.bool)
     keep[2] = False
-    case = Exported(by_hand_where, (*qkv(1, 4, 7, 7), keep))
+    case = Exported(where_kept, (*qkv(1, 4, 7, 7), keep))
     program, site = rewritten(case)
     assert site.target == "custom_sdpa"
     torch.testing.assert_close(program.module()(*case.inputs), case.function(*case.inputs), equal_nan=True)
     case = replace(case, function=called_with_mask)
     assert rewritten(case, assume_nonempty_rows=True)[1].target == "custom_sdpa"
-
-
-def test_strict_numerics_hide_no_key(operator: None) -> None:
-    """A weight of 0 times a value that is NaN is NaN, in the triangle too."""
-    assert "does not assume" in rewritten(PROGRAMS["causal"], numerics="strict")[1].refusals["custom_sdpa"]
-    assert rewritten(PROGRAMS["no mask"], numerics="strict")[1].target == "custom_sdpa"
 
 
 def test_gradients_are_not_for_it(operator: None) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from attn_pass.targets.kernel_rules import (
+    CHECKS,
+    CUDA_CHECKS,
     DROPOUT,
     HALF,
     KNOWN,
@@ -27,7 +29,7 @@ EFFICIENT = KernelRules(
             "bfloat16",
             "bfloat16 needs compute capability 8.0",
             lambda c: c.dtype != torch.bfloat16 or c.device.capability >= (8, 0),
-            "less_than_sm80_mem_efficient_dtypes",
+            f"less_than_sm80_mem_efficient_dtypes in {CUDA_CHECKS}",
         ),
         DROPOUT,
         KNOWN,
@@ -37,14 +39,14 @@ EFFICIENT = KernelRules(
             "grouped heads",
             "the efficient kernel does not take grouped heads",
             lambda c: c.attention.groups == 1,
-            "check_batch_size_and_num_heads_dense; pytorch#191085",
+            f"check_batch_size_and_num_heads_dense in {CHECKS}; pytorch#191085",
             checked=((0, 0), (2, 14)),
         ),
         Rule(
             "mask",
             "the efficient kernel takes a band only as a mask tensor",
             lambda c: c.mask != "band",
-            "no window in torch's own call",
+            "scaled_dot_product_attention in native_functions.yaml: no window",
             checked=NEVER,
         ),
         grid("pytorch#146704, #176096, #177985"),

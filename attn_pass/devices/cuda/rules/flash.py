@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attn_pass.targets.kernel_rules import (
     ALWAYS,
+    CHECKS,
+    CUDA_CHECKS,
     DROPOUT,
     HALF,
     NEVER,
@@ -51,39 +53,41 @@ FLASH = KernelRules(
     (
         dtype_rule(*HALF),
         capability_rule((8, 0)),
-        DROPOUT,
+        DROPOUT.written_in("set_params_fprop in transformers/cuda/flash_attn/flash_api.cpp, which ends in an error"),
         PADDABLE,
         SIZES,
         Rule(
             "version",
             lambda c: f"{c.device.flash} has no kernel for this GPU",
             lambda c: c.device.capability[0] in _MAJORS.get(c.device.flash, range(99)),
-            "torch/nn/attention/_fa3.py, _fa4.py",
+            "_fa3_common_support_error in torch/nn/attention/_fa3.py; _fa4_common_support_error in "
+            "torch/nn/attention/_fa4.py",
         ),
         Rule(
             "dropout of newer versions",
             lambda c: f"{c.device.flash} has no dropout",
             lambda c: c.device.flash == "FA2" or not c.attention.dropout,
-            "torch/nn/attention/_fa3.py, _fa4.py",
+            "_fa3_common_support_error in torch/nn/attention/_fa3.py; _fa4_forward_support_error in "
+            "torch/nn/attention/_fa4.py",
         ),
-        widest_rule(lambda c: 256, "check_head_dim_size_flash"),
+        widest_rule(lambda c: 256, f"check_head_dim_size_flash in {CUDA_CHECKS}"),
         Rule(
             "mask",
             "the flash kernel takes no mask",
             lambda c: c.mask in ("none", "causal", "band"),
-            "check_for_attn_mask",
+            f"check_for_attn_mask in {CHECKS}",
         ),
         Rule(
             "causal lengths",
             "causal from the first key on, with unequal lengths",
             equal_causal_lengths,
-            "check_flash_causal_non_square_seqlens",
+            f"check_flash_causal_non_square_seqlens in {CUDA_CHECKS}",
         ),
         Rule(
             "backward head dim",
             "its backward does not fit such a head dim on this GPU",
             _fits_backward,
-            "check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120",
+            f"check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in {CUDA_CHECKS}",
         ),
         grid("pytorch#146704; the message of torch 2.15", ((2, 15), ALWAYS[1])),
         Rule(
