@@ -227,6 +227,16 @@ def _finite_in_float32(plan: Plan, mask: Value) -> Value:
     return plan.call(aten.where.self, infinite, mask, clamped)
 
 
+def dense_keys(plan: Plan, mask: Value) -> Value:
+    """The mask with a step of 1 from key to key, as torch asks of masks on all devices but the CPU, for one key too.
+
+    ``check_last_dim_stride_equals_1_dense`` in aten's transformers/sdp_utils_cpp.h.
+    """
+    if plan.sizes.index(fake_of(mask).stride(-1)) == 1:
+        return mask
+    return plan.call(aten.clone.default, mask, memory_format=torch.contiguous_format)
+
+
 def repaired(
     lower: Lowering, mask: Value, form: MaskForm, setting: Setting, kernel: str
 ) -> tuple[Value, EmptyRows | None]:

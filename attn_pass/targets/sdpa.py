@@ -38,6 +38,7 @@ from attn_pass.targets.masks import (
     MaskForm,
     additive_mask,
     assumed,
+    dense_keys,
     gives_zero_for_empty_rows,
     mask_form,
     mask_kind,
@@ -161,7 +162,7 @@ class Sdpa:
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[SdpaPlan], setting: Setting) -> Value:
         """Plans the call. Operands get a dense last dimension, which the kernel requires."""
-        a, decided = offer.attention, offer.plan
+        a, decided, family = offer.attention, offer.plan, family_of(setting.device)
         lower = Lowering(plan, nodes, a)
         mask: Value | None
         query, key, value = operands(lower, decided.head_dim)
@@ -185,7 +186,9 @@ class Sdpa:
         target = sdpa_function(plan)
         if mask is not None:
             mask, empty = repaired(lower, mask, decided.mask, setting, decided.kernel)
-            if not family_of(setting.device).broadcasts_masks and a.sink is None:
+            if not (family.takes_any_mask_strides or family.is_runtime):
+                mask = dense_keys(plan, mask)
+            if not family.broadcasts_masks and a.sink is None:
                 mask = plan.call(aten.expand.default, mask, [-1, -1, plan.size(a.q_len), plan.size(a.kv_len)])
         causal = decided.mask.kind == "causal"
         asked = query if empty is None else empty.queried(query)
@@ -196,7 +199,7 @@ class Sdpa:
             out = empty.replaced(out, query, key, value, abs(a.scale))
         if decided.head_dim is not None:
             out = plan.call(aten.slice.Tensor, out, 3, 0, a.value_head_dim)
-        if mask is not None and family_of(setting.device).is_runtime:
+        if mask is not None and family.is_runtime:
             # Exporters trace the call more than once, and where the mask is learned one trace needs gradients, another
             # does not: torch's call gives the result of one kernel, then of another, in another layout.
             out = plan.call(aten.clone.default, out, memory_format=torch.contiguous_format)

@@ -62,8 +62,14 @@ class Rocm(Family):
             yield f"cuda:{number}", f"{device.name} ({device.generation})", note
 
     def takes_head_dims(self, kernel: str, call: Call) -> bool:
-        """Torch's call pads head dims for the flash kernel alone, and does not make them equal."""
-        return call.head_dims[0] == call.head_dims[1] if kernel == FLASH_NAME else is_padded(kernel, call)
+        """Torch's call pads head dims for the flash kernel alone, and does not make them equal.
+
+        AOTriton's other kernel takes unequal ones, and in float32 multiples of 4, since torch 2.13, with AOTriton 0.12.
+        """
+        first, second = call.head_dims
+        if kernel == FLASH_NAME or call.torch_version < (2, 13):
+            return first == second and (kernel == FLASH_NAME or (isinstance(first, int) and first % 8 == 0))
+        return is_padded(kernel, call)
 
     def stock_kernel(
         self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool

@@ -21,6 +21,7 @@ class Xpu(Family):
     types = ("xpu",)
     names = tuple(sheet.name for sheet in facts.SHEETS)
     kernel_rules = {NAME: ONEDNN}
+    masks_in_compute_dtype = True
     fused_operators = {"_scaled_dot_product_fused_attention_overrideable": NAME}
 
     def here(self, at: torch.device) -> Device:
