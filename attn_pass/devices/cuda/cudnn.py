@@ -25,6 +25,14 @@ from attn_pass.graph.edit import Value, aten
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.operands import unbroadcast
 
+BEHIND = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+"""Set to 1 it puts cuDNN behind the unfused form, which takes everything."""
+
+
+def is_put_behind() -> bool:
+    """Whether the environment of this process says so."""
+    return os.environ.get(BEHIND) == "1"
+
 
 class Cudnn(Kernel):
     """`aten._scaled_dot_product_cudnn_attention`."""
@@ -61,7 +69,7 @@ class Cudnn(Kernel):
 
         ``check_prefer_cudnn_attention`` does that above cuDNN 9.15.0, on compute capability 9 and 10.
         """
-        behind = device.is_here and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+        behind = device.is_here and is_put_behind()
         return device.cudnn > 91500 and device.capability[0] in (9, 10) and not behind
 
     def bare(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -13,6 +13,7 @@ from attn_pass.devices.base import Family, Finder, OnReading
 from attn_pass.devices.calibration import Calibration
 from attn_pass.devices.cuda import cost, facts, flash_attn_calls, own_check, sweep
 from attn_pass.devices.cuda.clock import EventClock
+from attn_pass.devices.cuda.cudnn import BEHIND, is_put_behind
 from attn_pass.devices.cuda.kernels import KERNELS, named
 from attn_pass.devices.cuda.libraries import LIBRARY
 from attn_pass.devices.device import Device
@@ -103,16 +104,20 @@ class Cuda(Family):
             import_module(LIBRARY)
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
-        """The GPUs and cuDNN."""
+        """The GPUs and cuDNN, and which of torch's kernels its call may not use or tries last."""
         if torch.version.hip is not None:
             return
+        off = [k.name for k in KERNELS if k.rules is not None and not k.is_usable()]
+        closed = f"; switched off, or not in this build of torch: {', '.join(off)}" if off else ""
         for number in _numbers():
             major, minor = torch.cuda.get_device_capability(number)
-            yield f"cuda:{number}", torch.cuda.get_device_name(number), f"compute capability {major}.{minor}"
+            yield f"cuda:{number}", torch.cuda.get_device_name(number), f"compute capability {major}.{minor}{closed}"
         if torch.cuda.is_available():
-            yield "cuDNN", str(torch.backends.cudnn.version() or ""), "the target cudnn"
+            last = f"; torch's call tries it last, as {BEHIND} is 1" if is_put_behind() else ""
+            yield "cuDNN", str(torch.backends.cudnn.version() or ""), f"the target cudnn{last}"
         else:
-            yield "CUDA device", "", "torch sees none; decide for one with device='H200'"
+            why = "torch sees none" if torch.version.cuda is not None else "torch is not built for CUDA"
+            yield "CUDA device", "", f"{why}; decide for one with device='H200'"
 
     def targets(self) -> Sequence[Target]:
         """Torch's kernels, the libraries', FlexAttention's FLASH backend, and the split-KV kernel of our own."""

@@ -30,7 +30,7 @@ def here(at: torch.device | None = None) -> Device:
     if not torch.xpu.is_available():
         return replace(_of(SHEETS[0]), kernels=(), is_here=False)
     name = torch.xpu.get_device_name(at)
-    kernels = (NAME,) if _is_switched_on() else ()
+    kernels = () if why_closed() else (NAME,)
     return replace(_of(_named(name) or SHEETS[0]), name=name, kernels=kernels)
 
 
@@ -44,6 +44,14 @@ def _named(name: str) -> Sheet | None:
     return next((s for s in SHEETS if all(word in words for word in s.name.split())), None)
 
 
-def _is_switched_on() -> bool:
-    """Whether torch's call may reach the kernel: there is a switch for it from Python since it has that backend."""
-    return bool(torch._C._get_overrideable_sdp_enabled())
+def why_closed() -> str:
+    """Why torch's call may not reach the kernel in this process; "" where it may.
+
+    There is a switch for it from Python since torch has that backend.
+    """
+    if torch._C._get_overrideable_sdp_enabled():
+        return ""
+    return (
+        "oneDNN's kernel is switched off in this process: by sdpa_kernel without SDPBackend.OVERRIDEABLE, or by "
+        "torch._C._set_sdp_use_overrideable(False)"
+    )

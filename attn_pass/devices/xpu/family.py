@@ -38,12 +38,13 @@ class Xpu(Family):
             yield repr((device.name, device.kernels))
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
-        """The GPUs, and the switch of torch's call."""
+        """The GPUs, and whether the switch of torch's call is closed."""
         for number in range(torch.xpu.device_count()):
-            on = "torch's call may use oneDNN's kernel" if facts.here(torch.device("xpu", number)).kernels else "off"
-            yield f"xpu:{number}", torch.xpu.get_device_name(number), on
+            note = facts.why_closed() or "torch's call may use oneDNN's kernel"
+            yield f"xpu:{number}", torch.xpu.get_device_name(number), note
         if not torch.xpu.is_available():
-            yield "XPU device", "", "torch sees none; decide for one with device='Arc B580'"
+            why = "torch is not built for Intel's GPUs" if torch.version.xpu is None else "torch sees none"
+            yield "XPU device", "", f"{why}; decide for one with device='Arc B580'"
 
     def stock_kernel(
         self, attention: Attention, written: AsWritten, device: Device, *, deterministic: bool

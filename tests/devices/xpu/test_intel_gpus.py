@@ -10,9 +10,11 @@ import pytest
 import torch
 from other_gpus import by_hand, causal, decided_for, dropped, grouped, operands
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention as call
 
 import attn_pass
+from attn_pass.cli import doctor
 from attn_pass.devices import registry
 from attn_pass.devices.xpu import facts
 from attn_pass.devices.xpu.rules import ONEDNN
@@ -47,11 +49,12 @@ def test_both_sides_of_a_rule(rule: str, taken: Any, refused: Any, why: str) -> 
     assert site.target is None and why in site.refusals.get("sdpa", site.reason)
 
 
-def test_every_rule_has_two_sides() -> None:
-    """But the one of head dims that differ and are not known, which sizes of a graph on the CPU always are."""
-    rules = {r.name for r in ONEDNN.rules} - {"known head dims"}
-    assert rules == {"dtype", "dropout", "head dim", "sizes", "gradient"}
-    assert all(r.source for r in ONEDNN.rules)
+def test_head_dims_that_are_not_known() -> None:
+    """One that may be any is taken as it is; of two that may differ, none can be filled up to the other."""
+    only = {"choose": "fused", "targets": ("sdpa",), "dynamic": True}
+    assert decided(by_hand, operands(64, 64), **only).target == "sdpa"
+    site = decided(by_hand, operands(64, 80), **only)
+    assert site.target is None and "differ and are not known" in site.refusals.get("sdpa", site.reason)
 
 
 def test_a_call_is_left_and_named_by_its_kernel() -> None:
@@ -108,14 +111,37 @@ def test_the_gpu_that_is_here(name: str, row: str, monkeypatch: pytest.MonkeyPat
     device = family.here(torch.device("xpu"))
     assert (device.name, device.memory_gbytes, device.kernels) == (name, of_row.memory_gbytes, of_row.kernels)
     (identity,) = family.identity()
-    assert name in identity and [r[0] for r in family.machine()] == ["xpu:0"]
+    assert name in identity
+    assert [(r[0], r[2]) for r in family.machine()] == [("xpu:0", "torch's call may use oneDNN's kernel")]
     before = torch._C._get_overrideable_sdp_enabled()
     try:
         torch._C._set_sdp_use_overrideable(False)
         assert family.here(torch.device("xpu")).kernels == ()
-        assert [r[2] for r in family.machine()] == ["off"] and list(family.identity()) != [identity]
+        (row,) = (f for f in doctor.machine() if f.what == "xpu:0")
+        assert "switched off in this process: by sdpa_kernel without SDPBackend.OVERRIDEABLE" in row.note
+        assert row.found == name and list(family.identity()) != [identity]
     finally:
         torch._C._set_sdp_use_overrideable(before)
+
+
+def test_a_restriction_closes_the_kernel_and_doctor_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda at=None: "Intel(R) Arc(TM) B580 Graphics")
+    for backend, closed in ((SDPBackend.MATH, True), (SDPBackend.OVERRIDEABLE, False)):
+        with torch.nn.attention.sdpa_kernel(backend):
+            (row,) = (f for f in doctor.machine() if f.what == "xpu:0")
+        assert ("OVERRIDEABLE" in row.note) == closed
+
+
+def test_doctor_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note() -> str:
+        return next(f.note for f in doctor.machine() if f.what == "XPU device")
+
+    monkeypatch.setattr(torch.version, "xpu", None)
+    assert "torch is not built for Intel's GPUs" in note()
+    monkeypatch.setattr(torch.version, "xpu", "20250301")
+    assert "torch sees none" in note()
 
 
 def test_names_of_the_table() -> None:
