@@ -196,7 +196,9 @@ def _hint(kwargs: Mapping[str, Any]) -> str:
     meant = [name for name in kwargs if name in (*OPTION_NAMES, "options", "mode", "dynamic")]
     if not meant:
         return ""
-    shown = "attn_pass_dynamic=True" if meant == ["dynamic"] else f'attn_pass_options={{"{meant[0]}": ...}}'
+    value = kwargs[meant[0]]
+    told = repr(value) if isinstance(value, str | bool | tuple) else "..."
+    shown = "attn_pass_dynamic=True" if meant == ["dynamic"] else f'attn_pass_options={{"{meant[0]}": {told}}}'
     if meant[0] == "options":
         shown = "attn_pass_options={...}"
     return f"\n{', '.join(meant)} went to the model, as all keywords do: options of attn_pass are given as {shown}."

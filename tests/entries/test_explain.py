@@ -403,6 +403,31 @@ def test_a_mask_in_a_buffer_names_the_option_that_reads_it() -> None:
     assert len(assumed.groups()) == 1 and "buffer layers.*.tril keeps" in " ".join(str(assumed).split())
 
 
+@pytest.mark.parametrize("device", ["MI300X", "Arc B580", "M4", "Graviton4", "H200"])
+def test_a_device_by_its_name_is_an_option_and_not_an_input(device: str) -> None:
+    """A keyword is the model's: one that it does not take is an error that says how it is spelled."""
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+    x = torch.randn(2, 4, 64, 64)
+    with pytest.raises(attn_pass.CaptureError, match=re.escape(f"attn_pass_options={{\"device\": '{device}'}}")):
+        attn_pass.explain(attention, x, device=device)
+    with torch.no_grad():
+        report = attn_pass.explain(attention, x, attn_pass_options={"device": device})
+    assert [site.decided_for for site in report.sites] == [device]
+    spaceless = attn_pass.explain(attention, x, attn_pass_options={"device": device.lower().replace(" ", "")})
+    assert spaceless.sites[0].decided_for == device
+
+
+def test_a_keyword_that_the_model_takes_stays_its_own() -> None:
+    def made(x: torch.Tensor, device: str) -> torch.Tensor:
+        return torch.softmax(x @ x.mT, -1) @ torch.ones(64, 64, device=device)
+
+    (site,) = attn_pass.explain(made, torch.randn(2, 4, 64, 64), device="cpu").sites
+    assert site.decided_for == ""
+
+
 def test_a_row_says_which_device_was_decided_for() -> None:
     x = torch.randn(1, 2, 64, 64)
     report = attn_pass.explain(torch.nn.functional.scaled_dot_product_attention, x, x, x)
