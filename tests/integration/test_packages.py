@@ -1,4 +1,4 @@
-"""AOTInductor packages of structured masks for any sequence length: compiled for real, one package for all of them."""
+"""AOTInductor packages, compiled for real: structured masks for any length in one, arguments named as builtins are."""
 
 from __future__ import annotations
 
@@ -43,3 +43,17 @@ def test_one_package_for_every_length(tmp_path: Path) -> None:
                 x: e for x, e in zip(NAMES, (run(*given).double() - wanted).abs().amax((1, 2, 3, 4))) if not e < 2e-5
             }
             assert not wrong, n
+
+
+class Builtins(torch.nn.Module):
+    """As `nn.Sequential` and `nn.Linear`, its argument is called ``input``."""
+
+    def forward(self, input: Tensor, filter: Tensor) -> Tensor:
+        return torch.softmax(input @ filter.mT, -1) @ filter
+
+
+def test_arguments_may_be_called_as_builtins_are(tmp_path: Path) -> None:
+    inputs = (torch.randn(2, 64, 32), torch.randn(2, 48, 32))
+    path = attn_pass.aot_compile(Builtins(), inputs, package_path=tmp_path / "model.pt2", options={"choose": "fused"})
+    assert len(attn_pass.package_report(path).rewritten) == 1
+    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(*inputs), Builtins()(*inputs))
