@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor
+from attn_pass.entries.environment import environment_told
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import before_inductor, folds_constants, inductor_patches, patches_for
 from attn_pass.entries.other_device import warn_other_device
@@ -66,6 +67,7 @@ def aot_compile(
         CaptureError: the model cannot be exported with these inputs and shapes.
         PackageError: package_path cannot be written to, or does not end in .pt2.
         OptionError: an option is unknown or has a value that is not accepted.
+        EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
         VersionError: torch is too old for this function.
     """
     require_inductor("aot_compile")
@@ -75,7 +77,8 @@ def aot_compile(
     with progress() as tell:
         tell("exporting the model")
         original = exported(model, args, kwargs, dynamic_shapes)
-        return _compiled(original, path, patches, own_options, tell)
+        with environment_told():
+            return _compiled(original, path, patches, own_options, tell)
 
 
 def _compiled(

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from attn_pass import engine
 from attn_pass.entries.breaks import break_after
-from attn_pass.entries.environment import environment_fault
+from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.inductor import compiled_site, folds_constants
 from attn_pass.entries.laid_out import LaidOut
 from attn_pass.entries.other_device import warn_other_device
@@ -31,7 +31,7 @@ from attn_pass.entries.retry import (
 )
 from attn_pass.entries.snapshot import Snapshot, tracing_state
 from attn_pass.entries.stock import StockAsker
-from attn_pass.errors import EnvironmentFault, OptionError, RewriteError, cause_of
+from attn_pass.errors import OptionError, RewriteError, cause_of
 from attn_pass.graph.provenance import Emission
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS, PARAMETERS
 from attn_pass.options import Options, Runner
@@ -187,10 +187,7 @@ def failed(error: Exception, decision: Decision, options: Options) -> Failure:
         EnvironmentFault: nothing compiles here, whatever the graph.
         RewriteError: the user requested that with ``on_error="raise"``.
     """
-    if sentence := environment_fault(error):
-        raise EnvironmentFault(
-            f"{sentence}. The rewritten attention is not at fault: stock torch.compile fails here in the same way"
-        ) from error
+    raise_if_environment(error)
     cause = cause_of(error)
     if options.on_error == "raise":
         raise RewriteError(

@@ -20,6 +20,7 @@ from attn_pass.compat import require_inductor
 from attn_pass.devices.registry import device_for, facts
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
+from attn_pass.entries.environment import environment_fault, environment_told, raise_if_environment
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
 from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict
@@ -69,6 +70,7 @@ def benchmark(
 
     Raises:
         CaptureError: the model fails on these inputs.
+        EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
         OptionError: an option is unknown or has a value that is not accepted.
         VersionError: torch is too old.
     """
@@ -77,6 +79,7 @@ def benchmark(
     make_options(**options)
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")
     with ExitStack() as around:
+        around.enter_context(environment_told())
         tell = around.enter_context(progress(silent=not attn_pass_progress))
         if not subject.trains:
             around.enter_context(torch.no_grad())
@@ -135,6 +138,7 @@ class _Ways:
             step = self.subject.step(function)
             first, second = _seconds(step), _seconds(step)
         except Exception as error:
+            raise_if_environment(error)
             self.failures[way] = why(error)
             return
         self.functions[way] = function
@@ -149,8 +153,8 @@ class _Ways:
             make(path)
             function = torch._inductor.aoti_load_package(str(path))
             self.subject.step(function)()
-        except Exception as error:
-            self.failures[way] = why(error)
+        except Exception as error:  # packages of a GPU's code need more than torch.compile does, which is measured
+            self.failures[way] = environment_fault(error) or why(error)
             return
         self.functions[way] = function
         self.samples[way] = Samples(compile_s=time.perf_counter() - began, package_bytes=path.stat().st_size)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from attn_pass.engine import rewrite_graph
 from attn_pass.entries.breaks import breaks_noted
+from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import known_buffers
 from attn_pass.errors import OptionError
@@ -143,6 +144,7 @@ def check(
 
     Raises:
         CaptureError: the model fails on these inputs.
+        EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
         OptionError: ``backend`` is not a backend.
     """
     function, name = _backend(backend)
@@ -153,6 +155,8 @@ def check(
         # Earlier calls had other shapes: no reason to be dynamic here.
         with breaks_noted() as breaks, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             subject.step(compiled(model, dynamic=None, backend=reader))()
+        if reader.failure is not None:
+            raise_if_environment(reader.failure)
         tell("compiling the whole program")
         whole, error, words, reference = _whole(subject, function)
     sites = tuple(_checked(site) for site in reader.report.sites)
@@ -180,6 +184,7 @@ class _Reader:
 
     def __init__(self, backend: Callable[..., Any], name: str) -> None:
         self.backend, self.name, self.report = backend, name, Report()
+        self.failure: Exception | None = None
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         options = make_options(choose="cheapest", on_error="warn", verify="off")
@@ -197,7 +202,16 @@ class _Reader:
 
     def _compile(self, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         """A site alone, by torch.compile, as a user's program would be."""
-        return compiled(module.forward, backend=self.backend)
+        function = compiled(module.forward, backend=self.backend)
+
+        def run(*given: Any) -> Any:
+            try:
+                return function(*given)
+            except Exception as error:
+                self.failure = error
+                raise
+
+        return run
 
 
 def _checked(site: SiteReport) -> CheckedSite:
@@ -233,6 +247,7 @@ def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, floa
     try:
         results = subject.results(compiled(subject.model, dynamic=None, backend=backend))
     except Exception as failure:
+        raise_if_environment(failure)
         return "not run", None, f"the whole program does not compile: {why(failure)}", against
     return (*judged(results, eager, reference, against), against)
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import attn_pass
 from attn_pass.cli.main import app
+from attn_pass.devices.cpu.kernel import build
 from attn_pass.errors import CaptureError
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
@@ -256,6 +257,7 @@ def test_explain_writes_a_page_with_the_graphs(model_file: Path, tmp_path: Path)
     result = run("explain", f"{model_file}:build", *options, "--html", str(out))
     assert result.exit_code == 0 and "1 rewritten" in result.stdout, result.output
     text = out.read_text()
+    assert reported["C++ compiler"]["found"]
     assert 'class="card code"' in text and "scaled_dot_product_attention" in text and "cli_example.py" in text
 
 
@@ -265,6 +267,16 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "out.html"
     assert run("explain", "model.pt2", "--html", str(out)).exit_code == 0
     assert "&lt;b&gt;a reason" in out.read_text() and 'class="card code"' not in out.read_text()
+def test_the_doctor_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "g++"  # it is there, and compiles nothing
+    broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: str(broken))
+    machine = json.loads(run("doctor", "--json").stdout)["machine"]
+    (finding,) = (row for row in machine if row["what"] == "C++ compiler")
+    assert finding["found"] == "" and "fatal error: Python.h" in finding["note"]
+
+
 
 
 @pytest.mark.parametrize("option", ["--training", "--dynamic", "--aot"])

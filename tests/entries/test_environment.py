@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +20,14 @@ import attn_pass
 from attn_pass.entries import dynamo
 from attn_pass.entries.environment import environment_fault
 from attn_pass.entries.hook import RewritePass
-from attn_pass.errors import AttnPassWarning, EnvironmentFault, OptionError
+from attn_pass.errors import AttnPassWarning, EnvironmentFault
 from attn_pass.options import make_options
 from attn_pass.tuning import disk_cache
 
 pytestmark = pytest.mark.usefixtures("quiet_torch")
 
 NO_COMPILER = exc.InvalidCxxCompiler()
+CACHE = "/gone/file/torchinductor"
 READ_ONLY = PermissionError(errno.EACCES, "Permission denied", "/somewhere/torchinductor")
 
 
@@ -39,10 +43,19 @@ def model(x: torch.Tensor) -> torch.Tensor:
         (READ_ONLY, "/somewhere/torchinductor cannot be written (Permission denied)"),
         (OSError(errno.ENOSPC, "No space left on device"), "cannot be written (No space left on device)"),
         (FileNotFoundError(errno.ENOENT, "No such file", "/data/weights.pt"), ""),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "/data/weights.pt/0"), ""),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", f"{CACHE}/ab"), "cannot be written (Not a directory)"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "/gone"), "/gone cannot be written (No such file)"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), "(or TMPDIR)"),
+        (PermissionError(errno.EACCES, "Permission denied", "/opt/my-cxx"), "(CXX is '/opt/my-cxx')"),
+        (exc.CppCompileError(["g++"], "a.cpp:1: fatal error: Python.h: No such file or directory"), "python3-dev"),
+        (exc.CppCompileError(["g++"], "a.cpp:1: error: 'tmp0' was not declared in this scope"), ""),
         (RuntimeError("g++ says that this is no C++"), ""),
     ],
 )
-def test_what_is_a_fault_of_the_environment(error: Exception, told: str) -> None:
+def test_what_is_a_fault_of_the_environment(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", CACHE)
+    monkeypatch.setenv("CXX", "/opt/my-cxx")
     assert told in environment_fault(error) and bool(environment_fault(error)) == bool(told)
     outer = RuntimeError("from the compiler")
     outer.__cause__ = error
@@ -64,7 +77,39 @@ def test_the_rewrite_is_not_blamed(error: Exception, monkeypatch: pytest.MonkeyP
         torch.compile(model, backend=attn_pass.backend)(torch.ones(3))
     assert len(compiles) == 1 and not [w for w in caught if issubclass(w.category, AttnPassWarning)]
     inner = getattr(raised.value, "inner_exception", raised.value)
-    assert isinstance(inner, EnvironmentFault) and "is not at fault" in str(inner)
+    assert isinstance(inner, EnvironmentFault) and "no rewrite is at fault" in str(inner)
+
+
+def by_check(backend: Callable[..., Any], path: Path) -> None:
+    attn_pass.check(TwoSites(), torch.randn(1, 2, 8, 8), backend=backend)
+
+
+def by_check_of_what_draws(backend: Callable[..., Any], path: Path) -> None:
+    attn_pass.check(lambda x: TwoSites()(x) + torch.rand_like(x), torch.randn(1, 2, 8, 8), backend=backend)
+
+
+def by_package(backend: Callable[..., Any], path: Path) -> None:
+    attn_pass.aot_compile(torch.nn.ReLU(), (torch.randn(3),), package_path=path / "model.pt2")
+
+
+@pytest.mark.parametrize("entry", [by_check, by_check_of_what_draws, by_package])
+def test_each_entry_tells_the_environment(
+    entry: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
+    with pytest.raises(EnvironmentFault, match="no C\\+\\+ compiler works here"):
+        entry(refuse, tmp_path)
+
+
+def test_a_broken_compiler_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\n\ndef model():\n    return torch.nn.ReLU(), torch.randn(3)\n")
+    environment = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "attn_pass", "check", f"{tmp_path / 'mine.py'}:model"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "(CXX is '/nonexistent')" in ended.stderr, ended.stderr
 
 
 def test_a_cache_that_cannot_be_written_is_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,33 +130,7 @@ def test_the_cache_is_in_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatc
     assert disk_cache.folder() == tmp_path / "attn_pass"
 
 
-# ---- natural mistakes ----
-
-
-def test_a_backend_that_is_called_by_hand_says_how_it_is_used() -> None:
-    with pytest.raises(OptionError, match=r"backend=attn_pass\.wrap\('inductor', choose="):
-        attn_pass.backend(choose="fused")
-    with pytest.raises(OptionError, match="is the backend itself"):
-        attn_pass.backend("aot_eager")  # type: ignore[arg-type]
-
-
-def test_wrap_without_a_backend_says_how_it_is_used() -> None:
-    with pytest.raises(Exception, match=r"backend=attn_pass\.wrap\('aot_eager'\)"):
-        torch.compile(model, backend=attn_pass.wrap)(torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("given", "hint"),
-    [
-        ({"choose": "fused"}, 'attn_pass_options={"choose": ...}'),
-        ({"options": {"choose": "fused"}}, "attn_pass_options={...}"),
-        ({"dynamic": True}, "attn_pass_dynamic=True"),
-    ],
-)
-def test_an_option_that_went_to_the_model_is_told(given: dict[str, Any], hint: str) -> None:
-    with pytest.raises(attn_pass.CaptureError) as raised:
-        attn_pass.explain(model, torch.ones(3), **given)
-    assert hint in str(raised.value)
+# ---- a device that is not the tensors' ----
 
 
 class TwoSites(torch.nn.Module):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import exc
 from typer.testing import CliRunner
 
 import attn_pass
 from attn_pass.cli.main import app
-from attn_pass.errors import CaptureError, OptionError
+from attn_pass.errors import CaptureError, EnvironmentFault, OptionError
 from attn_pass.measuring import benchmark as measured
 from attn_pass.measuring import judging, machine
 from attn_pass.measuring.result import Benchmark, Row
@@ -102,6 +103,24 @@ def test_a_way_that_fails_is_told_and_the_others_are_measured(monkeypatch: pytes
     assert set(result.failures) == {"stock", "stock again"} and result.speedup is None
     assert "failed: stock: RuntimeError: no compiler here" in str(result)
     assert "nothing to compare" in result.summary()
+
+
+def test_a_fault_of_the_environment_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(program: Any, **settings: Any) -> Any:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(measured, "compiled", compiled)
+    with pytest.raises(EnvironmentFault, match="no rewrite is at fault"):
+        attn_pass.benchmark(causal, *heads(), attn_pass_seconds=0.2)
+
+
+def test_a_package_that_the_environment_refuses_is_told_beside_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: Any, **named: Any) -> Any:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", refuse)
+    result = attn_pass.benchmark(causal, *heads(), attn_pass_package=True, attn_pass_seconds=0.2)
+    assert result.speedup and "no C++ compiler works here" in result.failures["package, stock"]
 
 
 def test_random_numbers_are_not_compared() -> None:

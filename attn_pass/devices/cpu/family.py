@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from attn_pass.devices.cpu import probes
 from attn_pass.devices.cpu.cpu_kernel import CpuKernel
 from attn_pass.devices.cpu.facts import NAMES, by_name, cpu, instruction_set
 from attn_pass.devices.cpu.flash_rules import CPU_FLASH
-from attn_pass.devices.cpu.kernel import source
+from attn_pass.devices.cpu.kernel import build, source
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.model.attention import AsWritten, Attention
@@ -110,9 +109,9 @@ class Cpu(Family):
         return Calibration(facts(device), **probes.fitted(readings), spread=spread), {}
 
     def machine(self) -> Iterator[tuple[str, str, str]]:
-        """The compiler that Inductor needs, and the vector unit."""
-        compiler = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), "")
-        yield "C++ compiler", compiler, "Inductor's code for the CPU, and every AOTInductor package"
+        """The compiler that Inductor needs, which is tried, and the vector unit."""
+        use, fault = "Inductor's code for the CPU and every AOTInductor package", build.fault()
+        yield "C++ compiler", "" if fault else build.compiler(), f"{fault}; needed for {use}" if fault else use
         yield "CPU", torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"
 
     def targets(self) -> Sequence[Target]:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,24 @@ def missing() -> str:
     return ""
 
 
+def fault() -> str:
+    """What is wrong with the compiler, by compiling a few lines that need what Inductor's code needs; "" if it works."""
+    try:
+        command = [compiler(), "-std=c++17", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
+        if sys.platform == "win32":  # other flags; Inductor has tried it
+            return ""
+        parts = ["Python.h"]
+        if sys.platform == "linux":  # elsewhere OpenMP is not the compiler's own
+            command.append("-fopenmp")
+            parts.append("omp.h")
+        text = "".join(f"#include <{part}>\n" for part in parts) + "int trial() { return 0; }\n"
+        with tempfile.TemporaryDirectory() as work:
+            _made(text, tuple(command), Path(work), f"a few lines with {' and '.join(parts)}")
+    except (NoCompilerError, OSError) as error:
+        return str(error)
+    return ""
+
+
 @cache
 def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trains: bool = False) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     """The library's function for operands of this dtype and a score function.
@@ -106,18 +125,27 @@ def entry(dtype: torch.dtype, score: str = "", kernel: str = "attend_type", trai
 
 def _build(text: str, command: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        source, made = Path(work) / "attention.cpp", Path(work) / "attention.so"
-        source.write_text(text)
-        try:
-            done = subprocess.run(
-                [*command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {error}") from error
-        if done.returncode:
-            printed = done.stderr.strip().splitlines()
-            why = next(
-                (line for line in printed if "error" in line), printed[0] if printed else f"status {done.returncode}"
-            )
-            raise NoCompilerError(f"{command[0]} could not build the CPU kernel: {why}")
+        made = _made(text, command, Path(work), "the CPU kernel")
         os.replace(made, library)
+
+
+def _made(text: str, command: tuple[str, ...], work: Path, what: str) -> Path:
+    """The library that the compiler makes of the text in a folder.
+
+    Raises:
+        NoCompilerError: it fails, or leaves nothing.
+    """
+    source, made = work / "attention.cpp", work / "attention.so"
+    source.write_text(text)
+    try:
+        done = subprocess.run(
+            [*command, str(source), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoCompilerError(f"{command[0]} could not build {what}: {error}") from error
+    if done.returncode or not made.exists():
+        printed = done.stderr.strip().splitlines()
+        ended = printed[0] if printed else f"status {done.returncode}"
+        why = next((line for line in printed if "error" in line), ended)
+        raise NoCompilerError(f"{command[0]} could not build {what}: {why}")
+    return made
