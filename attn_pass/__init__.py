@@ -6,11 +6,16 @@
 `attn_pass.inspect(folder)` writes everything about a compilation to a folder.
 """
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from attn_pass.entries.annotate import leave
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend, wrap
 from attn_pass.entries.explain import explain
 from attn_pass.entries.hook import enabled, install, uninstall
+from attn_pass.entries.mistakes import refuse_no_backend
 from attn_pass.entries.package import package_report
 from attn_pass.entries.rewrite import rewrite
 from attn_pass.errors import (
@@ -61,3 +66,18 @@ __all__ = [
     "uninstall",
     "wrap",
 ]
+
+
+class _Package(ModuleType):
+    """This package, which is no backend, and says so where it is called as one."""
+
+    def __call__(self, *graph: Any, **settings: Any) -> None:
+        """Called by torch.compile(model, backend=attn_pass).
+
+        Raises:
+            OptionError: always; it says which the backend is.
+        """
+        refuse_no_backend(self, "torch.compile")
+
+
+sys.modules[__name__].__class__ = _Package

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +19,10 @@ def built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """(model, args, kwargs) from the function that ``file.py:function`` or ``module:function`` names."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        fail(f"{target!r} does not name a function: give file.py:function or module:function")
-    function = getattr(_loaded(where), name, None)
-    if not callable(function):
-        fail(f"{where} has no function {name!r}: define one that returns (model, args) or (model, args, kwargs)")
+        file = target.removesuffix(":")
+        there = f"; {_instead(_loaded(file), 'net')}" if file.endswith(".py") and Path(file).is_file() else ""
+        fail(f"{target!r} does not name a function: give file.py:function or module:function{there}")
+    function = _builder(_loaded(where), where, name)
     try:
         made = function()
     except (Exception, SystemExit) as error:
@@ -29,13 +30,49 @@ def built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return _unpacked(target, made)
 
 
+def _builder(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    """The function of this name, if it can be called as a command calls it: without arguments."""
+    import torch
+
+    function = getattr(module, name, None)
+    if isinstance(function, torch.nn.Module):
+        fail(f"{where}:{name} is a model without inputs: {_instead(module, name)}")
+    if not callable(function):
+        fail(f"{where} has no function {name!r}: {_instead(module, 'net')}")
+    if needed := _needed(function):
+        call = f"{name}({', '.join(needed)})" if isinstance(function, type) else name
+        fail(f"{where}:{name} takes {', '.join(needed)}, but is called without arguments: {_instead(module, call)}")
+    return function
+
+
+def _instead(module: ModuleType, model: str) -> str:
+    """What to name: a function that is there, or one to be written."""
+    own = [f for f in vars(module).values() if inspect.isfunction(f) and f.__module__ == module.__name__]
+    names = [f.__name__ for f in own if not f.__name__.startswith(("_", "<")) and not _needed(f)]
+    if names:
+        return f"there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+    return f"add a function that returns a model with its inputs, such as def model(): return {model}, (x,)"
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters that have to be given."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+
+
 def _unpacked(target: str, made: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Check what the function returned; a single tensor or a list may stand for the tuple of arguments."""
+    """Check what the function returned; a tensor or a list may stand for the tuple, a dict is of keyword inputs."""
     import torch
 
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
         fail(f"{target} returned {_kind(made)}; return (model, args) or (model, args, kwargs)")
     args = made[1]
+    if len(made) == 2 and isinstance(args, Mapping):
+        made, args = (made[0], (), args), ()
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple | list):

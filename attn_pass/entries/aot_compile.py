@@ -17,6 +17,7 @@ from attn_pass.compat import require_inductor
 from attn_pass.entries.environment import environment_told
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import before_inductor, folds_constants, inductor_patches, patches_for
+from attn_pass.entries.mistakes import refuse_inputs
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.package import warn_of_types, with_report
 from attn_pass.entries.retry import Failure, warn_failed
@@ -37,6 +38,7 @@ def aot_compile(
     package_path: str | os.PathLike[str] | None = None,
     inductor_configs: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
+    **unexpected: Any,
 ) -> str:
     """Export a model, rewrite its attention, compile it with AOTInductor, and return the path of the .pt2 package.
 
@@ -65,12 +67,13 @@ def aot_compile(
 
     Raises:
         CaptureError: the model cannot be exported with these inputs and shapes.
-        PackageError: package_path cannot be written to, or does not end in .pt2.
-        OptionError: an option is unknown or has a value that is not accepted.
         EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
+        PackageError: package_path cannot be written to, or does not end in .pt2.
+        OptionError: an option or a keyword is unknown, or has a value that is not accepted.
         VersionError: torch is too old for this function.
     """
     require_inductor("aot_compile")
+    refuse_inputs(kwargs, unexpected)
     own_options, inductor, mode = split_options(options)
     path = _checked_path(package_path)
     patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)

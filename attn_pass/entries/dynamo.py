@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from attn_pass.compat import require_inductor
 from attn_pass.devices.registry import runtime_of
 from attn_pass.entries.inductor import compile_under, inductor_patches
+from attn_pass.entries.mistakes import refuse_no_backend
 from attn_pass.entries.transaction import compile_rewritten
 from attn_pass.errors import OptionError
 from attn_pass.options import OPTION_NAMES, Options, make_options, split_options
@@ -121,7 +122,7 @@ class Wrapped:
         return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"
 
 
-def wrap(backend: str | Backend, *graph: Any, **options: Any) -> Wrapped:
+def wrap(backend: str | Backend | None = None, *graph: Any, **options: Any) -> Wrapped:
     """A Dynamo backend that rewrites attention and then calls `backend`: a name ("aot_eager", "openxla") or callable.
 
     It does not use Inductor, unless `backend` is "inductor", which is `attn_pass.backend` with these options. If the
@@ -135,11 +136,14 @@ def wrap(backend: str | Backend, *graph: Any, **options: Any) -> Wrapped:
     Raises:
         OptionError: an option is unknown, has a value that is not accepted, or `backend` is not a backend.
     """
-    if graph or isinstance(backend, GraphModule):
+    if backend is None or graph or isinstance(backend, GraphModule):
         raise OptionError(
             "attn_pass.wrap makes a backend, and has to be called with the one to wrap: write torch.compile(model, "
             "backend=attn_pass.wrap('aot_eager')); to compile with Inductor, backend=attn_pass.backend"
         )
+    refuse_no_backend(backend, "attn_pass.wrap")
+    if isinstance(options.get("options"), Mapping):
+        raise OptionError("attn_pass.wrap takes options as keywords: wrap('inductor', **options)")
     if not isinstance(backend, str) and not callable(backend):
         raise OptionError(
             f"wrap takes a Dynamo backend by name ('aot_eager', 'openxla', ...) or a callable (graph, inputs) -> "

@@ -18,12 +18,13 @@ from torch.utils import _pytree as pytree
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.inductor import folds_constants
+from attn_pass.entries.mistakes import check_keywords, hint, warn_swallowed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
-from attn_pass.options import OPTION_NAMES, Options, make_options
+from attn_pass.options import Options, make_options
 from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
 from attn_pass.report.pages.times import time_now
@@ -54,11 +55,12 @@ def explain(
 
     Raises:
         CaptureError: the model fails on these inputs, or torch.compile cannot capture any graph of it.
-        OptionError: an option is unknown or has a value that is not accepted.
+        OptionError: an option or a keyword ``attn_pass_...`` is unknown, or has a value that is not accepted.
     """
+    check_keywords(explain, kwargs)
     options = make_options(**(attn_pass_options or {}))
     if attn_pass_aot and not isinstance(model, ExportedProgram):
-        model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None)
+        model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None, "explain")
     if isinstance(model, ExportedProgram):
         with torch.no_grad():  # as packages are compiled
             known = known_values(model, options) | {FOLDS_CONSTANTS: folds_constants()}
@@ -67,6 +69,7 @@ def explain(
         ).report
     else:
         report = _captured(model, args, kwargs, options, attn_pass_dynamic)
+        warn_swallowed("explain", model, kwargs)
     report.about = _about(model, attn_pass_options or {}, "AOTInductor" if attn_pass_aot else "torch.compile")
     publish(report, compiled=False)
     return report
@@ -173,7 +176,7 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
         reader.count_calls()
     except Exception as error:
         raise CaptureError(
-            f"{name} could not be captured: {in_one_line(error)}{_hint(kwargs)}\nCheck that it runs eagerly with these "
+            f"{name} could not be captured: {in_one_line(error)}{hint('explain', args, kwargs)}\nCheck that it runs eagerly with these "
             "inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
             "torch.compile(model, backend='eager') says"
         ) from error
@@ -189,19 +192,6 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
             "export it and explain the exported program"
         )
     return reader.report
-
-
-def _hint(kwargs: Mapping[str, Any]) -> str:
-    """What a keyword was perhaps meant for: options are not the model's inputs."""
-    meant = [name for name in kwargs if name in (*OPTION_NAMES, "options", "mode", "dynamic")]
-    if not meant:
-        return ""
-    value = kwargs[meant[0]]
-    told = repr(value) if isinstance(value, str | bool | tuple) else "..."
-    shown = "attn_pass_dynamic=True" if meant == ["dynamic"] else f'attn_pass_options={{"{meant[0]}": {told}}}'
-    if meant[0] == "options":
-        shown = "attn_pass_options={...}"
-    return f"\n{', '.join(meant)} went to the model, as all keywords do: options of attn_pass are given as {shown}."
 
 
 def _uncompiled(model: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
+from attn_pass.entries.mistakes import hint
 from attn_pass.entries.retry import leave_all
 from attn_pass.entries.transaction import Decision, decide
 from attn_pass.errors import CaptureError, RewriteError, cause_of, in_one_line
@@ -25,8 +26,9 @@ def exported(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
     dynamic_shapes: Any,
+    entry: str = "aot_compile",
 ) -> ExportedProgram:
-    """The program to compile.
+    """The program to compile; ``entry`` names the function that the user called.
 
     Raises:
         CaptureError: it cannot be exported, or an exported program was given together with dynamic_shapes.
@@ -59,9 +61,9 @@ def exported(
         if dynamic_shapes is not None:
             given += f" and dynamic_shapes={dynamic_shapes!r}"
         raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}\nCheck that "
-            "the model runs with these inputs, and that every size declared dynamic may really differ from the "
-            "example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
+            f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}"
+            f"{hint(entry, inputs, kwargs or {})}\nCheck that the model runs with these inputs, and that "
+            "every size declared dynamic may really differ from the example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
         ) from error
 
 

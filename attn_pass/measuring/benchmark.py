@@ -21,6 +21,7 @@ from attn_pass.devices.registry import device_for, facts
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
 from attn_pass.entries.environment import environment_fault, environment_told, raise_if_environment
+from attn_pass.entries.mistakes import check_keywords
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
 from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict
@@ -71,10 +72,11 @@ def benchmark(
     Raises:
         CaptureError: the model fails on these inputs.
         EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
-        OptionError: an option is unknown or has a value that is not accepted.
+        OptionError: an option or a keyword ``attn_pass_...`` is unknown, or has a value that is not accepted.
         VersionError: torch is too old.
     """
     require_inductor("benchmark")
+    check_keywords(benchmark, kwargs)
     options = dict(attn_pass_options or {})
     make_options(**options)
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")

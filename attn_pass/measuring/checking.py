@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from attn_pass.engine import rewrite_graph
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.environment import raise_if_environment
+from attn_pass.entries.mistakes import check_keywords, refuse_no_backend
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import known_buffers
 from attn_pass.errors import OptionError
@@ -145,8 +146,9 @@ def check(
     Raises:
         CaptureError: the model fails on these inputs.
         EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
-        OptionError: ``backend`` is not a backend.
+        OptionError: ``backend`` is not a backend, or a keyword ``attn_pass_...`` is unknown.
     """
+    check_keywords(check, kwargs)
     function, name = _backend(backend)
     subject = subject_of(model, args, kwargs, attn_pass_training, "check")
     reader = _Reader(function, name)
@@ -166,6 +168,7 @@ def check(
 def _backend(given: Backend) -> tuple[Callable[..., Any], str]:
     from torch._dynamo.backends.registry import lookup_backend
 
+    refuse_no_backend(given, "attn_pass.check")
     if not isinstance(given, str):
         if not callable(given):
             raise OptionError(f"check takes a backend by name or as a callable, got {given!r} ({type(given).__name__})")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from attn_pass.entries.mistakes import hint, warn_swallowed
 from attn_pass.errors import CaptureError, in_one_line
 
 Call = Callable[..., Any]
@@ -113,9 +114,10 @@ def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tra
         subject.step(model)()
     except Exception as error:
         raise CaptureError(
-            f"{subject.name} does not run eagerly with these inputs: {in_one_line(error)}\n{what} takes them as the "
-            f"model does, {what}(model, *args, **kwargs)"
+            f"{subject.name} does not run eagerly with these inputs: {in_one_line(error)}{hint(what, args, kwargs)}\n"
+            f"{what} takes them as the model does, {what}(model, *args, **kwargs)"
         ) from error
+    warn_swallowed(what, model, kwargs)
     return subject
 
 

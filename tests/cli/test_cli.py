@@ -28,6 +28,15 @@ class Attention(torch.nn.Module):
     def forward(self, q, k, v, scale=1.0):
         return torch.softmax(q @ k.mT * scale, -1) @ v
 
+class Sized(Attention):
+    def __init__(self, dim):
+        super().__init__()
+
+net = Attention()
+
+def attention(q, k, v):
+    return net(q, k, v)
+
 def build():
     x = torch.randn(1, 2, 8, 4)
     return Attention(), (x, x, x), {"scale": 0.5}
@@ -35,6 +44,9 @@ def build():
 def positional():
     x = torch.randn(1, 2, 8, 4)
     return Attention(), [x, x, x]
+
+def by_name():
+    return Attention(), dict.fromkeys("qkv", torch.randn(1, 2, 8, 4))
 
 def exported():
     model, args, kwargs = build()
@@ -72,7 +84,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     modules, path = set(sys.modules), list(sys.path)
     yield
     sys.path[:] = path
-    for name in ("cli_example", "cli_broken"):
+    for name in ("cli_example", "cli_broken", "cli_bare"):
         if name not in modules:
             sys.modules.pop(name, None)
 
@@ -117,6 +129,11 @@ def test_explain_takes_a_module_of_the_current_directory_and_two_results(
     monkeypatch.chdir(model_file.parent)
     assert run("explain", "cli_example:positional").exit_code == 0
     assert len(called[0]["args"]) == 3 and called[0]["kwargs"] == {}
+
+
+def test_a_dict_of_inputs_is_given_by_name(model_file: Path, called: list[dict[str, Any]]) -> None:
+    assert run("explain", f"{model_file}:by_name").exit_code == 0
+    assert called[0]["args"] == () and set(called[0]["kwargs"]) == {"q", "k", "v"}
 
 
 def test_explain_json(model_file: Path, called: list[dict[str, Any]]) -> None:
@@ -178,9 +195,12 @@ def test_the_real_thing_with_any_size(model_file: Path, more: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("{file}", "does not name a function"),
+        ("{file}", "does not name a function: give file.py:function or module:function; there are build, positional"),
         ("{file}:", "does not name a function"),
-        ("{file}:missing", "has no function 'missing'"),
+        ("{file}:missing", "has no function 'missing': there are build, positional, by_name, exported, broken, single"),
+        ("{file}:attention", "attention takes q, k, v, but is called without arguments: there are build"),
+        ("{file}:Sized", "Sized takes dim, but is called without arguments"),
+        ("{file}:net", "net is a model without inputs: there are build"),
         ("{file}:number", "has no function 'number'"),
         ("{file}:broken", "raised OSError: no weights here"),
         ("{file}:single", "returned Attention; return (model, args) or (model, args, kwargs)"),
@@ -200,6 +220,14 @@ def test_bad_input_is_a_sentence_and_exit_code_2(
     assert result.exit_code == 2
     assert said in result.stderr and result.stderr.startswith("attn-pass: ")
     assert result.stdout == "" and called == []
+
+
+def test_a_file_without_a_function_to_name_gets_one_shown(tmp_path: Path) -> None:
+    text = "class Net:\n    def __init__(self, dim):\n        pass\n\ndef attention(q, k):\n    return q @ k\n"
+    (tmp_path / "cli_bare.py").write_text(text)
+    for name, shown in (("attention", "attention"), ("Net", "Net(dim)"), ("model", "net")):
+        result = run("explain", f"{tmp_path / 'cli_bare.py'}:{name}")
+        assert result.exit_code == 2 and f"such as def model(): return {shown}, (x,)" in result.stderr
 
 
 def test_a_file_that_does_not_parse(tmp_path: Path) -> None:
@@ -229,6 +257,7 @@ def test_the_doctor_names_every_package_and_every_target() -> None:
     reported = {finding["what"]: finding for findings in document.values() for finding in findings}
     assert reported["torch"]["found"] == str(torch.__version__)
     assert set(reported) >= {target.name for target in all_targets()}
+    assert reported["C++ compiler"]["found"]
     assert reported["sdpa"]["found"] == "offers" and "s predicted" in reported["sdpa"]["note"]
     if not torch.cuda.is_available():
         assert reported["flash"]["found"] == "" and "cpu" in reported["flash"]["note"]
@@ -236,6 +265,16 @@ def test_the_doctor_names_every_package_and_every_target() -> None:
     assert all("pip install" in finding["note"] for finding in missing)
     printed = run("doctor").stdout
     assert "packages" in printed and "on cpu" in printed and "flash-attn" in printed
+
+
+def test_the_doctor_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "g++"  # it is there, and compiles nothing
+    broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(build, "compiler", lambda: str(broken))
+    machine = json.loads(run("doctor", "--json").stdout)["machine"]
+    (finding,) = (row for row in machine if row["what"] == "C++ compiler")
+    assert finding["found"] == "" and "fatal error: Python.h" in finding["note"]
 
 
 def test_version() -> None:
@@ -257,7 +296,6 @@ def test_explain_writes_a_page_with_the_graphs(model_file: Path, tmp_path: Path)
     result = run("explain", f"{model_file}:build", *options, "--html", str(out))
     assert result.exit_code == 0 and "1 rewritten" in result.stdout, result.output
     text = out.read_text()
-    assert reported["C++ compiler"]["found"]
     assert 'class="card code"' in text and "scaled_dot_product_attention" in text and "cli_example.py" in text
 
 
@@ -267,16 +305,6 @@ def test_a_package_has_a_page_of_its_report(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "out.html"
     assert run("explain", "model.pt2", "--html", str(out)).exit_code == 0
     assert "&lt;b&gt;a reason" in out.read_text() and 'class="card code"' not in out.read_text()
-def test_the_doctor_tries_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "g++"  # it is there, and compiles nothing
-    broken.write_text("#!/bin/sh\necho 'fatal error: Python.h: No such file or directory' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setattr(build, "compiler", lambda: str(broken))
-    machine = json.loads(run("doctor", "--json").stdout)["machine"]
-    (finding,) = (row for row in machine if row["what"] == "C++ compiler")
-    assert finding["found"] == "" and "fatal error: Python.h" in finding["note"]
-
-
 
 
 @pytest.mark.parametrize("option", ["--training", "--dynamic", "--aot"])

@@ -1,0 +1,160 @@
+"""Natural mistakes in a call of `explain`, `check`, `benchmark` or `aot_compile`, and the sentence that says what to do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from attn_pass.errors import AttnPassWarning, OptionError
+from attn_pass.options import OPTION_NAMES, unknown_name
+
+_PREFIX = "attn_pass_"
+_ALSO_MODELS = ("device", "targets", "rules", "dynamic")  # a model may well have keywords like these
+_OPTIONS_GO = {
+    "explain": ('attn_pass_options={{"{}": {}}}', "attn_pass_options={...}"),
+    "benchmark": ('attn_pass_options={{"{}": {}}}', "attn_pass_options={...}"),
+    "check": ("backend=attn_pass.wrap('inductor', {}={})", "backend=attn_pass.wrap('inductor', ...)"),
+    "aot_compile": ('options={{"{}": {}}}', "options={...}"),
+}
+"""How options are given to each entry: one by name, and all of them."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs that a call passed on to the model."""
+
+    entry: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def options(self) -> list[str]:
+        """The keywords that were meant for attn_pass, as their names say."""
+        return [name for name in self.kwargs if name in (*OPTION_NAMES, "options")]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a call looks like where it was made, and what to do instead."""
+
+    looks_so: Callable[[Given], bool]
+    hint: Callable[[Given], str]
+
+
+def _is_inputs(value: object) -> bool:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return any(isinstance(item, torch.Tensor) for item in items)
+
+
+def _unpacked(given: Given, inputs: str) -> str:
+    if given.entry == "aot_compile":  # which takes a tuple and a dict itself
+        inputs = inputs.replace("**inputs", "kwargs=inputs").replace("*", "")
+    return f"attn_pass.{given.entry}(model, {inputs})"
+
+
+def _options_go(given: Given) -> str:
+    by_name, whole = _OPTIONS_GO[given.entry]
+    name, value = given.options[0], given.kwargs[given.options[0]]
+    told = repr(value) if isinstance(value, str | bool | tuple) else "..."
+    return whole if name == "options" else by_name.format(name, told)
+
+
+MISTAKES = (
+    Mistake(
+        lambda given: len(given.args) == 2 and _is_inputs(given.args[0]) and isinstance(given.args[1], Mapping),
+        lambda given: f"The inputs are a tuple and a dict here: unpack them, {_unpacked(given, '*args, **kwargs')}.",
+    ),
+    Mistake(
+        lambda given: len(given.args) == 1 and _is_inputs(given.args[0]),
+        lambda given: (
+            f"The only input is a {type(given.args[0]).__name__} here: if it holds several inputs, unpack it, "
+            f"{_unpacked(given, '**inputs' if isinstance(given.args[0], Mapping) else '*inputs')}."
+        ),
+    ),
+    Mistake(
+        lambda given: bool(given.options),
+        lambda given: (
+            f"{', '.join(given.options)} went to the model, as all keywords do: options of attn_pass are given as "
+            f"{_options_go(given)}."
+        ),
+    ),
+    Mistake(
+        lambda given: given.entry == "explain" and "dynamic" in given.kwargs,
+        lambda given: "dynamic went to the model, as all keywords do: explain takes attn_pass_dynamic=True.",
+    ),
+)
+
+
+def hint(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What was perhaps meant by a call whose model failed, as a line of its own; "" if it looks as it should."""
+    given = Given(entry, args, kwargs)
+    return next((f"\n{mistake.hint(given)}" for mistake in MISTAKES if mistake.looks_so(given)), "")
+
+
+def check_keywords(entry: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks that no keyword for the model is a misspelt one of the entry.
+
+    Raises:
+        OptionError: one begins with ``attn_pass_``; the nearest of the entry's own is named.
+    """
+    accepted = [name for name in inspect.signature(entry).parameters if name.startswith(_PREFIX)]
+    for name in kwargs:
+        if name.startswith(_PREFIX):
+            raise unknown_name(f"keyword of attn_pass.{entry.__name__}", name, accepted)
+
+
+def warn_swallowed(entry: str, model: Any, kwargs: Mapping[str, Any]) -> None:
+    """One warning if a model that takes any keyword was given options that were meant for attn_pass."""
+    function = model.forward if isinstance(model, torch.nn.Module) else model
+    try:
+        named = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return
+    given = Given(entry, (), {n: v for n, v in kwargs.items() if n not in named and n not in _ALSO_MODELS})
+    if given.options:
+        warnings.warn(f"attn_pass.{entry}: {hint(entry, (), given.kwargs).strip()}", AttnPassWarning, stacklevel=3)
+
+
+def refuse_no_backend(given: object, taker: str) -> None:
+    """Raises for what is callable, or looks like a backend, and is none.
+
+    Raises:
+        OptionError: it is a module of Python (the package itself), or a model.
+    """
+    if isinstance(given, ModuleType):
+        raise OptionError(
+            f"{taker} got the module {given.__name__!r} as the backend: the backend is attn_pass.backend, or by name "
+            '"attn_pass"'
+        )
+    if isinstance(given, torch.nn.Module):
+        raise OptionError(
+            f"{taker} takes a backend, and got a model, {type(given).__name__}: write torch.compile(model, "
+            "backend=attn_pass.wrap('aot_eager')); to compile with Inductor, backend=attn_pass.backend"
+        )
+
+
+def refuse_inputs(kwargs: object, unexpected: Iterable[str]) -> None:
+    """Raises for inputs of `aot_compile` that are not its tuple and its dict.
+
+    Raises:
+        OptionError: a second input stands where the keywords are; or options are keywords of the call.
+    """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise OptionError(
+            f"aot_compile got {type(kwargs).__name__} as kwargs, which are a dict: give all positional inputs as one "
+            "tuple, aot_compile(model, (x, y))"
+        )
+    for name in unexpected:
+        if name in OPTION_NAMES or name == "attn_pass_options":
+            instead = f"options={{{name!r}: ...}}" if name in OPTION_NAMES else "options={...}"
+            raise OptionError(f"aot_compile takes options of attn_pass as a dict: {instead} instead of {name}=...")
+        raise OptionError(
+            f"aot_compile has no keyword {name!r}: inputs by name are given as kwargs={{{name!r}: ...}}, options of "
+            "Inductor as inductor_configs={...}"
+        )
