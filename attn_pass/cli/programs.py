@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from attn_pass.cli.failing import fail
 
@@ -42,7 +42,7 @@ def _builder(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     if needed := _needed(function):
         call = f"{name}({', '.join(needed)})" if isinstance(function, type) else name
         fail(f"{where}:{name} takes {', '.join(needed)}, but is called without arguments: {_instead(module, call)}")
-    return function
+    return cast(Callable[[], Any], function)
 
 
 def _instead(module: ModuleType, model: str) -> str:

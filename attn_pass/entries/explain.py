@@ -176,9 +176,9 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
         reader.count_calls()
     except Exception as error:
         raise CaptureError(
-            f"{name} could not be captured: {in_one_line(error)}{hint('explain', args, kwargs)}\nCheck that it runs eagerly with these "
-            "inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it does, see what "
-            "torch.compile(model, backend='eager') says"
+            f"{name} could not be captured: {in_one_line(error)}{hint('explain', args, kwargs)}\nCheck that it runs "
+            "eagerly with these inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it does, "
+            "see what torch.compile(model, backend='eager') says"
         ) from error
     if reader.error is not None:
         raise reader.error

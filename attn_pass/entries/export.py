@@ -63,7 +63,8 @@ def exported(
         raise CaptureError(
             f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}"
             f"{hint(entry, inputs, kwargs or {})}\nCheck that the model runs with these inputs, and that "
-            "every size declared dynamic may really differ from the example's; torch.export.export(model, args, kwargs, dynamic_shapes=...) shows the whole error"
+            "every size declared dynamic may really differ from the example's; torch.export.export(model, args, "
+            "kwargs, dynamic_shapes=...) shows the whole error"
         ) from error
 
 

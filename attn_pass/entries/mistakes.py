@@ -1,4 +1,4 @@
-"""Natural mistakes in a call of `explain`, `check`, `benchmark` or `aot_compile`, and the sentence that says what to do."""
+"""Natural mistakes in a call of `explain`, `check`, `benchmark` or `aot_compile`, and what each should have been."""
 
 from __future__ import annotations
 

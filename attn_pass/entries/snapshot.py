@@ -75,7 +75,9 @@ class Snapshot:
 def _copied_graph(graph: Graph) -> Graph:
     copied = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        new.name = old.name  # a copy renames what is called as a builtin: torch.export keeps an argument's name, "input"
+        new.name = (
+            old.name
+        )  # a copy renames what is called as a builtin: torch.export keeps an argument's name, "input"
         for name, value in vars(old).items():
             if name not in vars(new):
                 setattr(new, name, value)

@@ -99,9 +99,7 @@ def test_inputs_that_are_not_unpacked_are_told(entry: Callable[..., Any]) -> Non
         (attn_pass.check, {"choose": "fused"}, "backend=attn_pass.wrap('inductor', choose=...)"),
     ],
 )
-def test_an_option_that_went_to_the_model_is_told(
-    entry: Callable[..., Any], given: dict[str, Any], hint: str
-) -> None:
+def test_an_option_that_went_to_the_model_is_told(entry: Callable[..., Any], given: dict[str, Any], hint: str) -> None:
     with pytest.raises(CaptureError) as raised:
         entry(model, torch.ones(3), **given)
     assert hint in str(raised.value)

@@ -72,7 +72,7 @@ def missing() -> str:
 
 
 def fault() -> str:
-    """What is wrong with the compiler, by compiling a few lines that need what Inductor's code needs; "" if it works."""
+    """What is wrong with the compiler, tried on a few lines that need what Inductor's code needs; "" if it works."""
     try:
         command = [compiler(), "-std=c++17", "-fPIC", "-shared", f"-I{sysconfig.get_path('include')}"]
         if sys.platform == "win32":  # other flags; Inductor has tried it
