@@ -215,7 +215,7 @@ _WAYS = (
 
 
 def by_program(document: Document) -> list[str]:
-    """One line a program: how many times as fast as stock each way is, bold beyond the noise."""
+    """One line a program: the speedup over stock of each way, bold beyond the noise."""
     lines = []
     for table in document.tables:
         programs = dict.fromkeys(row["program"] for row in table.rows if "over_stock" in row)

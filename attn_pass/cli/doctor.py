@@ -77,7 +77,7 @@ def calibrations() -> Iterator[Finding]:
             yield Finding(what, "", f"rates: {device.rates_from}; measure: attn-pass calibrate --device {name}")
         else:
             versions = ", ".join(f"{key} {value}" for key, value in stored.facts.items() if key != "device")
-            note = f"{stored.facts['device']}; {versions}; readings {stored.spread:.0%} apart"
+            note = f"{stored.facts['device']}; {versions}; readings differ by {stored.spread:.0%}"
             yield Finding(what, stored.date or "of an unknown date", note)
 
 
@@ -107,5 +107,5 @@ def devices() -> list[str]:
 def diagnosis() -> dict[str, list[dict[str, Any]]]:
     """All findings, ready for JSON: "packages", "machine", and the answers of the targets on each device."""
     sections = {"packages": packages(), "machine": chain(machine(), calibrations())}
-    sections |= {f"answers of the targets for causal attention on {device}": targets(device) for device in devices()}
+    sections |= {f"what the targets offer for causal attention on {device}": targets(device) for device in devices()}
     return {title: [asdict(finding) for finding in findings] for title, findings in sections.items()}

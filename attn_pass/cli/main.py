@@ -99,14 +99,19 @@ def explain(
         typer.Option(help='"cheapest" (the default) or "fused". ATTN_PASS_CHOOSE sets the default.'),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help='Decide for this device, present or not: "cpu", "cuda:0", "H200".')
+        str | None,
+        typer.Option(
+            help='Decide for this device, present or not: "cpu", "H200", "cuda" (this machine\'s GPU, or an H200 by '
+            "its data sheet if it has none)."
+        ),
     ] = None,
     option: Option = None,
     training: Annotated[
         bool | None,
         typer.Option(
             "--training/--inference",
-            help="Use training mode with gradients, or evaluation mode without. Default: as the function leaves it.",
+            help="Use training mode with gradients, or evaluation mode without. Default: as the function leaves "
+            "the model.",
         ),
     ] = None,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Let every size of the inputs vary.")] = False,

@@ -22,7 +22,10 @@ Target = Annotated[
 ]
 Training = Annotated[
     bool | None,
-    typer.Option("--training/--inference", help="With a backward, or without gradients. Default: as it is left."),
+    typer.Option(
+        "--training/--inference",
+        help="Run forward and backward, or inference without gradients. Default: as the function leaves the model.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON instead of a table.")]
 

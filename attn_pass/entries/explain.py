@@ -177,8 +177,8 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     except Exception as error:
         raise CaptureError(
             f"{name} could not be captured: {in_one_line(error)}{hint('explain', args, kwargs)}\nCheck that it runs "
-            "eagerly with these inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it does, "
-            "see what torch.compile(model, backend='eager') says"
+            "eagerly with these inputs (explain takes them as the model does: explain(model, *args, **kwargs)); if it "
+            "does, see what torch.compile(model, backend='eager') says"
         ) from error
     if reader.error is not None:
         raise reader.error

@@ -240,7 +240,7 @@ def _result(subject: Subject, ways: _Ways, busy: str, reference: str, remarks: t
     if STOCK in samples and AGAIN in samples:
         noise = noise_of(samples[STOCK].microseconds, samples[AGAIN].microseconds)
     if not busy and noise > TOO_NOISY:
-        busy = f"the same code is {noise:.0%} apart from itself"
+        busy = f"two measurements of the same code differ by {noise:.0%}"
     known = max((samples[w].error or 0.0 for w in (EAGER, STOCK) if w in samples), default=0.0)
     roundings = 1.0 if reference == "float64" else _TIMES_KNOWN  # eager's own are in what it is compared with
     dtypes = {t.dtype for t in subject.results(subject.model)}

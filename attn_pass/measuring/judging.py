@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from attn_pass.measuring.timing import percentile_10
 
 LEAST_NOISE = 0.03  # two runs of the same code are never nearer than this says
-TOO_NOISY = 0.25  # the same code further apart from itself: nothing can be told
+TOO_NOISY = 0.25  # where the same code differs by more, nothing can be told
 
 
 def apart(ratios: Sequence[float]) -> float:
-    """How far apart the same code is from itself, as a share: the larger of the ratios of medians and percentiles."""
+    """By how much measurements of the same code differ, as a share: by medians or percentiles, whichever says more."""
     return max(*(abs(math.log(ratio)) for ratio in ratios), LEAST_NOISE)
 
 

@@ -61,7 +61,7 @@ class Benchmark:
     Attributes:
         rows: one for each way that ran.
         failures: why a way did not run, by its name.
-        noise: how far apart the same code, stock's, is from itself in this run, as a share.
+        noise: by how much two measurements of the same code, stock's, differ in this run, as a share.
         busy: why the machine was too busy to tell; "" if it was quiet.
         reference: what errors are against: "float64", or "eager" if the model does not run in float64.
         conditions: "model", "mode", "device", "threads", "versions", "date" and "rounds".
@@ -95,14 +95,14 @@ class Benchmark:
         row = next((row for row in self.rows if row.way == PASS), None)
         if row is None or row.speedup is None:
             return f"attn_pass benchmark of {self.conditions['model']}: nothing to compare"
-        says = f"measured {row.speedup:.3g}x stock ({row.verdict})"
+        says = f"measured speedup over stock {row.speedup:.3g}x ({row.verdict})"
         return f"attn_pass benchmark of {self.conditions['model']}, {self.conditions['mode']}: {says}"
 
     def table(self, width: int | None = None) -> str:
         """The table as plain text, with the conditions; ``width`` is in characters."""
         lines = [self.summary(), *plain_table(_COLUMNS, [_cells(row) for row in self.rows], width)]
-        noise = "not known" if math.isnan(self.noise) else f"stock is {self.noise:.0%} apart from itself"
-        lines.append(f"noise: {noise}; errors are relative, against {self.reference}; all times are measured")
+        noise = "not known" if math.isnan(self.noise) else f"two measurements of stock differ by {self.noise:.0%}"
+        lines.append(f"noise: {noise}; errors are relative to {self.reference}; all times are measured")
         if self.busy:
             lines.append(f"the machine is too busy to tell: {self.busy}")
         lines += [f"failed: {way}: {why}" for way, why in self.failures.items()]

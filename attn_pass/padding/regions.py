@@ -27,6 +27,7 @@ from attn_pass.padding.trace import Proof, Trace, prove
 from attn_pass.report.places import source_line
 from attn_pass.report.region import RegionReport
 from attn_pass.report.site import SiteReport
+from attn_pass.report.units import counted
 
 PACKED_ROWS = "packed rows"
 """What a second try is without, beside names of targets: regions."""
@@ -155,7 +156,7 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     rewrite = Rewrite(gm, sizes, Regions(gm.graph, graph.region), trace, proof, least)
     rewrite.apply()
     record.outcome, record.packed = "packed", len(proof.sites)
-    record.reason = f"rows of padding reach no result: {record.packed} attentions run on packed rows"
+    record.reason = f"rows of padding reach no result; on packed rows: {counted(record.packed, 'attention')}"
     record.entries = tuple(dict.fromkeys(n.name for n in rewrite.entries))
     record.exits = tuple(dict.fromkeys(f"{leaving.words}{_place(user)}" for _, user, leaving in exits))
     by_word = any(user.op == "output" for _, user, _ in exits)

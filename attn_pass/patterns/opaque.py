@@ -10,7 +10,7 @@ from attn_pass.graph.expand import Expansion
 from attn_pass.graph.regions import Region
 from attn_pass.model.attention import AsWritten
 
-WEIGHTS_ARE_USED = "the attention weights are used"
+WEIGHTS_ARE_USED = "the attention weights are requested"
 
 
 @dataclass(frozen=True, eq=False)

@@ -179,8 +179,8 @@ def _without_bool_casts(reader: Reader, expression: Expr) -> Expr:
 def masked_once(reader: Reader, score: Expr, scores: UseDefWalk, zeroed: Expr, dtype: torch.dtype) -> Expr:
     """The score whose mask, set to zero again after the softmax, leaves fully masked rows at zero.
 
-    Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but for rows
-    without a key, and a fill of -inf says what those become.
+    Raises `Unreadable` unless both are the same mask: then every weight set to zero is zero already, but in fully
+    masked rows, and a fill of -inf says what those become.
     """
     if isinstance(score, Apply) and score.op == "where":
         condition, yes, no = score.args

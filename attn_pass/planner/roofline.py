@@ -1,4 +1,4 @@
-"""A site on its device's roofline: FLOPs, bytes moved and predicted time, as stock runs it and as chosen."""
+"""A site on its device's roofline: FLOPs, bytes moved and predicted time, as it is written and as chosen."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def rates(device: Device, attention: Attention) -> dict[str, float | str]:
 
 
 def as_left(attention: Attention, written: AsWritten, setting: Setting, microseconds: float) -> dict[str, float]:
-    """ "flops", "bytes" and "us" of the site as stock runs it: its fused kernel, or products around a softmax.
+    """ "flops", "bytes" and "us" of the site as it is written: a call's fused kernel, or products around a softmax.
 
-    FLOPs are those of the two products, of the keys that a row keeps as far as positions say which; symbolic sizes are
-    at their hint. Between products and
-    softmax the scores are written and read twice (`attn_pass.devices.roofline.unfused`); shared keys and values are
-    copied out where there is more than one query row, by the program or by the product, which is counted once. Of a
-    mask the tensors it is made of are read; what positions say is computed with the softmax.
+    FLOPs are those of the two products, of the keys that a row keeps as far as positions say which; symbolic sizes
+    are at their hint. Between products and softmax the scores are written and read twice
+    (`attn_pass.devices.roofline.unfused`); shared keys and values are copied out where there is more than one query
+    row, by the program or by the product, which is counted once. Of a mask the tensors it is made of are read; what
+    positions say is computed with the softmax.
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
     flops = problem.flops * _kept(attention, setting)

@@ -15,6 +15,7 @@ import torch
 
 from attn_pass.devices.device import Device
 from attn_pass.devices.roofline import traffic
+from attn_pass.report.units import duration
 
 SHARE = 0.1
 """Of the products' time, what joining them has to gain by prediction: what large products lose is of that size."""
@@ -43,7 +44,8 @@ def too_little(times: dict[str, float]) -> str:
     """Why joining would not pay; empty where it does."""
     gain = times["leave"] - times["join"]
     if gain < 0:
-        return f"in training one product would take {-gain:.1f} us more by prediction, for the gradients of a buffer"
+        return f"in training one product would take {duration(-gain)} more by prediction, for the gradients of a buffer"
     if gain >= SHARE * times["leave"]:
         return ""
-    return f"one product would gain {gain:.1f} us of {times['leave']:.0f} us by prediction, too little to be sure of"
+    apart = duration(times["leave"])
+    return f"one product would gain {duration(gain)} of {apart} by prediction, too little to be sure of"

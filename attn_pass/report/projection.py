@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attn_pass.report.json_schema import Record
+from attn_pass.report.units import duration
+
+_LEFT = ("projection by itself", "projections not joined")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,12 +50,13 @@ class ProjectionReport(Record):
 
     def line(self) -> str:
         """The record as a line of text."""
-        what = f"{', '.join(self.roles)} ({' + '.join(map(str, self.widths))} of {self.features})"
+        roles = ", ".join(self.roles)
+        what = f"{roles} ({self.features} to {' + '.join(map(str, self.widths))} features)"
         times = "" if self.groups == 1 else f", {self.groups} times"
         gain = ""
         if {"leave", "join"} <= self.predicted_us.keys():
-            gain = f", predicted {self.predicted_us['join']:.0f} us in place of {self.predicted_us['leave']:.0f} us"
+            joined, apart = (duration(self.predicted_us[name]) for name in ("join", "leave"))
+            gain = f", predicted {joined} instead of {apart}"
         if self.outcome == "joined":
-            return f"multiplied once: {what}{times}{gain}, {self.where}"
-        one_by_one = "multiplied one by one" if len(self.roles) > 1 else "multiplied alone"
-        return f"{one_by_one}: {what}{times}: {self.reason}, {self.where}"
+            return f"projections joined into one: {what}{times}{gain}, {self.where}"
+        return f"{_LEFT[len(self.roles) > 1]}: {what}{times}: {self.reason}, {self.where}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from attn_pass.report.json_schema import Record
+from attn_pass.report.units import counted
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,16 +47,17 @@ class RegionReport(Record):
     def lines(self) -> list[str]:
         """The record as text: one line, and one for each step of the proof."""
         if self.outcome == "left":
-            sites = f"{self.sites} site{'' if self.sites == 1 else 's'}"
-            text = f"padding is computed: {self.reason} ({sites} with a padding mask, {self.where})"
+            sites = counted(self.sites, "site")
+            text = f"padding is not removed: {self.reason} ({sites} with a padding mask, {self.where})"
             return [text, *(f"  stopped: {stop}" for stop in self.stops if stop != self.reason)]
         operations = ", ".join(f"{name} x{count}" for name, count in self.operations.items())
+        sites = f"{counted(self.sites, 'attention')} {'runs' if self.sites == 1 else 'run'}"
         return [
-            f"padding is not computed: {self.packed} of {self.sites} attentions run on packed rows of"
+            f"padding is removed: {self.packed} of {sites} on packed rows of"
             f" ({', '.join(map(str, self.rows))}), {self.where}",
             f"  row by row: {operations}",
             f"  packed: {', '.join(self.entries)}",
-            *(f"  seen by nobody: {text}" for text in self.exits),
+            *(f"  exit: {text}" for text in self.exits),
             *(f"  stopped: {stop}" for stop in self.stops),
             *(f"  assumed: {text}" for text in self.assumptions),
         ]

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 
 from attn_pass.report.site import SiteReport
+from attn_pass.report.units import counted as counted
+from attn_pass.report.units import duration as duration
 
 _TABLE_WIDTH = 160
 _BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
@@ -100,14 +102,6 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c == "\n" or c.isprintable())
 
 
-def duration(microseconds: float) -> str:
-    """A time with its unit: "564 us", "51.7 ms", "1.2 s"."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= 0.9995 * size:  # what rounds to 1,000 of a unit is 1 of the next
-            return f"{microseconds / size:.3g} {unit}"
-    return f"{microseconds:.3g} us"
-
-
 def digits(microseconds: float) -> float:
     """A time as records hold it: short, but shown as in the reason, which is made of the time itself."""
     return float(f"{microseconds:.6g}")
@@ -157,10 +151,6 @@ def prologue_lines(site: SiteReport) -> list[str]:
     for name, text in site.prologue.items():
         names.setdefault(text, []).append(name)
     return [f"{', '.join(having)}: {text}" for text, having in names.items()]
-
-
-def counted(number: int, singular: str, plural: str | None = None) -> str:
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _why(site: SiteReport, verbose: bool) -> Iterator[str]:

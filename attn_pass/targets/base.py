@@ -26,7 +26,9 @@ FLEX = "flex_attention"  # the operator, where the program calls it itself
 
 # Assumptions, for the report.
 EMPTY_ROWS = "a row fully masked with -inf gives 0, where the program gives NaN"
-FINITE_KEYS = "masked keys are finite: the program's fill hides one that is NaN or infinite, the kernel's mask does not"
+FINITE_KEYS = (
+    "masked keys are finite: the program replaces the scores of a key that is NaN or infinite, and the kernel would not"
+)
 STRICT_KEYS = f"numerics='strict' does not assume that {FINITE_KEYS}"
 LEARNED_BIAS = "a bias that is learned, or made of products, masks no key: its numbers are far above those that mask"
 NAN_GUARD = "a guard against NaN weights serves fully masked rows: other NaN among the scores stay NaN"

@@ -173,7 +173,7 @@ def child(name: str, function: Callable[..., Iterator[Row]], args: tuple[Any, ..
 
 
 def judged(rows: list[Row]) -> list[Row]:
-    """Adds to the rows of one program: how many times as fast as stock, the noise, and what to make of it."""
+    """Adds to the rows of one program: the speedup over stock, the noise, and what to make of it."""
     by_way = {row["way"]: row for row in rows if row["status"] == "ok"}
     ways = {row["way"] for row in rows}
     for row in by_way.values():

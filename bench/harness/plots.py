@@ -77,12 +77,12 @@ def _over_the_length(rows: Sequence[Row], ways: Sequence[str], field: str) -> tu
 
 
 def speed_up(rows: Sequence[Row]) -> Figure:
-    """How many times as fast as eager, over the sequence length, the reported curve beside it."""
+    """The speedup over eager, over the sequence length, with the reported curve beside it."""
     figure, axes = _over_the_length(rows, (w.STOCK, w.PASS, w.HAND), "over_eager")
     reported = _series(rows, w.PASS, "reported_speedup")
     axes.plot(*reported, marker="s", linestyle="--", color=COLOURS["reported"], label="reported, NPU")
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(ylabel="times as fast as unfused (eager)", title="S5: causal attention by hand, speedup over the length")
+    axes.set(ylabel="speedup over unfused (eager)", title="S5: causal attention by hand, speedup over the length")
     axes.legend(frameon=False)
     return figure
 

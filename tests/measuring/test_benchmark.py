@@ -62,7 +62,7 @@ def test_every_way_is_measured_and_compared_with_float64() -> None:
     assert [site.mask for site in result.report.sites] == ["causal"]
     assert result.conditions["mode"] == "inference" and result.conditions["model"] == "causal"
     table = str(result)
-    assert "measured" in table and "predicted" not in table and "noise: stock is" in table
+    assert "measured" in table and "predicted" not in table and "noise: two measurements of stock differ by" in table
     stored = json.loads(result.to_json())
     assert [row["way"] for row in stored["rows"]] == [row.way for row in result.rows]
     assert stored["report"]["sites"][0]["mask"] == "causal"
@@ -182,7 +182,7 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "bench_example.py").write_text(MODEL)
     target = f"{tmp_path / 'bench_example.py'}:model"
     shown = CliRunner().invoke(app, ["bench", target, "--seconds", "0.2", "--inference"])
-    assert shown.exit_code == 0 and "x stock" in shown.stdout, shown.output
+    assert shown.exit_code == 0 and "speedup over stock" in shown.stdout, shown.output
     plotted = CliRunner().invoke(app, ["bench", target, "--seconds", "0.1", "--plot", str(tmp_path / "no" / "x.png")])
     assert plotted.exit_code == 2 and "there is no folder" in plotted.stderr
     stored = CliRunner().invoke(app, ["bench", target, "--seconds", "0.1", "--json", "--option", "choose=fused"])

@@ -463,7 +463,7 @@ def test_the_report_says_the_proof() -> None:
     region = packed(Encoder(first), masks()[:1])
     text = "\n".join(region.lines())
     assert "2 of 2 attentions run on packed rows of (4, 24)" in text and "linear x12" in text
-    assert "seen by nobody: the first position alone is read" in text
+    assert "exit: the first position alone is read" in text
     assert RegionReport.from_dict(region.to_dict()).to_dict() == region.to_dict()
     report = attn_pass.Report(regions=[region])
     again = attn_pass.Report.from_dict(report.to_dict())

@@ -115,9 +115,9 @@ def test_nn_multihead_attention() -> None:
         return module(x, x, x, need_weights=True)
 
     report = same(program, x, rewritten=1, reference=False)
-    assert "the attention weights are used, and stay" in report.sites[0].reason
+    assert "the attention weights are requested, and stay" in report.sites[0].reason
     report = same(program, x, rewritten=0, reference=False, choose="cheapest")
-    assert report.sites[0].reason.startswith("the attention weights are used; without them: already the cheapest")
+    assert report.sites[0].reason.startswith("the attention weights are requested; without them: already the cheapest")
 
 
 @pytest.mark.parametrize(("written", "softmaxes"), [(averaged, 1), (logarithm, 0)])

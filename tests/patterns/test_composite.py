@@ -190,8 +190,8 @@ def graphs(module: nn.Module, *inputs: Tensor, **options: Any) -> tuple[list[str
 
 
 STAYS: dict[str, tuple[Call, dict[str, Any], str]] = {
-    "weights are used": (lambda m, x: m(x, x, x), {}, "the attention weights are used"),
-    "weights are used in another product": (lambda m, x: m(x, x, x)[1] @ x, {}, "the attention weights are used"),
+    "weights are used": (lambda m, x: m(x, x, x), {}, "the attention weights are requested"),
+    "weights are used in another product": (lambda m, x: m(x, x, x)[1] @ x, {}, "the attention weights are requested"),
     "nothing is cheaper": (attending(), {}, "already the cheapest form"),
     "no target is allowed": (attending(), {"targets": ("flex",)}, "need no score function"),
     "the user's rule": (attending(), {"rules": {"*": "leave"}}, "left as requested"),
@@ -367,7 +367,7 @@ def test_the_kernel_itself(name: str) -> None:
     with torch.no_grad():
         (site,) = same(built(call).eval(), X, rewritten=1, twice=3.0).sites
     assert site.form == "nn.MultiheadAttention"
-    assert ("the attention weights are used, and stay" in site.reason) == (name == "weights")
+    assert ("the attention weights are requested, and stay" in site.reason) == (name == "weights")
 
 
 def test_an_exported_encoder_layer() -> None:

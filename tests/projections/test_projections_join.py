@@ -208,7 +208,7 @@ def test_the_report_tells() -> None:
         torch.compile(model, backend=attn_pass.wrap("eager", **options))(torch.randn(B, L, E))
     (record,) = report.projections
     assert record.outcome == "left" and record.predicted_us["join"] < record.predicted_us["leave"]
-    assert "multiplied one by one: query, key, value (32 + 32 + 32 of 32): " in report.table(verbose=True)
+    assert "projections not joined: query, key, value (32 to 32 + 32 + 32 features): " in report.table(verbose=True)
     assert "multiplied" not in str(report)
     again = attn_pass.Report.from_dict(report.to_dict())
     assert again.projections[0].line() == record.line()

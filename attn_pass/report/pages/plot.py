@@ -1,4 +1,4 @@
-"""The roofline plot as coordinates: sites as stock runs them and as rewritten, on logarithmic axes."""
+"""The roofline plot as coordinates: sites as they are written and as rewritten, on logarithmic axes."""
 
 from __future__ import annotations
 
