@@ -78,7 +78,8 @@ class Options:
             (Inductor's ``freezing``); "parameters" also under torch.compile, whose inputs they are: they are laid into
             one buffer, of which each is a slice then. "off" never does.
         shield: keep Inductor's own attention patterns away from the softmaxes of the graph (on the CPU).
-        device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on.
+        device: decide for this device ("cuda:0", or by name, "H200") instead of the one the tensors are on. A kind
+            ("cuda") of which this machine has none is the first of its table, by data sheets: an H200.
         timeline: name each site in torch's profiler: a range around the kernels that compute it, with its id and source
             line. Inductor's caches are not used then, and C++ wrappers (packages among them) have no ranges.
         runtime: decide for a runtime that the program is exported to ("onnx", "openvino", "executorch", "tensorrt"):
