@@ -7,16 +7,22 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from padded_encoders import Encoder, ids, masks
 from rich.console import Console
+from torch import Tensor, nn
 
+from attn_pass.devices.cpu.kernel import build
 from bench.harness.document import Table
 from bench.harness.process import Task, in_child
 from bench.suites import compile_time
-from bench.suites.census import command, export, tables
-from bench.suites.census.dataset import FolderError, open_census
+from bench.suites.census import command, export, padding, tables
+from bench.suites.census.dataset import Census, FolderError, Subject, open_census
+from bench.suites.census.padded_rows import seen, token_masks
 from bench.suites.census.rows import read_rows
 from bench.suites.census.workers import run_all
 
@@ -171,9 +177,61 @@ def test_regions_are_counted_by_family_and_their_stops_listed() -> None:
         {**common, "name": "c", "attentions": 1, "regions": [], "numerics": WRONG},
     ]
     text = tables.markdown(rows)
-    assert "As called:" in text and "| hf text | 3 | 3 | 3 | 2 | 1 | 14 | 12 | 1 | 0 |" in text
+    assert "As called:" in text and "| hf text | 3 | 3 | 3 | 2 | 1 | 14 | 12 | 3 | 0 | 1 | 0 |" in text
     assert "| mean may mix rows of padding with others | 1 | 1 | b |" in text
     assert "Wrong numbers (1):\n\n- c (as called)" in text
+
+
+class FirstToken(nn.Module):
+    """An encoder that returns its rows; ``turned``, it takes a mask for one that begins at the other end."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.encoder, self.turned = Encoder(lambda model, x, mask: (x, x[:, 0]), layers=1, eager=False), turned
+
+    def forward(self, ids: Tensor, attention_mask: Tensor) -> Any:
+        return self.encoder(ids, attention_mask.flip(1) if self.turned else attention_mask)
+
+
+@pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
+def test_the_graph_without_padding_runs_and_its_other_rows_are_judged() -> None:
+    """One whose tokens became zeros, since it took other rows for padding than its caller, is found to be wrong."""
+    counting = SimpleNamespace(tensors=list, compare=compared)
+    for turned, correct in ((False, True), (True, False)):
+        model, mask = FirstToken(turned).eval(), masks()[0]
+        given = {"ids": ids(), "attention_mask": mask}
+        with torch.no_grad():
+            expected = list(model(**given))
+        subject = Subject(Census(Path(), counting, None), model, (), given, expected, deterministic=True)
+        row = padding.compiled(subject, padding.UNUSED)
+        assert row["status"] == "ok" and [r["outcome"] for r in row["regions"]] == ["packed"]
+        assert row["numerics"]["ok"] is correct
+        assert row["zeros"] == (int((mask == 0).sum()) if correct else int((mask + mask.flip(1) == 0).sum()))
+        assert padding.compiled(subject, padding.AS_CALLED)["numerics"]["ok"]
+
+
+def compared(expected: list[Tensor], got: list[Tensor]) -> dict[str, Any]:
+    same = [torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(expected, got, strict=True)]
+    return {"ok": all(same)}
+
+
+def test_rows_of_padding_are_taken_out_where_they_are_zeros_and_a_mask_says_so() -> None:
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    rows, pooled = torch.ones(2, 4, 3), torch.ones(2, 5)
+    zeroed = rows * mask[..., None]
+    assert seen([rows, pooled], [zeroed, pooled], [mask]).zeros == 4
+    assert seen([rows, pooled], [zeroed, pooled], [mask, mask.flip(1)]).got[0].shape == (4, 3)
+    assert seen([zeroed], [zeroed], [mask]).zeros == 0
+    tokens = seen([rows], [rows * 0], [mask])
+    assert tokens.zeros == 4 and not tokens.got[0].any() and tokens.expected[0].all()
+    frames = torch.ones(2, 2, 3)
+    assert seen([frames], [frames * 0], [mask]).zeros == 3, "the second frame of the first has one token of two"
+    assert len(seen([rows], [rows, rows], [mask]).got) == 2
+
+
+def test_a_mask_of_padding_is_true_where_there_is_no_token() -> None:
+    told = {"src_key_padding_mask": torch.tensor([[False, True]]), "src": torch.zeros(1, 2), "mask": torch.ones(2)}
+    assert [mask.tolist() for mask in token_masks(told)] == [[[True, False]]]
 
 
 def test_projections_are_counted_by_family_and_reasons_listed() -> None:

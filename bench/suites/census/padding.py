@@ -1,27 +1,29 @@
 """Models with padding under torch.compile: which have a proved region without padding, and why the others have none.
 
 Models are as the census has them, with transformers' own calls of `scaled_dot_product_attention`; those whose inputs
-hold a mask with padding in it. Each is traced once: the rewritten graph runs eagerly, and only the CPU kernel is
-offered, whatever it is predicted to take. Most return `last_hidden_state`, which shows rows of padding; so each graph
-is rewritten once more under `assume_padding_unused`, and that is not run.
+hold a mask with padding in it. The rewritten graphs run eagerly, and only the CPU kernel is offered, whatever it is
+predicted to take. Most models return `last_hidden_state`, which shows rows of padding; so each is compiled once more
+under `assume_padding_unused`, and compared with eager in all that this word leaves as it is (`padded_rows`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule
 
 import attn_pass
 from attn_pass.report.record import Report
 from bench.suites.census.dataset import Census, Subject, prepared, told
+from bench.suites.census.padded_rows import seen, token_masks
 from bench.suites.census.rows import Row
 from bench.suites.census.sdpa import build_with_sdpa
 
-AS_CALLED, UNUSED = STAGES = ("as called", "padding unused")
+AS_CALLED, UNUSED = "as called", "padding unused"
+STAGES: Mapping[str, Mapping[str, Any]] = {AS_CALLED: {}, UNUSED: {"assume_padding_unused": True}}
+"""The options of the pass in each."""
 
 
 def facts_of(census: Census, name: str) -> Row:
@@ -34,54 +36,37 @@ def measure(census: Census, name: str) -> Iterator[Row]:
     row = facts_of(census, name)
     build_with_sdpa()
     subject = prepared(census, name, refused=without_padding)
-    for stage, of_stage in compiled(subject):
-        yield {**row, "stage": stage, **of_stage}
+    for stage in STAGES:
+        yield {**row, "stage": stage, **compiled(subject, stage)}
 
 
 def without_padding(inputs: Mapping[str, Any]) -> str:
     """The status of a model none of whose masks, by their names, keeps some positions and not others."""
-    masks = (x for name, x in inputs.items() if "mask" in name and isinstance(x, torch.Tensor) and x.dim() == 2)
-    return "" if any(bool((x != x.flatten()[0]).any()) for x in masks) else "no padding"
+    return "" if any(bool((mask != mask.flatten()[0]).any()) for mask in token_masks(inputs)) else "no padding"
 
 
-def compiled(subject: Subject) -> Iterator[tuple[str, Row]]:
-    """What becomes of one model. With the user's word its rows of padding are others, and nothing is compared."""
-    backends = {AS_CALLED: _backend(), UNUSED: _backend(assume_padding_unused=True)}
-    reports: dict[str, list[Report]] = {stage: [] for stage in STAGES}
-
-    def both(gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graphs = {AS_CALLED: gm, UNUSED: _copied(gm)}
-        made = {}
-        for stage, backend in backends.items():
-            with attn_pass.record() as report:
-                made[stage] = backend(graphs[stage], inputs)
-            reports[stage].append(report)
-        return made[AS_CALLED]
-
+def compiled(subject: Subject, stage: str) -> Row:
+    """What becomes of one model in a stage, and its numbers."""
+    torch._dynamo.reset()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), **STAGES[stage])
     made: Row = {"status": "ok", "numerics": None}
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, attn_pass.record() as report:
         warnings.simplefilter("always", attn_pass.AttnPassWarning)
         try:
-            made["numerics"] = subject.judged(subject.run(torch.compile(subject.model, backend=both)))
+            made |= judged(subject, stage, subject.run(torch.compile(subject.model, backend=backend)))
         except Exception as error:
             made.update(status="does not run", error=told(error))
     made["warnings"] = [str(w.message) for w in caught if issubclass(w.category, attn_pass.AttnPassWarning)]
-    yield AS_CALLED, {**made, **_told(reports[AS_CALLED])}
-    yield UNUSED, {"status": made["status"], "numerics": None, "warnings": [], **_told(reports[UNUSED])}
+    return {**made, **_told(report)}
 
 
-def _backend(**options: Any) -> Callable[..., Any]:
-    return attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), **options)
+def judged(subject: Subject, stage: str, got: list[torch.Tensor]) -> Row:
+    """The numbers against eager's; with the user's word without the rows of padding that became zeros."""
+    if stage == AS_CALLED:
+        return {"numerics": subject.judged(got)}
+    both = seen(subject.expected, got, token_masks(subject.kwargs))
+    return {"numerics": subject.judged(both.got, both.expected), "zeros": both.zeros}
 
 
-def _copied(gm: GraphModule) -> GraphModule:
-    graph = Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    made = GraphModule(gm, graph)
-    made.meta.update(gm.meta)
-    return made
-
-
-def _told(reports: Sequence[Report]) -> Row:
-    rewritten = sum(len(report.rewritten) for report in reports)
-    return {"attentions": rewritten, "regions": [region.to_dict() for report in reports for region in report.regions]}
+def _told(report: Report) -> Row:
+    return {"attentions": len(report.rewritten), "regions": [region.to_dict() for region in report.regions]}

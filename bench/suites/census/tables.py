@@ -196,6 +196,8 @@ def _padding_cells(label: str, rows: Sequence[Row]) -> Row:
         "with a region": len(proved),
         "attentions with the mask": inside,
         "in regions": packed,
+        "compared": sum(row.get("numerics") is not None for row in rows),
+        "rows that are zeros": sum(row.get("zeros", 0) for row in rows),
         **_bad(rows),
     }
 
