@@ -38,7 +38,9 @@ class Layer(nn.Module):
         batch, length, _ = x.shape
         q, k, v = (one(x).view(batch, length, H, E // H).transpose(1, 2) for one in self.qkv)
         if self.eager:
-            added = torch.where(keep[:, None, None, :].expand(batch, 1, length, length), 0.0, LOWEST)
+            # Of a number outside of a program Dynamo makes an input where sizes are dynamic.
+            lowest = torch.finfo(torch.float32).min
+            added = torch.where(keep[:, None, None, :].expand(batch, 1, length, length), 0.0, lowest)
             y = self.dropout((q @ k.transpose(2, 3) * 0.4 + added).softmax(-1)) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, keep[:, None, None, :], scale=0.4)
