@@ -15,8 +15,8 @@ import torch
 
 from attn_pass.devices import roofline
 from attn_pass.devices.calibration import Calibration
-from attn_pass.devices.catalog import unknown
 from attn_pass.devices.device import Device
+from attn_pass.devices.processors import unknown
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import Apply, walk

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_pass.devices.calibration import Calibration, with_calibration
-from attn_pass.devices.catalog import processor
 from attn_pass.devices.cpu.probes import PROBES, Probe, fitted
+from attn_pass.devices.processors import processor
 from attn_pass.devices.registry import facts
 from attn_pass.tuning.clock import Reading
 

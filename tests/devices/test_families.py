@@ -15,7 +15,7 @@ from attn_pass.targets.registry import all_targets
 PACKAGE = Path(attn_pass.__file__).parent
 TYPES = {kind for family in registry.families() for kind in family.types}
 NAMED = {
-    "devices/catalog.py": "the processor's own row says whose it is",
+    "devices/processors.py": "the processor's own row says whose it is",
     "devices/registry.py": "the list of built-in families",
     "engine.py": "a region without a recorded device is decided for the host's",
     "entries/other_device.py": "a device that the options name is looked up as from the host",

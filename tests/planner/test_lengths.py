@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import attn_pass
-from attn_pass.devices.catalog import processor
+from attn_pass.devices.processors import processor
 from attn_pass.planner.lengths import worst_losses
 
 HINTS = (2, 64, 1000)

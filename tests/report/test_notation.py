@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import attn_pass
 from attn_pass.cli import doctor
-from attn_pass.devices.catalog import processor
+from attn_pass.devices.processors import processor
 from attn_pass.measuring.result import Benchmark, Row
 from attn_pass.report.pages.html import fragment
 from attn_pass.report.record import Report

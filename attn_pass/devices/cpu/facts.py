@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
-from attn_pass.devices.catalog import processor
 from attn_pass.devices.cpu.kernel import source
 from attn_pass.devices.device import Device
+from attn_pass.devices.processors import processor
 
 _ARM = ("aarch64", "arm64")
 _PROCESSORS = {"Graviton4": (96, 430.0), "Graviton3": (64, 245.0)}  # cores, and 80 % of the memory's rate in GB/s

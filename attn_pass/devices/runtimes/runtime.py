@@ -15,8 +15,8 @@ import torch
 
 from attn_pass.devices import roofline
 from attn_pass.devices.base import Family
-from attn_pass.devices.catalog import ANOTHERS, processor
 from attn_pass.devices.device import Device
+from attn_pass.devices.processors import ANOTHERS, processor
 from attn_pass.devices.roofline import Problem
 from attn_pass.model.attention import AsWritten, Attention
 from attn_pass.model.expression import expression_axes

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from attn_pass.devices.base import Family
-from attn_pass.devices.catalog import unknown
 from attn_pass.devices.device import Device
+from attn_pass.devices.processors import unknown
 from attn_pass.devices.roofline import Problem
 from attn_pass.devices.tpu import cost, facts
 from attn_pass.devices.tpu.pallas import PallasFlash, PallasSplash

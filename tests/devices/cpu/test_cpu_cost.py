@@ -12,10 +12,10 @@ from against_eager import NEG_INF, qkv, randn
 from torch import Tensor
 
 import attn_pass
-from attn_pass.devices.catalog import processor
 from attn_pass.devices.cpu import facts
 from attn_pass.devices.cpu.family import FAMILY
 from attn_pass.devices.cpu.kernel import source
+from attn_pass.devices.processors import processor
 
 HALF = torch.bfloat16
 LENGTH = 1024
