@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from attn_pass.entries.mistakes import check_keywords, hint, warn_swallowed
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.stock import StockAsker
 from attn_pass.entries.transaction import decide, known_buffers
+from attn_pass.entries.uncompiled import own_compile_off, uncompiled
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
 from attn_pass.options import Options, make_options
@@ -97,9 +97,6 @@ def _any_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapesCollection
     return collection
 
 
-_OWN = "_compiled_call_impl"
-
-
 class _Reader:
     """A Dynamo backend that decides on a copy of each graph, runs the graph as it is, and counts its calls."""
 
@@ -167,10 +164,10 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     name = _name(model)
     reader = _Reader(options)
     settings: dict[str, Any] = {"dynamic": True} if dynamic else {}
-    compiled = torch.compile(_fresh(_uncompiled(model)), backend=reader, **settings, **_isolation())
+    compiled = torch.compile(_fresh(uncompiled(model)), backend=reader, **settings, **_isolation())
     try:
         # Earlier calls had other shapes: no reason to be dynamic here.
-        with breaks_noted() as noted, config.patch(automatic_dynamic_shapes=False), _own_compile_off(model):
+        with breaks_noted() as noted, config.patch(automatic_dynamic_shapes=False), own_compile_off(model):
             compiled(*args, **kwargs)
         reader.report.graph_breaks = tuple(noted)
         reader.count_calls()
@@ -192,29 +189,6 @@ def _captured(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
             "export it and explain the exported program"
         )
     return reader.report
-
-
-def _uncompiled(model: Any) -> Any:
-    """The module or function inside torch.compile, if the model is already compiled."""
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
-
-    if isinstance(model, OptimizedModule):
-        return model._orig_mod
-    if isinstance(model, torch.nn.Module) or getattr(model, "_torchdynamo_disable", False):
-        return model
-    return innermost_fn(model)
-
-
-@contextmanager
-def _own_compile_off(model: Any) -> Iterator[None]:
-    """Temporarily removes the results of `Module.compile()`, which would be called after a graph break."""
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    own = [(module, vars(module).pop(_OWN)) for module in modules if _OWN in vars(module)]
-    try:
-        yield
-    finally:
-        for module, compiled in own:
-            vars(module)[_OWN] = compiled
 
 
 def _fresh(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,11 +22,12 @@ from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
 from attn_pass.entries.environment import environment_fault, environment_told, raise_if_environment
 from attn_pass.entries.mistakes import check_keywords
+from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
 from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict
 from attn_pass.measuring.result import PASS, STOCK, Benchmark, Row, Samples
-from attn_pass.measuring.subject import Call, Subject, subject_of
+from attn_pass.measuring.subject import NOT_REPEATABLE, Call, Subject, subject_of
 from attn_pass.measuring.timing import compiled, in_turns, peak_bytes, percentile, private_caches, relative_error, why
 from attn_pass.options import make_options
 from attn_pass.progress import Tell, progress
@@ -59,7 +60,7 @@ def benchmark(
     gradients of its parameters do, if it trains.
 
     Args:
-        model: a module or function, not compiled.
+        model: a module or function; if it is compiled, what was compiled is measured.
         args: the model's inputs.
         attn_pass_options: fields of `attn_pass.Options`.
         attn_pass_training: measure a forward and a backward from all outputs. By default that is done if gradients are
@@ -82,6 +83,7 @@ def benchmark(
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")
     with ExitStack() as around:
         around.enter_context(environment_told())
+        around.enter_context(own_compile_off(subject.model))
         tell = around.enter_context(progress(silent=not attn_pass_progress))
         if not subject.trains:
             around.enter_context(torch.no_grad())
@@ -221,7 +223,7 @@ def _compare(subject: Subject, ways: _Ways) -> tuple[str, tuple[str, ...]]:
     """Fills in the errors; returns what they are against, and remarks."""
     first, again = subject.results(subject.model), subject.results(subject.model, seed=1)
     if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again)):
-        return "eager", ("results are not compared: the model draws random numbers, or keeps state between calls",)
+        return "eager", (f"results are not compared: the model {NOT_REPEATABLE}",)
     reference, against = subject.in_float64_results(), "float64"
     if reference is None or len(reference) != len(first):
         reference, against = first, "eager"

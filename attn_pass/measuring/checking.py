@@ -18,13 +18,14 @@ from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.mistakes import check_keywords, refuse_no_backend
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import known_buffers
+from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import OptionError
-from attn_pass.measuring.subject import Subject, subject_of
+from attn_pass.measuring.subject import NOT_REPEATABLE, Subject, subject_of
 from attn_pass.measuring.timing import compiled, relative_error, why
 from attn_pass.options import make_options
 from attn_pass.progress import progress
 from attn_pass.report.record import Report
-from attn_pass.report.site import SiteReport
+from attn_pass.report.site import Kind, SiteReport
 from attn_pass.report.text import counted, plain_table, printable, shape_lines
 from attn_pass.verify.compare import rounding
 
@@ -45,7 +46,7 @@ class CheckedSite:
         why: what differs, or why it was not run; "" for a right one.
         error: largest absolute difference from the program run eagerly; None if it was not run, or is wrong.
         script: a file that shows the difference with torch and the backend alone; "" if there is none.
-        form, where, module, mask, shapes, dtype: as in `SiteReport`.
+        kind, form, where, module, mask, shapes, dtype: as in `SiteReport`.
     """
 
     verdict: Verdict
@@ -58,6 +59,7 @@ class CheckedSite:
     mask: str
     shapes: tuple[str, ...]
     dtype: str
+    kind: Kind = "attention"
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,11 @@ class Check:
 
     def summary(self) -> str:
         """One line: how many sites are right, wrong and not run, and the whole program."""
-        verdicts = [site.verdict for site in self.sites]
+        verdicts = [site.verdict for site in self.sites if site.kind == "attention"]
         counts = [f"{verdicts.count(v)} {v}" for v in ("right", "WRONG", "not run") if v in verdicts]
-        found = f"{counted(len(self.sites), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
+        found = f"{counted(len(verdicts), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
+        if misses := len(self.sites) - len(verdicts):
+            found += f", {counted(misses, 'near miss', 'near misses')}"
         return f"attn_pass check of {self.backend}: {found}; the whole program: {self.whole}"
 
     def table(self, width: int | None = None) -> str:
@@ -152,11 +156,15 @@ def check(
     function, name = _backend(backend)
     subject = subject_of(model, args, kwargs, attn_pass_training, "check")
     reader = _Reader(function, name)
-    with torch.set_grad_enabled(subject.trains), progress(silent=not attn_pass_progress) as tell:
+    with (
+        own_compile_off(subject.model),
+        torch.set_grad_enabled(subject.trains),
+        progress(silent=not attn_pass_progress) as tell,
+    ):
         tell("reading the model, and compiling each site")
         # Earlier calls had other shapes: no reason to be dynamic here.
         with breaks_noted() as breaks, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-            subject.step(compiled(model, dynamic=None, backend=reader))()
+            subject.step(compiled(subject.model, dynamic=None, backend=reader))()
         if reader.failure is not None:
             raise_if_environment(reader.failure)
         tell("compiling the whole program")
@@ -236,6 +244,7 @@ def _checked(site: SiteReport) -> CheckedSite:
         site.mask,
         tuple(shape_lines(site)),
         site.dtype,
+        site.kind,
     )
 
 
@@ -244,7 +253,7 @@ def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, floa
     eager = subject.results(subject.model)
     again = subject.results(subject.model, seed=1)
     if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(eager, again)):
-        return "not run", None, "the whole program draws random numbers, or keeps state between calls", "eager"
+        return "not run", None, f"the whole program {NOT_REPEATABLE}", "eager"
     wide = subject.in_float64_results()
     reference, against = (eager, "eager") if wide is None else (wide, "float64")
     try:

@@ -107,6 +107,7 @@ class Benchmark:
             lines.append(f"the machine is too busy to tell: {self.busy}")
         lines += [f"failed: {way}: {why}" for way, why in self.failures.items()]
         lines += self.remarks
+        lines.append(self.report.summary())
         lines.append("; ".join(f"{name}: {value}" for name, value in self.conditions.items() if name != "model"))
         return printable("\n".join(lines))
 

@@ -11,9 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from attn_pass.entries.mistakes import hint, warn_swallowed
+from attn_pass.entries.uncompiled import own_compile_off, uncompiled
 from attn_pass.errors import CaptureError, in_one_line
 
 Call = Callable[..., Any]
+
+NOT_REPEATABLE = "draws random numbers (.eval() turns dropout off), or keeps state between calls"
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,14 @@ class Subject:
 
 
 def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool | None, what: str) -> Subject:
-    """The subject, after a call that shows that it runs.
+    """The subject, after a call that shows that it runs; of a model that is compiled already, what was compiled.
 
     ``trains`` is by default whether gradients are on and something needs them, and a module is in training mode.
 
     Raises:
         CaptureError: the model cannot be called, or fails on these inputs.
     """
+    model = uncompiled(model) if callable(model) else model
     if not callable(model):
         given = type(model).__name__
         raise CaptureError(f"{what} takes a module or a function, got {given}; call {what}(model, *inputs)")
@@ -111,7 +115,8 @@ def subject_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tra
         trains = torch.is_grad_enabled() and bool(subject.parameters) and getattr(model, "training", True)
     subject = Subject(model, args, kwargs, trains)
     try:
-        subject.step(model)()
+        with own_compile_off(model):
+            subject.step(model)()
     except Exception as error:
         raise CaptureError(
             f"{subject.name} does not run eagerly with these inputs: {in_one_line(error)}{hint(what, args, kwargs)}\n"

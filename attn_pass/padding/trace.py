@@ -22,6 +22,7 @@ from attn_pass.padding.layouts import Layout, reshaped, through
 from attn_pass.padding.masks import Group, ancestors
 from attn_pass.padding.rules import Rule, first_tensor, plain_name
 from attn_pass.report.places import source_line
+from attn_pass.report.region import IN_RESULT
 
 _QKV = Layout(0, 2)
 _MOST = 60  # operations that tell which rows are read, computed once more before the region
@@ -240,7 +241,7 @@ def _can_be_told(trace: Trace, found: Exit) -> bool:
 def what_sees(user: Node) -> str:
     """Why a region ends at an operation."""
     if user.op == "output":
-        return "rows of padding are in the result of the model"
+        return IN_RESULT
     where = source_line(user.meta)
     place = "" if where.startswith("unknown") else f" ({where})"
     return f"{plain_name(user) or user.name} may mix rows of padding with others{place}"

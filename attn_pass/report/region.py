@@ -8,6 +8,10 @@ from typing import Literal
 from attn_pass.report.json_schema import Record
 from attn_pass.report.units import counted
 
+IN_RESULT = "rows of padding are in the result of the model"
+"""The reason, or a stop, that the user can do away with by `Options.assume_padding_unused`."""
+_HINT = "  hint: if nobody uses rows of padding of the result, assume_padding_unused=True leaves them out"
+
 
 @dataclass(eq=False, kw_only=True)
 class RegionReport(Record):
@@ -49,7 +53,8 @@ class RegionReport(Record):
         if self.outcome == "left":
             sites = counted(self.sites, "site")
             text = f"padding is not removed: {self.reason} ({sites} with a padding mask, {self.where})"
-            return [text, *(f"  stopped: {stop}" for stop in self.stops if stop != self.reason)]
+            stops = [f"  stopped: {stop}" for stop in self.stops if stop != self.reason]
+            return [text, *stops, *([_HINT] if IN_RESULT in (self.reason, *self.stops) else [])]
         operations = ", ".join(f"{name} x{count}" for name, count in self.operations.items())
         sites = f"{counted(self.sites, 'attention')} {'runs' if self.sites == 1 else 'run'}"
         return [

@@ -68,6 +68,33 @@ def test_every_way_is_measured_and_compared_with_float64() -> None:
     assert stored["report"]["sites"][0]["mask"] == "causal"
 
 
+class Attention(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return causal(q, k, v)
+
+
+@pytest.mark.parametrize("compiles", ["module", "in place", "function"])
+def test_a_model_that_is_compiled_already_is_measured_as_it_is_written(compiles: str) -> None:
+    def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *given: [x * 2 for x in gm.forward(*given)]
+
+    model: Any = causal if compiles == "function" else Attention()
+    if compiles == "in place":
+        model.compile(backend=wrong)
+    else:
+        model = torch.compile(model, backend=wrong)
+    result = attn_pass.benchmark(model, *heads(), attn_pass_seconds=0.2)
+    assert result["eager"].error is not None and result["eager"].error < 1e-5
+    assert result.conditions["model"] == ("causal" if compiles == "function" else "Attention")
+    assert attn_pass.check(model, *heads(), backend="aot_eager")
+    torch.testing.assert_close(model(*heads()).shape, heads()[0].shape)
+
+
+def test_the_table_says_what_became_of_the_attention() -> None:
+    assert "attn_pass: 1 attention site: " in str(attn_pass.benchmark(causal, *heads(), attn_pass_seconds=0.2))
+    assert "no attention found" in str(attn_pass.benchmark(torch.nn.ReLU(), torch.randn(4), attn_pass_seconds=0.1))
+
+
 def test_training_is_measured_with_its_gradients() -> None:
     result = attn_pass.benchmark(causal, *heads(requires_grad=True), attn_pass_seconds=0.2)
     assert result.conditions["mode"] == "training"

@@ -96,8 +96,10 @@ def test_near_misses_are_not_run_and_say_why() -> None:
     def other_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT).softmax(0) @ v
 
-    (site,) = attn_pass.check(other_axis, *heads(), backend="eager").sites
+    result = attn_pass.check(other_axis, *heads(), backend="eager")
+    (site,) = result.sites
     assert site.verdict == "not run" and site.why
+    assert "no attention found, 1 near miss; the whole program" in result.summary()
 
 
 @pytest.mark.parametrize("backend", ["no such thing", 3])

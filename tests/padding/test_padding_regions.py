@@ -278,6 +278,8 @@ def test_rows_of_padding_that_are_seen(after: Callable[..., Any], reason: str) -
     for region in report.regions:
         assert region.outcome == "left" or not reason
         assert reason in region.reason
+        hinted = "assume_padding_unused=True" in "".join(region.lines())
+        assert hinted == (region.outcome == "left" and "in the result" in region.reason)
 
 
 class BatchNorm(nn.Module):
