@@ -62,7 +62,7 @@ def exported(
             given += f" and dynamic_shapes={dynamic_shapes!r}"
         raise CaptureError(
             f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}"
-            f"{hint(entry, inputs, kwargs or {})}\nCheck that the model runs with these inputs, and that "
+            f"{hint(entry, inputs, kwargs or {}, error)}\nCheck that the model runs with these inputs, and that "
             "every size declared dynamic may really differ from the example's; torch.export.export(model, args, "
             "kwargs, dynamic_shapes=...) shows the whole error"
         ) from error

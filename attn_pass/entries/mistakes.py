@@ -32,6 +32,7 @@ class Given:
     entry: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    error: str = ""  # what it failed with
 
     @property
     def options(self) -> list[str]:
@@ -67,6 +68,10 @@ def _options_go(given: Given) -> str:
 
 MISTAKES = (
     Mistake(
+        lambda given: "Cache'> in output" in given.error and "use_cache" not in given.kwargs,
+        lambda given: "The model returns its cache: give it use_cache=False, as a keyword input, if it need not.",
+    ),
+    Mistake(
         lambda given: len(given.args) == 2 and _is_inputs(given.args[0]) and isinstance(given.args[1], Mapping),
         lambda given: f"The inputs are a tuple and a dict here: unpack them, {_unpacked(given, '*args, **kwargs')}.",
     ),
@@ -91,9 +96,12 @@ MISTAKES = (
 )
 
 
-def hint(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """What was perhaps meant by a call whose model failed, as a line of its own; "" if it looks as it should."""
-    given = Given(entry, args, kwargs)
+def hint(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: object = "") -> str:
+    """What was perhaps meant by a call whose model failed, as a line of its own; "" if it looks as it should.
+
+    ``error`` is what it failed with.
+    """
+    given = Given(entry, args, kwargs, str(error))
     return next((f"\n{mistake.hint(given)}" for mistake in MISTAKES if mistake.looks_so(given)), "")
 
 

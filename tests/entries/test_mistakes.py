@@ -146,3 +146,17 @@ def test_a_tuple_in_the_tuple_of_aot_compile_is_told() -> None:
     with pytest.raises(CaptureError) as raised:
         attn_pass.aot_compile(Product(), (inputs,))
     assert "unpack it, attn_pass.aot_compile(model, inputs)" in str(raised.value)
+
+
+class KeyValueCache:
+    """As transformers' caches are, a type that torch.export does not know."""
+
+
+class Caching(torch.nn.Module):
+    def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+        return (torch.relu(x), KeyValueCache()) if use_cache else torch.relu(x)
+
+
+def test_a_cache_in_the_result_is_told() -> None:
+    with pytest.raises(CaptureError, match="use_cache=False, as a keyword input"):
+        attn_pass.aot_compile(Caching(), (torch.ones(3),))
