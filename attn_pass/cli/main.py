@@ -20,7 +20,7 @@ from attn_pass.cli.measure import bench, check
 from attn_pass.cli.programs import built, in_mode
 from attn_pass.errors import AttnPassError, own_version
 from attn_pass.progress import logged_to_stderr, progress
-from attn_pass.report.text import counted, duration
+from attn_pass.report.text import WIDTH, counted, duration
 
 if TYPE_CHECKING:
     from attn_pass.report.pages.collect import Collection
@@ -206,7 +206,7 @@ def doctor(
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for title, findings in sections.items():
         table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
         for finding in findings:

@@ -13,7 +13,8 @@ from attn_pass.report.site import SiteReport
 from attn_pass.report.units import counted as counted
 from attn_pass.report.units import duration as duration
 
-_TABLE_WIDTH = 160
+WIDTH = 160
+"""Of tables, in characters, where the output is no terminal."""
 _BOX = "    \n    \n -- \n    \n    \n    \n    \n    \n"  # for rich: a rule under the header, nothing else
 
 _BUFFER = re.compile(r"(?<=\bif )[\w. ]+(?= is constant)")  # "layers.0.attn.tril" in a hint
@@ -186,4 +187,4 @@ def _why(site: SiteReport, verbose: bool) -> Iterator[str]:
 
 
 def _width() -> int:
-    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH
+    return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH

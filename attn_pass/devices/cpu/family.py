@@ -21,6 +21,7 @@ from attn_pass.devices.cpu.kernel import build, source
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.model.attention import AsWritten, Attention
+from attn_pass.report.text import counted
 from attn_pass.targets.base import Target
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -112,7 +113,7 @@ class Cpu(Family):
         """The compiler that Inductor needs, which is tried, and the vector unit."""
         use, fault = "Inductor's code for the CPU and every AOTInductor package", build.fault()
         yield "C++ compiler", "" if fault else build.compiler(), f"{fault}; needed for {use}" if fault else use
-        yield "CPU", torch.backends.cpu.get_cpu_capability(), f"{torch.get_num_threads()} threads"
+        yield "CPU", torch.backends.cpu.get_cpu_capability(), counted(torch.get_num_threads(), "thread")
 
     def targets(self) -> Sequence[Target]:
         """The kernel of our own."""
