@@ -39,7 +39,8 @@ def is_product(node: Node) -> bool:
 class Cost:
     """What a region's products take, what finding its rows takes, and a number of rows that is new, in microseconds.
 
-    With the rows are counted the copies around attentions to other rows: queries in their places, and packed results.
+    With the rows are counted the copies around attentions that are called as they were: operands in their places, and
+    packed results.
     """
 
     products: float
@@ -83,10 +84,11 @@ def cost_of(proof: Proof, device: Device, hint: Callable[[Index], int]) -> Cost:
 
 
 def _copying(proof: Proof, device: Device, rows: int) -> float:
-    """Queries and results of attentions to other rows, each read and written once more."""
+    """Operands and results of attentions that are called as they were, each read and written once more."""
     us = 0.0
-    for site in proof.crosses:
-        for value in (tensor_value(site.args[0]), first_tensor(site)):
+    for site in proof.whole:
+        operands = [n for n in site.args[:3] if n in proof.layouts]
+        for value in (*map(tensor_value, operands), first_tensor(site)):
             assert value is not None
             numbers = value.shape[1] * value.shape[3]
             size = 2 * rows * numbers * value.dtype.itemsize if isinstance(numbers, int) else 0

@@ -15,12 +15,12 @@ from torch.fx import Node
 
 from attn_pass.graph.values import tensor_value
 from attn_pass.padding.layouts import Layout, Rows
-from attn_pass.padding.masks import PaddingMask, averages, hides_padding, mask_of
+from attn_pass.padding.masks import PaddingMask, averages, counts_positions, hides_padding, mask_of
 from attn_pass.padding.rules import Rules, plain_name
 from attn_pass.padding.scores import readers
 from attn_pass.reading.vocabulary import Call, understand
 
-Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other than"]
+Kind = Literal["nothing", "position", "positions", "nonzero", "zero", "other than", "keys"]
 
 
 _OF_SIZES = frozenset(
@@ -33,8 +33,9 @@ FINITE = "a mask multiplies rows of padding with 0"
 class Exit:
     """An operation behind which rows of padding are not seen, in words, and which rows it does read.
 
-    ``tensor`` is (B,) of "positions", and has the layout ``at`` where it says which rows are read. ``sites`` are the
-    attentions that read it with rows of padding, and are an exit only if they are of the region themselves.
+    ``tensor`` is (B,) of "positions", the mask (B, 1, L, S) of "keys", and has the layout ``at`` where it says which
+    rows are read. ``sites`` are the attentions that read it with rows of padding, and are an exit only if they are of
+    the region themselves.
     """
 
     words: str
@@ -82,16 +83,23 @@ def _is_of_sizes(user: Node) -> bool:
 
 
 def _as_keys(user: Node, node: Node, layout: Layout, around: Surroundings) -> Exit | None:
-    """Keys and values of another attention, a cross attention, that masks the same ones."""
+    """Keys and values of another attention, a cross attention, that masks the same ones, or others."""
     used = [n for n, argument in enumerate(user.args) if argument is node]
     in_others = any(node is a for a in user.kwargs.values())
-    if 0 in used or in_others or mask_of(user) != around.mask or layout != Layout(0, 2):
-        return None
-    if not hides_padding(user) or averages((user,)) or around.mask.is_of_pairs:  # a row may read all values
-        return None
     value = tensor_value(node)
     whole = value is not None and around.rules.shape(node)[0] == around.rows.batch
-    return Exit("its keys and values of padding are masked in another attention", "nothing") if whole else None
+    if 0 in used or in_others or layout != Layout(0, 2) or not whole or not hides_padding(user):
+        return None
+    mask = mask_of(user)
+    if mask == around.mask and not averages((user,)) and not mask.is_of_pairs:  # there a row may read all values
+        return Exit("its keys and values of padding are masked in another attention", "nothing")
+    told = mask.added if mask.keep is None else mask.keep
+    if told is None or mask.nodes != (told,) or counts_positions(user):
+        return None
+    shape = around.rules.shape(told)
+    if len(shape) != 4 or shape[3] != around.rows.length or shape[0] not in (1, around.rows.batch):
+        return None
+    return Exit("its keys and values that another attention's mask keeps are read", "keys", tensor=told)
 
 
 def _getitem(call: Call, node: Node, layout: Layout, around: Surroundings) -> Exit | None:

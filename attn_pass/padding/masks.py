@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from torch.fx import Graph, Node
 
-from attn_pass.graph.values import Sizes, fake_value, tensor_value
+from attn_pass.graph.values import Sizes, tensor_value
+from attn_pass.padding.added import added_mask, has_gradients, is_called_whole, is_trained
 from attn_pass.padding.cross import Origins
 from attn_pass.padding.layouts import Rows
 
 ADDED_IN_TRAINING = (
-    "a mask that is added is none in training: the gradient of fully masked rows passes through it"
-    " (assume_nonempty_rows=True: there are none)"
+    "what is added to its scores may mask keys, and in training it cannot be told which"
+    " (assume_nonempty_rows=True, if no row is fully masked)"
 )
 OTHER_ROWS = "its queries are not the rows that its keys are"
 NO_PADDING = "its mask is the same for all sequences"  # a triangle in a buffer: nothing to tell of
@@ -48,22 +49,24 @@ class PaddingMask:
     """The keys that are kept of each sequence: where ``keep``, from ``starts`` on and before ``ends``.
 
     ``keep`` is (B, 1, 1, S), or (B, 1, S, S) where it differs from row to row, as a product of the mask with itself
-    does (DeBERTa): then a key is kept that some row keeps.
+    does (DeBERTa): then a key is kept that some row keeps. In training it may be ``added``, numbers in its place of
+    which some absorb a score, or truth values that say where.
     """
 
     keep: Node | None = None
     starts: Node | None = None
     ends: Node | None = None
+    added: Node | None = None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The tensors that say it."""
-        return tuple(n for n in (self.keep, self.starts, self.ends) if n is not None)
+        return tuple(n for n in (self.keep, self.starts, self.ends, self.added) if n is not None)
 
     @property
     def is_of_pairs(self) -> bool:
         """Whether rows of a sequence keep different keys."""
-        return _is_of_pairs(self.keep)
+        return _is_of_pairs(self.keep) or _is_of_pairs(self.added)
 
 
 def _is_of_pairs(keep: Node | None) -> bool:
@@ -117,7 +120,7 @@ def _adds_mask(node: Node, sizes: Sizes) -> bool:
 def mask_of(node: Node) -> PaddingMask:
     """The mask of a call of the kernel."""
     given = {name: _node(node.kwargs.get(name)) for name in ("keep", *PER_BATCH)}
-    return PaddingMask(**given)
+    return PaddingMask(**given, added=added_mask(node))
 
 
 def hides_padding(site: Node) -> bool:
@@ -127,17 +130,27 @@ def hides_padding(site: Node) -> bool:
 
 def averages(sites: Iterable[Node]) -> bool:
     """Whether a row may average all values although its sequence has keys that are kept, which it does not keep."""
-    return any(site.kwargs.get("fully_masked") == "mean" and _differs_by_row(site) for site in sites)
+    return any(_has_a_mean(site) and _differs_by_row(site) for site in sites)
+
+
+def _has_a_mean(site: Node) -> bool:
+    """Whether a fully masked row is the mean of all values: by the kernel, or by a sum that absorbed its scores."""
+    return site.kwargs.get("fully_masked") == "mean" or mask_of(site).added is not None
 
 
 def _differs_by_row(site: Node) -> bool:
-    bounded = any(site.kwargs.get(name) is not None for name in _COUNTED)
-    return bounded or mask_of(site).is_of_pairs
+    return counts_positions(site) or mask_of(site).is_of_pairs
+
+
+def counts_positions(site: Node) -> bool:
+    """Whether a call keeps some keys by their positions, beside what its mask keeps."""
+    return any(site.kwargs.get(name) is not None for name in _COUNTED)
 
 
 def places(sites: Iterable[Node]) -> Places:
     """The most that one of the attentions needs."""
-    return max((_places(site.kwargs) for site in sites), key=_PLACES.index, default="any")
+    needed = (_places(site.kwargs) for site in sites if not is_called_whole(site))
+    return max(needed, key=_PLACES.index, default="any")
 
 
 def _places(given: Mapping[str, Any]) -> Places:
@@ -158,7 +171,8 @@ def _refusal(node: Node, mask: PaddingMask, sizes: Sizes) -> str:
     rows, keys = sizes.shape(query), sizes.shape(key)
     if rows[2] != keys[2]:
         return OTHER_ROWS
-    if (value := tensor_value(mask.keep)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
+    told = mask.keep if mask.added is None else mask.added
+    if (value := tensor_value(told)) is not None and (reason := _refusal_of_keep(sizes.shape(value), keys[2])):
         return reason
     masks = [value for n in mask.nodes if (value := tensor_value(n)) is not None]
     if rows[0] != 1 and rows[1] == 1 and all(sizes.shape(value)[0] == 1 for value in masks):
@@ -189,34 +203,13 @@ def _refusal_of_arguments(node: Node, sizes: Sizes) -> str:
         return "its window does not hold the row itself, or is known at run time only"
     if any(_varies(n, (0, 2, 3), sizes) for n in given.get("captured") or ()):
         return "its scores depend on positions"
-    if isinstance(fake_value(node), (tuple, list)):
-        if any(user.target is not getitem or user.args[1] != 0 for user in node.users):
-            return "its log-sum-exp is used as well"
-        added = [n for n in (given.get("bias"), *(given.get("captured") or ())) if isinstance(n, Node)]
-        if any(map(is_trained, added)):
-            return "what is added to its scores has a gradient, which is a sum over all sequences"
+    if has_gradients(node) and any(user.target is not getitem or user.args[1] != 0 for user in node.users):
+        return "its log-sum-exp is used as well"
     return "its sink differs from row to row" if _varies(given.get("sink"), (0, 2), sizes) else ""
 
 
 def _reaches_itself(distance: Any) -> bool:
     return type(distance) is int and distance >= 0
-
-
-def is_trained(node: Node) -> bool:
-    """Whether a tensor may have a gradient, by what it is made of."""
-    return any(value.requires_grad for n in ancestors((node,)) if (value := tensor_value(n)) is not None)
-
-
-def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that they are made of."""
-    seen: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return seen
 
 
 def _varies(value: Any, dims: Iterable[int], sizes: Sizes) -> bool:

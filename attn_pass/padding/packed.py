@@ -22,6 +22,7 @@ from attn_pass.graph.provenance import origin_of
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import PROJECTION, Sizes, fake_value, tensor_value, value_key
 from attn_pass.model.index import Index, product
+from attn_pass.model.mask import ABSORBING
 from attn_pass.padding.exits import Exit
 from attn_pass.padding.layouts import Layout, Rows
 from attn_pass.padding.masks import PaddingMask, Places
@@ -173,12 +174,12 @@ class Packing:
         call, shape = self.emit.call, [self.batch, self.length]
         kept: Node | None = None
         self._pairs: Node | None = None
-        if mask.keep is not None and mask.is_of_pairs:
-            keep = self._from_bytes(mask.keep)
-            self._pairs = call(aten.reshape.default, keep, [-1, self.length, self.length])
+        keep = mask.keep if mask.added is None else self._condition(mask.added)
+        if keep is not None and mask.is_of_pairs:
+            self._pairs = call(aten.reshape.default, self._from_bytes(keep), [-1, self.length, self.length])
             kept = call(aten.any.dim, self._pairs, 1)
-        elif mask.keep is not None:
-            kept = call(aten.reshape.default, mask.keep, [-1, self.length])
+        elif keep is not None:
+            kept = call(aten.reshape.default, keep, [-1, self.length])
         for bound, compare in ((mask.starts, aten.ge.Tensor), (mask.ends, aten.lt.Tensor)):
             if bound is not None:
                 inside = call(compare, self._positions(), call(aten.reshape.default, bound, [-1, 1]))
@@ -188,6 +189,13 @@ class Packing:
                     self._pairs = call(aten.logical_and.default, self._pairs, beside)
         assert kept is not None
         return call(aten.expand.default, kept, shape)
+
+    def _condition(self, mask: Node) -> Node:
+        """A mask as truth values: numbers that are added keep a key where they do not absorb its score."""
+        value = tensor_value(mask)
+        if value is None or value.dtype == torch.bool:
+            return self._from_bytes(mask)
+        return self.emit.call(aten.logical_not.default, self.emit.call(aten.le.Scalar, mask, ABSORBING))
 
     def _from_bytes(self, keep: Node) -> Node:
         """A condition that was stored as bytes: Inductor's vectors have none that are seen as truth values (2.13.0)."""
@@ -230,12 +238,20 @@ class Packing:
             return call(aten.eq.Tensor, self._positions(), column)
         if kind == "other than":
             return call(aten.reshape.default, call(aten.ne.Scalar, held, position), [self.batch, self.length])
+        if kind == "keys":
+            return self._keys_of(self._condition(held))
         assert at is not None
         flat = call(aten.ne.Scalar if kind == "nonzero" else aten.eq.Scalar, held, 0)
         if at.batch > at.length:
             flat = call(aten.transpose.int, flat, at.batch, at.length)
         shape = self.emit.shape(held)
         return call(aten.reshape.default, flat, [self._or_one(shape[d], d == at.batch) for d in (at.batch, at.length)])
+
+    def _keys_of(self, kept: Node) -> Node:
+        """The keys that some row of another attention keeps; all of a sequence where one of its rows keeps none."""
+        call = self.emit.call
+        empty = call(aten.logical_not.default, call(aten.any.dim, kept, -1, True))
+        return call(aten.logical_or.default, call(aten.any.dims, kept, [1, 2]), call(aten.any.dims, empty, [1, 2]))
 
     def _or_one(self, size: Index, is_batch: bool) -> Any:
         return 1 if size == 1 else self.batch if is_batch else self.length

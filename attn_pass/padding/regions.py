@@ -16,9 +16,10 @@ from attn_pass.graph.effects import Effects
 from attn_pass.graph.regions import Region, Regions
 from attn_pass.graph.values import Sizes
 from attn_pass.options import Options
+from attn_pass.padding.added import adds_learned, ancestors
 from attn_pass.padding.cost import Cost, cost_of, is_product
 from attn_pass.padding.exits import FINITE, Surroundings
-from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, ancestors, groups
+from attn_pass.padding.masks import NO_PADDING, OTHER_ROWS, Group, groups
 from attn_pass.padding.packed import CannotPackError
 from attn_pass.padding.rewrite import Rewrite, leaves
 from attn_pass.padding.rules import Rules, first_tensor, plain_name
@@ -33,6 +34,7 @@ PACKED_ROWS = "packed rows"
 """What a second try is without, beside names of targets: regions."""
 ASSUMED = "assume_padding_unused: nobody uses rows of padding of the model's result, which are zeros"
 FINITE_ROWS = "rows of padding that a mask multiplies with 0 hold finite numbers"
+LEARNED = "what is learned and added to scores beside a mask masks no key: its numbers are far above those that mask"
 FINITE_GRADIENTS = "rows of padding hold finite numbers, so that their gradients are 0"
 Complain = Callable[[str, Exception], None]
 
@@ -80,7 +82,7 @@ def take_padding_out(graph: Graph, complain: Complain) -> list[RegionReport]:
         )
         reports.append(record)
         try:
-            _take_out(graph, group, record)
+            done.update(_take_out(graph, group, record))
         except CannotPackError as error:
             record.mark_left(str(error))
         except GuardOnDataDependentSymNode as error:
@@ -136,7 +138,8 @@ def _new(graph: Graph, done: set[Node]) -> Iterator[Group]:
     return (g for g in possible if done.isdisjoint(g.sites))
 
 
-def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
+def _take_out(graph: Graph, group: Group, record: RegionReport) -> list[Node]:
+    """Rewrites a region if it is one, and says so; returns its attentions that are called as they were."""
     gm, sizes, options = graph.gm, graph.sizes, graph.options
     strict = options.numerics == "strict"
     rules = Rules(sizes, graph.draws)
@@ -144,14 +147,14 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     trace = Trace(group, around, Effects(gm.graph))
     if any(map(trace.is_written, group.mask.nodes)):  # rows are counted once, in front of all that reads them
         record.mark_left("its mask is written in place")
-        return
+        return []
     proof = prove(trace)
     record.stops = tuple(dict.fromkeys(_stops(trace, proof)))
     record.operations = dict(Counter(_name(n, proof) for n in gm.graph.nodes if n in proof.layouts))
     if reason := _not_packed(graph, proof, record):
         record.mark_left(reason)
-        return
-    exits = leaves(proof)
+        return []
+    exits, learned = leaves(proof), any(map(adds_learned, proof.sites))
     least = _cost(graph, proof).least_padding if options.choose == "cheapest" else 0.0
     rewrite = Rewrite(gm, sizes, Regions(gm.graph, graph.region), trace, proof, least)
     rewrite.apply()
@@ -161,7 +164,9 @@ def _take_out(graph: Graph, group: Group, record: RegionReport) -> None:
     record.exits = tuple(dict.fromkeys(f"{leaving.words}{_place(user)}" for _, user, leaving in exits))
     by_word = any(user.op == "output" for _, user, _ in exits)
     finite = any(leaving.words == FINITE for *_, leaving in exits)
-    record.assumptions = (*(ASSUMED,) * by_word, *(FINITE_ROWS,) * finite, *(FINITE_GRADIENTS,) * _is_trained(proof))
+    assumed = {ASSUMED: by_word, FINITE_ROWS: finite, LEARNED: learned, FINITE_GRADIENTS: _is_trained(proof)}
+    record.assumptions = tuple(words for words, is_assumed in assumed.items() if is_assumed)
+    return [rewrite.new[site] for site in rewrite.whole]
 
 
 def _not_packed(graph: Graph, proof: Proof, record: RegionReport) -> str:

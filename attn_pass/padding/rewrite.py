@@ -30,7 +30,7 @@ class Rewrite:
         self.gm, self.sizes, self.regions, self.trace, self.proof = gm, sizes, regions, trace, proof
         self.order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self.anchor, self.least = self._anchor(), least
-        self.crosses = set(proof.crosses)
+        self.whole = set(proof.whole)
         self.new: dict[Node, Node] = {}
         self.entries: list[Node] = []  # what is packed where the region begins
 
@@ -57,7 +57,7 @@ class Rewrite:
             group, sites = self.proof.group, self.proof.sites
             counted = places(sites), averages(sites), self.least
             packing = Packing(emit, group.mask, group.rows, exits, value.device, *counted)
-            packing.prepare(self._spreads(region), bool(exits or self.crosses or self._adds_rows(region)))
+            packing.prepare(self._spreads(region), bool(exits or self.whole or self._adds_rows(region)))
             for node in region:
                 before = self.anchor if self.order[node] < self.order[self.anchor] else node
                 with emit.standing(before, node):
@@ -111,9 +111,9 @@ class Rewrite:
         rule, layout = self.trace.rule(node), self.proof.layouts[node]
         assert rule is not None
         ((source, _), *_) = rule.flows
-        if node in self.crosses:
-            return self._cross(emit, packing, node, source)
-        if source in self.crosses and isinstance(fake_value(source), (tuple, list)):
+        if node in self.whole:
+            return self._as_it_was(emit, packing, node)
+        if source in self.whole and isinstance(fake_value(source), (tuple, list)):
             return packing.packed(emit.call(getitem, self.new[source], 0), layout)
         operands = {n: self._operand(emit, packing, node, rule, n) for n, _ in rule.flows}
         if node in self.proof.group.sites:
@@ -176,12 +176,18 @@ class Rewrite:
         given |= {"keep": packing.keep, "offsets": packing.offsets}
         return emit.call(node.target, query, key, value, *node.args[3:], **given)
 
-    def _cross(self, emit: Emitter, packing: Packing, node: Node, query: Node) -> Node:
-        """An attention to other rows, called as it was: its queries are in their places, and its result is packed."""
-        given = query
-        if query in self.new:
-            given = packing.unpacked(self.new[query], self.proof.layouts[query], like=query)
-        args, kwargs = mapped(node, lambda old: given if old is query else old)
+    def _as_it_was(self, emit: Emitter, packing: Packing, node: Node) -> Node:
+        """An attention that is called as it was: with operands in their places, and its result is packed."""
+        given: dict[Node, Node] = {}
+
+        def whole(old: Node) -> Node:
+            if old not in self.new:
+                return old
+            if old not in given:
+                given[old] = packing.unpacked(self.new[old], self.proof.layouts[old], like=old)
+            return given[old]
+
+        args, kwargs = mapped(node, whole)
         made = emit.call(node.target, *args, **kwargs)
         if isinstance(fake_value(node), (tuple, list)):  # what takes its result packs that
             return made

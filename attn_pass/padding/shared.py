@@ -16,23 +16,26 @@ from attn_pass.graph.effects import Effects, is_pure
 from attn_pass.graph.numbering import Numbers
 from attn_pass.graph.regions import Regions
 from attn_pass.graph.values import Sizes, tensor_value
-from attn_pass.padding.masks import ancestors
+from attn_pass.padding.added import added_mask, ancestors
 from attn_pass.padding.rules import plain_name
 from attn_pass.reading.vocabulary import understand
 
 
 def share_masks(graph: Graph, operators: Collection[Any], regions: Regions) -> None:
-    """Gives every attention of a graph the first of the keep-conditions that are computed alike."""
+    """Gives every attention of a graph the first of the masks that are computed alike."""
     numbers = Numbers(Effects(graph), regions)
     first: dict[Any, Node] = {}
     for site in graph.nodes:
-        keep = site.kwargs.get("keep")
-        if site.op != "call_function" or site.target not in operators or not isinstance(keep, Node):
+        if site.op != "call_function" or site.target not in operators:
             continue
-        shared = first.setdefault(numbers.of(keep), keep)
-        if shared is not keep:
+        keep = site.kwargs.get("keep")
+        if isinstance(keep, Node) and (shared := first.setdefault(numbers.of(keep), keep)) is not keep:
             site.update_kwarg("keep", shared)
             _erase(graph, keep)
+        added = added_mask(site)
+        if added is not None and (shared := first.setdefault(numbers.of(added), added)) is not added:
+            added.replace_all_uses_with(shared)
+            _erase(graph, added)
 
 
 def keep_heads_apart(graph: Graph, operators: Collection[Any], sizes: Sizes) -> None:
@@ -57,7 +60,7 @@ def move_masks_up(graph: Graph, operators: Collection[Any], regions: Regions) ->
     """
     effects = Effects(graph)
     computed = [n for n in graph.nodes if n.op in ("call_function", "call_method")]
-    keeps = {n.kwargs.get("keep") for n in computed if n.target in operators}
+    keeps = {n for site in computed if site.target in operators for n in (site.kwargs.get("keep"), added_mask(site))}
     wanted = ancestors([n for n in keeps if isinstance(n, Node)])
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     if not inputs or not wanted:

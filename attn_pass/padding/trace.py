@@ -16,10 +16,11 @@ from torch.fx import Node
 from attn_pass.graph.effects import Effects
 from attn_pass.graph.values import fake_value, tensor_value
 from attn_pass.model.index import product
+from attn_pass.padding.added import ancestors, is_called_whole
 from attn_pass.padding.cross import Origins, cross_rule
 from attn_pass.padding.exits import Exit, Surroundings, exit_of
 from attn_pass.padding.layouts import Layout, reshaped, through
-from attn_pass.padding.masks import Group, ancestors
+from attn_pass.padding.masks import Group
 from attn_pass.padding.rules import Rule, first_tensor, plain_name
 from attn_pass.report.places import source_line
 from attn_pass.report.region import IN_RESULT
@@ -47,6 +48,11 @@ class Proof:
     def crosses(self) -> list[Node]:
         """Attentions in it whose keys are of other rows."""
         return [n for n in self.others if n in self.layouts]
+
+    @property
+    def whole(self) -> list[Node]:
+        """Attentions in it that are called as they were, with all rows in their places."""
+        return [*self.crosses, *(n for n in self.sites if is_called_whole(n))]
 
 
 class Trace:

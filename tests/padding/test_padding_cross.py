@@ -177,6 +177,35 @@ def test_keys_that_a_row_of_the_decoder_chooses_by_its_position() -> None:
     assert [region.packed for region in ran(Decoder(kept=kept, after=total), batches())] == [1]
 
 
+def _fewer(mask: Tensor, there: Tensor) -> Tensor:
+    return (mask.bool() & (torch.arange(L) % 3 == 0))[:, None, None, :]
+
+
+def _others(mask: Tensor, there: Tensor) -> Tensor:
+    return mask.flip(0).bool()[:, None, None, :]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kept", [_fewer, _others])
+def test_an_encoder_whose_rows_are_kept_by_another_mask(kept: Callable[..., Tensor], trained: bool) -> None:
+    """What the decoder's attention reads is computed, whether the encoder's own mask keeps it or not."""
+    found = ran(Decoder(by_hand=False, kept=kept), batches()[:2], trained)
+    assert [region.packed for region in found] == [1, 1]
+    assert "another attention's mask keeps" in " ".join(found[0].exits)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_rows_of_a_decoder_that_keep_no_key_of_the_encoder(trained: bool) -> None:
+    """They average all of its rows, those of padding as well, which are computed then."""
+
+    def kept(mask: Tensor, there: Tensor) -> Tensor:
+        return _others(mask, there) & (mask.sum(1) > 9)[:, None, None, None]
+
+    model = Decoder(kept=kept)
+    model.encoder = Encoder(lambda model, x, mask: x, eager=False, layers=1)
+    assert [region.packed for region in ran(model, batches(), trained)] == [1, 1]
+
+
 def test_copies_around_an_attention_to_other_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device whose copies take no time, finding the rows alone is left."""
     costs = []
@@ -260,6 +289,30 @@ def test_the_loss_of_t5_and_of_whisper() -> None:
     model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **tokens))
     given = {"input_features": torch.randn(B, 4, 24), "decoder_attention_mask": there, "labels": labels}
     assert told(of_loss(model, given)) == [(1, 1, (B, TO))]
+
+
+@pytest.mark.parametrize("kind", ["eager", "sdpa"])
+def test_the_gradients_of_t5(kind: str) -> None:
+    """Its masks are added to its scores beside a table of distances, whose gradient is a sum over all sequences."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=50, d_model=E, d_kv=8, d_ff=E, num_layers=2, num_heads=H)
+    config.update({"decoder_start_token_id": 0, "dropout_rate": 0.0})
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    model.set_attn_implementation(kind)
+    torch._dynamo.reset()
+    words, mask, labels, there = batch((24, 5, 11, 1), (10, 3, 1, 7))
+    labels = torch.where(there.bool(), labels, -100)
+    given = {"input_ids": words, "attention_mask": mask, "decoder_attention_mask": there, "labels": labels}
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    with attn_pass.record() as report:
+        results = []
+        for run in (torch.compile(lambda **given: model(**given).loss, backend=backend), lambda **x: model(**x).loss):
+            model.zero_grad()
+            result = run(**given)
+            result.backward()
+            results.append([result.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*results, rtol=2e-4, atol=2e-5)
+    assert told(report.regions) == [(2, 2, (B, L)), (2, 2, (B, TO))]
 
 
 def of_loss(model: nn.Module, given: dict[str, Tensor]) -> list[RegionReport]:

@@ -207,37 +207,120 @@ def test_a_batch_of_any_size() -> None:
     assert region.outcome == "packed", region.reason
 
 
-# ---------------------------------------------------------------- what is left
+# ---------------------------------------------------------------- what is added to scores
 
 
 class Biased(nn.Module):
-    """One attention with something learned in its scores: ``added(positions)``, (H, L, L)."""
+    """Two attentions that add ``(table + mask)`` to their scores, the table looked up by distance."""
 
-    def __init__(self, learned: bool) -> None:
+    def __init__(self, causal: bool = False) -> None:
         super().__init__()
-        self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(3)), nn.Embedding(50, E)
-        self.table = nn.Embedding(2 * L, H)
-        self.table.weight.requires_grad_(learned)
+        self.qkv, self.words = nn.ModuleList(nn.Linear(E, E) for _ in range(6)), nn.Embedding(50, E)
+        self.table, self.causal = nn.Embedding(2 * L, H), causal
+
+    def numbers(self, keep: Tensor) -> Tensor:
+        return torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+
+    def added(self, mask: Tensor) -> Tensor:
+        at = torch.arange(mask.shape[1])
+        keep = mask.bool()[:, None, None, :]
+        if self.causal:
+            keep = keep & (at[:, None] >= at)
+        bias = self.table(at[:, None] - at[None] + L).permute(2, 0, 1)[None]
+        return bias + self.numbers(keep).to(bias)
 
     def forward(self, words: Tensor, mask: Tensor) -> Tensor:
-        x = self.words(words)
-        q, k, v = (one(x).view(B, L, H, E // H).transpose(1, 2) for one in self.qkv)
-        at = torch.arange(L)
-        added = self.table(at[:, None] - at[None] + L).permute(2, 0, 1)[None]
-        added = added + (1.0 - mask[:, None, None, :].float()) * LOWEST
-        y = (q @ k.transpose(2, 3) + added).softmax(-1) @ v
-        return (y.transpose(1, 2).reshape(B, L, E) * mask[..., None]).sum(1)
+        x, added = self.words(words), self.added(mask)
+        for parts in (self.qkv[:3], self.qkv[3:]):
+            q, k, v = (one(x).view(*x.shape[:2], H, E // H).transpose(1, 2) for one in parts)
+            y = (q @ k.transpose(2, 3) + added).softmax(-1) @ v
+            x = x + y.transpose(1, 2).reshape(x.shape)
+        return (x * mask[..., None]).sum(1)
 
 
-def test_a_learned_bias_is_summed_over_sequences() -> None:
-    regions = trained(Biased(learned=True), right())
-    assert not any(region.packed for region in regions)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding_left", [False, True])
+def test_the_gradient_of_a_learned_bias_is_that_of_eager(causal: bool, padding_left: bool) -> None:
+    """Of its table as well, which is a sum over all sequences, and where one has no key at all."""
+    region = packed(Biased(causal=causal), masks(padding_left))
+    assert (region.packed, region.sites) == (2, 2)
+    assert any("is learned and added" in words for words in region.assumptions)
 
 
-def test_an_added_mask_is_none_in_training() -> None:
-    """The gradient of a row that it masks fully passes through it."""
-    region = left(Encoder(mean, layers=1), right())
-    assert "assume_nonempty_rows" in region.reason
+def test_keys_that_lie_anywhere_beside_a_learned_bias() -> None:
+    packed(Biased(), [(torch.rand(B, L) < 0.5).long() for _ in range(3)])
+
+
+def test_a_learned_bias_beside_a_condition() -> None:
+    """By your word no row is fully masked, so that scores are replaced and the bias stays apart."""
+
+    class Filled(Biased):
+        def added(self, mask: Tensor) -> Tensor:
+            at = torch.arange(L)
+            return self.table(at[:, None] - at[None] + L).permute(2, 0, 1)[None]
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            x, hidden = self.words(words), mask[:, None, None, :] == 0
+            q, k, v = (one(x).view(*x.shape[:2], H, E // H).transpose(1, 2) for one in self.qkv[:3])
+            y = (q @ k.transpose(2, 3) + self.added(mask)).masked_fill(hidden, LOWEST).softmax(-1) @ v
+            return (y.transpose(1, 2).reshape(x.shape) * mask[..., None]).sum(1)
+
+    assert packed(Filled(), right(), assume_nonempty_rows=True).packed == 1
+
+
+@pytest.mark.parametrize("after", [first, mean, token_loss])
+def test_a_mask_that_is_added(after: Callable[..., Any]) -> None:
+    """The gradient of a row that it masks fully passes through it: its sequence is kept whole."""
+    region = packed(Encoder(after), right() if after is token_loss else masks())
+    assert region.packed == 2 and not any("learned" in words for words in region.assumptions)
+
+
+def test_a_learned_bias_in_half_precision() -> None:
+    assert packed(Biased().bfloat16(), masks(), tolerance=0.3).packed == 2
+
+
+def test_batches_of_any_size_beside_a_learned_bias() -> None:
+    torch._dynamo.reset()
+    model = Biased()
+    backend = attn_pass.wrap("eager", choose="fused", targets=("cpu_kernel",), on_error="raise")
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    with attn_pass.record() as report, torch._dynamo.config.patch(error_on_recompile=True):
+        for size, lengths in ((L, (24, 5, 11, 1)), (L, (L,) * B), (9, (3, 9, 1)), (17, (1, 17, 0, 2, 5, 8, 3))):
+            mask = (torch.arange(size) < torch.tensor(lengths)[:, None]).long()
+            given = torch.randint(0, 50, mask.shape), mask
+            for one, other in zip(*(stepped(model, run, given) for run in (compiled, model)), strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
+    assert [region.packed for region in report.regions] == [2]
+
+
+class Soft(Biased):
+    """Numbers that leave something of a score."""
+
+    def numbers(self, keep: Tensor) -> Tensor:
+        return torch.where(keep, 0.0, -30.0)
+
+
+class Sloped(Biased):
+    """A bias that is not learned may mask keys, too: what is added is no sum of a mask and something learned."""
+
+    def added(self, mask: Tensor) -> Tensor:
+        slopes = torch.arange(L)[None, None, None] * torch.linspace(0.1, 1.0, H)[None, :, None, None]
+        return super().added(mask) + slopes
+
+
+class OfSequences(Biased):
+    """What is learned differs from sequence to sequence."""
+
+    def added(self, mask: Tensor) -> Tensor:
+        return super().added(mask) + self.table(mask.sum(1))[:, :, None, None]
+
+
+@pytest.mark.parametrize("made", [Soft, Sloped, OfSequences])
+def test_numbers_that_cannot_be_told_from_a_mask(made: type[Biased]) -> None:
+    assert not any(region.packed for region in trained(made(), right()))
+
+
+# ---------------------------------------------------------------- what is left
 
 
 def test_strict_numerics_assume_nothing_of_rows_of_padding() -> None:

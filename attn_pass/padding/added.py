@@ -1,0 +1,114 @@
+"""Masks that are added to scores in training: which number of a sum says what is kept, found when the program runs.
+
+The gradient of a row that such a mask masks fully passes through the sum, and that of a learned bias is a sum over all
+sequences. So an attention with either is called as it was, with its operands in their places, and only what surrounds
+it runs on packed rows. A key whose score is absorbed has the weight 0 for every row that has another one, and passes no
+gradient on; a sequence that has none is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from attn_pass.graph.values import fake_value, tensor_value
+from attn_pass.model.mask import ABSORBING
+from attn_pass.reading.vocabulary import understand
+
+_WIDE = (torch.float32, torch.bfloat16)  # their lowest numbers absorb a score
+
+
+def added_mask(site: Node) -> Node | None:
+    """What an attention with gradients adds to its scores to mask keys, (B, 1, 1 or L, S): numbers, or truth values
+    where a number that masks stands in the place of something learned.
+
+    None where it masks by something else as well, or where what is added beside it is not learned, the same for all
+    sequences: it may mask, too.
+    """
+    bias = site.kwargs.get("bias")
+    told = any(site.kwargs.get(name) is not None for name in ("keep", "starts", "ends"))
+    if not has_gradients(site) or not isinstance(bias, Node) or told:
+        return None
+    parts = list(_parts(bias))
+    masks = [n for n in parts if not is_trained(n)]
+    if len(masks) != 1 or not _masks(masks[0]) or not all(_is_shared(n) for n in parts if n is not masks[0]):
+        return None
+    return masks[0]
+
+
+def has_gradients(site: Node) -> bool:
+    """Whether a call is one of the kernel's with gradients, which has several results."""
+    return isinstance(fake_value(site), (tuple, list))
+
+
+def is_called_whole(site: Node) -> bool:
+    """Whether an attention of a region is called as it was: its mask is added, or what it adds is learned."""
+    added = (site.kwargs.get("bias"), *(site.kwargs.get("captured") or ()))  # type: ignore[misc]
+    return has_gradients(site) and (added_mask(site) is not None or any(is_trained(n) for n in _nodes(added)))
+
+
+def adds_learned(site: Node) -> bool:
+    """Whether an attention adds its mask to something learned, which is taken to mask no key itself."""
+    bias = site.kwargs.get("bias")
+    return added_mask(site) is not None and isinstance(bias, Node) and is_trained(bias)
+
+
+def is_trained(node: Node) -> bool:
+    """Whether a tensor may have a gradient, by what it is made of."""
+    return any(value.requires_grad for n in ancestors((node,)) if (value := tensor_value(n)) is not None)
+
+
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes, and all that they are made of."""
+    seen: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return seen
+
+
+def _parts(node: Node) -> Iterator[Node]:
+    """What a sum is made of, as far as it has a gradient; of a number in its place the condition that there is none."""
+    call = understand(node) if is_trained(node) else None
+    if call is not None and not call.in_place:
+        if call.op == "add" and all(isinstance(call[name], Node) for name in ("input", "other")):
+            yield from _parts(call["input"])
+            yield from _parts(call["other"])
+            return
+        if call.op in ("cast", "copy") and isinstance(call["input"], Node):
+            yield from _parts(call["input"])
+            return
+        if call.op == "where" and isinstance(call["input"], Node) and _absorbs(call["other"]):
+            yield from _parts(call["input"])
+            yield call["condition"]
+            return
+    yield node
+
+
+def _masks(node: Node) -> bool:
+    """Whether a tensor is a condition, or a number that absorbs scores is among those that it is made of."""
+    value = tensor_value(node)
+    if value is None or value.dim() != 4:
+        return False
+    numbers = (x for n in ancestors((node,)) for x in (*n.args, *n.kwargs.values()))
+    return value.dtype == torch.bool or (value.dtype in _WIDE and any(map(_absorbs, numbers)))
+
+
+def _absorbs(number: Any) -> bool:
+    return type(number) in (int, float) and number <= ABSORBING
+
+
+def _is_shared(node: Node) -> bool:
+    """Whether a tensor is the same for all sequences."""
+    value = tensor_value(node)
+    return value is not None and (value.dim() < 4 or (isinstance(value.shape[0], int) and value.shape[0] == 1))
+
+
+def _nodes(values: Iterable[Any]) -> Iterator[Node]:
+    return (x for x in values if isinstance(x, Node))
