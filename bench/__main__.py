@@ -24,6 +24,7 @@ from bench.suites import (
 )
 from bench.suites.census import command as census
 from bench.suites.kernel import command as kernel
+from bench.suites.kernel import mask_cost
 from bench.suites.seeds import command as seeds
 from bench.suites.seeds import xla
 
@@ -37,6 +38,7 @@ for name, function in {
     "never-slower": never_slower.main,
     "others": others.main,
     "kernel": kernel.main,
+    "mask-cost": mask_cost.main,
     "decode": decode.main,
     "padding": padding.main,
     "compile-time": compile_time.main,

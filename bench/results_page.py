@@ -55,6 +55,7 @@ OTHERS = (
     ("dynamic-query.md", "packages with a dynamic query length: one form for one query and for many"),
     ("kernel-cpu.md", "the CPU kernel, compared with the rate of a large product, a plain read and other kernels"),
     ("kernel-cpu-amx.md", "the same on a processor with AMX"),
+    ("mask-cost.md", "the CPU kernel with a mask that hides nothing: what reading it costs"),
     ("padding-cpu-full.md", "BERT without any padding, four layers of twelve, on a processor with AMX"),
     ("padding-cpu-deberta.md", "DeBERTa v3 with padding, one layer, on a processor with AMX"),
     ("training-cpu.md", "training steps"),

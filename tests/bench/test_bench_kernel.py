@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from attn_pass.measuring.timing import relative_error
 from bench.__main__ import app
 from bench.harness import document
-from bench.suites.kernel import cases, peers
+from bench.suites.kernel import cases, mask_cost, peers
 from bench.suites.kernel import command as bench
 from bench.suites.kernel.read import reader
 
@@ -104,3 +104,22 @@ def test_a_peer_that_fails_is_told_and_the_rest_is_measured(monkeypatch: pytest.
 @pytest.mark.parametrize("text", ["", "0", "1,x"])
 def test_threads_that_are_no_numbers_are_refused(text: str) -> None:
     assert CliRunner().invoke(app, ["kernel", "--threads", text]).exit_code == 2
+
+
+def test_what_a_mask_costs_is_measured_for_every_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mask_cost, "SIZES", (mask_cost.Size(2, 2, 70, 90), mask_cost.Size(1, 2, 1, 200)))
+    options = ["--rounds", "1", "--json", str(tmp_path / "m.json")]
+    reported = CliRunner().invoke(app, ["mask-cost", *options])
+    assert reported.exit_code == 0, reported.output
+    (table,) = document.read(tmp_path / "m.json").tables
+    assert [row["program"] for row in table.rows] == ["float32"] * 2 + ["bfloat16"] * 2
+    for row in table.rows:
+        assert row["ms"] > 0 and row["error"] == 0 and min(row["of_keys"], row["of_pairs"]) > -1
+
+
+def test_a_mask_that_changes_the_result_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.ones(1, 1, 1, 90, dtype=torch.bool)
+    hidden[..., 0] = False
+    monkeypatch.setattr(mask_cost.Size, "masks", lambda size: {"of_keys": hidden, "of_pairs": hidden})
+    monkeypatch.setattr(mask_cost, "SIZES", (mask_cost.Size(1, 2, 70, 90),))
+    assert CliRunner().invoke(app, ["mask-cost", "--rounds", "1"]).exit_code == 1
