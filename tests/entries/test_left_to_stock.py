@@ -46,7 +46,9 @@ def test_what_is_left_by_choice_is_stock_s(form: str, left: str) -> None:
     function, inputs = FORMS[form]
     stock, _ = matches(function, inputs, shield=False, **LEFT[left])
     matched, site = matches(function, inputs, **LEFT[left])
-    assert matched == stock and site.reason.endswith(THEIRS) == bool(stock)
+    slower = site.reason.endswith(KEPT_AWAY + "the call is predicted to be slower")
+    assert not slower or form == "bfloat16"  # by one or two percent, as the number of cores is
+    assert matched == (0 if slower else stock) and site.reason.endswith(THEIRS) == bool(matched)
     explained = attn_pass.explain(function, *inputs, attn_pass_options=LEFT[left]).sites[0]
     assert explained.reason == site.reason
 

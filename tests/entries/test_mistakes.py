@@ -92,11 +92,11 @@ def test_inputs_that_are_not_unpacked_are_told(entry: Callable[..., Any]) -> Non
 @pytest.mark.parametrize(
     ("entry", "given", "hint"),
     [
-        (attn_pass.explain, {"choose": "fused"}, 'attn_pass_options={"choose": ...}'),
+        (attn_pass.explain, {"choose": "fused"}, "attn_pass_options={\"choose\": 'fused'}"),
         (attn_pass.explain, {"options": {"choose": "fused"}}, "attn_pass_options={...}"),
         (attn_pass.explain, {"dynamic": True}, "attn_pass_dynamic=True"),
         (attn_pass.benchmark, {"options": {"choose": "fused"}}, "attn_pass_options={...}"),
-        (attn_pass.check, {"choose": "fused"}, "backend=attn_pass.wrap('inductor', choose=...)"),
+        (attn_pass.check, {"choose": "fused"}, "backend=attn_pass.wrap('inductor', choose='fused')"),
     ],
 )
 def test_an_option_that_went_to_the_model_is_told(entry: Callable[..., Any], given: dict[str, Any], hint: str) -> None:

@@ -117,7 +117,7 @@ def test_a_mask_that_was_relied_on_is_fixed(tmp_path: Path) -> None:
     (site,) = report.sites
     assert site.mask == "causal" and site.fixed == ("keep",) and report.fixed_constants == ("keep",)
     assert "buffer keep keeps the values it has now" in site.assumptions
-    assert str(report).splitlines()[-1] == "constants whose values are compiled in: keep"
+    assert "constants whose values are compiled in: keep" in str(report).splitlines()
     held = set(ours.get_constant_fqns())
     assert "keep" not in held and {"k.weight", "k.bias", "v.weight", "gain", "offset"} <= held
     with pytest.raises(Exception, match="Constant not found: keep"):
