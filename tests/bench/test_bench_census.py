@@ -226,6 +226,10 @@ def test_rows_of_padding_are_taken_out_where_they_are_zeros_and_a_mask_says_so()
     assert tokens.zeros == 4 and not tokens.got[0].any() and tokens.expected[0].all()
     frames = torch.ones(2, 2, 3)
     assert seen([frames], [frames * 0], [mask]).zeros == 3, "the second frame of the first has one token of two"
+    joined = torch.ones(2, 7, 3)
+    for patches in ((0, 3), (3, 0)):
+        kept = torch.nn.functional.pad(mask, patches, value=1)[..., None]
+        assert seen([joined], [joined * kept], [mask]).got[0].shape == (10, 3), "tokens beside patches"
     assert len(seen([rows], [rows, rows], [mask]).got) == 2
 
 

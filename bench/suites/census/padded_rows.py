@@ -5,7 +5,7 @@ Which rows are padding is told by the masks among the model's inputs, and by not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ def seen(expected: Sequence[Tensor], got: Sequence[Tensor], masks: Sequence[Tens
     """The results but for rows that are padding by a mask, zeros here and something else in eager.
 
     Rows are the first two dimensions of a result. One with another number of rows than a mask has, as frames of audio
-    are not its samples, has padding where a row's share of the mask keeps not everything.
+    are not its samples, has padding where a row's share of the mask keeps not everything, or has the mask's tokens in
+    front of something else, or behind it, as patches of an image are.
     """
     pairs = [_without(one, other, masks) for one, other in zip(expected, got)]
     more = [*expected[len(pairs) :]], [*got[len(pairs) :]]  # the comparison says that there are more
@@ -51,7 +52,7 @@ def _without(expected: Tensor, got: Tensor, masks: Sequence[Tensor]) -> tuple[Te
     if got.shape != expected.shape or got.dim() < 2:
         return expected, got, 0
     zeros = _are_zeros(got) & ~_are_zeros(expected)
-    hidden = [zeros & padding for mask in masks if (padding := _padding(mask, got)) is not None]
+    hidden = [zeros & padding for mask in masks for padding in _paddings(mask, got)]
     most = max(hidden, key=lambda rows: int(rows.sum()), default=torch.zeros_like(zeros))
     return expected[~most], got[~most], int(most.sum())
 
@@ -60,10 +61,13 @@ def _are_zeros(result: Tensor) -> Tensor:
     return (result == 0).flatten(2).all(-1) if result.dim() > 2 else result == 0
 
 
-def _padding(mask: Tensor, result: Tensor) -> Tensor | None:
-    """The rows of a result that are padding, (B, L); None where it has other sequences than a mask."""
+def _paddings(mask: Tensor, result: Tensor) -> Iterator[Tensor]:
+    """Which rows of a result may be padding, (B, L); none where it has other sequences than a mask."""
     batch, length = result.shape[:2]
     if mask.shape[0] != batch or not length:
-        return None
-    missing = (mask == 0).float()
-    return F.adaptive_max_pool1d(missing, length) > 0
+        return
+    missing = mask == 0
+    yield F.adaptive_max_pool1d(missing.float(), length) > 0
+    if (more := length - mask.shape[1]) > 0:
+        yield F.pad(missing, (0, more))
+        yield F.pad(missing, (more, 0))
