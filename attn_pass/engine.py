@@ -76,11 +76,11 @@ def rewrite_graph(
     ``program`` is "compile" (a Dynamo graph), "export" (an exported program's graph) or "aoti"; ``runner`` says what
     becomes of the result (`attn_pass.options.Runner`). ``measure`` times forms in place of the tuner's worker,
     ``compile_site`` compiles a rewritten site for ``verify="kernel"``. The targets in ``without`` are refused for the
-    reason given with them. ``ask_stock`` tells what stock makes of a site: of every one where the result only
-    ``explains``, and of those that are left by choice. One `SiteReport` a site is
-    appended to ``report``, and one `Emission` to ``emissions`` for each that a target replaced. With
-    ``options.on_error == "warn"`` a failure leaves its site as it was. With ``checks``, the name of the backend that
-    ``compile_site`` is, nothing is rewritten: its code for each site is compared with what was read.
+    reason given with them. ``ask_stock`` tells what stock makes of a site: of every one where a report is all that is
+    wanted (``explains``), and of those that are left by choice. One `SiteReport` a site is appended to ``report``, and
+    one `Emission` to ``emissions`` for each that a target replaced. With ``options.on_error == "warn"`` a failure
+    leaves its site as it was. With ``checks``, the name of the backend that ``compile_site`` is, nothing is rewritten:
+    its code for each site is compared with what was read.
     """
     check_names(options)
     started = time.perf_counter()

@@ -14,7 +14,7 @@ from attn_pass.devices import calibration_store
 from attn_pass.devices.registry import families, of_type
 from attn_pass.entries.explain import explain
 from attn_pass.errors import own_version
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 from attn_pass.targets.registry import all_targets
 
 

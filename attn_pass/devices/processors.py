@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from attn_pass.devices.device import CoreTimes, Device
-from attn_pass.report.text import counted
+from attn_pass.report.units import counted
 
 
 @dataclass(frozen=True)

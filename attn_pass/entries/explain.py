@@ -29,7 +29,7 @@ from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
 from attn_pass.report.pages.times import time_now
 from attn_pass.report.record import Report
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 
 
 def explain(

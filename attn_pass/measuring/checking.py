@@ -26,7 +26,8 @@ from attn_pass.options import make_options
 from attn_pass.progress import progress
 from attn_pass.report.record import Report
 from attn_pass.report.site import Kind, SiteReport
-from attn_pass.report.text import counted, plain_table, printable, shape_lines
+from attn_pass.report.text import plain_table, printable, shape_lines
+from attn_pass.report.units import counted
 from attn_pass.verify.compare import rounding
 
 Verdict = Literal["right", "WRONG", "not run"]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from attn_pass.report.record import Report
-from attn_pass.report.text import duration, plain_table, printable
+from attn_pass.report.text import plain_table, printable
+from attn_pass.report.units import duration
 
 STOCK, PASS = "stock", "attn_pass"
 _COLUMNS = (

@@ -20,7 +20,7 @@ from attn_pass.model.index import Index, product
 from attn_pass.padding.rules import first_tensor
 from attn_pass.padding.trace import Proof
 from attn_pass.reading.vocabulary import operation_of
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 
 _PRODUCTS = ("linear", "matmul", "baddbmm")
 _SHARE = 0.02  # of its products' time, which a region without padding may cost

@@ -15,7 +15,7 @@ from attn_pass.planner import margins
 from attn_pass.planner.lengths import Length, worst_losses
 from attn_pass.planner.stock import Stock
 from attn_pass.poor_cases import valid_range
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 from attn_pass.targets.base import FLEX, NAN_GUARD, Offer, Refusal, Setting, Target
 from attn_pass.targets.flex import flex
 from attn_pass.targets.problem import cost_of, problem_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attn_pass.graph.cut import Cut
 from attn_pass.graph.regions import Region
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 
 UNFUSED = "unfused"
 

@@ -16,7 +16,8 @@ from attn_pass.report.pages.html import fragment, page
 from attn_pass.report.projection import ProjectionReport
 from attn_pass.report.region import RegionReport
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import COLUMNS, counted, plain_table, printable, row_key, row_of
+from attn_pass.report.text import COLUMNS, plain_table, printable, row_key, row_of
+from attn_pass.report.units import counted
 
 LOCK = threading.RLock()  # one for all reports: a lock of its own would make a Report impossible to copy or pickle
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from io import StringIO
 
 from attn_pass.report.site import SiteReport
-from attn_pass.report.units import counted as counted
-from attn_pass.report.units import duration as duration
+from attn_pass.report.units import duration
 
 WIDTH = 160
 """Of tables, in characters, where the output is no terminal."""

@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
-from attn_pass.report.text import duration, printable
+from attn_pass.report.text import printable
+from attn_pass.report.units import duration
 
 NAME = "attn_pass"
 """Name of the logger and of the pass in provenance; artifacts are attn_pass_report, _before and _after."""

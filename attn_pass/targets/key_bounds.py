@@ -153,7 +153,7 @@ def _tightened(bounds: Bounds, part: object) -> Bounds | None:
 def _prefix(part: object) -> tuple[Index, Index] | None:
     """How many first keys all rows keep, and the upper bound of a row's others; None for any other part."""
     match part:
-        case Either(((Keys(None, last),), (Band(None, upper),)) | ((Band(None, upper),), (Keys(None, last),))):
+        case Either(((Band(None, upper),), (Keys(None, last),))):  # in the order of `structure.ORDER`
             return None if last is None or upper is None else (last + 1, upper)
     return None
 

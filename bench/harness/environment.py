@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from attn_pass.report.text import counted
+from attn_pass.report.units import counted
 
 
 def device_name(device: str) -> str:

@@ -23,7 +23,7 @@ import torch
 import typer
 
 import attn_pass
-from attn_pass.report.text import counted
+from attn_pass.report.units import counted
 from bench.harness.command import Json, Only, finish, started
 from bench.harness.console import plain_console, teller
 from bench.harness.document import Column, Table

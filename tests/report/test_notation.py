@@ -17,8 +17,8 @@ from attn_pass.measuring.result import Benchmark, Row
 from attn_pass.report.pages.html import fragment
 from attn_pass.report.record import Report
 from attn_pass.report.site import SiteReport
-from attn_pass.report.text import counted, duration
 from attn_pass.report.torch_logging import log_report
+from attn_pass.report.units import counted, duration
 from bench.harness import environment
 
 TIME = re.compile(r"(?<![\w.])([\d.,]+(?:e[+-]?\d+)?) ?(us|µs|ms|s)\b")

@@ -21,7 +21,7 @@ from attn_pass.devices.cpu.kernel import build, source
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import facts
 from attn_pass.model.attention import AsWritten, Attention
-from attn_pass.report.text import counted
+from attn_pass.report.units import counted
 from attn_pass.targets.base import Target
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

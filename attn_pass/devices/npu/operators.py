@@ -40,7 +40,7 @@ from attn_pass.devices.npu.rules import Case, has_many_rows, merged_fits, refusa
 from attn_pass.devices.roofline import Problem, traffic
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
-from attn_pass.report.text import duration
+from attn_pass.report.units import duration
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import problem_of

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from attn_pass.report.pages.html import rendered
 from attn_pass.report.pages.times import baseline_us, time_taken, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, duration, place_lines, plain_table, without_numbers
+from attn_pass.report.text import common_module, place_lines, plain_table, without_numbers
+from attn_pass.report.units import duration
 
 Aspect = Literal["outcome", "target", "reason", "time"]
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]?\d+)?")

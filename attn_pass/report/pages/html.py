@@ -17,7 +17,8 @@ from attn_pass.report.pages.plot import plots, short
 from attn_pass.report.pages.side_by_side import Run, side_by_side
 from attn_pass.report.pages.times import baseline_us, shown_times, times_of
 from attn_pass.report.site import ReportView, SiteReport
-from attn_pass.report.text import common_module, duration, place_and_dtype, place_lines, printable, shape_lines
+from attn_pass.report.text import common_module, place_and_dtype, place_lines, printable, shape_lines
+from attn_pass.report.units import duration
 
 if TYPE_CHECKING:
     import jinja2

@@ -18,8 +18,14 @@ from attn_pass.devices.cpu.kernel.source import ELEMENTS
 FULLY_MASKED = ("nan", "zero", "mean")  # as `common.hpp` numbers them
 _UNBOUNDED = 1 << 60
 NUMBERS = {
-    **{"before": _UNBOUNDED, "after": _UNBOUNDED, "start": 0, "end": _UNBOUNDED},
-    **{"prefix": 0, "chunk": 0, "chunk_rows": 0, "chunk_keys": 0},
+    "before": _UNBOUNDED,
+    "after": _UNBOUNDED,
+    "start": 0,
+    "end": _UNBOUNDED,
+    "prefix": 0,
+    "chunk": 0,
+    "chunk_rows": 0,
+    "chunk_keys": 0,
 }
 """The bounds that are numbers, and their defaults."""
 BOUNDS = ("shift", "starts", "ends", "offsets")
