@@ -47,7 +47,7 @@ def upper(x: Tensor) -> Tensor:
     return UPPER.to(x.dtype)
 
 
-STAY = re.compile("the attention weights are (also )?used.*, and stay")
+STAY = re.compile("the attention weights are (requested|also used).*, and stay")
 MHA, ENCODER, DECODER = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
 MODULES: dict[str, tuple[type[nn.Module], dict[str, Any], Change, list[str]]] = {
     "weights thrown away": (MHA, {}, lambda m, x, y: m(x, y, y)[0], ["rewritten"]),
