@@ -202,9 +202,9 @@ def _metal(c: Handed) -> Iterator[str]:
 
 
 def metal_vector(c: Handed) -> Iterator[str]:
-    """Apple's for few rows, which reads strides."""
+    """Apple's for few rows, which reads strides, as of torch 2.13."""
     yield from _metal(c)
-    if c.query.size(-1) not in (64, 96, 128):
+    if c.query.size(-1) not in (64, 96, 128, 256):
         yield "head dim"
     if c.query.size(2) > 8 or c.query.size(2) > c.key.size(2):
         yield "rows"

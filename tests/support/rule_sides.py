@@ -14,6 +14,7 @@ from attn_pass.devices.cpu.facts import cpu
 CPU = {"device": cpu()}
 XPU = {"device": registry.by_name("Arc B580")}
 APPLE = {"device": registry.by_name("M4")}
+ADDED: dict[str, Any] = {"mask": "additive", "reached": "metal vector", **APPLE}
 MANY_ROWS: dict[str, Any] = {"q_len": 9, "kv_len": 9, **APPLE}
 
 
@@ -266,13 +267,21 @@ SIDES: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     },
     ("metal vector", "head dim"): [
         ({"dim": 96, **APPLE}, {"dim": 80, **APPLE}),
+        ({"dim": 256, **APPLE}, {"dim": 256, "torch_version": (2, 12), **APPLE}),
         (APPLE, {"value_dim": 128, **APPLE}),
     ],
     ("metal vector", "few rows"): [
         (APPLE, {"q_len": 9, "kv_len": 64, **APPLE}),
         ({"q_len": 3, "kv_len": 3, **APPLE}, {"q_len": 4, "kv_len": 3, **APPLE}),
     ],
-    ("metal vector", "causal"): [(APPLE, {"mask": "causal", **APPLE})],
+    ("metal vector", "causal"): [
+        ({"mask": "causal", **APPLE}, {"mask": "causal", "torch_version": (2, 12), **APPLE}),
+        ({"mask": "causal", "q_len": 3, **APPLE}, {"mask": "causal", "q_len": 3, "torch_version": (2, 12), **APPLE}),
+    ],
+    ("metal vector", "additive mask"): [
+        (ADDED, {"torch_version": (2, 12), **ADDED}),
+        ({"torch_version": (2, 12), **ADDED, "mask": "boolean"}, {"torch_version": (2, 12), **ADDED}),
+    ],
     ("metal prefill", "version"): [(MANY_ROWS, {**MANY_ROWS, "torch_version": (2, 12)})],
     ("metal prefill", "head dim"): [
         ({"dim": 72, **MANY_ROWS}, {"dim": 40, **MANY_ROWS}),

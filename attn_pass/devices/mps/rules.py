@@ -1,7 +1,8 @@
 """The rules of torch's Metal kernels: ``_scaled_dot_product_attention_math_mps`` in aten's mps/operations/Attention.mm.
 
 Torch's call has one operator there in inference. It picks a kernel for few rows ("vector"), in newer versions one for
-many ("prefill"), and otherwise builds a graph of products and a softmax, as attention by hand is one.
+many ("prefill"), and otherwise builds a graph of products and a softmax, as attention by hand is one. With torch 2.13
+the kernel for few rows also came to take a head dim of 256, a causal mask, and a mask that is added.
 """
 
 from __future__ import annotations
@@ -25,14 +26,23 @@ _CHOICE = "mps/operations/Attention.mm"
 _VECTOR_KERNEL, _PREFILL_KERNEL = "mps/kernels/DecodeAttention.h", "mps/kernels/PrefillAttention.h"
 _TORCHS_CALL = "scaled_dot_product_attention in transformers/attention.cpp"
 _FEW_ROWS = 8
-_PREFILL_SINCE = (2, 13)
-_VECTOR_DIMS = (64, 96, 128)
+_SINCE = (2, 13)
+_VECTOR_DIMS, _VECTOR_DIMS_SINCE = (64, 96, 128), (64, 96, 128, 256)
 _PREFILL_DIMS = (32, 64, 72, 80, 96, 128, 256)
 
 
 def _dims_of(call: Call, taken: tuple[int, ...]) -> bool:
     first, second = call.head_dims
     return first == second and first in taken
+
+
+def _vector_dims(call: Call) -> tuple[int, ...]:
+    return _VECTOR_DIMS_SINCE if call.torch_version >= _SINCE else _VECTOR_DIMS
+
+
+def _wrong_dims(call: Call, rows: str, taken: tuple[int, ...]) -> str:
+    dims = " and ".join(map(str, call.head_dims))
+    return f"head dims of {dims}: the kernel for {rows} rows takes {', '.join(map(str, taken))}"
 
 
 def _few(call: Call) -> bool:
@@ -52,7 +62,7 @@ _SHARED: tuple[Rule, ...] = (
     KNOWN.written_in(f"_scaled_dot_product_attention_math_mps in {_CHOICE}"),
     SIZES.written_in(f"supports_sdpa_vector, supports_prefill in {_CHOICE}"),
     Rule(
-        # A boolean mask reaches the kernels as it is; what they give for a row without a key is not known.
+        # A boolean mask reaches the kernels as it is; what they give for a fully masked row is not known.
         "mask",
         "what torch's Metal kernels give with a mask as a tensor was not confirmed",
         lambda c: not c.has_mask_tensor or c.reached in (VECTOR_NAME, PREFILL_NAME),
@@ -67,9 +77,9 @@ VECTOR = KernelRules(
         *_SHARED,
         Rule(
             "head dim",
-            lambda c: f"head dims of {' and '.join(map(str, c.head_dims))}: the kernel for few rows takes 64, 96, 128",
-            lambda c: _dims_of(c, _VECTOR_DIMS),
-            f"sdpa_vector_supported_head_dim in {_CHOICE}",
+            lambda c: _wrong_dims(c, "few", _vector_dims(c)),
+            lambda c: _dims_of(c, _vector_dims(c)),
+            f"sdpa_vector_supported_head_dim in {_CHOICE}; INSTANTIATE_SDPA_VECTOR_HEADS in {_VECTOR_KERNEL}",
         ),
         Rule(
             "few rows",
@@ -81,9 +91,15 @@ VECTOR = KernelRules(
         ),
         Rule(
             "causal",
-            "the kernel for few rows takes no causal mask in every version of torch",
-            lambda c: c.mask != "causal",
-            f"supports_sdpa_vector in {_CHOICE}; sdpa_vector in {_VECTOR_KERNEL}, which takes it in torch 2.13",
+            "torch's Metal kernel for few rows takes causal masks since torch 2.13",
+            lambda c: c.mask != "causal" or c.torch_version >= _SINCE,
+            f"supports_fast_sdpa in {_CHOICE}; sdpa_vector in {_VECTOR_KERNEL}; pytorch#181855",
+        ),
+        Rule(
+            "additive mask",
+            "torch's Metal kernel for few rows takes masks that are added since torch 2.13",
+            lambda c: c.mask != "additive" or c.torch_version >= _SINCE,
+            f"sdpa_vector_mask_ok in {_CHOICE}; pytorch#183458",
         ),
     ),
 )
@@ -95,15 +111,12 @@ PREFILL = KernelRules(
         Rule(
             "version",
             "torch's Metal kernel for many rows came with torch 2.13",
-            lambda c: c.torch_version >= _PREFILL_SINCE,
+            lambda c: c.torch_version >= _SINCE,
             f"prefill_attention in {_PREFILL_KERNEL}; pytorch#181575",
         ),
         Rule(
             "head dim",
-            lambda c: (
-                f"head dims of {' and '.join(map(str, c.head_dims))}: the kernel for many rows takes "
-                + ", ".join(map(str, _PREFILL_DIMS))
-            ),
+            lambda c: _wrong_dims(c, "many", _PREFILL_DIMS),
             lambda c: _dims_of(c, _PREFILL_DIMS),
             f"prefill_attention_supports_head_dim in {_CHOICE}; instantiate_attn_shapes_helper in {_PREFILL_KERNEL}",
         ),

@@ -20,11 +20,13 @@ from attn_pass.cli import doctor
 from attn_pass.compat import TORCH_VERSION
 from attn_pass.devices import registry
 from attn_pass.devices.mps.family import FAMILY, GATE
-from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR_NAME
+from attn_pass.devices.mps.rules import PREFILL, PREFILL_NAME, VECTOR, VECTOR_NAME
+from attn_pass.targets.kernel_rules import KernelRules
 
 decided = partial(decided_for, device="M4")
+KERNELS = Path(torch.__file__).parent / "include/ATen/native/mps/kernels"
 F16, F32 = torch.float16, torch.float32
-many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's kernel for many rows came with 2.13")
+many_rows = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="torch's Metal kernels of 2.13 take more")
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,15 @@ def test_attention_by_hand_becomes_torchs_call(program: Callable[..., Tensor], d
 
 def test_few_rows_do_in_any_version() -> None:
     assert decided(by_hand, operands(rows=8), choose="fused").target == "sdpa"
+
+
+@many_rows
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("keys", [4, 9])
+def test_few_rows_may_be_causal(keys: int, dim: int) -> None:
+    """With fewer rows than keys as well: row ``i`` keeps the keys up to ``i``, as torch's call does."""
+    site = decided(causal, operands(dim, dim, rows=4, keys=keys), choose="fused")
+    assert site.target == "sdpa" and site.mask == "causal", site.reason
 
 
 @many_rows
@@ -69,17 +80,34 @@ def test_masks_as_tensors_are_left() -> None:
     assert site.target is None and "with a mask as a tensor" in site.refusals.get("sdpa", site.reason)
 
 
-def test_head_dims_of_the_installed_kernels() -> None:
+@many_rows
+@pytest.mark.parametrize(
+    ("rules", "header", "macro", "shape"),
+    [
+        (
+            PREFILL,
+            "PrefillAttention.h",
+            "instantiate_attn_shapes_helper",
+            r"instantiate_attn\(iname,itype,\d+,\d+,(\d+)",
+        ),
+        (VECTOR, "DecodeAttention.h", "INSTANTIATE_SDPA_VECTOR_HEADS", r"INSTANTIATE_SDPA_VECTOR\(DTYPE,(\d+),\1\)"),
+    ],
+)
+def test_head_dims_of_the_installed_kernels(rules: KernelRules, header: str, macro: str, shape: str) -> None:
     """As the headers of torch's own Metal kernels instantiate them, which every build of torch brings."""
-    header = Path(torch.__file__).parent / "include/ATen/native/mps/kernels/PrefillAttention.h"
-    if not header.is_file():
-        pytest.skip("no Metal kernel for many rows in this torch")
-    listed = header.read_text().partition("#define instantiate_attn_shapes_helper")[2].partition("#define")[0]
-    shapes = re.findall(r"instantiate_attn\(\s*iname,\s*itype,\s*\d+,\s*\d+,\s*(\d+)", listed.replace("\\", ""))
-    (rule,) = (r for r in PREFILL.rules if r.name == "head dim")
+    text = (KERNELS / header).read_text()
+    listed = text.partition(f"#define {macro}")[2].partition("#define")[0]
+    shapes = re.findall(shape, re.sub(r"[\s\\]", "", listed))
+    (rule,) = (r for r in rules.rules if r.name == "head dim")
     m4 = registry.by_name("M4")
     taken = {dim for dim in range(1, 513) if rule.holds(asked(dim=dim, device=m4))}
     assert shapes and taken == set(map(int, shapes))
+
+
+@many_rows
+def test_the_installed_kernels_for_few_rows_are_causal_without_a_mask_alone() -> None:
+    kernels = re.findall(r'true, (\w+), \w+, "(\w+)"', (KERNELS / "DecodeAttention.h").read_text())
+    assert set(kernels) == {("false", "_masknone_causal")}
 
 
 def test_a_call_is_left() -> None:
