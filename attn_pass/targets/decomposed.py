@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Node
 
 from attn_pass.devices import roofline
@@ -18,6 +17,8 @@ from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Const, Expr, apply, loads
 from attn_pass.model.views import Permute
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import AFFINE, EMPTY, Attended, Constraint, HasAttention, first_failed
+from attn_pass.targets.kernel_rules import HALF
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.problem import moved_query_bytes, not_served, problem_of, serves
 
@@ -29,24 +30,10 @@ class Decomposed:
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[None] | Refusal:
         """Takes a call that is already attention; what was written by hand is decomposed already."""
-        if attention.not_affine:
-            return Refusal(self.name, attention.not_affine)
-        if setting.eager_form:
-            return Refusal(self.name, "it is written as products and a softmax already")
-        if not serves(self.name, setting):
-            return Refusal(self.name, not_served(setting), other_device=True)
-        if attention.dropout:
-            return Refusal(self.name, "dropout is left to the call")
-        if setting.autocast is not None:
-            return Refusal(self.name, "autocast would treat products and softmax differently from the call")
-        if attention.compute_dtype in (torch.float16, torch.bfloat16) or attention.needs_grad:
-            return Refusal(self.name, "half precision and training keep the call's own rounding and backward")
-        if attention.groups != 1:
-            return Refusal(self.name, "grouped heads are packed into rows instead")
-        if 0 in (attention.kv_len, attention.head_dim):
-            return Refusal(self.name, "a size is 0")
-        if attention.mask.bias is not None and loads(attention.mask.bias) and setting.numerics == "strict":
-            return Refusal(self.name, "numerics='strict': a row may be fully masked")
+        case = Attended(attention, setting)
+        failed = first_failed(CONSTRAINTS, case)
+        if failed is not None:
+            return Refusal(self.name, failed.why(case), other_device=failed.name == "device")
         problem = problem_of(attention, setting.hint, moved_query_bytes(attention, setting.hint))
         microseconds = roofline.unfused(setting.device, problem)
         if not attention.mask.is_none:
@@ -83,3 +70,33 @@ class Decomposed:
         if fake_of(mask).dtype != a.compute_dtype:
             mask = lower.plan.call(aten.to.dtype, mask, a.compute_dtype)
         return mask
+
+
+def _adds_a_tensor(c: HasAttention) -> bool:
+    bias = c.attention.mask.bias
+    return bias is not None and bool(loads(bias))
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    AFFINE,
+    Constraint("form", "it is written as products and a softmax already", lambda c: not c.setting.eager_form),
+    Constraint("device", lambda c: not_served(c.setting), lambda c: serves(Decomposed.name, c.setting)),
+    Constraint("dropout", "dropout is left to the call", lambda c: not c.attention.dropout),
+    Constraint(
+        "autocast",
+        "autocast would treat products and softmax differently from the call",
+        lambda c: c.setting.autocast is None,
+    ),
+    Constraint(
+        "dtype and gradient",
+        "half precision and training keep the call's own rounding and backward",
+        lambda c: c.attention.compute_dtype not in HALF and not c.attention.needs_grad,
+    ),
+    Constraint("heads", "grouped heads are packed into rows instead", lambda c: c.attention.groups == 1),
+    Constraint("sizes", EMPTY, lambda c: 0 not in (c.attention.kv_len, c.attention.head_dim)),
+    Constraint(
+        "numerics",
+        "numerics='strict': a row may be fully masked",
+        lambda c: c.setting.numerics != "strict" or not _adds_a_tensor(c),
+    ),
+)

@@ -183,7 +183,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
         lambda c: f"the CPU kernel computes in float32, and this attention in {dtype_name(c.attention.compute_dtype)}",
         lambda c: c.attention.compute_dtype in _DTYPES,
     ),
-    unless("training", lambda c: training.refusal(c.attention, c.setting)),
+    *training.CONSTRAINTS,
     AUTOCAST,
     ANY_BACKEND,
     Constraint(

@@ -8,8 +8,8 @@ import torch
 
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import TRUE, loads, may_be_infinite
-from attn_pass.targets import constraints
 from attn_pass.targets.base import Setting
+from attn_pass.targets.constraints import RANDOM_NUMBERS, Constraint, HasAttention
 from attn_pass.targets.empty_rows import replaces_scores
 from attn_pass.targets.key_bounds import Bounds, bounds_of
 from attn_pass.targets.masks import HALF_ABSORBS, shifts_rows
@@ -26,26 +26,50 @@ def _never_empty(a: Attention, setting: Setting) -> bool:
     return a.mask.never_empty or setting.assume_nonempty_rows
 
 
-def refusal(a: Attention, setting: Setting) -> str | None:
-    """Why the kernel's backward or dropout is not the program's; None where it is, or where there is neither."""
-    if setting.may_need_grad or (a.needs_grad and setting.program != "compile"):
-        return "the CPU kernel has gradients under torch.compile only"
-    if a.dropout and setting.program != "compile":
-        return "the CPU kernel has dropout under torch.compile only"
-    if (reason := constraints.refusal((constraints.RANDOM_NUMBERS,), constraints.Attended(a, setting))) is not None:
-        return reason
-    if not a.needs_grad:
-        return None
-    if a.mask.bias is not None and not _never_empty(a, setting) and replaces_scores(a.mask.bias):
-        return "a row may be fully masked by scores that are replaced and by a matrix that is added"
-    if a.not_affine and may_be_infinite(a.modified):
-        return "a function of the scores may be infinite: where a row is NaN, not all of eager's gradients are"
-    if gives_apart(a) and shifts_rows(a):
-        return f"a bias of {a.compute_dtype} scores in float64, beside a mask that replaces them"
+def _replaces_before_adding(c: HasAttention) -> bool:
+    bias = c.attention.mask.bias
+    return bias is not None and not _never_empty(c.attention, c.setting) and replaces_scores(bias)
+
+
+def _condition_is_learned(a: Attention) -> bool:
     condition = a.mask.condition
-    if condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition)):
-        return "the mask's condition needs a gradient"
-    return None
+    return condition is not None and any(a.sources[load.source].needs_grad for load in loads(condition))
+
+
+CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
+    Constraint(
+        "gradient",
+        "the CPU kernel has gradients under torch.compile only",
+        lambda c: not (c.setting.may_need_grad or (c.attention.needs_grad and c.setting.program != "compile")),
+    ),
+    Constraint(
+        "dropout",
+        "the CPU kernel has dropout under torch.compile only",
+        lambda c: not c.attention.dropout or c.setting.program == "compile",
+    ),
+    RANDOM_NUMBERS,
+    Constraint(
+        "fully masked rows",
+        "a row may be fully masked by scores that are replaced and by a matrix that is added",
+        lambda c: not (c.attention.needs_grad and _replaces_before_adding(c)),
+    ),
+    Constraint(
+        "infinite scores",
+        "a function of the scores may be infinite: where a row is NaN, not all of eager's gradients are",
+        lambda c: not (c.attention.needs_grad and c.attention.not_affine and may_be_infinite(c.attention.modified)),
+    ),
+    Constraint(
+        "float64 scores",
+        "a bias is added to float64 scores of narrower operands, beside a mask that replaces them",
+        lambda c: not (c.attention.needs_grad and gives_apart(c.attention) and shifts_rows(c.attention)),
+    ),
+    Constraint(
+        "condition",
+        "the mask's condition needs a gradient",
+        lambda c: not (c.attention.needs_grad and _condition_is_learned(c.attention)),
+    ),
+)
+"""What is asked of one with gradients or dropout, in order."""
 
 
 def gives_apart(a: Attention) -> bool:

@@ -14,8 +14,8 @@ flash_attn/cute/interface.py. It has not run on hardware.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ from attn_pass.errors import RewriteError
 from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.targets.base import Offer, Refusal, Setting
+from attn_pass.targets.constraints import Constraint, refusal
 from attn_pass.targets.flex.flex import Flex, FlexPlan
 from attn_pass.targets.flex.rules import Case
 from attn_pass.targets.flex.score import function_of
@@ -38,15 +39,6 @@ from attn_pass.targets.operands import dense_last, unbroadcast
 _BLOCK = 128
 _OF_TRITON = 1.2  # PyTorch's blog on FlexAttention with FlashAttention-4: 1.2 to 3.2
 _PLACEHOLDERS = 5  # of a score function without captured tensors: score, b, h, q_idx, kv_idx
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A constraint of torch's file or of the kernel: the reason for a refusal, the condition, and the source."""
-
-    reason: str
-    holds: Callable[[Case], bool]
-    source: str
 
 
 class FlexFlash(Flex, CudaKernel):
@@ -62,9 +54,8 @@ class FlexFlash(Flex, CudaKernel):
         if setting.device.kind != "cuda":
             return Refusal(self.name, f"{self.name} does not run on {setting.device.kind} devices", other_device=True)
         case = Case(attention, setting, function_of(attention, setting))
-        for constraint in CONSTRAINTS:
-            if not constraint.holds(case):
-                return Refusal(self.name, constraint.reason)
+        if (reason := refusal(CONSTRAINTS, case)) is not None:
+            return Refusal(self.name, reason)
         shares = setting.device.shares
         triton = shares["flex"]
         flash = replace(
@@ -115,39 +106,46 @@ def _are_at_most(most: int, *sizes: object) -> bool:
 
 _TORCH = "torch/_inductor/kernel/flex/flex_flash_attention.py"
 _CUTE = "flash_attn/cute/interface.py"
-CONSTRAINTS: tuple[Constraint, ...] = (
-    Constraint("no measured rule for cuda devices yet", lambda c: bool(c.setting.device.kernels), "AMD's"),
+CONSTRAINTS: tuple[Constraint[Case], ...] = (
+    Constraint("device", "no measured rule for cuda devices yet", lambda c: bool(c.setting.device.kernels), "AMD's"),
     Constraint(
+        "package",
         "flash-attn-4 (flash_attn.cute) is not installed",
         lambda c: is_installed("flash_attn.cute"),
         f"{_TORCH}: ensure_flash_available",
     ),
     Constraint(
+        "torch",
         "FlexAttention's FLASH backend needs torch 2.13 or newer",
         lambda c: TORCH_VERSION >= (2, 13),
         f"{_TORCH} of 2.11 does not put captured tensors into memory",
     ),
     Constraint(
+        "program",
         "FlexAttention's FLASH backend is compiled by Python when it runs, which exported programs and packages lack",
         lambda c: c.setting.program == "compile",
         "CuteDSLTemplate",
     ),
     Constraint(
+        "compute capability",
         "FlexAttention's FLASH backend is for compute capability 9.0 and 10.x",
         lambda c: c.setting.device.capability == (9, 0) or c.setting.device.capability[0] == 10,
         f"{_CUTE}: 8.x takes no score function, 12.x no block mask",
     ),
     Constraint(
+        "dtype",
         "FlexAttention's FLASH backend takes half precision only",
         lambda c: c.attention.compute_dtype in (torch.float16, torch.bfloat16),
         f"{_CUTE}: inputs must be float16, bfloat16",
     ),
     Constraint(
+        "known sizes",
         "a size is not known, and FlexAttention's FLASH backend needs known sizes",
         lambda c: all(isinstance(n, int) for n in _sizes(c.attention)),
         f"{_TORCH}: TODO(dynamic shapes); has_unsupported_captured_scalars",
     ),
     Constraint(
+        "head dim",
         "the head dims are not multiples of 8, or are over 256 (128 on compute capability 10.x and in training)",
         lambda c: (
             _are_multiples(8, c.attention.head_dim, c.attention.value_head_dim)
@@ -159,16 +157,19 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         f"{_CUTE}: _validate_head_dims",
     ),
     Constraint(
+        "captured numbers",
         "the score function reads a number that is a tensor, which FlexAttention's FLASH backend cannot inline",
         lambda c: all(load.index for load in c.function.loads()),
         f"{_TORCH}: has_unsupported_captured_scalars",
     ),
     Constraint(
+        "blocks",
         "the mask is not known block by block, and FlexAttention's FLASH backend needs full blocks",
         lambda c: not _is_masked(c) or c.function.whole,
         f"{_TORCH}: block mask but without full blocks is not supported yet",
     ),
     Constraint(
+        "blocks of 128 rows",
         "a mask of blocks of 128 rows is for compute capability 9.0 and head dims up to 128",
         lambda c: (
             not _is_masked(c)
@@ -180,16 +181,19 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "flash_attn/cute/block_sparsity.py: sparse_block_size[1] to match tile_n; two tiles of 128 rows on 10.x",
     ),
     Constraint(
+        "lengths",
         "the lengths are not multiples of 128, the block of the mask",
         lambda c: not _is_masked(c) or _are_multiples(_BLOCK, c.attention.q_len, c.attention.kv_len),
         "create_block_mask makes no full block that ends behind the last key",
     ),
     Constraint(
+        "fully masked rows",
         "a row may be fully masked, and what FlexAttention's FLASH backend gives there is not known",
         lambda c: c.attention.mask.never_empty or c.attention.mask.is_none or c.setting.assume_nonempty_rows,
         "",
     ),
     Constraint(
+        "deterministic",
         "deterministic algorithms are requested, and the backward with a mask is not deterministic on this GPU",
         lambda c: not (c.attention.needs_grad and c.setting.deterministic and _is_masked(c)),
         f"{_TORCH}: Deterministic backward for flex_attention with block_mask requires SM100+ and write orders",

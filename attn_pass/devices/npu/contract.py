@@ -96,7 +96,7 @@ def _fits_hidden(c: CallFacts) -> bool:
     return not c.inference or not c.positions_first or (isinstance(hidden, int) and hidden < HIDDEN)
 
 
-_RULES: tuple[Rule, ...] = (
+RULES: tuple[Rule, ...] = (
     Rule(
         "dtype",
         lambda c: (
@@ -158,7 +158,7 @@ _RULES: tuple[Rule, ...] = (
 
 def refusal(call: CallFacts) -> str | None:
     """The first reason why a call, its mask aside, is none that the documentation allows; None if it is one."""
-    return constraints.refusal(_RULES, call)
+    return constraints.refusal(RULES, call)
 
 
 def mask_letters(call: CallFacts, shape: tuple[Index, ...]) -> str | None:

@@ -45,7 +45,7 @@ Rule = Constraint[Case]
 
 def refusal(case: Case) -> str | None:
     """The first reason why FlexAttention does not take a case; None if it does."""
-    return constraints.refusal(RULES.get(template_name(case.setting), _ELSEWHERE), case)
+    return constraints.refusal(RULES.get(template_name(case.setting), ELSEWHERE), case)
 
 
 # ---------------------------------------------------------------- rules of every device
@@ -303,7 +303,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         _NEEDED,
     ),
 }
-_ELSEWHERE = (_ANY_SCORE, _UNKNOWN_DEVICE)
+ELSEWHERE = (_ANY_SCORE, _UNKNOWN_DEVICE)
 
 # ---------------------------------------------------------------- decoding
 

@@ -12,7 +12,9 @@ from against_eager import qkv, randn
 from npu_stand_in import FA1, FA3, FIA
 
 import attn_pass
-from attn_pass.devices.npu.contract import CallFacts, refusal
+from attn_pass.devices.npu.contract import RULES, CallFacts, refusal
+from attn_pass.targets import constraints
+from attn_pass.targets.constraints import first_failed
 
 npu_stand_in.install()
 
@@ -121,12 +123,18 @@ CALLS: dict[str, tuple[str, dict[str, Any], Inputs, Tensor | None, str]] = {
     "in steps, training": (FA3, {}, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in MANY], None, ""),
     "no keys": (FA3, {}, shaped((2, 4, 6, 16), (2, 4, 0, 16)), None, "a size is 0"),
     "257 heads": (FA3, {"head_num": 257}, shaped((1, 257, 2, 16), (1, 257, 2, 16)), None, "257 heads"),
+    "256 heads": (FA3, {"head_num": 256}, shaped((1, 256, 2, 16), (1, 256, 2, 16)), None, ""),
     "a length of 1048577": (FA3, {}, shaped((1, 4, 2, 16), (1, 4, (1 << 20) + 1, 16)), None, "a length is over"),
+    "a length of 1048576": (FA3, {}, shaped((1, 4, 2, 16), (1, 4, 1 << 20, 16)), None, ""),
     "a batch of 65537": (FIA, {}, shaped((65537, 4, 2, 16), (65537, 4, 2, 16)), None, "a batch of 65537"),
     "a batch of 129, 24 wide": (FIA, {}, shaped((129, 4, 2, 24), (129, 4, 2, 24)), None, "a batch of 129"),
     "a batch of 129, 32 wide": (FIA, {}, shaped((129, 4, 2, 32), (129, 4, 2, 32)), None, ""),
     "one row over 262145 keys": (FIA, {}, shaped((1, 4, 1, 16), (1, 4, 262145, 16)), None, "keys of one query row"),
+    "one row over 262144 keys": (FIA, {}, shaped((1, 4, 1, 16), (1, 4, 262144, 16)), None, ""),
     "heads times head dim": (FIA, {"num_heads": 128, "layout": "BSH"}, WIDE, None, "heads times head dim"),
+    "less heads times head dim": (FIA, {"num_heads": 127, "layout": "BSH"}, shaped(*[(2, 6, 127 * 512)] * 2), None, ""),
+    "64 heads a KV head": (FIA, {"num_heads": 64, "num_key_value_heads": 1},
+                           shaped((1, 64, 2, 16), (1, 1, 2, 16)), None, ""),
     "65 heads a KV head": (FIA, {"num_heads": 65, "num_key_value_heads": 1},
                            shaped((1, 65, 2, 16), (1, 1, 2, 16)), None, "more than 64 share"),
     "three KV heads of four": (FA3, {}, shaped((2, 4, 6, 16), (2, 3, 9, 16)), None, "a multiple of the number of KV"),
@@ -171,6 +179,42 @@ def test_only_documented_calls_are_read(name: str) -> None:
     operator, given, inputs, mask, why = CALLS[name]
     reason = left(calling(operator, **given), *inputs, *(() if mask is None else (mask,)))
     assert why in reason and bool(why) == bool(reason)
+
+
+# By row of the contract a call that is read, and one that is left by that row.
+SIDES = {
+    "dtype": ("rows and keys", "inference in float32"),
+    "contiguous": ("in steps, training", "in steps"),
+    "sizes": ("narrow values", "no keys"),
+    "head dim": ("a head dim of 24", "a prime head dim"),
+    "heads": ("256 heads", "257 heads"),
+    "heads of a group": ("64 heads a KV head", "65 heads a KV head"),
+    "batch": ("a batch of 129, 32 wide", "a batch of 129, 24 wide"),
+    "length": ("a length of 1048576", "a length of 1048577"),
+    "keys of one row": ("one row over 262144 keys", "one row over 262145 keys"),
+    "hidden size": ("less heads times head dim", "heads times head dim"),
+    "result layout": ("turned", "turned, one row"),
+    "inner_precise": ("inner_precise 3", "inner_precise 4"),
+    "band": ("a band", "a band without keys"),
+}
+
+
+def test_every_row_has_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(SIDES) == [row.name for row in RULES]
+    failed: list[str] = []
+
+    def noting(rows: Any, call: Any) -> Any:
+        row = first_failed(rows, call)
+        failed.extend([row.name] if row is not None and rows is RULES else [])
+        return row
+
+    monkeypatch.setattr(constraints, "first_failed", noting)
+    for row, names in SIDES.items():
+        for name, expected in zip(names, ([], [row])):
+            operator, given, inputs, mask, _ = CALLS[name]
+            failed.clear()
+            left(calling(operator, **given), *inputs, *(() if mask is None else (mask,)))
+            assert failed == expected, name
 
 
 SIZES = torch.ones(4)

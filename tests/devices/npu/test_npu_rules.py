@@ -5,48 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import described
 import pytest
 import torch
-from kernel_calls import UNKNOWN, call
+from kernel_calls import UNKNOWN
 
 from attn_pass.devices import registry
 from attn_pass.devices.npu import generations
 from attn_pass.devices.npu.generations import INFERENCE, TRAINING, TRAINING_V1
 from attn_pass.devices.npu.masks import mask_plan
 from attn_pass.devices.npu.rules import RULES, Call, Case, dispatched, has_many_rows, merged_fits, refusal
-from attn_pass.model.attention import Attention, Source
-from attn_pass.model.expression import Const, Load
+from attn_pass.model.expression import Const
 from attn_pass.model.index import Axis, Poly, Symbol, axis_index
-from attn_pass.model.mask import Keep
-from attn_pass.model.structure import Band, Structure
+from attn_pass.model.structure import Band
 from attn_pass.targets.base import Setting
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 A2 = registry.by_name("Ascend 910B")
-KEEP = Keep(Load(3, ()), float("-inf"))
-LEARNED = Source(3, (), FP32, torch.device("cpu"), needs_grad=True)
-OF_SETTING = (
-    *("autocast", "allowed_backends", "same_random_numbers", "deterministic", "numerics", "kernel_as_written"),
-    *("may_need_grad", "is_recomputed", "may_be_merged_by_cse", "program"),
-)
-OF_MASK = ("bias", "keep", "fills", "structure")
-OF_CALL = ("batch", "heads", "groups", "q_len", "kv_len", "dim", "value_dim", "dtype", "dropout", "grad", "never_empty")
-
-
-def attention(**given: Any) -> Attention:
-    """What `call` builds of its own arguments, with the others replaced, the mask's among them.
-
-    ``unknown_heads`` is no field.
-    """
-    made = call(**{n: v for n, v in given.items() if n in OF_CALL}).attention
-    learned = given.pop("learned", False)
-    if given.pop("unknown_heads", False):
-        made = made.regrouped(batch=made.heads[:1], heads=(*made.batch, *made.heads[1:]))
-    mask = Source(3, (), FP32, torch.device("cpu"))
-    made = replace(made, sources=(*made.sources, LEARNED if learned else mask))
-    fields = {n: v for n, v in given.items() if n not in OF_CALL and n not in OF_SETTING}
-    masked = replace(made.mask, **{n: fields.pop(n) for n in OF_MASK if n in fields})
-    return replace(made, mask=masked, **fields)
 
 
 def reported(operator: str, given: dict[str, Any]) -> str | None:
@@ -54,12 +29,12 @@ def reported(operator: str, given: dict[str, Any]) -> str | None:
 
 
 def case(operator: str, given: dict[str, Any]) -> Case:
-    setting = Setting(A2, **{"program": "compile", **{n: v for n, v in given.items() if n in OF_SETTING}})
-    return Case(attention(**given), setting, operator)
+    attended = described.case(A2, **given)
+    return Case(attended.attention, attended.setting, operator)
 
 
 ROWS = Poly.of(Symbol("s0", 2))
-MASKED = {"keep": KEEP}
+MASKED = {"keep": described.HIDDEN}
 # An operator, an attention it takes, one that differs in what a rule is about alone, and what it then says.
 SIDES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (INFERENCE, {}, {"not_affine": "the scores go through tanh"}, "tanh"),
@@ -125,9 +100,9 @@ def test_every_rule_has_a_row() -> None:
 
 def test_positions_lie_before_heads_up_to_a_hidden_size_in_inference_alone() -> None:
     for heads, dim, fits in ((255, 256, True), (256, 256, False), (252, 257, False)):
-        assert merged_fits(attention(heads=heads, dim=dim), INFERENCE) == fits
-        assert merged_fits(attention(heads=heads, dim=dim), TRAINING)
-    assert not merged_fits(attention(batch=UNKNOWN, unknown_heads=True), INFERENCE)
+        assert merged_fits(described.attention(heads=heads, dim=dim), INFERENCE) == fits
+        assert merged_fits(described.attention(heads=heads, dim=dim), TRAINING)
+    assert not merged_fits(described.attention(batch=UNKNOWN, unknown_heads=True), INFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +113,7 @@ def test_positions_lie_before_heads_up_to_a_hidden_size_in_inference_alone() -> 
     ],
 )
 def test_rows_that_are_surely_several(rows: Any, program: str, many: bool) -> None:
-    assert has_many_rows(attention(q_len=rows), Setting(A2, program)) == many
+    assert has_many_rows(described.attention(q_len=rows), Setting(A2, program)) == many
 
 
 @pytest.mark.parametrize(
@@ -166,9 +141,10 @@ def test_torch_s_own_call_by_family(family: str, operator: str) -> None:
 )
 def test_a_causal_mask_by_rows(rows: int, never_empty: bool, operator: str, plan: tuple[str, int, bool]) -> None:
     """The kind of mask, ``inner_precise``, and whether fully masked rows are replaced."""
-    causal = Structure(axis_index(Axis("j", 9)), axis_index(Axis("i", rows)), (Band(None, 0),))
-    made = attention(q_len=rows, kv_len=9, never_empty=never_empty, structure=causal, keep=KEEP)
+    made = described.attention(q_len=rows, kv_len=9, never_empty=never_empty, parts=(Band(None, 0),))
     mask = mask_plan(made, Setting(A2, "compile"), operator)
     assert (mask.kind, mask.inner_precise, mask.repaired) == plan
-    folded = replace(made, mask=replace(made.mask, structure=replace(causal, row=axis_index(Axis("b", 2)))))
+    folded = replace(
+        made, mask=replace(made.mask, structure=replace(made.mask.structure, row=axis_index(Axis("b", 2))))
+    )
     assert mask_plan(folded, Setting(A2, "compile"), operator).kind == "boolean"
