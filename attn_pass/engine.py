@@ -116,7 +116,7 @@ def rewrite_graph(
 
 
 def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence[SiteReport]) -> None:
-    """Runs what surrounds the attentions without padding, where nobody sees it, and records what came of it."""
+    """Runs what surrounds the attentions without padding, where that is proved, and records what came of it."""
     operators = {operator for family in families() for operator in family.attention_of_packed_rows()}
     draws = run.program != "compile" or not torch._inductor.config.fallback_random
 

@@ -72,7 +72,8 @@ class Options:
         assume_nonempty_rows: no query has all its keys masked, so a mask with a finite fill may be boolean.
         assume_padding_unused: nobody uses rows of padding where they are in the model's result (``last_hidden_state``):
             they are zeros then, and are not computed.
-        unpad: run operations that work row by row without rows of padding, where it is proved that nobody sees them.
+        unpad: run operations that work row by row without rows of padding, where it is proved that no result depends
+            on them.
         join_projections: multiply once where linear layers that make queries, keys and values have one input and that
             is predicted to be faster. "constants" does so where their weights are constants of the compiled code
             (Inductor's ``freezing``); "parameters" also under torch.compile, whose inputs they are: they are laid into

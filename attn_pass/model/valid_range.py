@@ -34,7 +34,7 @@ class Bounded:
 class ValidRange:
     """Proved: a key that a row keeps lies between all of ``first`` and all of ``last``, which are run-time values.
 
-    A row may keep no key at all, and the values may lie outside of the cache. They are expressions over the axes of
+    A row may be fully masked, and the values may lie outside of the cache. They are expressions over the axes of
     batch, heads and rows: what is read for all rows together lies between the least ``first`` and the largest ``last``
     of any (`attn_pass.targets.key_ranges`). ``conditions`` are those of the mask they follow from; the mask itself is
     what it was, and whatever of it says more than the range goes on holding inside.

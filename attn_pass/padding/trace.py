@@ -1,4 +1,4 @@
-"""Which values of a graph are row-wise, and which of them nobody sees the padding of: the proof of a region.
+"""Which values of a graph are row-wise, and of which no result depends on the padding: the proof of a region.
 
 From the attentions the rows are followed in both directions, through operations that have a rule (`rules`). Then every
 value is asked who uses it: an operation of the region, an exit (`exits`), or something that may see rows of padding.
@@ -157,7 +157,7 @@ class Trace:
 
 
 def prove(trace: Trace) -> Proof:
-    """The region of a group: the values nobody sees the padding of.
+    """The region of a group: the values whose padding no result depends on.
 
     Scores of rows of padding are seen where the attention that reads them is none of the region: again without these.
     """

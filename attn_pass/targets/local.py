@@ -125,7 +125,7 @@ CONSTRAINTS: tuple[Constraint[HasAttention], ...] = (
     Constraint("device", lambda c: not_served(c.setting), lambda c: serves(Local.name, c.setting)),
     Constraint(
         "mask",
-        "part of the mask depends on run-time values, or a row may keep no key",
+        "part of the mask depends on run-time values, or a row may be fully masked",
         lambda c: c.attention.mask.structure.is_exact and c.attention.mask.never_empty,
     ),
     Constraint(

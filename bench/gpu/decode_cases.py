@@ -52,7 +52,7 @@ class Case:
     scale: float = 0.125
     lengths: tuple[int, ...] = ()  # valid keys of each batch row
     starts: tuple[int, ...] = ()  # and the first of them
-    mean: bool = False  # of all values, where a row keeps no key
+    mean: bool = False  # of all values, where a row is fully masked
 
 
 CASES = (
@@ -183,7 +183,7 @@ def _beyond(case: Case) -> Tensor | None:
 
 
 def _keeps_none(case: Case) -> Tensor:
-    """Which rows keep no key by other means than a mask, (B, 1, L)."""
+    """Which rows are fully masked by other means than a mask, (B, 1, L)."""
     lengths, starts = lengths_of(case), starts_of(case)
     each = torch.zeros(case.batch, 1, 1, dtype=torch.int64)
     end = each + (case.kv_len if lengths is None else lengths[:, None, None])

@@ -83,7 +83,7 @@ TWO, SQUARE = three((2, 4, 7, 16), (2, 4, 13, 16)), three((2, 4, 11, 16), (2, 4,
 GROUPED, ONE = three((2, 8, 7, 16), (2, 2, 13, 16)), three((2, 8, 1, 16), (2, 2, 13, 16))
 SEED = three((37, 4, 1, 16), (1, 4, 61, 16))
 KEEP = randn(2, 13, seed=4) > -0.5
-KEEP[1] = False  # a batch row without a key
+KEEP[1] = False  # a batch row that is fully masked
 # function, inputs, dynamic shapes, and what has to come of it: the mask, the poor case
 FORMS: dict[str, tuple[Function, tuple[Tensor, ...], Any, str, str]] = {
     "call": (call, TWO, ROWS, "none", ""),

@@ -42,7 +42,7 @@ def kernel_arguments(fill: float, dtype: torch.dtype = torch.float32) -> tuple[d
 
 @pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e30])
 def test_a_mask_that_absorbs_every_score_is_a_condition(fill: float) -> None:
-    """The second sequence keeps no key: its rows average all values, as in eager."""
+    """The second sequence is fully masked: its rows average all values, as in eager."""
     given, result, wanted = kernel_arguments(fill)
     assert "bias" not in given and given["fully_masked"] == "mean"
     assert tuple(given["keep"].meta["example_value"].shape) == (B, 1, 1, L)

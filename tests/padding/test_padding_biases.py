@@ -43,7 +43,7 @@ class Biased(nn.Module):
 @pytest.mark.parametrize("spelling", ["added", "call"])
 @pytest.mark.parametrize("padding_left", [False, True])
 def test_a_table_of_biases(spelling: str, padding_left: bool) -> None:
-    """Also with a sequence that has no key at all: its rows average all values."""
+    """Also with a sequence that is fully masked: its rows average all values."""
     region = packed(Biased(spelling), masks(padding_left))
     assert region.packed == 2
 

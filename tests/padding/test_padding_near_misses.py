@@ -1,4 +1,4 @@
-"""Programs that look as if nobody saw their padding, or count positions: results are eager's, packed or left."""
+"""Programs that look as if nothing depended on their padding, or count positions: results are eager's, packed or left."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("after", [_mean, lambda x, mask: x[:, 0], lambda x, mask: x[:, -1]])
 @pytest.mark.parametrize("batches", [right, lambda: masks(left=True), anywhere], ids=["right", "left", "anywhere"])
 def test_a_window(after: Callable[..., Any], batches: Callable[[], list[Tensor]]) -> None:
-    """Rows between two that are kept stay, so that distances do; a row that sees no key averages all values."""
+    """Rows between two that are kept stay, so that distances do; a fully masked row averages all values."""
     packed(Attention(after, within=3), batches())
 
 

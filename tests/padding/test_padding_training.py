@@ -242,7 +242,7 @@ class Biased(nn.Module):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding_left", [False, True])
 def test_the_gradient_of_a_learned_bias_is_that_of_eager(causal: bool, padding_left: bool) -> None:
-    """Of its table as well, which is a sum over all sequences, and where one has no key at all."""
+    """Of its table as well, which is a sum over all sequences, and where one is fully masked."""
     region = packed(Biased(causal=causal), masks(padding_left))
     assert (region.packed, region.sites) == (2, 2)
     assert any("is learned and added" in words for words in region.assumptions)

@@ -208,7 +208,7 @@ LEFT: dict[str, tuple[Program, tuple[Any, ...]]] = {
         lambda q, k, v, s: (lambda x: softmax(joined(torch.cat([x, x[..., :1]], -1), s))[..., :-2] @ v)(q @ k.mT),
         (SINK,),
     ),
-    "two that differ, in a row that may have no key": (
+    "two that differ, in a row that may be fully masked": (
         lambda q, k, v, s, m: softmax(torch.cat([(q @ k.mT).masked_fill(~m, LOWEST), s], -1))[..., :-2] @ v,
         (TWO, KEEP),
     ),

@@ -18,7 +18,7 @@ from attn_pass.patterns.softmax_forms import FORMS, read_softmax
 Weights = Callable[..., Tensor]
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 KEEP[..., 0] = True
-NOTHING = torch.arange(8)[:, None] > torch.zeros(1, 8)  # kept; the first row keeps no key
+NOTHING = torch.arange(8)[:, None] > torch.zeros(1, 8)  # kept; the first row is fully masked
 SINK = randn(2, 1, 1, seed=4)
 
 

@@ -203,7 +203,7 @@ def test_a_matrix_of_fills_is_added_and_another_fill_replaces(low: float, fill: 
 
 
 def filled_and_added(fill: float, added: Tensor) -> Callable[..., Tensor]:
-    """Scores of hundreds, in rows of which the first keeps no key; ``added`` comes after the fill."""
+    """Scores of hundreds, in rows of which the first is fully masked; ``added`` comes after the fill."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         past = torch.ones(8, 8, dtype=torch.bool).tril(-1)
@@ -285,12 +285,12 @@ def test_a_matrix_of_fills_and_a_fill_that_are_multiplied_stay_equal() -> None:
 
 HALF_LOWEST = torch.finfo(torch.float16).min
 TURN = torch.tensor([1.0, -1.0]).half().view(2, 1, 1)
-MOVED = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # the first row keeps no key
+MOVED = torch.ones(8, 8, dtype=torch.bool).tril(-1)  # the first row is fully masked
 GIVEN = torch.zeros(8, 8).half().masked_fill(~MOVED, HALF_LOWEST)  # a tensor of the program: nobody knows its values
 
 
 def lowered(s: Tensor, keeps: int = -1, fill: float = HALF_LOWEST) -> Tensor:
-    """The scores with a mask added that the program makes itself; -1 leaves the first row no key."""
+    """The scores with a mask added that the program makes itself; -1 masks the first row fully."""
     return s + torch.where(torch.ones(8, 8, dtype=torch.bool).tril(keeps), 0.0, fill).to(s.dtype)
 
 

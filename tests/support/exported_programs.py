@@ -60,7 +60,7 @@ def filled(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 
 
 def hidden(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
-    """A row without keys gives 0."""
+    """A fully masked row gives 0."""
     scores = (q @ k.mT * 0.25).masked_fill(~kept[:, None, None], float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
@@ -124,9 +124,9 @@ PROGRAMS = {
     "causal, more keys": Exported(causal, _qkv(3, 7)),
     "a negative scale": Exported(negative, _qkv()),
     "padding": Exported(padded, (*_qkv(), kept(7, 4))),
-    "padding, a row without keys": Exported(padded, (*_qkv(), kept(0, 4))),
-    "padding by -1e9, a row without keys": Exported(filled, (*_qkv(), kept(0, 4))),
-    "padding by -inf, zeros for a row without keys": Exported(hidden, (*_qkv(), kept(0, 4))),
+    "padding, a fully masked row": Exported(padded, (*_qkv(), kept(0, 4))),
+    "padding by -1e9, a fully masked row": Exported(filled, (*_qkv(), kept(0, 4))),
+    "padding by -inf, zeros for a fully masked row": Exported(hidden, (*_qkv(), kept(0, 4))),
     "a bias for every head": Exported(biased, (*_qkv(), randn(1, 4, 7, 7, seed=5))),
     "a bias for every key": Exported(biased, (*_qkv(), randn(2, 1, 1, 7, seed=5))),
     "grouped heads": Exported(grouped, _qkv(kv_heads=2), grouped=True),
@@ -136,7 +136,7 @@ PROGRAMS = {
     "a sink, padding, grouped heads": Exported(
         with_sink_and_padding, (*_qkv(kv_heads=2), randn(4, seed=6), kept(7, 4)), grouped=True
     ),
-    "a sink, a row without keys": Exported(with_sink_and_padding, (*_qkv(), randn(4, seed=6), kept(0, 4))),
+    "a sink, a fully masked row": Exported(with_sink_and_padding, (*_qkv(), randn(4, seed=6), kept(0, 4))),
     "torch's call": Exported(called, _qkv()),
     "torch's call with padding": Exported(called_with_padding, (*_qkv(), kept(7, 4))),
     "torch's call with grouped heads": Exported(called_in_groups, _qkv(kv_heads=2), grouped=True),

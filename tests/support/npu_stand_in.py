@@ -208,7 +208,7 @@ def _fusion_call(given: dict[str, Any]) -> _Call:
     else:
         _compressed(mask)
     if mode == 4:
-        _ask(given["pre_tockens"] + given["next_tockens"] >= 0, "a band without keys")
+        _ask(given["pre_tockens"] + given["next_tockens"] >= 0, "an empty band")
     return _Call(
         *(q, k, v, mask, mode, given["pre_tockens"], given["next_tockens"]),
         inner_precise=given["inner_precise"],
@@ -349,7 +349,7 @@ def _infer(name: str, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     elif mode >= 2:
         _ask(mask is not None, f"attenMask should not be null when sparse_mode is {mode}")
         _compressed(mask, (1, 2048, 2048), (1, 1, 2048, 2048))
-        _ask(mode != 4 or given["pre_tokens"] + given["next_tokens"] >= 0, "a band without keys")
+        _ask(mode != 4 or given["pre_tokens"] + given["next_tokens"] >= 0, "an empty band")
     elif mask is not None:
         shapes = ((1, rows, keys), (batch, 1, rows, keys), (1, 1, rows, keys), (rows, keys))
         _ask(tuple(mask.shape) in shapes, f"a mask of {tuple(mask.shape)}")

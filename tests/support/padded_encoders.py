@@ -18,7 +18,7 @@ LENGTHS = ((24, 5, 11, 1), (3, 24, 0, 9), (24, 24, 24, 24))
 
 
 def masks(left: bool = False) -> list[Tensor]:
-    """Masks of several batches: lengths that differ, one sequence without keys, none with padding."""
+    """Masks of several batches: lengths that differ, one that is fully masked, none with padding."""
     made = [(torch.arange(L) < torch.tensor(n)[:, None]).long() for n in LENGTHS]
     return [m.flip(1) for m in made] if left else made
 

@@ -94,7 +94,7 @@ LEFT_IN_TRAINING = (
 
 
 def padding() -> Tensor:
-    """The first batch entry keeps no key, the other one six of nine."""
+    """The first batch entry is fully masked, the other one six of nine."""
     kept = torch.ones(2, 1, 1, 9)
     kept[0], kept[1, ..., 6:] = 0, 0
     return kept

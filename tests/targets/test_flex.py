@@ -73,7 +73,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 LOWEST = torch.finfo(torch.float32).min
-EMPTY = torch.ones(2, 1, 8, 8).tril().masked_fill(torch.arange(8)[:, None] == 2, 0.0)  # row 2 has no key
+EMPTY = torch.ones(2, 1, 8, 8).tril().masked_fill(torch.arange(8)[:, None] == 2, 0.0)  # row 2 is fully masked
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "soft cap": (softcap, qkv()),
     "causal": (causal, qkv(q_len=9, kv_len=9)),

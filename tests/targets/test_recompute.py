@@ -16,7 +16,7 @@ LOWEST = torch.finfo(torch.float32).min
 KEEP = randn(2, 1, 8, 8, seed=5) > -0.3
 KEEP[0, 0, 3] = False  # a fully masked row
 PADDED = torch.zeros(2, 1, 1, 8)
-PADDED[1] = LOWEST  # a whole sequence without a key
+PADDED[1] = LOWEST  # a whole sequence that is fully masked
 
 Program = Callable[..., Tensor]
 

@@ -23,7 +23,7 @@ import attn_pass
 CALL = torch.ops.aten.scaled_dot_product_attention.default
 CHECK = "scaled_dot_product_attention_validator"
 SPEC = find_spec("torch_tensorrt")
-LEFT = "padding by -inf, zeros for a row without keys"  # what TensorRT gives for such a row is not documented
+LEFT = "padding by -inf, zeros for a fully masked row"  # what TensorRT gives for such a row is not documented
 pytestmark = pytest.mark.skipif(SPEC is None, reason="needs torch-tensorrt's sources")
 
 

@@ -170,7 +170,7 @@ def decode(
             negative, which is none, or larger than S, by which causal rows are aligned all the same; within 2**30.
             None for all.
         starts: (B,), int32: the first key of each batch row that is valid; those before it are not read. None for 0.
-        mean: a row that keeps no key by lengths, starts, causal and window is the mean of all values, as if its scores
+        mean: a row that lengths, starts, causal and window mask fully is the mean of all values, as if its scores
             had been replaced by one number, and then all keys are read; not beside a mask.
 
     Returns:

@@ -24,7 +24,7 @@ class DecodeRange:
 
     With ``causal``, row ``i`` of ``L`` keeps keys up to ``i + 1 - L`` behind the last one that ``ends`` give, and
     ``window`` keys before that one; ``in_cache``: that last one is proved to be a key of the cache. With ``mean``, a
-    row that keeps no key is the mean of all values.
+    fully masked row is the mean of all values.
     """
 
     starts: tuple[Expr, ...]

@@ -58,10 +58,10 @@ def attend(
 
     Rows are packed head by head: row ``r`` is query ``r % q_len`` of head ``r // q_len`` of the group. ``partial``
     (splits, B, H, L, Dv) gets the softmax over this split's keys times the values, ``tops`` the highest score (base 2),
-    -inf where a row keeps no key, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
+    -inf where a row is fully masked, and ``totals`` the sum of exponentials over it: two numbers, since next to a fill
     of float32's lowest number a logarithm would be lost. MASK: 0 none, 1 added, 2 boolean; ONE_MASK_ROW: it is the
     same for all rows of a KV head. LENGTHS: only so many keys of each batch row are there; STARTS: and none before.
-    MEAN: a row that keeps no key by these, or by CAUSAL, weighs all keys alike.
+    MEAN: a row that these, or CAUSAL, mask fully weighs all keys alike.
     """
     batch = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS

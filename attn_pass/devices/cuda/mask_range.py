@@ -31,7 +31,7 @@ _FAR = 1 << 30  # behind any cache
 class MaskRange:
     """The keys from the first that any row of a batch entry keeps to the last.
 
-    With ``averages``, a row that keeps no key by the condition is the mean of all values, and keeps all of them.
+    With ``averages``, a row that the condition masks fully is the mean of all values, and keeps all of them.
     """
 
     averages: bool = False

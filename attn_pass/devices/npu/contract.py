@@ -150,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "band",
-        "a band without keys: pre_tockens + next_tockens is below 0",
+        "an empty band: pre_tockens + next_tockens is below 0",
         lambda c: c.mode != _BANDED or c.decodes or c.before + c.after >= 0,
     ),
 )

@@ -154,7 +154,7 @@ def filled_rows(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 
 def zeroed_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """The first row has no key: its result is zero, and its logarithm that of the fills."""
+    """The first row is fully masked: its result is zero, and its logarithm that of the fills."""
     i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
     s = (q @ k.mT).masked_fill(j >= i, -1e9)
     return s.softmax(-1).masked_fill(j >= i, 0.0) @ v, s.logsumexp(-1)

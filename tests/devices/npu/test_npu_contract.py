@@ -163,7 +163,7 @@ CALLS: dict[str, tuple[str, dict[str, Any], Inputs, Tensor | None, str]] = {
     "inner_precise 1 of one row": (FIA, {"inner_precise": 1}, ONE, bits(2, 9), ""),
     "inner_precise 2 of one row": (FIA, {"inner_precise": 2}, ONE, bits(2, 9), "for one query row"),
     "a band": (FA3, {"sparse_mode": 4, "pre_tockens": -2, "next_tockens": 5}, MANY, triangle(), ""),
-    "a band without keys": (FA3, {"sparse_mode": 4, "pre_tockens": -3, "next_tockens": 1}, MANY, triangle(), "a band"),
+    "an empty band": (FA3, {"sparse_mode": 4, "pre_tockens": -3, "next_tockens": 1}, MANY, triangle(), "an empty band"),
     "mode 6": (FIA, {"sparse_mode": 6}, MANY, bits(3072, 2048), "sparse_mode 6"),
     "mode 1 without a mask": (FA3, {"sparse_mode": 1}, MANY, None, "do nothing without atten_mask"),
     # ---- arguments that change what it computes
@@ -195,7 +195,7 @@ SIDES = {
     "hidden size": ("less heads times head dim", "heads times head dim"),
     "result layout": ("turned", "turned, one row"),
     "inner_precise": ("inner_precise 3", "inner_precise 4"),
-    "band": ("a band", "a band without keys"),
+    "band": ("a band", "an empty band"),
 }
 
 

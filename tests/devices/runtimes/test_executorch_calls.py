@@ -186,7 +186,7 @@ def test_every_rule_has_both_sides() -> None:
     assert [rule.name for rule in registry.of_type("executorch").rules()] == ["gradient", *SIDES]
 
 
-def test_rows_that_no_key_is_left_to(operator: None) -> None:
+def test_fully_masked_rows(operator: None) -> None:
     """A program that gives NaN there gets it; an option vouches that there are none."""
     keep = torch.ones(7, 7, dtype=torch.bool)
     keep[2] = False

@@ -204,13 +204,13 @@ def test_tensorrt_is_not_asked_for_a_row_that_is_fully_masked() -> None:
     inputs = (*qkv(2, 4, 7, 7, kv_heads=2), randn(2, 1, 7, 7, seed=5) > 0)
     _, report = rewritten(Exported(padded_call, inputs), "tensorrt", choose="fused")
     assert "what TensorRT gives is not documented" in report.sites[0].refusals["sdpa"]
-    assert rewritten(PROGRAMS["padding, a row without keys"], "tensorrt")[1].sites[0].outcome == "rewritten"
+    assert rewritten(PROGRAMS["padding, a fully masked row"], "tensorrt")[1].sites[0].outcome == "rewritten"
 
 
 @pytest.mark.parametrize("runtime", ["openvino", "tensorrt"])
-def test_zeros_for_a_row_without_keys(runtime: str) -> None:
+def test_zeros_for_a_fully_masked_row(runtime: str) -> None:
     """Products and a softmax in between are another program there than the operator, which gives NaN for it."""
-    name = "padding by -inf, zeros for a row without keys"
+    name = "padding by -inf, zeros for a fully masked row"
     (site,) = rewritten(PROGRAMS[name], runtime, choose="fused")[1].sites
     assert site.outcome == "left" and "a row may be fully masked" in site.refusals["sdpa"], site.refusals
     (site,) = rewritten(PROGRAMS[name], runtime, choose="fused", assume_nonempty_rows=True)[1].sites
@@ -233,7 +233,7 @@ def test_zeros_for_a_row_that_a_tensor_masks(runtime: str) -> None:
 @pytest.mark.parametrize("runtime", ["openvino", "tensorrt"])
 def test_a_sink_is_a_key_that_no_row_masks(runtime: str) -> None:
     """A row without other keys gives 0 because its weight is the sink's, and the operator has that key."""
-    for name in ("a sink, a row without keys", "a sink, padding, grouped heads"):
+    for name in ("a sink, a fully masked row", "a sink, padding, grouped heads"):
         (site,) = rewritten(PROGRAMS[name], runtime, choose="fused")[1].sites
         assert site.target == "sdpa", site.refusals
 

@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], dict[str, Any],
         "too small for a mask",
         "too small for a mask",
     ),
-    "rows added for training would see no key": (
+    "rows added for training would be fully masked": (
         functools.partial(window, before=20),
         (1, 2, 2, 130, 128, 64),
         {"grad": True},

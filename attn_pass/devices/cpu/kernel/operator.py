@@ -218,7 +218,7 @@ def attention(
         sink: one more score of every row, whose value is zero; float32, broadcastable to (B, H, L, 1).
         captured: up to eight tensors that ``score`` reads, float32, broadcastable to (B, H, L, S).
         score: what stands in the place of the scaled product, as `scores.written` writes it; ``bias`` is added to it.
-        fully_masked: what a row without keys becomes: "nan", "zero" or the "mean" of all values.
+        fully_masked: what a fully masked row becomes: "nan", "zero" or the "mean" of all values.
         fill: the score of keys that are not kept, which count with it; then there are no bounds.
         seed: (1,), int64: with the place of a weight it says whether the weight is dropped (`dropout.hpp`).
         dropout: the probability of that; the other weights are divided by ``1 - dropout``, and are 0 where that is.
