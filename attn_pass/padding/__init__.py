@@ -1,1 +1,1 @@
-"""Regions of a graph that run without padding: rows that no result needs are taken out once, and put back at its end."""
+"""Regions of a graph that run without padding: rows that no result needs are taken out, and put back at its end."""

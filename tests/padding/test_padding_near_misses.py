@@ -1,4 +1,4 @@
-"""Programs that look as if nothing depended on their padding, or count positions: results are eager's, packed or left."""
+"""Programs that look as if nothing depended on their padding, or count positions: eager's results, packed or left."""
 
 from __future__ import annotations
 
