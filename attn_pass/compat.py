@@ -85,6 +85,19 @@ def active_flash() -> str:
 
 
 @contextmanager
+def traced_apart() -> Iterator[None]:
+    """For a backend that traces Dynamo's graph again on real tensors: its fake tensors are not of Dynamo's fake mode.
+
+    There their sizes become symbols that no input is the source of, and a guard on one, as a reshape to numbers has it,
+    ends the compile with an IndexError (seen in torch 2.13.0 with OpenVINO 2026.4).
+    """
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(None)):
+        yield
+
+
+@contextmanager
 def own_metrics() -> Iterator[None]:
     """For a compile inside a compile: what Dynamo notes down of the one under way is kept, and is not added to."""
     from torch._dynamo import utils

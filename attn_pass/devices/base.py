@@ -68,6 +68,7 @@ class Family:
         drops_unread_inputs: an input that nothing reads is none of the compiled program's, whose callers count them.
         is_runtime: it is no device but a runtime that programs are exported to (`Options.runtime`).
         dynamo_backends: the backends of torch.compile that hand graphs to this runtime.
+        backend_traces_again: its backends of torch.compile trace graphs themselves, with real tensors.
         takes_composites: calls of torch's modules and of libraries that hide attention are expanded.
         caution: how many times its predicted time an offer is taken to need where the rates are those of another device
             and were not calibrated; but for torch's own call, in which stock's own patterns end as well.
@@ -102,6 +103,7 @@ class Family:
     drops_unread_inputs = False
     is_runtime = False
     dynamo_backends: tuple[str, ...] = ()
+    backend_traces_again = False
     takes_composites = False
     caution = 1.0
     clock: Clock = Clock()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any, cast
 
 from torch.fx import GraphModule
 
-from attn_pass.compat import require_inductor
-from attn_pass.devices.registry import runtime_of
+from attn_pass.compat import require_inductor, traced_apart
+from attn_pass.devices.registry import of_type, runtime_of
 from attn_pass.entries.inductor import compile_under, inductor_patches
 from attn_pass.entries.mistakes import refuse_no_backend
 from attn_pass.entries.transaction import compile_rewritten
@@ -100,7 +101,9 @@ class Wrapped:
             return backend(gm, example_inputs, options=merged, **kwargs)
 
         def compile_inner(graph: GraphModule, inputs: Sequence[Any], report: Report | None) -> Callable[..., Any]:
-            return self.inner(graph, inputs, **kwargs)
+            traces_again = self.options.runtime is not None and of_type(self.options.runtime).backend_traces_again
+            with traced_apart() if traces_again else nullcontext():
+                return self.inner(graph, inputs, **kwargs)
 
         return compile_rewritten(gm, example_inputs, self.options, compile_inner)
 

@@ -71,13 +71,14 @@ def test_a_model_of_transformers(name: str) -> None:
     torch.testing.assert_close(run(loaded, tuple(inputs.values())), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_backend_of_torch_compile() -> None:
+@pytest.mark.parametrize("name", ["padding", "a sink, padding, grouped heads", "grouped heads"])
+def test_the_backend_of_torch_compile(name: str) -> None:
     pytest.importorskip("openvino.torch")
-    case = PROGRAMS["padding"]
+    case = PROGRAMS[name]
     torch._dynamo.reset()
     with attn_pass.record() as report, torch.no_grad():
         settings = {"config": PRECISION}
-        compiled = torch.compile(case.function, backend=attn_pass.wrap("openvino"), options=settings)
+        compiled = torch.compile(case.function, backend=attn_pass.wrap("openvino", choose="fused"), options=settings)
         got = compiled(*case.inputs)
     assert [site.rates["device"] for site in report.sites] == ["OpenVINO"] and len(report.rewritten) == 1
     torch.testing.assert_close(got, case.function(*case.inputs))

@@ -25,6 +25,7 @@ class OpenVino(Runtime):
     types = ("openvino",)
     product = "OpenVINO"
     dynamo_backends = ("openvino",)
+    backend_traces_again = True
     takes_unequal_head_dims = True
     drops_unread_inputs = True
     kernel_rules = table(

@@ -301,6 +301,26 @@ def test_wrap_knows_the_runtime_of_a_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert attn_pass.wrap("aot_eager").options.runtime is None
 
 
+def test_a_backend_that_traces_again_leaves_dynamos_symbols_alone() -> None:
+    """As OpenVINO's does: the sizes of a reshape in the graph it gets would be guards on symbols without a source."""
+    from torch._dynamo.backends.common import fake_tensor_unsupported
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by_hand(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+
+    @fake_tensor_unsupported  # type: ignore[untyped-decorator]
+    def again(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        return make_fx(graph, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs).forward
+
+    torch._dynamo.reset()
+    inputs = qkv(2, 8, 7, 7, kv_heads=2)
+    with torch.no_grad(), attn_pass.record() as report:
+        got = torch.compile(grouped, backend=attn_pass.wrap(again, runtime="openvino", on_error="raise"))(*inputs)
+    assert report.sites[0].poor_cases == ("grouped_heads",)
+    torch.testing.assert_close(got, grouped(*inputs))
+
+
 def test_a_runtime_that_nobody_knows() -> None:
     with pytest.raises(OptionError, match="unknown runtime 'onx'; did you mean 'onnx'"):
         attn_pass.explain(by_hand, *qkv(), attn_pass_options={"runtime": "onx"})
