@@ -32,8 +32,8 @@ def _from_environment(variable: str, accepted: Any, default: str) -> Callable[[]
         value = os.environ.get(variable, "").strip()
         if value and value not in get_args(accepted):
             raise OptionError(
-                f"environment variable {variable}={value!r}: accepted are {_listed(get_args(accepted))}; "
-                "set it to one of these or unset it"
+                f"environment variable {variable}={value!r}{_nearest(value, list(get_args(accepted)))}; accepted are "
+                f"{_listed(get_args(accepted))}; set it to one of these or unset it"
             )
         return value or default
 
@@ -125,6 +125,8 @@ def make_options(**values: Any) -> Options:
         OptionError: a name is unknown (the nearest is named, the accepted are listed) or a value is not accepted.
     """
     for name in values:
+        if name == "options":
+            raise OptionError("there is no option 'options': give the options themselves, by name, as choose='fused'")
         if name not in OPTION_NAMES:
             raise unknown_name("attn_pass option", name, OPTION_NAMES)
     return Options(**values)
@@ -142,13 +144,11 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     """
     if options is None:
         return make_options(), {}, None
-    if not isinstance(options, Mapping):
-        raise OptionError(f"options must be a dict of option names to values, got {_shown(options)}")
     own: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
     mode: str | None = None
     seen: dict[str, object] = {}
-    for key, value in options.items():
+    for key, value in named_values(options).items():
         name = key.replace("-", "_") if isinstance(key, str) else ""
         if name in seen:
             raise OptionError(f"option {name!r} is given twice, as {seen[name]!r} and as {key!r}; keep one of them")
@@ -167,6 +167,17 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[Options, dict[str,
     return make_options(**own), inductor, mode
 
 
+def named_values(options: object) -> Mapping[str, Any]:
+    """The options as they were given, if they are a dict.
+
+    Raises:
+        OptionError: they are something else.
+    """
+    if isinstance(options, Mapping):
+        return options
+    raise OptionError(f"options must be a dict of option names to values, got {_shown(options)}")
+
+
 def annotated_targets(value: object) -> tuple[str, ...]:
     """The names that a program's annotation gives, as those of a rule.
 
@@ -180,12 +191,15 @@ def annotated_targets(value: object) -> tuple[str, ...]:
     raise OptionError(f"the annotation {ANNOTATION!r} got {_shown(value)}; accepted: {accepted}")
 
 
-def unknown_name(what: str, given: str, accepted: Iterable[str]) -> OptionError:
-    """The error for a name that is not among the accepted ones: names the nearest and lists all of them."""
+def unknown_name(what: str, given: str, accepted: Iterable[str], more: str = "") -> OptionError:
+    """The error for a name that is not among the accepted ones: names the nearest and lists all of them.
+
+    ``more`` says what else is accepted, and begins with a comma or a semicolon.
+    """
     names = list(accepted)
     now = _RENAMED.get(given)
     near = _nearest(given, names) if now is None else f"; it is called {now!r} now"
-    return OptionError(f"unknown {what} {given!r}{near}; accepted are {_listed(names)}")
+    return OptionError(f"unknown {what} {given!r}{near}; accepted are {_listed(names)}{more}")
 
 
 # What names of targets and poor cases were before they became identifiers.
@@ -292,8 +306,9 @@ def _rejected(name: str, value: object, accepted: str, near: str = "") -> Option
 
 
 def _nearest(given: str, accepted: list[str]) -> str:
-    close = difflib.get_close_matches(given, accepted, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    in_lower_case = {name.lower(): name for name in reversed(accepted)}
+    close = difflib.get_close_matches(given.lower(), list(in_lower_case), n=1, cutoff=0.6)
+    return f"; did you mean {in_lower_case[close[0]]!r}?" if close else ""
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -94,10 +94,16 @@ def test_environment_gives_defaults_and_arguments_win(monkeypatch: pytest.Monkey
     assert split_options(None)[0].choose == "fused"
 
 
+def test_a_misspelt_environment_value_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_PASS_CHOOSE", "fussed")
+    with pytest.raises(OptionError, match="ATTN_PASS_CHOOSE='fussed'; did you mean 'fused'"):
+        make_options()
+
+
 @pytest.mark.parametrize(("name", "field"), [("CHOOSE", "choose"), ("ON_ERROR", "on_error"), ("VERIFY", "verify")])
 def test_a_bad_environment_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str, field: str) -> None:
     monkeypatch.setenv(f"ATTN_PASS_{name}", "bogus")
-    with pytest.raises(OptionError, match=f"ATTN_PASS_{name}='bogus': accepted are"):
+    with pytest.raises(OptionError, match=f"ATTN_PASS_{name}='bogus'; accepted are"):
         make_options()
     assert field in OPTION_NAMES
 

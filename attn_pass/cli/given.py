@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -9,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from attn_pass.errors import OptionError
-from attn_pass.options import make_options
 
 Option = Annotated[
     list[str] | None,
@@ -37,7 +37,7 @@ def checked_options(given: Sequence[str] | None, **named: Any) -> dict[str, Any]
             if name in options:
                 raise OptionError(f"--{name} and --option {name} are both given; keep one of them")
             options[name] = value
-    make_options(**options)
+    importlib.import_module("attn_pass.planner.overrides").named_options(options)  # which imports torch
     return options
 
 

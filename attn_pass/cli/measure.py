@@ -86,6 +86,7 @@ def check(
     Exits with status 1 if anything is wrong.
     """
     with failing(show_traceback):
+        importlib.import_module("attn_pass.entries.backends").backend_named(backend)  # before a model is built
         model, args, kwargs = built(target)
         with in_mode(model, training):
             settings = {"backend": backend, "attn_pass_training": training}

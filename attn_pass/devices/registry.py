@@ -55,8 +55,14 @@ def of_type(kind: str) -> Family:
 
 
 def names() -> tuple[str, ...]:
-    """The devices that need not be here, in lower case."""
-    return tuple(name.lower() for family in families() for name in family.names)
+    """The devices that need not be here, as the field writes them: "H200", "MI300X", "M4"."""
+    return tuple(name for family in families() for name in family.names)
+
+
+def kinds() -> tuple[str, ...]:
+    """The types of devices that a family claims, as torch names them, the CPU first."""
+    here = [kind for family in reversed(families()) if not family.is_runtime for kind in family.types]
+    return tuple(dict.fromkeys(here))
 
 
 def is_known(name: str) -> bool:

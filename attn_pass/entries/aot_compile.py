@@ -25,6 +25,7 @@ from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import Decision, failed, next_decision
 from attn_pass.errors import OptionError, PackageError
 from attn_pass.options import Options, split_options, unknown_name
+from attn_pass.planner.overrides import check_names
 from attn_pass.progress import Tell, progress
 from attn_pass.report.history import publish
 
@@ -75,6 +76,7 @@ def aot_compile(
     require_inductor("aot_compile")
     refuse_inputs(kwargs, unexpected)
     own_options, inductor, mode = split_options(options)
+    check_names(own_options)  # before the export
     path = _checked_path(package_path)
     patches = inductor_patches(own_options, _merged(inductor, inductor_configs), mode)
     with progress() as tell:

@@ -7,17 +7,19 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any
 
 from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor, traced_apart
 from attn_pass.devices.registry import of_type, runtime_of
+from attn_pass.entries.backends import backend_named
 from attn_pass.entries.inductor import compile_under, inductor_patches
-from attn_pass.entries.mistakes import refuse_no_backend
+from attn_pass.entries.mistakes import refuse_no_backend, refuse_own_options
 from attn_pass.entries.transaction import compile_rewritten
 from attn_pass.errors import OptionError
-from attn_pass.options import OPTION_NAMES, Options, make_options, split_options
+from attn_pass.options import OPTION_NAMES, Options, split_options
+from attn_pass.planner.overrides import named_options
 from attn_pass.report.record import Report
 
 Backend = Callable[..., Callable[..., Any]]
@@ -82,9 +84,7 @@ class Wrapped:
     """
 
     def __init__(self, inner: str | Backend, options: Options, given: Iterable[str] = OPTION_NAMES) -> None:
-        from torch._dynamo.backends.registry import lookup_backend
-
-        self.inner: Backend = backend if inner == "inductor" else cast(Backend, lookup_backend(cast(Any, inner)))
+        self.inner: Backend = inner if callable(inner) else backend if inner == "inductor" else backend_named(inner)
         self.options = options
         self.given = frozenset(given)  # names of options the user gave, which a mode does not change
         name = inner if isinstance(inner, str) else _callable_name(inner)
@@ -99,6 +99,8 @@ class Wrapped:
             }
             merged = {**own_options, **(kwargs.pop("options", None) or {})}
             return backend(gm, example_inputs, options=merged, **kwargs)
+
+        refuse_own_options(kwargs.get("options"), self.__name__.removeprefix("attn_pass_"))
 
         def compile_inner(graph: GraphModule, inputs: Sequence[Any], report: Report | None) -> Callable[..., Any]:
             traces_again = self.options.runtime is not None and of_type(self.options.runtime).backend_traces_again
@@ -154,7 +156,7 @@ def wrap(backend: str | Backend | None = None, *graph: Any, **options: Any) -> W
         )
     if isinstance(backend, str) and (runtime := runtime_of(backend)) is not None:
         options = {"runtime": runtime, **options}
-    return Wrapped(backend, make_options(**options), options)
+    return Wrapped(backend, named_options(options), options)
 
 
 def _callable_name(function: Any) -> str:

@@ -24,7 +24,8 @@ from attn_pass.entries.transaction import decide, known_buffers
 from attn_pass.entries.uncompiled import own_compile_off, uncompiled
 from attn_pass.errors import AttnPassError, CaptureError, in_one_line, own_version
 from attn_pass.graph.values import FOLDS_CONSTANTS, KNOWN_TENSORS
-from attn_pass.options import Options, make_options
+from attn_pass.options import Options
+from attn_pass.planner.overrides import named_options
 from attn_pass.report.history import publish
 from attn_pass.report.pages import collect
 from attn_pass.report.pages.times import time_now
@@ -58,7 +59,7 @@ def explain(
         OptionError: an option or a keyword ``attn_pass_...`` is unknown, or has a value that is not accepted.
     """
     check_keywords(explain, kwargs)
-    options = make_options(**(attn_pass_options or {}))
+    options = named_options(attn_pass_options)
     if attn_pass_aot and not isinstance(model, ExportedProgram):
         model = exported(model, args, kwargs, _any_size(args, kwargs) if attn_pass_dynamic else None, "explain")
     if isinstance(model, ExportedProgram):

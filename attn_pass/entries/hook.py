@@ -20,7 +20,8 @@ from attn_pass.entries.inductor import folds_constants
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import DECIDED, decide
 from attn_pass.graph.values import FOLDS_CONSTANTS
-from attn_pass.options import Options, make_options
+from attn_pass.options import Options
+from attn_pass.planner.overrides import named_options
 from attn_pass.report.history import publish
 
 PRE_GRAD_SLOT, TIMING = "pre_grad_custom_pass", "pre_grad_pass_timing"
@@ -42,7 +43,7 @@ def enabled(**options: Any) -> Iterator[None]:
     require_inductor("enabled")
     from torch._inductor import config
 
-    with config.patch(_patches(make_options(**options))):
+    with config.patch(_patches(named_options(options))):
         yield
 
 
@@ -59,7 +60,7 @@ def install(**options: Any) -> None:
     require_inductor("install")
     from torch._inductor import config
 
-    own_options = make_options(**options)
+    own_options = named_options(options)
     uninstall()
     for name, value in _patches(own_options).items():
         setattr(config, name, value)

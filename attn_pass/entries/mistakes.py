@@ -16,6 +16,8 @@ from attn_pass.options import OPTION_NAMES, unknown_name
 
 _PREFIX = "attn_pass_"
 _ALSO_MODELS = ("device", "targets", "rules", "dynamic")  # a model may well have keywords like these
+_NO_OTHERS = frozenset(OPTION_NAMES) - {*_ALSO_MODELS, "runtime", "numerics", "verify", "tune", "timeline"}
+"""The options that no other backend of torch.compile has."""
 _OPTIONS_GO = {
     "explain": ('attn_pass_options={{"{}": {}}}', "attn_pass_options={...}"),
     "benchmark": ('attn_pass_options={{"{}": {}}}', "attn_pass_options={...}"),
@@ -144,6 +146,20 @@ def refuse_no_backend(given: object, taker: str) -> None:
         raise OptionError(
             f"{taker} takes a backend, and got a model, {type(given).__name__}: write torch.compile(model, "
             "backend=attn_pass.wrap('aot_eager')); to compile with Inductor, backend=attn_pass.backend"
+        )
+
+
+def refuse_own_options(given: object, backend: str) -> None:
+    """Raises for options of attn_pass in the ``options`` of torch.compile, which go to a wrapped backend.
+
+    Raises:
+        OptionError: an option has a name that no other backend has.
+    """
+    own = [name for name in given if name in _NO_OTHERS] if isinstance(given, Mapping) else []
+    if own:
+        raise OptionError(
+            f"the options of torch.compile go to the wrapped backend {backend!r}, which has no {', '.join(own)}: give "
+            f"options of attn_pass to wrap, as attn_pass.wrap({backend!r}, {own[0]}=...)"
         )
 
 

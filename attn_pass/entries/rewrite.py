@@ -16,7 +16,7 @@ from attn_pass.entries.export import rewrite_exported, shapes_text
 from attn_pass.entries.other_device import warn_other_device
 from attn_pass.entries.transaction import decide
 from attn_pass.errors import RewriteError, cause_of
-from attn_pass.options import make_options
+from attn_pass.planner.overrides import named_options
 from attn_pass.report.history import publish
 from attn_pass.report.record import Report
 
@@ -43,7 +43,7 @@ def rewrite(
         RewriteError: `program` is neither, has no metadata and came without args, or does not run with them.
         OptionError: an option is unknown or has a value that is not accepted.
     """
-    own_options = make_options(**options)
+    own_options = named_options(options)
     if isinstance(program, ExportedProgram):
         if (missing := _without_value(program.graph_module)) is not None:
             raise RewriteError(

@@ -29,7 +29,7 @@ from attn_pass.measuring.judging import TOO_NOISY, noise_of, verdict
 from attn_pass.measuring.result import PASS, STOCK, Benchmark, Row, Samples
 from attn_pass.measuring.subject import NOT_REPEATABLE, Call, Subject, subject_of
 from attn_pass.measuring.timing import compiled, in_turns, peak_bytes, percentile, private_caches, relative_error, why
-from attn_pass.options import make_options
+from attn_pass.planner.overrides import named_options
 from attn_pass.progress import Tell, progress
 from attn_pass.report.history import record
 from attn_pass.report.record import Report
@@ -78,8 +78,8 @@ def benchmark(
     """
     require_inductor("benchmark")
     check_keywords(benchmark, kwargs)
+    named_options(attn_pass_options)  # before anything is measured
     options = dict(attn_pass_options or {})
-    make_options(**options)
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")
     with ExitStack() as around:
         around.enter_context(environment_told())

@@ -13,6 +13,7 @@ import torch
 from torch.fx import GraphModule
 
 from attn_pass.engine import rewrite_graph
+from attn_pass.entries.backends import backend_named, raise_if_missing
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.environment import raise_if_environment
 from attn_pass.entries.mistakes import check_keywords, refuse_no_backend
@@ -151,7 +152,8 @@ def check(
     Raises:
         CaptureError: the model fails on these inputs.
         EnvironmentFault: nothing compiles here: there is no compiler, or its folder cannot be written.
-        OptionError: ``backend`` is not a backend, or a keyword ``attn_pass_...`` is unknown.
+        OptionError: ``backend`` is not a backend, or its package is not installed; or a keyword ``attn_pass_...`` is
+            unknown.
     """
     check_keywords(check, kwargs)
     function, name = _backend(backend)
@@ -167,28 +169,21 @@ def check(
         with breaks_noted() as breaks, torch._dynamo.config.patch(automatic_dynamic_shapes=False):
             subject.step(compiled(subject.model, dynamic=None, backend=reader))()
         if reader.failure is not None:
+            raise_if_missing(reader.failure, name)
             raise_if_environment(reader.failure)
         tell("compiling the whole program")
-        whole, error, words, reference = _whole(subject, function)
+        whole, error, words, reference = _whole(subject, function, name)
     sites = tuple(_checked(site) for site in reader.report.sites)
     return Check(name, sites, whole, error, words, reference, tuple(breaks))
 
 
 def _backend(given: Backend) -> tuple[Callable[..., Any], str]:
-    from torch._dynamo.backends.registry import lookup_backend
-
     refuse_no_backend(given, "attn_pass.check")
     if not isinstance(given, str):
         if not callable(given):
             raise OptionError(f"check takes a backend by name or as a callable, got {given!r} ({type(given).__name__})")
         return given, str(getattr(given, "__name__", type(given).__name__))
-    try:
-        return lookup_backend(given), given
-    except Exception as error:
-        raise OptionError(
-            f"{given!r} is not a backend of torch.compile ({type(error).__name__}); torch._dynamo.list_backends() "
-            "names the known ones"
-        ) from None
+    return backend_named(given), given
 
 
 class _Reader:
@@ -249,7 +244,7 @@ def _checked(site: SiteReport) -> CheckedSite:
     )
 
 
-def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, float | None, str, str]:
+def _whole(subject: Subject, backend: Callable[..., Any], name: str) -> tuple[Verdict, float | None, str, str]:
     """The whole program by the backend: verdict, relative error, what is to be said, what it was compared with."""
     eager = subject.results(subject.model)
     again = subject.results(subject.model, seed=1)
@@ -260,6 +255,7 @@ def _whole(subject: Subject, backend: Callable[..., Any]) -> tuple[Verdict, floa
     try:
         results = subject.results(compiled(subject.model, dynamic=None, backend=backend))
     except Exception as failure:
+        raise_if_missing(failure, name)
         raise_if_environment(failure)
         return "not run", None, f"the whole program does not compile: {why(failure)}", against
     return (*judged(results, eager, reference, against), against)

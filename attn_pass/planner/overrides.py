@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from attn_pass.devices import registry
-from attn_pass.errors import OptionError, first_line
-from attn_pass.options import ANNOTATION, LEAVE, Options, annotated_targets, unknown_name
+from attn_pass.errors import OptionError
+from attn_pass.options import (
+    ANNOTATION,
+    LEAVE,
+    Options,
+    annotated_targets,
+    make_options,
+    named_values,
+    unknown_name,
+)
 from attn_pass.poor_cases import CASES
 from attn_pass.report.site import SiteReport
 from attn_pass.targets.registry import all_targets
+
+
+def named_options(given: Mapping[str, Any] | None) -> Options:
+    """Options of a dict, with the names in them checked at once: before a model is built, measured or compiled.
+
+    Raises:
+        OptionError: a name is unknown, or a value is not accepted.
+    """
+    options = make_options(**named_values(given or {}))
+    check_names(options)
+    return options
 
 
 def check_names(options: Options) -> None:
@@ -23,13 +43,17 @@ def check_names(options: Options) -> None:
     _check_known("poor case", options.poor_cases or (), list(CASES))
     _check_known("runtime", () if options.runtime is None else (options.runtime,), registry.runtimes())
     if options.device is not None and not registry.is_known(options.device):
-        try:
-            torch.device(options.device)
-        except RuntimeError as error:
-            raise OptionError(
-                f"device={options.device!r} is neither a device torch knows nor one of "
-                f"{', '.join(registry.names())}: {first_line(error)}"
-            ) from None
+        _check_device(options.device)
+
+
+def _check_device(name: str) -> None:
+    if name in registry.runtimes():
+        raise OptionError(f"{name!r} is a runtime, not a device: give it as runtime={name!r}")
+    try:
+        torch.device(name)
+    except RuntimeError:
+        accepted = (*registry.kinds(), *registry.names())
+        raise unknown_name("device", name, accepted, ", or a device as torch names it, such as 'cuda:1'") from None
 
 
 def _check_targets(what: str, given: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from attn_pass.devices.calibration import Calibration, with_calibration
 from attn_pass.devices.device import Device
 from attn_pass.devices.registry import families, of_type
 from attn_pass.errors import OptionError
+from attn_pass.options import unknown_name
 
 BUSY = 0.25  # the median spread from which on a machine is too busy for its readings to be kept
 
@@ -67,10 +68,11 @@ def device_named(name: str) -> torch.device:
     Raises:
         OptionError: torch knows no such device.
     """
+    present = [here for family in families() for here in family.present()]
     try:
-        return torch.device(name or next(here for family in families() for here in family.present()))
+        return torch.device(name or present[0])
     except RuntimeError:
-        raise OptionError(f"{name!r} is no device; give cpu or cuda:0") from None
+        raise unknown_name("device", name, present) from None
 
 
 def forget(at: torch.device) -> bool:

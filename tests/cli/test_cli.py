@@ -466,11 +466,27 @@ def test_any_option_reaches_explain(model_file: Path, called: list[dict[str, Any
         (("--option", "choose=fused", "--choose", "fused"), "are both given"),
         (("--option", "rules={"), "is no JSON"),
         (("--option", "tune=maybe"), "accepted: True or False"),
+        (("--option", "targets=sdpaa,flex"), "unknown target 'sdpaa'; did you mean 'sdpa'"),
+        (("--option", "runtime=onx"), "unknown runtime 'onx'; did you mean 'onnx'"),
+        (("--option", "numerics=strickt"), "did you mean 'strict'"),
+        (("--device", "H20"), "unknown device 'H20'; did you mean 'H200'"),
     ],
 )
 def test_an_option_that_is_wrong_is_a_sentence(asked: tuple[str, ...], sentence: str, model_file: Path) -> None:
-    result = run("explain", f"{model_file}:broken", *asked)  # before the model is built
-    assert result.exit_code == 2 and sentence in result.stderr and "no weights" not in result.stderr
+    for command in ("explain", "bench") if asked[0] == "--option" and "--choose" not in asked else ("explain",):
+        result = run(command, f"{model_file}:broken", *asked)  # before the model is built
+        assert result.exit_code == 2 and sentence in result.stderr and "no weights" not in result.stderr
+
+
+def test_a_backend_that_is_unknown_is_told_before_the_model_is_built(model_file: Path) -> None:
+    result = run("check", f"{model_file}:broken", "--backend", "inducto")
+    assert result.exit_code == 2 and "no weights" not in result.stderr
+    assert "unknown backend of torch.compile 'inducto'; did you mean 'inductor'" in result.stderr
+
+
+def test_a_device_to_calibrate_that_is_unknown_is_told() -> None:
+    result = run("calibrate", "--device", "cup")
+    assert result.exit_code == 2 and "unknown device 'cup'; did you mean 'cpu'?; accepted are" in result.stderr
 
 
 def test_the_traceback_is_shown_where_it_is_asked_for(model_file: Path) -> None:

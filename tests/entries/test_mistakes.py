@@ -160,3 +160,89 @@ class Caching(torch.nn.Module):
 def test_a_cache_in_the_result_is_told() -> None:
     with pytest.raises(CaptureError, match="use_cache=False, as a keyword input"):
         attn_pass.aot_compile(Caching(), (torch.ones(3),))
+
+
+def rewritten(options: dict[str, Any]) -> None:
+    attn_pass.rewrite(torch.export.export(Product(), (torch.ones(2, 3), torch.ones(2, 3))), **options)
+
+
+def packaged(options: dict[str, Any]) -> None:
+    attn_pass.aot_compile(Product(), (torch.ones(2, 3), torch.ones(2, 3)), options=options)
+
+
+def enabled(options: dict[str, Any]) -> None:
+    with attn_pass.enabled(**options):
+        pass
+
+
+TAKERS: tuple[Callable[[dict[str, Any]], object], ...] = (
+    lambda options: attn_pass.explain(model, torch.ones(3), attn_pass_options=options),
+    lambda options: attn_pass.benchmark(model, torch.ones(3), attn_pass_options=options),
+    lambda options: attn_pass.wrap("aot_eager", **options),
+    lambda options: attn_pass.wrap("inductor", **options),
+    lambda options: attn_pass.install(**options),
+    enabled,
+    rewritten,
+    packaged,
+)
+"""Each entry that takes options."""
+
+
+@pytest.mark.parametrize("take", TAKERS)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"chose": "fused"}, "'chose'; did you mean 'choose'.; accepted are .*'numerics'"),
+        ({"Numerics": "strict"}, "'Numerics'; did you mean 'numerics'"),
+        ({"choose": "FUSED"}, "did you mean 'fused'.; accepted: 'cheapest', 'fused', 'first'"),
+        ({"numerics": "strickt"}, "did you mean 'strict'.; accepted: 'default', 'strict'"),
+        ({"targets": ("sdpaa",)}, "unknown target 'sdpaa'; did you mean 'sdpa'.; accepted are .*'flex'"),
+        ({"rules": {"*": "leav"}}, "unknown target in a rule 'leav'; did you mean 'leave'"),
+        ({"poor_cases": ("key_rang",)}, "did you mean 'key_range'.; accepted are .*'grouped_heads'"),
+        ({"runtime": "ONNX"}, "unknown runtime 'ONNX'; did you mean 'onnx'.; accepted are .*'tensorrt'"),
+        ({"device": "H20"}, "unknown device 'H20'; did you mean 'H200'.; accepted are 'cpu'.*'MI300X'.*'cuda:1'"),
+        ({"device": "cdua:0"}, "unknown device 'cdua:0'; did you mean 'cuda'"),
+        ({"device": "onnx"}, "'onnx' is a runtime, not a device: give it as runtime='onnx'"),
+    ],
+)
+def test_a_name_that_is_unknown_is_told_at_once_with_the_nearest(
+    take: Callable[[dict[str, Any]], object], options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(OptionError, match=told):
+        take(options)
+
+
+def test_nothing_is_near_to_what_is_far_from_all() -> None:
+    with pytest.raises(OptionError, match="unknown device 'M5'; accepted are"):
+        attn_pass.explain(model, torch.ones(3), attn_pass_options={"device": "M5"})
+
+
+def test_options_in_one_keyword_are_told_how_they_are_given() -> None:
+    with pytest.raises(OptionError, match="give the options themselves, by name"):
+        rewritten({"options": {"choose": "fused"}})
+
+
+@pytest.mark.parametrize("options", ["fused", ["choose"], attn_pass.Options()])
+@pytest.mark.parametrize("entry", [attn_pass.explain, attn_pass.benchmark])
+def test_options_that_are_no_dict_are_a_sentence(entry: Callable[..., Any], options: Any) -> None:
+    with pytest.raises(OptionError, match="options must be a dict of option names to values"):
+        entry(model, torch.ones(3), attn_pass_options=options)
+
+
+def test_wrap_names_the_nearest_backend() -> None:
+    with pytest.raises(OptionError, match=r"'aot_eagr'; did you mean 'aot_eager'.; accepted are .*'inductor'"):
+        attn_pass.wrap("aot_eagr")
+
+
+def test_options_of_ours_that_would_go_to_another_backend_are_told() -> None:
+    def compiled(**options: Any) -> Tensor:
+        torch._dynamo.reset()
+        result: Tensor = torch.compile(model, backend=attn_pass.wrap(taking), options=options)(torch.ones(3))
+        return result
+
+    def taking(graph: torch.fx.GraphModule, inputs: Any, options: Any = None) -> Callable[..., Any]:
+        return graph.forward
+
+    with pytest.raises(Exception, match=r"which has no choose: give options .* attn_pass\.wrap\('taking', choose="):
+        compiled(choose="fused")
+    assert torch.equal(compiled(device="CPU", precision="f16"), model(torch.ones(3)))

@@ -108,6 +108,18 @@ def test_what_is_no_backend_is_an_error(backend: Any) -> None:
         attn_pass.check(causal, *heads(), backend=backend)
 
 
+def test_a_backend_whose_package_is_missing_is_not_called_wrong() -> None:
+    def absent(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise ImportError("Please install this-or-that")
+
+    def relu(x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    for function, inputs in ((causal, heads()), (relu, heads()[:1])):
+        with pytest.raises(OptionError, match="backend 'absent' does not run here: Please install this-or-that"):
+            attn_pass.check(function, *inputs, backend=absent)
+
+
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "check_example.py").write_text(
         "import torch\n\ndef model():\n    x = torch.randn(1, 2, 16, 8)\n"
@@ -119,7 +131,7 @@ def test_the_command(tmp_path: Path) -> None:
     stored = CliRunner().invoke(app, ["check", target, "--backend", "eager", "--json"])
     assert json.loads(stored.stdout)["right"] is True
     missing = CliRunner().invoke(app, ["check", target, "--backend", "nowhere"])
-    assert missing.exit_code == 2 and "is not a backend" in missing.stderr
+    assert missing.exit_code == 2 and "unknown backend of torch.compile 'nowhere'" in missing.stderr
 
 
 def test_rows_that_are_no_number_eagerly_are_not_compared() -> None:
