@@ -87,11 +87,7 @@ class Lowering:
 
     def expression(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """An expression as a tensor with a dimension a group, at size 1 where it does not vary."""
-        value = self._lower(expression, groups)
-        if isinstance(value, float | int):
-            a = self.attention.sources[self.attention.query.source]
-            return self.plan.call(aten.full.default, [1] * len(groups), value, dtype=_type_of(value), device=a.device)
-        return value
+        return self._tensor(self._lower(expression, groups), [1] * len(groups))
 
     def condition(self, expression: Expr, groups: Sequence[Group]) -> Value:
         """The same of a condition, boolean whatever it is computed in."""
@@ -148,13 +144,14 @@ class Lowering:
             return call(_remainder(args[1]), *args)
         return call(operation.aten, *args)
 
-    def _tensor(self, value: Value | float | int | bool) -> Value:
+    def _tensor(self, value: Value | float | int | bool, shape: Sequence[int] = ()) -> Value:
+        """A number, known or not, as a tensor of a shape; a tensor as it is."""
         if _is_tensor(value):
             return value  # type: ignore[return-value]
         device = self.attention.sources[self.attention.query.source].device
         held = fake_of(value) if isinstance(value, (Planned, Node)) else value
         dtype = torch.float64 if isinstance(held, float) and self._needs_float64(held) else _type_of(held)
-        return self.plan.call(aten.full.default, [], value, dtype=dtype, device=device)
+        return self.plan.call(aten.full.default, list(shape), value, dtype=dtype, device=device)
 
     def _needs_float64(self, number: float) -> bool:
         """Whether float32 would round a number, or a product of it: it is part of float64 scores, or too large."""

@@ -60,6 +60,23 @@ def test_compiled_once_for_all_lengths() -> None:
     assert [s.target for s in report.sites] == ["cpu_kernel"]
 
 
+CAP = 20.0
+
+
+def test_a_number_of_python_may_change_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capped(x: Tensor) -> Tensor:
+        query, key, value = x.view(*x.shape[:2], 3, 2, 32).permute(2, 0, 3, 1, 4)
+        return (torch.tanh(query @ key.mT / CAP) * CAP).softmax(-1) @ value
+
+    x = torch.randn(2, 40, 192)
+    with torch.no_grad(), attn_pass.record() as report:
+        compiled = torch.compile(capped, backend=attn_pass.backend, dynamic=True, options=OPTIONS)
+        for cap in (20.0, 3.0, 0.5):
+            monkeypatch.setattr(sys.modules[__name__], "CAP", cap)
+            assert_close(compiled(x), capped(x), rtol=1e-5, atol=1e-5)
+    assert {s.target for s in report.sites} == {"cpu_kernel"}
+
+
 def both(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel's two results, and something behind each that Inductor would fuse."""
     out, lse = WITH_LSE(query, key, value, 0.2, after=3)

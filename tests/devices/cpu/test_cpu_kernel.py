@@ -147,6 +147,28 @@ def test_functions_of_the_scores(fn: Callable[..., Tensor]) -> None:
     on_kernel(fn, *qkv(2, 4, 33, 70), dynamic=True)
 
 
+CAP, SLOPE = 5.0, 0.3  # numbers of Python, which Dynamo makes symbolic where sizes are dynamic
+
+
+def global_cap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (torch.tanh(q @ k.mT * SLOPE / CAP) * CAP).softmax(-1) @ v
+
+
+def global_fill(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None]
+    return (q @ k.mT * SLOPE).masked_fill(j > i, -CAP).softmax(-1) @ v
+
+
+def global_clamp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * SLOPE + CAP * SLOPE).clamp(max=CAP).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fn", [global_cap, global_fill, global_clamp])
+def test_symbolic_numbers_in_functions_of_the_scores(fn: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    on_kernel(fn, *qkv(2, 4, 33, 70, dtype=dtype), dynamic=True)
+
+
 def test_a_function_that_makes_jumps_is_refused() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.floor(q @ k.mT).softmax(-1) @ v
