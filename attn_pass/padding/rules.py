@@ -139,8 +139,8 @@ def plain_name(node: Node) -> str:
         return str(target._schema.name.split("::")[1]) if target.namespace in ("aten", "prims") else ""
     if isinstance(target, str):
         return target
-    owner = getattr(target, "__module__", "") or ""
-    return str(getattr(target, "__name__", "")) if owner.startswith(("torch", "_operator")) or not owner else ""
+    owner = str(getattr(target, "__module__", None) or "torch")  # torch's functions in C name no module
+    return str(getattr(target, "__name__", "")) if owner.partition(".")[0] in ("torch", "_operator") else ""
 
 
 def _is_pointwise(node: Node, name: str) -> bool:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 import attn_pass
 from attn_pass.devices.cpu.kernel import build
+from attn_pass.graph.values import Sizes
+from attn_pass.padding.rules import Rules
 
 pytestmark = pytest.mark.skipif(bool(build.missing()), reason="no compiler for the CPU kernel")
 
@@ -100,6 +102,21 @@ def _labels_in_another_order(model: Any, x: Tensor, mask: Tensor) -> Tensor:
 def test_rows_that_are_seen_after_all(after: Callable[..., Any], reason: str) -> None:
     region = left(Encoder(after, layers=1), right()[:1])
     assert reason in region.reason or any(reason in stop for stop in region.stops), (region.reason, region.stops)
+
+
+@pytest.mark.parametrize("module", ["torch_geometric.nn", "torchvision.ops", "torch", "torch.nn.functional"])
+def test_a_function_of_another_package_is_none_of_torch_by_its_name(module: str) -> None:
+    """In a package whose name merely begins as torch's does, what is called ``relu`` may be anything."""
+
+    def relu(x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    relu.__module__ = module
+    graph = torch.fx.Graph()
+    node = graph.call_function(relu, (graph.placeholder("x"),))
+    for each in graph.nodes:
+        each.meta["val"] = torch.empty(B, L, E, device="meta")
+    assert (Rules(Sizes()).of(node) is None) == (not f"{module}.".startswith("torch."))
 
 
 @pytest.mark.parametrize(
