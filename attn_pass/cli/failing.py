@@ -13,7 +13,7 @@ import typer
 from attn_pass.errors import AttnPassError
 from attn_pass.progress import logged_to_stderr
 
-FAILED, BAD_INPUT = 1, 2
+FAILED, BAD_INPUT, NOTHING_RAN = 1, 2, 3
 
 Traceback = Annotated[bool, typer.Option("--traceback", help="On an error, print the Python traceback as well.")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from attn_pass.errors import OptionError, cause_of, chain_of, first_line
+from attn_pass.errors import OptionError, cause_of, first_line
 from attn_pass.options import unknown_name
 
 
@@ -33,6 +33,6 @@ def raise_if_missing(failure: BaseException, name: str) -> None:
     Raises:
         OptionError: it is one.
     """
-    missing = next((error for error in chain_of(failure) if isinstance(error, ImportError)), None)
-    if missing is not None:
-        raise OptionError(f"the backend {name!r} does not run here: {first_line(missing)}") from failure
+    cause = getattr(failure, "inner_exception", None) or failure
+    if isinstance(cause, ImportError):
+        raise OptionError(f"the backend {name!r} does not run here: {first_line(cause)}") from failure

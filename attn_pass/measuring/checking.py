@@ -66,7 +66,7 @@ class CheckedSite:
 
 @dataclass(frozen=True)
 class Check:
-    """What `attn_pass.check` saw. ``str(check)`` is a table, ``bool(check)`` is False if anything is wrong.
+    """What `attn_pass.check` saw. ``str(check)`` is a table; ``bool(check)`` is False if anything is wrong, or none ran.
 
     Attributes:
         backend: its name.
@@ -91,8 +91,22 @@ class Check:
         """The sites that the backend computes wrongly."""
         return tuple(site for site in self.sites if site.verdict == "WRONG")
 
+    @property
+    def nothing_ran(self) -> str:
+        """Why this says nothing of the attention, as a sentence: no site was run; "" where one was.
+
+        Without any attention the whole program's results count alone.
+        """
+        verdicts = [site.verdict for site in self.sites if site.kind == "attention"]
+        if any(verdict != "not run" for verdict in verdicts) or (not verdicts and self.whole != "not run"):
+            return ""
+        if not verdicts:
+            return "nothing was checked: no attention was found, and the whole program was not compared"
+        sites = "the only attention site was" if len(verdicts) == 1 else f"all {len(verdicts)} attention sites were"
+        return f"nothing was checked: {sites} not run; the whole program: {self.whole}"
+
     def __bool__(self) -> bool:
-        return not self.wrong and self.whole != "WRONG"
+        return not self.wrong and self.whole != "WRONG" and not self.nothing_ran
 
     def summary(self) -> str:
         """One line: how many sites are right, wrong and not run, and the whole program."""
@@ -118,7 +132,7 @@ class Check:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON."""
-        return {**asdict(self), "right": bool(self)}
+        return {**asdict(self), "right": bool(self), "nothing_ran": self.nothing_ran}
 
     def to_json(self, indent: int | None = 2) -> str:
         """The dict of `to_dict` as JSON."""

@@ -134,6 +134,32 @@ def test_the_command(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "unknown backend of torch.compile 'nowhere'" in missing.stderr
 
 
+def test_a_check_in_which_nothing_ran_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "check_nothing.py").write_text(
+        "import torch\n\nx = torch.randn(1, 2, 16, 8)\n\ndef dropped():\n"
+        "    return (lambda q, k, v: torch.dropout((q @ k.mT).softmax(-1), 0.5, True) @ v), (x, x, x)\n\n"
+        "def two():\n    one, args = dropped()\n"
+        "    return (lambda q, k, v: (one(q, k, v), (q @ k.mT).softmax(-1) @ v)), args\n\n"
+        "def elsewhere():\n    return (lambda x: torch.dropout(x, 0.5, True)), (x,)\n\n"
+        "def without():\n    return torch.relu, (x,)\n"
+    )
+
+    def checked(name: str, *more: str) -> tuple[int, str, str]:
+        target = f"{tmp_path / 'check_nothing.py'}:{name}"
+        shown = CliRunner().invoke(app, ["check", target, "--backend", "eager", *more])
+        return shown.exit_code, shown.stderr, shown.stdout
+
+    code, said, table = checked("dropped")
+    assert code == 3 and "1 attention site: 1 not run" in table and "it draws random numbers" in table
+    assert said == "attn-pass: nothing was checked: the only attention site was not run; the whole program: not run\n"
+    code, _, document = checked("dropped", "--json")
+    assert code == 3 and json.loads(document)["right"] is False and json.loads(document)["nothing_ran"]
+    assert checked("two")[0] == 0  # one of them was run
+    code, said, _ = checked("elsewhere")
+    assert code == 3 and "no attention was found, and the whole program was not compared" in said
+    assert checked("without")[0] == 0
+
+
 def test_rows_that_are_no_number_eagerly_are_not_compared() -> None:
     """A fully masked row is NaN in eager; what a backend makes of it is no error, and what it makes of others is."""
     mask = torch.zeros(4, 4).masked_fill(torch.tensor([[True], [False], [False], [False]]), float("-inf"))
@@ -160,7 +186,7 @@ def test_where_eager_overflows_nothing_is_compared() -> None:
 
     with torch.no_grad():
         result = attn_pass.check(overflowing, torch.rand(1, 4, 4) + 1, backend="eager")
-    assert (result.whole, bool(result)) == ("not run", True) and "nothing can be compared" in result.why
+    assert (result.whole, bool(result)) == ("not run", False) and "nothing can be compared" in result.why
 
 
 def test_what_is_0_or_infinite_has_an_error_too() -> None:
