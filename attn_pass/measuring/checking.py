@@ -66,7 +66,7 @@ class CheckedSite:
 
 @dataclass(frozen=True)
 class Check:
-    """What `attn_pass.check` saw. ``str(check)`` is a table; ``bool(check)`` is False if anything is wrong, or none ran.
+    """What `attn_pass.check` saw. ``str(check)`` is a table; ``bool(check)`` is False if anything is wrong or none ran.
 
     Attributes:
         backend: its name.
