@@ -199,6 +199,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Print which packages are installed, how to install the others, and which targets are available."""
+    with failing(with_traceback=False):
+        importlib.import_module("attn_pass.entries.environment").import_compiler()
     sections = importlib.import_module("attn_pass.cli.doctor").diagnosis()
     if as_json:
         typer.echo(json.dumps(sections, indent=2))

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from attn_pass.compat import require_inductor
-from attn_pass.entries.environment import environment_told
+from attn_pass.entries.environment import environment_told, import_compiler
 from attn_pass.entries.export import exported, rewrite_exported
 from attn_pass.entries.inductor import before_inductor, folds_constants, inductor_patches, patches_for
 from attn_pass.entries.mistakes import refuse_inputs
@@ -74,6 +74,7 @@ def aot_compile(
         VersionError: torch is too old for this function.
     """
     require_inductor("aot_compile")
+    import_compiler()
     refuse_inputs(kwargs, unexpected)
     own_options, inductor, mode = split_options(options)
     check_names(own_options)  # before the export

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from attn_pass.entries.environment import import_compiler
 from attn_pass.errors import OptionError, cause_of, first_line
 from attn_pass.options import unknown_name
 
@@ -13,8 +14,10 @@ def backend_named(name: str) -> Callable[..., Any]:
     """The backend that torch.compile knows by this name.
 
     Raises:
+        EnvironmentFault: the compiler's folder cannot be written.
         OptionError: it knows none, and the nearest is named; or the backend's package cannot be imported.
     """
+    import_compiler()
     from torch._dynamo import list_backends
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend

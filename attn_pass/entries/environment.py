@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from attn_pass.errors import AttnPassError, EnvironmentFault, chain_of
 
@@ -67,6 +68,16 @@ def environment_told() -> Iterator[None]:
     except Exception as error:
         raise_if_environment(error)
         raise
+
+
+def import_compiler() -> None:
+    """Imports Dynamo, which makes the compiler's folder while it is imported.
+
+    Raises:
+        EnvironmentFault: the folder cannot be written.
+    """
+    with environment_told():
+        import_module("torch._dynamo")
 
 
 def _names_a_compiler(error: OSError) -> bool:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from attn_pass.entries.breaks import breaks_noted
+from attn_pass.entries.environment import import_compiler
 from attn_pass.entries.export import exported, known_values
 from attn_pass.entries.inductor import folds_constants
 from attn_pass.entries.mistakes import check_keywords, hint, warn_swallowed
@@ -56,8 +57,10 @@ def explain(
 
     Raises:
         CaptureError: the model fails on these inputs, or torch.compile cannot capture any graph of it.
+        EnvironmentFault: the compiler's folder cannot be written.
         OptionError: an option or a keyword ``attn_pass_...`` is unknown, or has a value that is not accepted.
     """
+    import_compiler()
     check_keywords(explain, kwargs)
     options = named_options(attn_pass_options)
     if attn_pass_aot and not isinstance(model, ExportedProgram):

@@ -20,7 +20,7 @@ from attn_pass.compat import require_inductor
 from attn_pass.devices.registry import device_for, facts
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
-from attn_pass.entries.environment import environment_fault, environment_told, raise_if_environment
+from attn_pass.entries.environment import environment_fault, environment_told, import_compiler, raise_if_environment
 from attn_pass.entries.mistakes import check_keywords
 from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import own_version
@@ -77,6 +77,7 @@ def benchmark(
         VersionError: torch is too old.
     """
     require_inductor("benchmark")
+    import_compiler()
     check_keywords(benchmark, kwargs)
     named_options(attn_pass_options)  # before anything is measured
     options = dict(attn_pass_options or {})

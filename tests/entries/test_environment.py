@@ -176,3 +176,20 @@ def test_a_device_that_the_tensors_are_not_on_is_one_warning(
     (words,) = told("H200")
     assert words.startswith("attn_pass decided for 'H200'") and "tensors are on cpu" in words
     assert told("cpu") == []
+
+
+@pytest.mark.parametrize("command", ["explain FILE:model", "check FILE:model", "bench FILE:model", "doctor"])
+def test_a_folder_that_torch_cannot_make_is_a_sentence(command: str, tmp_path: Path) -> None:
+    """Torch makes its folder while it is imported, before anything compiles."""
+    (tmp_path / "file").touch()
+    (tmp_path / "m.py").write_text("import torch\n\ndef model():\n    return torch.relu, (torch.ones(3),)\n")
+    arguments = command.replace("FILE", str(tmp_path / "m.py")).split()
+    ended = subprocess.run(
+        [sys.executable, "-m", "attn_pass", *arguments],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "the compiler's folder" in ended.stderr and "set the environment variable TORCHINDUCTOR" in ended.stderr
