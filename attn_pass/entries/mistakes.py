@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,28 @@ def check_keywords(entry: Callable[..., Any], kwargs: Mapping[str, Any]) -> None
     for name in kwargs:
         if name.startswith(_PREFIX):
             raise unknown_name(f"keyword of attn_pass.{entry.__name__}", name, accepted)
+
+
+def check_training(given: object) -> None:
+    """Checks ``attn_pass_training``: a word would count as yes, whatever it says.
+
+    Raises:
+        OptionError: it is neither True nor False nor None.
+    """
+    if given is not None and not isinstance(given, bool):
+        raise OptionError(f"attn_pass_training got {given!r} ({type(given).__name__}); accepted: True, False or None")
+
+
+def check_seconds(given: object) -> None:
+    """Checks ``attn_pass_seconds``, before anything is compiled.
+
+    Raises:
+        OptionError: it is no positive number.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise OptionError(
+            f"attn_pass_seconds got {given!r} ({type(given).__name__}); accepted: a number of seconds above 0"
+        )
 
 
 def warn_swallowed(entry: str, model: Any, kwargs: Mapping[str, Any]) -> None:

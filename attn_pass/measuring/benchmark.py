@@ -21,7 +21,7 @@ from attn_pass.devices.registry import device_for, facts
 from attn_pass.entries.aot_compile import aot_compile
 from attn_pass.entries.dynamo import backend
 from attn_pass.entries.environment import environment_fault, environment_told, import_compiler, raise_if_environment
-from attn_pass.entries.mistakes import check_keywords
+from attn_pass.entries.mistakes import check_keywords, check_seconds, check_training
 from attn_pass.entries.uncompiled import own_compile_off
 from attn_pass.errors import own_version
 from attn_pass.measuring import machine
@@ -79,6 +79,8 @@ def benchmark(
     require_inductor("benchmark")
     import_compiler()
     check_keywords(benchmark, kwargs)
+    check_training(attn_pass_training)
+    check_seconds(attn_pass_seconds)
     named_options(attn_pass_options)  # before anything is measured
     options = dict(attn_pass_options or {})
     subject = subject_of(model, args, kwargs, attn_pass_training, "benchmark")

@@ -16,7 +16,7 @@ from attn_pass.engine import rewrite_graph
 from attn_pass.entries.backends import backend_named, raise_if_missing
 from attn_pass.entries.breaks import breaks_noted
 from attn_pass.entries.environment import raise_if_environment
-from attn_pass.entries.mistakes import check_keywords, refuse_no_backend
+from attn_pass.entries.mistakes import check_keywords, check_training, refuse_no_backend
 from attn_pass.entries.snapshot import Snapshot
 from attn_pass.entries.transaction import known_buffers
 from attn_pass.entries.uncompiled import own_compile_off
@@ -170,6 +170,7 @@ def check(
             unknown.
     """
     check_keywords(check, kwargs)
+    check_training(attn_pass_training)
     function, name = _backend(backend)
     subject = subject_of(model, args, kwargs, attn_pass_training, "check")
     reader = _Reader(function, name)

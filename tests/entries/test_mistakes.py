@@ -246,3 +246,19 @@ def test_options_of_ours_that_would_go_to_another_backend_are_told() -> None:
     with pytest.raises(Exception, match=r"which has no choose: give options .* attn_pass\.wrap\('taking', choose="):
         compiled(choose="fused")
     assert torch.equal(compiled(device="CPU", precision="f16"), model(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "told"),
+    [
+        (attn_pass.benchmark, {"attn_pass_training": "no"}, "attn_pass_training got 'no' .str.; accepted: True, False"),
+        (attn_pass.check, {"attn_pass_training": 1}, "attn_pass_training got 1 .int.; accepted: True, False or None"),
+        (attn_pass.benchmark, {"attn_pass_seconds": "20"}, "attn_pass_seconds got '20' .str.; accepted: a number"),
+        (attn_pass.benchmark, {"attn_pass_seconds": 0}, "attn_pass_seconds got 0 .int.; accepted: a number"),
+    ],
+)
+def test_a_keyword_of_ours_with_another_value_is_told_at_once(
+    entry: Callable[..., Any], given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(OptionError, match=told):
+        entry(model, torch.ones(3), **given)
