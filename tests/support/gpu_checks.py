@@ -11,8 +11,9 @@ This says that a kernel gets a call, not that it computes it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,21 +72,49 @@ def _unwarned() -> Iterator[None]:
         yield
 
 
-def handed_over(
-    program: Callable[..., Tensor], inputs: list[Tensor], device: str, **options: Any
-) -> tuple[list[Handed], Tensor, attn_pass.SiteReport]:
-    """The calls of the program as it is rewritten for a device, what it computes here, and the report of its site."""
-    calls: list[Handed] = []
+@dataclass
+class HandedOver:
+    """The calls of a program as it is rewritten for a device, the report of its site, and what it computes here."""
 
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        return _Recorder(graph, calls).run
+    calls: list[Handed]
+    site: attn_pass.SiteReport
+    result: Tensor | None = None
+
+
+def handed_over(
+    program: Callable[..., Tensor], inputs: list[Tensor], devices: Iterable[str], **options: Any
+) -> dict[str, HandedOver]:
+    """What becomes of the program by device. Dynamo traces it once for all of them."""
+    found: dict[str, HandedOver] = {}
+
+    def rewritten(graph: torch.fx.GraphModule, examples: Sequence[Any], device: str) -> Callable[..., Any]:
+        calls: list[Handed] = []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+            return _Recorder(graph, calls).run
+
+        given = {"device": device, "choose": "fused", "on_error": "raise", **options}
+        with attn_pass.record() as report:
+            run = attn_pass.wrap(backend, **given)(copy.deepcopy(graph), examples)
+        (site,) = report.sites
+        found[device] = HandedOver(calls, site)
+        return run
+
+    def each(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        runs = {device: rewritten(graph, examples, device) for device in devices}
+
+        def run(*args: Any) -> Any:
+            for device, of_device in runs.items():
+                results = of_device(*args)
+                found[device].result = results[0]
+            return results
+
+        return run
 
     torch._dynamo.reset()
-    options = {"device": device, "choose": "fused", "on_error": "raise", **options}
-    with torch.set_grad_enabled(any(x.requires_grad for x in inputs)), attn_pass.record() as report, _unwarned():
-        result = torch.compile(program, backend=attn_pass.wrap(backend, **options))(*inputs)
-    (site,) = report.sites
-    return calls, result, site
+    with torch.set_grad_enabled(any(x.requires_grad for x in inputs)), _unwarned():
+        torch.compile(program, backend=each)(*inputs)
+    return found
 
 
 # ---------------------------------------------------------------- the checks that several kernels share
