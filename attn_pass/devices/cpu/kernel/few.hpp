@@ -8,7 +8,7 @@ struct Few {
   Dropout dropout;
   i64 group, rows, columns, packed_columns, ldv, parts, panels_each;
   float* partial;  // (B HK parts, rows, ldv + 2); null where there is one part
-  size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room;
+  size_t at_q, at_s, at_o, at_before, at_keys, at_copies, at_room, at_words;
   Parts parts_of_task;
 };
 
@@ -144,6 +144,18 @@ inline bool all_finite(const float* x, i64 n) {  // n is a multiple of W
   return sum == sum;
 }
 
+// What `keep` says of each panel, read in the order of memory: later there are the keys and values of a panel in between.
+inline void read_words(const Args& a, Row* rows, i64 R, i64 from, i64 to, i64 distance, u64* words) {
+  const i64 stride = a.keep.stride[3];
+  for (i64 r = 0; r < R; ++r) {
+    u64* mine = words + r * distance;
+    const bool again = r > 0 && rows[r].keep == rows[r - 1].keep;
+    for (i64 w = from; w < to && !again; ++w)
+      mine[w - from] = kept_word(rows[r].keep + w * PANEL * stride, stride, std::min<i64>(PANEL, a.S - w * PANEL));
+    rows[r].words = again ? rows[r - 1].words : mine, rows[r].panel = from;
+  }
+}
+
 template <class T> void part_task(const void* job, i64 task) {
   const Few& j = *static_cast<const Few*>(job);
   const Args& a = j.a;
@@ -185,6 +197,7 @@ template <class T> void part_task(const void* job, i64 task) {
   // From so many rows on transposing a panel once is cheaper than adding up lanes; measured.
   const bool tensors = a.keep.data || a.bias.data, transposed = R >= 5;
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
+  if (a.keep.data) read_words(a, rows, R, from, to, j.panels_each, reinterpret_cast<u64*>(memory + j.at_words));
   for (i64 w = from; w < to; ++w) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
     const bool more = w + 1 < to;  // panels to read ahead
@@ -331,6 +344,7 @@ template <class T> void attend_few(const Args& a) {
   j.at_keys = task.add(std::max(as_keys, as_values));
   j.at_copies = task.add(a.v.stride[3] != 1 ? size_t(PANEL * a.DV) * sizeof(typename T::st) : 0);
   j.at_room = task.add(size_t(2 * round_up(std::max(a.D, a.DV), 2 * W)) * 4);
+  j.at_words = task.add(a.keep.data ? size_t(FEW * j.panels_each) * 8 : 0);
   j.parts_of_task = task;
   j.partial = nullptr;
   if (j.parts > 1) {

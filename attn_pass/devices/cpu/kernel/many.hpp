@@ -62,6 +62,19 @@ inline void words_task(const void* job, i64 task) {
     j.words[task * j.panels + p] = kept_word(keep + p * PANEL * s[3], s[3], std::min<i64>(PANEL, a.S - p * PANEL));
 }
 
+// What tensors say of a panel to a block of rows, asked once: a strip asks for each of its rows.
+struct Said {
+  bool none, all;  // no row keeps any of its keys, every row keeps all of them
+};
+inline Said said_of(const Many& j, const Row* rows, i64 n, i64 panel) {
+  const Args& a = j.a;
+  if (!j.words || a.replaces) return {false, !a.bias.data && !a.keep.data};
+  u64 any = 0, all = ~u64(0);
+  const i64 each = j.word_stride[2] || (j.word_stride[1] && j.group > 1) ? n : 1;
+  for (i64 r = 0; r < each; ++r) any |= rows[r].words[panel], all &= rows[r].words[panel];
+  return {!any, !~all && !a.bias.data};
+}
+
 // The distance of two rows of scores; in tiles no multiple of so many bytes that rows share sets of the first cache.
 template <class T> constexpr i64 scores_of_row() { return T::PANELS * PANEL + (T::TILES ? W : 0); }
 
@@ -145,7 +158,6 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
   for (i64 r = 0; r < padded; ++r) running[r] = {-std::numeric_limits<float>::infinity(), 0.0f};
   std::memset(o, 0, size_t(padded * j.ldv) * 4);
   const auto at_row = [&](i64 r) ATTN_LAMBDA { return s + (T::TILES ? r % (2 * STRIP) : r) * LD; };  // in tiles of two strips
-  const bool tensors = a.keep.data || a.bias.data;
   Lines lines[4];  // of a head that is one tile: its result, and what the next one reads
   Ahead ahead = {lines, lines};
   if (j.panels == 1 && j.blocks == 1 && j.group == 1) {
@@ -166,8 +178,10 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
     const i32 *keys[PANELS], *values[PANELS];
     u8 finite[PANELS];
+    Said said[PANELS];
     for (i64 p = 0; p < panels; ++p) {
       const i64 at = w0 + p;
+      said[p] = said_of(j, rows, n, at);
       if (packed.keys) {
         keys[p] = packed.keys + at * j.key_panel, values[p] = packed.values + at * j.value_panel, finite[p] = packed.finite[at];
         continue;
@@ -183,8 +197,8 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
 
     const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
-      if (strip.lo >= key + PANEL || strip.hi <= key) return;
-      bool full = strip.all_lo <= key && strip.all_hi >= key + PANEL && !tensors;
+      if (said[p].none || strip.lo >= key + PANEL || strip.hi <= key) return;
+      bool full = said[p].all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
       if (!full) {
         u64 any = 0, all = ~u64(0);
         for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {
