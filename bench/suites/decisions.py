@@ -112,7 +112,7 @@ def questions(case_folder: Path | None, census_folder: Path | None) -> Iterator[
     documented = cases.load(_TABLE)
     for device in registry.names():
         for case in documented.CASES:
-            yield Question(f"{device}: {case.name}", partial(_documented, documented, case, device))
+            yield Question(f"{device.lower()}: {case.name}", partial(_documented, documented, case, device))
     for path in cases.paths(case_folder) if case_folder is not None else ():
         yield Question(f"case {path.stem}", partial(_case, path))
     for name in _MODELS.read_text().split() if census_folder is not None else ():
