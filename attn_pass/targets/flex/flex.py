@@ -36,7 +36,8 @@ from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.model.valid_range import ValidRange
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
-from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, Sides, ValidKeys, block_mask, conjunctions, share
+from attn_pass.targets.flex.block_lists import Sides, ValidKeys, block_mask
+from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, conjunctions, share
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
