@@ -1,8 +1,9 @@
-"""Keys that an added matrix rules out, found at run time: it is an input of the graph, and has no known structure.
+"""Keys that a mask rules out, found at run time: it is an input of the graph, and has no known structure.
 
-A mask that is made once for all layers and passed in adds 0 to some scores and the dtype's lowest number to all others.
-A score with such a number added counts for nothing beside any other. So the keys that a row keeps are those whose
-element does not absorb a score, or all keys where every element does.
+Where scores are replaced, a row keeps the keys that its condition does; all of them where it keeps none, if the row is
+then the mean of all values. A matrix that is made once for all layers and passed in adds 0 to some scores and the
+dtype's lowest number to all others. A score with such a number added counts for nothing beside any other. So the keys
+that a row keeps are those whose element does not absorb a score, or all keys where every element does.
 """
 
 from __future__ import annotations
@@ -40,3 +41,12 @@ def kept(lower: Lowering) -> Value:
     absorbs = call(aten.le.Scalar, lower.expression(bias, lower.mask_groups()), ABSORBING)
     nothing = call(aten.all.dim, absorbs, -1, True)
     return call(aten.logical_or.default, call(aten.logical_not.default, absorbs), nothing)
+
+
+def kept_by(lower: Lowering, condition: Expr, *, averages: bool) -> Value:
+    """The keys that a condition keeps, the same way; with ``averages`` a row that keeps none keeps all of them."""
+    call, keeps = lower.plan.call, lower.condition(condition, lower.mask_groups())
+    if not averages:
+        return keeps
+    nothing = call(aten.logical_not.default, call(aten.any.dim, keeps, -1, True))
+    return call(aten.logical_or.default, keeps, nothing)

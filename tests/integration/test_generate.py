@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attn_pass
-from attn_pass.devices.cuda import mask_range
+from attn_pass.targets import looking
 
 transformers = pytest.importorskip("transformers")
 
@@ -115,7 +115,7 @@ def test_on_a_gpu_the_range_is_looked_up_once_for_all_layers_of_a_kind(
     monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any], masks: int
 ) -> None:
     """By what the operator is on a CPU, as if looking cost nothing: the model is small."""
-    monkeypatch.setattr(mask_range, "pays", lambda *_: True)
+    monkeypatch.setattr(looking, "pays", lambda *_: True)
     torch._dynamo.reset()
     model, graphs = model_of(name, "sdpa", **more).bfloat16(), []  # type: ignore[var-annotated]
 

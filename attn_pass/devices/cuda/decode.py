@@ -40,6 +40,7 @@ from attn_pass.graph.edit import Plan, Value
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import Load
 from attn_pass.model.index import Axis, Index, axis_index, divide, substitute
+from attn_pass.targets import looking
 from attn_pass.targets.bands import band_of
 from attn_pass.targets.base import EMPTY_ROWS, Offer, Refusal, Setting
 from attn_pass.targets.constraints import (
@@ -132,10 +133,10 @@ class Decode(CudaKernel):
         if found is None:
             return decided, whole
         half = self.microseconds(setting.device, _half_full(problem))
-        looking = mask_range.microseconds(problem, setting)
-        if not mask_range.pays(looking, whole, half):
+        taken = mask_range.microseconds(problem, setting)
+        if not looking.pays(taken, whole, half):
             return decided, whole
-        return replace(decided, valid=found), looking + (half if setting.over_cache else whole)
+        return replace(decided, valid=found), taken + (half if setting.over_cache else whole)
 
     def emit(self, plan: Plan, nodes: Sequence[Node], offer: Offer[DecodePlan], setting: Setting) -> Value:
         """Plans the operator's call."""

@@ -2,8 +2,7 @@
 
 A mask that is made outside of the layers and passed in is a tensor like any other. Two reductions over it, which stay
 on the device, give the first and the last key that any row of a batch entry keeps. They run once for all attentions
-that have the same mask, and the mask goes on holding inside the range. Of a mask that keeps every key they are a loss;
-so they have to be cheap beside what a cache that is half full would save.
+that have the same mask, and the mask goes on holding inside the range; where that may pay (`targets.looking`).
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from typing import ClassVar
 
 import torch
 
-from attn_pass.devices.roofline import Problem, traffic
+from attn_pass.devices.roofline import Problem
 from attn_pass.graph.edit import Value, aten
 from attn_pass.model.attention import Attention
 from attn_pass.model.expression import expression_axes, loads
-from attn_pass.targets import given_masks
+from attn_pass.targets import given_masks, looking
 from attn_pass.targets.base import Setting
 from attn_pass.targets.lower import Lowering
 from attn_pass.targets.masks import MaskKind
 
-_SHARE = 1 / 8  # of what half a cache saves: the most that looking may cost
 _KERNELS = 3  # that Inductor makes of the reductions over a long mask; one over a short one (torch 2.13)
 _FAR = 1 << 30  # behind any cache
 
@@ -52,14 +50,10 @@ class MaskRange:
             return largest(call(aten.add.Tensor, keys, 1)), call(aten.rsub.Scalar, before, _FAR)
 
     def _kept(self, lower: Lowering) -> Value:
-        condition, call = lower.attention.mask.deep_condition, lower.plan.call
+        condition = lower.attention.mask.deep_condition
         if condition is None:
             return given_masks.kept(lower)
-        keeps = lower.condition(condition, lower.mask_groups())
-        if not self.averages:
-            return keeps
-        nothing = call(aten.logical_not.default, call(aten.any.dim, keeps, -1, True))
-        return call(aten.logical_or.default, keeps, nothing)
+        return given_masks.kept_by(lower, condition, averages=self.averages)
 
 
 def range_of(a: Attention, kind: MaskKind, setting: Setting) -> MaskRange | None:
@@ -80,10 +74,4 @@ def range_of(a: Attention, kind: MaskKind, setting: Setting) -> MaskRange | None
 
 def microseconds(problem: Problem, setting: Setting) -> float:
     """What looking takes, for one of the attentions that have the mask."""
-    read = traffic(setting.device, problem.mask_elements * problem.mask_bytes)
-    return (_KERNELS * setting.device.kernel_us + read) / setting.sharing_mask
-
-
-def pays(looking: float, whole: float, half: float) -> bool:
-    """Whether it may be looked for a range: what may be saved is worth far more than that costs."""
-    return looking <= _SHARE * (whole - half)
+    return looking.microseconds(_KERNELS, problem, setting)

@@ -12,6 +12,7 @@ from against_eager import NEG_INF, qkv, randn, same, same_each
 
 import attn_pass
 from attn_pass.devices.cuda import mask_range
+from attn_pass.targets import looking
 from bench.gpu import stand_ins
 
 pytest.importorskip("triton")
@@ -97,7 +98,7 @@ def is_told(nodes: list[torch.fx.Node]) -> list[bool]:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if looking cost nothing: these shapes are small."""
-    monkeypatch.setattr(mask_range, "pays", lambda *_: True)
+    monkeypatch.setattr(looking, "pays", lambda *_: True)
 
 
 @pytest.fixture
@@ -227,11 +228,11 @@ def test_all_layers_look_once() -> None:
 def test_a_mask_that_is_written_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor predicted to be."""
     seen: list[int] = []
-    looking = mask_range.microseconds
+    microseconds = mask_range.microseconds
 
     def noted(problem: Any, setting: Any) -> float:
         seen.append(setting.sharing_mask)
-        return looking(problem, setting)
+        return microseconds(problem, setting)
 
     monkeypatch.setattr(mask_range, "microseconds", noted)
     emitted(layers, *operands(), KEPT["lengths"])
@@ -326,8 +327,8 @@ def predicted(count: int, keys: int, batch: int, *, in_place: bool = True, devic
 
 def test_it_is_looked_where_that_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    pays = mask_range.pays
-    monkeypatch.setattr(mask_range, "pays", lambda *given: asked.append(pays(*given)) or asked[-1])
+    pays = looking.pays
+    monkeypatch.setattr(looking, "pays", lambda *given: asked.append(pays(*given)) or asked[-1])
 
     def is_looked(*given: Any, **more: Any) -> bool:
         asked.clear()
@@ -357,6 +358,6 @@ def test_keys_that_are_turned_in_place_are_no_cache() -> None:
 
 def test_only_a_cache_is_taken_for_half_full(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = (predicted(4, 16384, 4, in_place=in_place) for in_place in (True, False))
-    monkeypatch.setattr(mask_range, "pays", lambda *_: False)
+    monkeypatch.setattr(looking, "pays", lambda *_: False)
     whole = predicted(4, 16384, 4)
     assert cache < 0.6 * whole < whole < other < 1.1 * whole
