@@ -286,6 +286,7 @@ def _take(
                 offer = replace(offer, assumptions=(*offer.assumptions, NAN_GUARD))
             if not timed.is_measured:
                 reason += timed.held(margin) + margins.passed_over(cheapest, offer, setting)
+            reason += f"; {offer.remark}" if offer.remark else ""
             choice.takes = (*choice.takes, Selection(offer, target, reason))
             continue
         missed = missed or margin.missed(reason, gain)

@@ -96,6 +96,7 @@ class Offer(Generic[Decided]):
     moved: int | None = None
     handles: tuple[str, ...] = ()  # poor cases without variants, which the kernel itself does away with
     compiled_for_site: bool = False  # Inductor compiles its kernel for this site, with tiles of its choice
+    remark: str = ""  # what the reason says besides its times
     gives_logarithm: bool = False  # also gives the scores' log-sum-exp, if `Setting.wants_logarithm`
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,10 @@ def call_of(graph: torch.fx.GraphModule) -> torch.fx.Node:
 
 
 class Blockwise(torch.fx.Interpreter):
-    """Runs FlexAttention by the lists of its block mask, with the mask function on partial blocks alone."""
+    """Runs FlexAttention by the lists of its block mask, with the mask function on partial blocks alone.
+
+    ``visited`` counts the blocks in them: once, where all batch entries or heads share a list.
+    """
 
     visited = 0
 
@@ -55,23 +59,26 @@ class Blockwise(torch.fx.Interpreter):
         *lists, rows_in_block, keys_in_block, mask_mod = mask
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         scores = torch.full((*query.shape[:3], key.size(2)), NEG_INF)
-        full, partial = (blocks_of(*lists[n : n + 2], lists[0], rows_in_block) for n in (4, 2))
+        full, partial = (blocks_of(*lists[n : n + 2], lists[0], rows_in_block, query) for n in (4, 2))
         assert not full & partial
         if lists[6] is not None:  # a backward asks for the same blocks by their keys
-            turned = [blocks_of(*lists[n : n + 2], lists[1], keys_in_block) for n in (8, 6)]
-            assert [{(r, k) for k, r in pairs} for pairs in turned] == [full, partial]
+            turned = [blocks_of(*lists[n : n + 2], lists[1], keys_in_block, query) for n in (8, 6)]
+            assert [{(b, h, r, k) for b, h, k, r in blocks} for blocks in turned] == [full, partial]
         for blocks, is_full in ((full, True), (partial, False)):
-            for row, col in blocks:
+            for batch, head, row, col in blocks:
                 i = torch.arange(row * rows_in_block, min((row + 1) * rows_in_block, query.size(2)))
                 j = torch.arange(col * keys_in_block, min((col + 1) * keys_in_block, key.size(2)))
                 Blockwise.visited += 1
-                b, h = torch.arange(query.size(0)), torch.arange(query.size(1))
+                b, h = (
+                    torch.arange(n) if x is None else torch.tensor([x]) for x, n in zip((batch, head), query.shape[:2])
+                )
                 index = [x.to(torch.int32) for x in torch.meshgrid(b, h, i, j, indexing="ij")]
-                part = (query[:, :, i] @ key[:, :, j].mT) * scale
+                at = b[:, None], h[None]
+                part = (query[at][:, :, i] @ key[at][:, :, j].mT) * scale
                 part = elementwise(score_mod, captured, part, *index)
                 if not is_full:
                     part = part.masked_fill(~elementwise(mask_mod, masked_by, *index), NEG_INF)
-                scores[:, :, i[0] : i[-1] + 1, j[0] : j[-1] + 1] = part
+                scores[b[0] : b[-1] + 1, h[0] : h[-1] + 1, i[0] : i[-1] + 1, j[0] : j[-1] + 1] = part
         return torch._safe_softmax(scores, -1) @ value, None, None
 
 
@@ -82,17 +89,29 @@ def elementwise(mod: Any, captured: Sequence[Tensor], *tensors: Tensor) -> Tenso
     return of_one(*flat, *captured).view(tensors[0].shape).clone()
 
 
-def blocks_of(counts: Tensor | None, indices: Tensor | None, length: int, size: int) -> set[tuple[int, int]]:
-    """Pairs of a block of the one side and one of the other that it visits, each once."""
+Listed = set[tuple[int | None, int | None, int, int]]
+
+
+def blocks_of(counts: Tensor | None, indices: Tensor | None, length: int, size: int, query: Tensor) -> Listed:
+    """Blocks of the one side and of the other that it visits, each once, in front of them batch entry and head.
+
+    These are None where all share a list. As in the templates, a list that holds every block is in order: the last one
+    may end behind the last position.
+    """
     if counts is None or indices is None:
         return set()
     assert counts.dtype == indices.dtype == torch.int32 and counts.is_contiguous() and indices.is_contiguous()
-    assert counts.shape[:2] == indices.shape[:2] == (1, 1) and counts.size(2) == indices.size(2) >= -(-length // size)
-    pairs = [
-        (row, int(indices[0, 0, row, n])) for row in range(-(-length // size)) for n in range(int(counts[0, 0, row]))
-    ]
-    assert len(set(pairs)) == len(pairs)
-    return set(pairs)
+    assert counts.shape == indices.shape[:3] and counts.size(2) >= -(-length // size)
+    assert all(n in (1, all_) for n, all_ in zip(counts.shape[:2], query.shape[:2]))
+    blocks = []
+    for batch, head in itertools.product(*map(range, counts.shape[:2])):
+        own = (None if counts.size(0) == 1 else batch, None if counts.size(1) == 1 else head)
+        for row in range(-(-length // size)):
+            listed = indices[batch, head, row, : int(counts[batch, head, row])].tolist()
+            assert listed == sorted(listed)
+            blocks += [(*own, row, n) for n in listed]
+    assert len(set(blocks)) == len(blocks)
+    return set(blocks)
 
 
 def blockwise(gm: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

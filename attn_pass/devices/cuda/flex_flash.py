@@ -46,6 +46,7 @@ class FlexFlash(Flex, CudaKernel):
 
     name = "flex_flash"
     takes_valid_range = False
+    looks_for_blocks = False
     backend = "FLASH"
     is_listed = False
 

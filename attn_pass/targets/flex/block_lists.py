@@ -1,6 +1,7 @@
 """The lists of a block mask as planned tensors: of each block of one side, which of the other it meets.
 
-They are made by the interval arithmetic of `blocks`, when the program runs, so that lengths may be symbolic.
+They are made by the interval arithmetic of `blocks`, when the program runs, so that lengths may be symbolic; and from a
+map of the blocks that a tensor of the program's keeps (`kept_blocks`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def _tensors(plan: Plan) -> Numbers:
 
 @dataclass(frozen=True)
 class Lists:
-    """Of each block of one side, (1, 1, blocks), how many of the other it meets, and which: (1, 1, blocks, others)."""
+    """Of each block of one side how many of the other it meets, and which: (B, H, blocks), (B, H, blocks, others).
+
+    B and H are 1 where the lists are the same for all.
+    """
 
     partial: Value
     partial_at: Value
@@ -106,13 +110,15 @@ def block_mask(
     whole: bool,
     backward: bool = False,
     valid: ValidKeys | None = None,
+    kept: Value | None = None,
 ) -> tuple[Any, ...]:
     """The block-mask argument: the blocks the parts let any key of through.
 
     Without ``masks`` all of them are full, and which keys of a block count is left to the score function. ``whole``:
     the parts are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds the lists of each
     block of keys. ``valid``: blocks outside of these keys are in no list; not with several alternatives or a backward,
-    nor if the parts are the whole mask.
+    nor if the parts are the whole mask. ``kept``: of which blocks any are in a list, (B or 1, H or 1, rows or 1, keys);
+    for known lengths, and not if the parts are the whole mask.
     """
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
@@ -122,6 +128,8 @@ def block_mask(
     exact = whole and masks
 
     def lists(of_keys: bool) -> Lists:
+        if kept is not None:
+            return _of_map(plan, device, options, sides, kept, masks, of_keys=of_keys)
         around = sides.transposed() if of_keys else sides
         if len(options) == 1:
             return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys, valid=valid)
@@ -212,6 +220,15 @@ def _of_several(
     of_keys: bool,
 ) -> Lists:
     """Blocks that any of several intervals holds: a matrix of blocks, whose true columns are sorted to the front."""
+    any_seen, all_full = _matrices(plan, device, options, sides)
+    if not exact:
+        return Lists(*_sorted(plan, any_seen, of_keys), None, None)
+    partial = plan.call(aten.logical_and.default, any_seen, plan.call(aten.logical_not.default, all_full))
+    return Lists(*_sorted(plan, partial, of_keys), *_sorted(plan, all_full, of_keys))
+
+
+def _matrices(plan: Plan, device: torch.device, options: Sequence[Conjunction], sides: Sides) -> tuple[Value, Value]:
+    """Which blocks any of several intervals holds, and holds in full: boolean, (rows, keys)."""
     call, do = plan.call, _tensors(plan)
     firsts, count = _firsts(plan, device, sides)
     columns = call(aten.arange.default, sides.room[1], dtype=torch.int32, device=device)
@@ -233,10 +250,36 @@ def _of_several(
         there = call(aten.lt.Tensor, firsts, plan.call(aten.full.default, [], plan.size(sides.lengths[0])))
         there = call(aten.unsqueeze.default, there, 1)
         any_seen, all_full = (call(aten.logical_and.default, m, there) for m in (any_seen, all_full))
-    if not exact:
-        return Lists(*_sorted(plan, any_seen, of_keys), None, None)
-    partial = call(aten.logical_and.default, any_seen, call(aten.logical_not.default, all_full))
-    return Lists(*_sorted(plan, partial, of_keys), *_sorted(plan, all_full, of_keys))
+    return any_seen, all_full
+
+
+def _of_map(
+    plan: Plan,
+    device: torch.device,
+    options: Sequence[Conjunction],
+    sides: Sides,
+    kept: Value,
+    masks: bool,
+    *,
+    of_keys: bool,
+) -> Lists:
+    """Blocks that a map keeps and the parts let a key of through, in the lists that would hold all of them."""
+    call, (rows, keys) = plan.call, sides.blocks
+    if any(options):
+        kept = call(aten.logical_and.default, kept, _matrices(plan, device, options, sides)[0])
+    if of_keys:
+        kept = call(aten.transpose.int, call(aten.expand.default, kept, [-1, -1, rows, keys]), -2, -1)
+        rows, keys = keys, rows
+    counts, at = _ordered(plan, kept)
+    if fake_of(counts).shape[-1] != rows:
+        counts = call(aten.expand.default, counts, [-1, -1, rows])
+        at = call(aten.expand.default, at, [-1, -1, rows, keys])
+        counts, at = (call(aten.clone.default, v, memory_format=torch.contiguous_format) for v in (counts, at))
+    if masks:
+        return Lists(counts, at, None, None)
+    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    nothing, nowhere = (call(aten.full.default, list(fake_of(v).shape), 0, **place) for v in (counts, at))
+    return Lists(nothing, nowhere, counts, at)
 
 
 def _any(plan: Plan, matrices: list[Value]) -> Value:
@@ -251,11 +294,17 @@ def _sorted(plan: Plan, matrix: Value, of_columns: bool) -> tuple[Value, Value]:
     call = plan.call
     if of_columns:
         matrix = call(aten.transpose.int, matrix, 0, 1)
-    numbers = call(aten.to.dtype, matrix, torch.int32)
-    counts = call(aten.sum.dim_IntList, numbers, [1], dtype=torch.int32)
-    order = call(operator.getitem, call(aten.sort.stable, numbers, stable=True, dim=1, descending=True), 1)
+    ordered = _ordered(plan, matrix)
+    return tuple(call(aten.unsqueeze.default, call(aten.unsqueeze.default, v, 0), 0) for v in ordered)  # type: ignore[return-value]
+
+
+def _ordered(plan: Plan, matrix: Value) -> tuple[Value, Value]:
+    """How many columns of each row are true, (..., rows), and which, in order, (..., rows, columns)."""
+    call, numbers = plan.call, plan.call(aten.to.dtype, matrix, torch.int32)
+    counts = call(aten.sum.dim_IntList, numbers, [-1], dtype=torch.int32)
+    order = call(operator.getitem, call(aten.sort.stable, numbers, stable=True, dim=-1, descending=True), 1)
     order = call(aten.clone.default, call(aten.to.dtype, order, torch.int32), memory_format=torch.contiguous_format)
-    return tuple(call(aten.unsqueeze.default, call(aten.unsqueeze.default, v, 0), 0) for v in (counts, order))  # type: ignore[return-value]
+    return counts, order
 
 
 def _ceil(plan: Plan, size: Index, by: int) -> Any:

@@ -4,8 +4,9 @@ Inductor compiles the kernel around the score function, which is the expression 
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
 matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
 be computed score by score. Of a cache of which a part is valid it lists the blocks of valid keys alone, by arithmetic
-on tensors when the program runs. There it supports training too, unless the score function reads a tensor that needs a
-gradient itself, and splits the keys if there are few query rows.
+on tensors when the program runs; and of a mask that is a tensor of the program's, as padding is, those in which it
+keeps a key, where finding them is cheap. There it supports training too, unless the score function reads a tensor that
+needs a gradient itself, and splits the keys if there are few query rows.
 
 On the CPU it is offered only for such scores, in inference, in float32 and half precision, from
 torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are copied into memory of their own, and captured tensors
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,9 +37,11 @@ from attn_pass.model.expression import loads
 from attn_pass.model.structure import Band
 from attn_pass.model.text import score_mod_source
 from attn_pass.model.valid_range import ValidRange
+from attn_pass.targets import looking
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
 from attn_pass.targets.flex.block_lists import Sides, ValidKeys, block_mask
 from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, conjunctions, share
+from attn_pass.targets.flex.kept_blocks import KERNELS, KeptBlocks, kept_blocks
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
@@ -64,6 +68,7 @@ _TOLD = ("BLOCK_N", "num_warps", "num_stages")
 _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED = 99 << 10
 _FAR = 1 << 30  # behind any cache
+SKIPPED = "blocks that the mask hides are found when it runs, and skipped"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class FlexPlan:
     band: Band | None = None
     options: tuple[tuple[str, object], ...] = ()  # names are those of `FlexKernelOptions`
     valid: ValidRange | None = None  # the keys whose blocks are listed
+    kept: KeptBlocks | None = None  # what says which blocks are listed, when the program runs
 
 
 class Flex:
@@ -87,6 +93,7 @@ class Flex:
     takes_any_score = True
     takes_valid_range = True
     backend = ""  # the kernel option of this name, where it is not torch's choice
+    looks_for_blocks = True  # in a mask that is a tensor of the program's, on CUDA devices
 
     def consider(self, attention: Attention, variant: str, setting: Setting) -> Offer[FlexPlan] | Refusal:
         """Takes what no other target can: scores that are not affine in the product; on CUDA masks without a matrix."""
@@ -105,18 +112,38 @@ class Flex:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))
         problem = _problem(attention, function, setting)
+        kept, predicted = self._looked_up(attention, function, problem, setting)
         return Offer(
             self.name,
             variant,
             attention,
-            _cost(attention, function, problem, setting),
+            predicted,
             fused=True,
-            plan=self._plan(attention, function, setting),
+            plan=replace(self._plan(attention, function, setting), kept=kept),
             assumptions=assumptions,
             score_mod=source,
             moved=problem.moved_bytes,
             compiled_for_site=True,
+            remark="" if kept is None else SKIPPED,
         )
+
+    def _looked_up(
+        self, a: Attention, function: Function, problem: Problem, setting: Setting
+    ) -> tuple[KeptBlocks | None, float]:
+        """What says which blocks count, where looking for them may pay; and what the kernel takes.
+
+        All blocks are taken to count: of a mask that is a tensor nothing is known before.
+        """
+        whole = _cost(a, function, problem, setting)
+        if not self.looks_for_blocks or template_name(setting) != "triton":
+            return None, whole
+        found = kept_blocks(a, function, _BLOCKS["triton"], setting)
+        if found is None:
+            return None, whole
+        taken = looking.microseconds(KERNELS, problem, setting)
+        if not looking.pays(taken, whole, _cost(a, function, problem, setting, 0.5)):
+            return None, whole
+        return found, whole + taken
 
     def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:
         """The same with other tiles than Inductor's own choice, for the tuner."""
@@ -170,17 +197,20 @@ class Flex:
             mask, masked = made.module(), tuple(made.captured)
         scored = score.module()
         self.check(scored, mask, setting)
-        blocks = block_mask(
-            plan,
-            device,
-            function.parts,
-            Sides.of(plan, (a.q_len, a.kv_len), offer.plan.blocks),
-            mask,
-            masks=function.mask is not None,
-            whole=function.whole,
-            backward=a.needs_grad,
-            valid=None if offer.plan.valid is None else _valid_keys(lower, offer.plan.valid),
-        )
+        kept = offer.plan.kept
+        with nullcontext() if kept is None else plan.sharing():
+            blocks = block_mask(
+                plan,
+                device,
+                function.parts,
+                Sides.of(plan, (a.q_len, a.kv_len), offer.plan.blocks),
+                mask,
+                masks=function.mask is not None,
+                whole=function.whole,
+                backward=a.needs_grad,
+                valid=None if offer.plan.valid is None else _valid_keys(lower, offer.plan.valid),
+                kept=None if kept is None else kept.map(lower, offer.plan.blocks),
+            )
         arguments = (
             *operands,
             plan.module("flex_score_mod", scored),
@@ -272,10 +302,13 @@ def table_cost(attention: Attention, setting: Setting) -> float:
     return _TABLE_NANOSECONDS * elements / setting.device.cores / 1e3
 
 
-def _cost(a: Attention, function: Function, problem: Problem, setting: Setting) -> float:
-    """Predicted microseconds. Without Inductor the operator runs as products and a softmax over all scores."""
+def _cost(a: Attention, function: Function, problem: Problem, setting: Setting, kept: float = 1.0) -> float:
+    """Predicted microseconds, if this share of the blocks that the parts leave is computed.
+
+    Without Inductor the operator runs as products and a softmax over all scores.
+    """
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
     visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[template_name(setting)])
-    visited *= 1.0 if a.valid is None else VALID_SHARE
+    visited *= kept * (1.0 if a.valid is None else VALID_SHARE)
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=no_decoding(a) is None)
