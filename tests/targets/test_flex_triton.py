@@ -17,10 +17,13 @@ triton = pytest.importorskip("triton")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 SHARED = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a thread block may have
 IN_HALF = ("half precision", "few queries, half precision")  # on every GPU; the others on Hopper alone
-IN_INFERENCE = ("prefix", "alibi", "one query", "dense bias", "few queries, half precision")
+IN_INFERENCE = (
+    *("prefix", "alibi", "one query", "dense bias", "few queries, half precision"),
+    *("padding, filled", "few queries, padding"),
+)
 # Bytes on the stack, in tiles of torch's own: for float32 with bounds checked on both sides, and in a backward.
 SPILLED = {(90, "odd sizes"): 312, (100, "half precision"): 600}
-DECODING = ("one query", IN_HALF[1])
+DECODING = ("one query", IN_HALF[1], "few queries, padding")
 
 
 @pytest.mark.slow
@@ -31,7 +34,7 @@ def test_the_templates_compile(capability: int) -> None:
     jobs = {str(c): () if c == 90 else IN_HALF for c in SHARED}
     script = Path(__file__).with_name("lowered_flex.py")
     document = json.loads(once("FlexAttention on GPUs", lambda: ask(script, jobs)))[str(capability)]
-    assert len(document) == (10 if capability == 90 else len(IN_HALF))
+    assert len(document) == (14 if capability == 90 else len(IN_HALF))
     for name, kernels in document.items():
         backward = [k["function"].startswith("triton_tem_") and "DELTA" in str(k["signature"]) for k in kernels]
         assert backward == ([False] if name in IN_INFERENCE else [False, True]), name

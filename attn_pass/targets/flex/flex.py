@@ -41,7 +41,7 @@ from attn_pass.targets import looking
 from attn_pass.targets.base import EMPTY_ROWS, FLEX, Offer, Refusal, Setting
 from attn_pass.targets.flex.block_lists import Sides, ValidKeys, block_mask
 from attn_pass.targets.flex.blocks import UNKNOWN_SHARE, conjunctions, share
-from attn_pass.targets.flex.kept_blocks import KERNELS, KeptBlocks, kept_blocks
+from attn_pass.targets.flex.kept_blocks import KeptBlocks, kept_blocks
 from attn_pass.targets.flex.lower import Mod, band_mod, kernel_options, own_memory
 from attn_pass.targets.flex.rules import Case, no_decoding, power_of_two, refusal, rows_are_safe
 from attn_pass.targets.flex.score import Function, function_of, names_of, template_name, visible
@@ -140,7 +140,7 @@ class Flex:
         found = kept_blocks(a, function, _BLOCKS["triton"], setting)
         if found is None:
             return None, whole
-        taken = looking.microseconds(KERNELS, problem, setting)
+        taken = looking.microseconds(found.kernels(backward=a.needs_grad), problem, setting)
         if not looking.pays(taken, whole, _cost(a, function, problem, setting, 0.5)):
             return None, whole
         return found, whole + taken

@@ -20,7 +20,7 @@ from attn_pass.targets.flex.rules import no_decoding
 from attn_pass.targets.flex.score import Function
 from attn_pass.targets.lower import Lowering
 
-KERNELS = 4  # that Inductor makes for the map and its lists, beside those for lists that are known
+_KERNELS = 2  # that Inductor (torch 2.13) makes for a map and its lists, beside those for lists that are known
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,15 @@ class KeptBlocks:
 
     conditions: tuple[Expr, ...] = ()
     averages: bool = False
+
+    def kernels(self, *, backward: bool) -> int:
+        """How many more small kernels there are than for lists that are known.
+
+        A backward takes as many again. Finding the empty rows takes as many, and so do the lists of partial blocks
+        that are empty beside those of full ones.
+        """
+        tells_empty_rows = self.averages or not self.conditions
+        return _KERNELS * (max(1, len(self.conditions)) + 2 * tells_empty_rows + backward)
 
     def map(self, lower: Lowering, sizes: tuple[int, int]) -> Value:
         """Which blocks hold a key that counts for one of their rows: boolean, (B or 1, H or 1, rows or 1, keys)."""
