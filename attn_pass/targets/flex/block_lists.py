@@ -219,12 +219,12 @@ def _of_several(
     *,
     of_keys: bool,
 ) -> Lists:
-    """Blocks that any of several intervals holds: a matrix of blocks, whose true columns are sorted to the front."""
+    """Blocks that any of several intervals holds: a matrix of blocks, of which the true columns are listed."""
     any_seen, all_full = _matrices(plan, device, options, sides)
     if not exact:
-        return Lists(*_sorted(plan, any_seen, of_keys), None, None)
+        return Lists(*_listed(plan, device, any_seen, sides, of_keys), None, None)
     partial = plan.call(aten.logical_and.default, any_seen, plan.call(aten.logical_not.default, all_full))
-    return Lists(*_sorted(plan, partial, of_keys), *_sorted(plan, all_full, of_keys))
+    return Lists(*(v for m in (partial, all_full) for v in _listed(plan, device, m, sides, of_keys)))
 
 
 def _matrices(plan: Plan, device: torch.device, options: Sequence[Conjunction], sides: Sides) -> tuple[Value, Value]:
@@ -270,7 +270,7 @@ def _of_map(
     if of_keys:
         kept = call(aten.transpose.int, call(aten.expand.default, kept, [-1, -1, rows, keys]), -2, -1)
         rows, keys = keys, rows
-    counts, at = _ordered(plan, kept)
+    counts, at = _ordered(plan, kept, device, keys)
     if fake_of(counts).shape[-1] != rows:
         counts = call(aten.expand.default, counts, [-1, -1, rows])
         at = call(aten.expand.default, at, [-1, -1, rows, keys])
@@ -289,22 +289,28 @@ def _any(plan: Plan, matrices: list[Value]) -> Value:
     return total
 
 
-def _sorted(plan: Plan, matrix: Value, of_columns: bool) -> tuple[Value, Value]:
+def _listed(plan: Plan, device: torch.device, matrix: Value, sides: Sides, of_columns: bool) -> tuple[Value, Value]:
     """How many columns (rows, if ``of_columns``) of each row are true, and which, in order."""
     call = plan.call
     if of_columns:
         matrix = call(aten.transpose.int, matrix, 0, 1)
-    ordered = _ordered(plan, matrix)
+    ordered = _ordered(plan, matrix, device, sides.room[0 if of_columns else 1])
     return tuple(call(aten.unsqueeze.default, call(aten.unsqueeze.default, v, 0), 0) for v in ordered)  # type: ignore[return-value]
 
 
-def _ordered(plan: Plan, matrix: Value) -> tuple[Value, Value]:
-    """How many columns of each row are true, (..., rows), and which, in order, (..., rows, columns)."""
+def _ordered(plan: Plan, matrix: Value, device: torch.device, columns: Any) -> tuple[Value, Value]:
+    """How many columns of each row are true, (..., rows), and which, in order, (..., rows, columns).
+
+    The one of number ``n`` has as many columns before it as have ``n`` true ones or fewer up to them. Sorting says the
+    same, but as Inductor sorts it takes most of a minute to compile for a hundred columns (pytorch #182060).
+    """
     call, numbers = plan.call, plan.call(aten.to.dtype, matrix, torch.int32)
     counts = call(aten.sum.dim_IntList, numbers, [-1], dtype=torch.int32)
-    order = call(operator.getitem, call(aten.sort.stable, numbers, stable=True, dim=-1, descending=True), 1)
-    order = call(aten.clone.default, call(aten.to.dtype, order, torch.int32), memory_format=torch.contiguous_format)
-    return counts, order
+    so_far = call(aten.slice.Tensor, call(aten.cumsum.default, numbers, -1, dtype=torch.int32), -1, 0, -1)
+    wanted = call(aten.unsqueeze.default, call(aten.arange.default, columns, dtype=torch.int32, device=device), 1)
+    before = call(aten.le.Tensor, call(aten.unsqueeze.default, so_far, -2), wanted)
+    order = call(aten.sum.dim_IntList, before, [-1], dtype=torch.int32)
+    return counts, call(aten.clone.default, order, memory_format=torch.contiguous_format)
 
 
 def _ceil(plan: Plan, size: Index, by: int) -> Any:
