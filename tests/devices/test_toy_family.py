@@ -93,5 +93,5 @@ def test_other_devices_know_nothing_of_it() -> None:
 
 
 def test_a_device_that_nobody_knows_is_told_what_there_is() -> None:
-    with pytest.raises(OptionError, match="toy 1"):
+    with pytest.raises(OptionError, match="Toy 1"):
         attn_pass.explain(by_hand, *qkv(), attn_pass_options={"device": "Toy 2"})
