@@ -144,15 +144,12 @@ inline bool all_finite(const float* x, i64 n) {  // n is a multiple of W
   return sum == sum;
 }
 
-// What `keep` says of each panel, read in the order of memory: later there are the keys and values of a panel in between.
-inline void read_words(const Args& a, Row* rows, i64 R, i64 from, i64 to, i64 distance, u64* words) {
-  const i64 stride = a.keep.stride[3];
+// The words of rows: between the bytes of a mask for two panels lie their keys and values.
+inline void words_of_rows(const Args& a, Row* rows, i64 R, i64 from, i64 to, i64 distance, u64* words) {
   for (i64 r = 0; r < R; ++r) {
-    u64* mine = words + r * distance;
     const bool again = r > 0 && rows[r].keep == rows[r - 1].keep;
-    for (i64 w = from; w < to && !again; ++w)
-      mine[w - from] = kept_word(rows[r].keep + w * PANEL * stride, stride, std::min<i64>(PANEL, a.S - w * PANEL));
-    rows[r].words = again ? rows[r - 1].words : mine, rows[r].panel = from;
+    rows[r].words = again ? rows[r - 1].words : words + r * distance, rows[r].panel = from;
+    if (!again) read_words(a, rows[r].keep, from, to, words + r * distance);
   }
 }
 
@@ -197,7 +194,7 @@ template <class T> void part_task(const void* job, i64 task) {
   // From so many rows on transposing a panel once is cheaper than adding up lanes; measured.
   const bool tensors = a.keep.data || a.bias.data, transposed = R >= 5;
   const i64 from = std::max(lo / PANEL, part * j.panels_each), to = std::min(blocks_of(hi, PANEL), (part + 1) * j.panels_each);
-  if (a.keep.data) read_words(a, rows, R, from, to, j.panels_each, reinterpret_cast<u64*>(memory + j.at_words));
+  if (a.keep.data) words_of_rows(a, rows, R, from, to, j.panels_each, reinterpret_cast<u64*>(memory + j.at_words));
   for (i64 w = from; w < to; ++w) {
     const i64 key = w * PANEL, n = std::min<i64>(PANEL, std::min(hi, a.S) - key), there = whole_steps(n);
     const bool more = w + 1 < to;  // panels to read ahead

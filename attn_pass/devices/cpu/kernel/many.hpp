@@ -31,12 +31,16 @@ template <class T> ATTN_INLINE void pack_panel(const Many& j, i64 b, i64 hk, i64
   pack_keys<T>(rows_at<T>(a.k, b, hk, panel * PANEL), a.k.stride, n, a.D, space, keys);
   *finite = pack_values<T>(rows_at<T>(a.v, b, hk, panel * PANEL), a.v.stride, n, a.DV, j.ldv, space, values);
 }
-// Whether a row of a batch entry may keep a key of a panel. Where `keep` differs from head to head nobody looks.
-inline bool may_keep(const Many& j, i64 b, i64 panel) {
-  const Args& a = j.a;
+// Whether a row of a batch entry may keep a key of a panel, before tensors are asked.
+inline bool reaches(const Args& a, i64 b, i64 panel) {
   const i64 first = a.shift.at(b, 0);
   const Reach keys = reach_of(a, b, first, first + a.L - 1);
-  if (panel * PANEL >= keys.hi || (panel + 1) * PANEL <= keys.lo) return false;
+  return panel * PANEL < keys.hi && (panel + 1) * PANEL > keys.lo;
+}
+// Whether a row of a batch entry may keep a key of a panel. A `keep` that differs from head to head is not looked at.
+inline bool may_keep(const Many& j, i64 b, i64 panel) {
+  const Args& a = j.a;
+  if (!reaches(a, b, panel)) return false;
   if (!j.words || j.word_stride[1] || a.replaces) return true;
   const u64* words = j.words + b * j.word_stride[0] + panel;
   for (i64 i = j.word_stride[2] ? a.L - 1 : 0; i >= 0; --i)
@@ -58,15 +62,14 @@ inline void words_task(const void* job, i64 task) {
   const i64 rows = s[2] ? a.L : 1, heads = s[1] ? a.H : 1;
   const i64 i = task % rows, h = task / rows % heads, b = task / rows / heads;
   const u8* keep = static_cast<const u8*>(a.keep.data) + b * s[0] + h * s[1] + i * s[2];
-  for (i64 p = 0; p < j.panels; ++p)
-    j.words[task * j.panels + p] = kept_word(keep + p * PANEL * s[3], s[3], std::min<i64>(PANEL, a.S - p * PANEL));
+  read_words(a, keep, 0, j.panels, j.words + task * j.panels);
 }
 
-// What tensors say of a panel to a block of rows, asked once: a strip asks for each of its rows.
-struct Said {
-  bool none, all;  // no row keeps any of its keys, every row keeps all of them
+// What tensors keep of a panel for a block of rows, computed once: a strip of rows asks for each of them.
+struct PanelMask {
+  bool hides_all, keeps_all;  // of its keys, for every row
 };
-inline Said said_of(const Many& j, const Row* rows, i64 n, i64 panel) {
+inline PanelMask mask_of_panel(const Many& j, const Row* rows, i64 n, i64 panel) {
   const Args& a = j.a;
   if (!j.words || a.replaces) return {false, !a.bias.data && !a.keep.data};
   u64 any = 0, all = ~u64(0);
@@ -178,10 +181,10 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
     const i64 panels = std::min<i64>(PANELS, blocks_of(hi, PANEL) - w0);
     const i32 *keys[PANELS], *values[PANELS];
     u8 finite[PANELS];
-    Said said[PANELS];
+    PanelMask masks[PANELS];
     for (i64 p = 0; p < panels; ++p) {
       const i64 at = w0 + p;
-      said[p] = said_of(j, rows, n, at);
+      masks[p] = mask_of_panel(j, rows, n, at);
       if (packed.keys) {
         keys[p] = packed.keys + at * j.key_panel, values[p] = packed.values + at * j.value_panel, finite[p] = packed.finite[at];
         continue;
@@ -189,7 +192,7 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
       i32* to_keys = reinterpret_cast<i32*>(memory + j.at_keys) + p * j.key_panel;
       i32* to_values = reinterpret_cast<i32*>(memory + j.at_values) + p * j.value_panel;
       finite[p] = 1;
-      if (may_keep(j, b, w0 + p)) pack_panel<T>(j, b, hk, w0 + p, to_keys, to_values, finite + p, memory + j.at_room);
+      if (!masks[p].hides_all && reaches(a, b, at)) pack_panel<T>(j, b, hk, at, to_keys, to_values, finite + p, memory + j.at_room);
       keys[p] = to_keys, values[p] = to_values;
     }
     for (i64 x = 0; x < count; ++x) strips[x].active = strips[x].careful = 0;
@@ -197,8 +200,8 @@ template <class T> ATTN_ONCE void attend_rows(const Many& j, i64 bh, i64 block, 
 
     const auto scores_of = [&](Strip& strip, i64 p) ATTN_LAMBDA {
       const i64 key = (w0 + p) * PANEL;
-      if (said[p].none || strip.lo >= key + PANEL || strip.hi <= key) return;
-      bool full = said[p].all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
+      if (masks[p].hides_all || strip.lo >= key + PANEL || strip.hi <= key) return;
+      bool full = masks[p].keeps_all && strip.all_lo <= key && strip.all_hi >= key + PANEL;
       if (!full) {
         u64 any = 0, all = ~u64(0);
         for (i64 r = strip.row; r < strip.row + strip.rows; ++r) {

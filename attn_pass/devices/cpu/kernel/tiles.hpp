@@ -282,10 +282,18 @@ ATTN_INLINE u64 kept_word(const u8* keep, i64 stride, i64 n) {
   for (i64 i = 0; i < n; ++i) kept |= u64(keep[i * stride] != 0) << i;
   return kept;
 }
+ATTN_INLINE u64 kept_of_panel(const Args& a, const u8* keep, i64 panel) {
+  const i64 stride = a.keep.stride[3], key = panel * PANEL;
+  return kept_word(keep + key * stride, stride, std::min<i64>(PANEL, a.S - key));
+}
+// The words of panels [from, to), read in the order of memory.
+inline void read_words(const Args& a, const u8* keep, i64 from, i64 to, u64* words) {
+  for (i64 panel = from; panel < to; ++panel) words[panel - from] = kept_of_panel(a, keep, panel);
+}
 // What tensors of truth values say of a panel.
 ATTN_INLINE u64 kept_by_tensor(const Args& a, const Row& r, i64 key) {
   if (r.words) return r.words[key / PANEL - r.panel];
-  return r.keep ? kept_word(r.keep + key * a.keep.stride[3], a.keep.stride[3], std::min<i64>(PANEL, a.S - key)) : ~u64(0);
+  return r.keep ? kept_of_panel(a, r.keep, key / PANEL) : ~u64(0);
 }
 // The keys of a panel that count for a row, a bit each.
 ATTN_INLINE u64 word_of(const Args& a, const Row& r, i64 key) {
