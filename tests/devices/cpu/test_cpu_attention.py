@@ -170,14 +170,21 @@ def test_every_instruction_set_is_right() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("masked_by", ["keep", "bias", "bias beside a mask that keeps every key"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 300), (4, 129), (100, 129), (200, 700)])
-def test_a_masked_key_counts_for_nothing_whatever_it_holds(dtype: torch.dtype, q_len: int, kv_len: int) -> None:
+def test_a_masked_key_counts_for_nothing_whatever_it_holds(
+    dtype: torch.dtype, q_len: int, kv_len: int, masked_by: str
+) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 2, n, 40).to(dtype) for n in (q_len, kv_len, kv_len))
     keep = torch.rand(2, 1, q_len, kv_len) < 0.5
     keep[..., 0], keep[..., 70:75] = True, False
     given = {"keep": keep, "after": kv_len - q_len}
+    if masked_by != "keep":
+        given |= {"keep": None, "bias": torch.zeros(keep.shape).masked_fill(~keep, float("-inf"))}
+    if masked_by.endswith("every key"):
+        given["keep"] = torch.ones(2, 1, 1, kv_len, dtype=torch.bool)
     clean = OPERATOR(query, key, value, 0.2, **given)
     key[:, :, 70:75] = float("nan")
     value[:, :, 70] = float("nan")
