@@ -68,7 +68,7 @@ _TOLD = ("BLOCK_N", "num_warps", "num_stages")
 _SHARED = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _LEAST_SHARED = 99 << 10
 _FAR = 1 << 30  # behind any cache
-SKIPPED = "blocks that the mask hides are found when it runs, and skipped"
+SKIPPED = "blocks that the mask hides are found at run time and skipped"
 
 
 @dataclass(frozen=True)
