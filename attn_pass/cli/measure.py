@@ -83,7 +83,8 @@ def check(
 ) -> None:
     """Compare what a backend compiles of each attention, and of the whole model, with what it means in float64.
 
-    Exits with status 1 if anything is wrong, and with status 3 if nothing was checked: no attention site was run.
+    Exits with status 1 if anything is wrong or the backend fails, and with status 3 if nothing was checked: no
+    attention site was run.
     """
     with failing(show_traceback):
         importlib.import_module("attn_pass.entries.backends").backend_named(backend)  # before a model is built
@@ -92,7 +93,7 @@ def check(
             settings = {"backend": backend, "attn_pass_training": training}
             result = importlib.import_module("attn_pass").check(model, *args, **settings, **kwargs)
     typer.echo(result.to_json() if as_json else str(result))
-    if result.wrong or result.whole == "WRONG":
+    if result.at_fault:
         raise typer.Exit(FAILED)
     if result.nothing_ran:
         typer.echo(f"attn-pass: {result.nothing_ran}", err=True)

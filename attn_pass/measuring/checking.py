@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.fx import GraphModule
@@ -29,9 +29,11 @@ from attn_pass.report.record import Report
 from attn_pass.report.site import Kind, SiteReport
 from attn_pass.report.text import plain_table, printable, shape_lines
 from attn_pass.report.units import counted
+from attn_pass.verify import FAILS
 from attn_pass.verify.compare import rounding
 
-Verdict = Literal["right", "WRONG", "not run"]
+Verdict = Literal["right", "WRONG", "FAILS", "not run"]
+"""FAILS: the backend raises an error, when it compiles or runs what runs eagerly. Not run: no fault of the backend."""
 Backend = str | Callable[..., Any]
 
 _COLUMNS = (("verdict", None), ("form", 2), ("where", 7), ("shapes", 7), ("mask", 4), ("error", 3), ("why", 12))
@@ -44,10 +46,10 @@ class CheckedSite:
     """One attention, as the backend compiled it alone.
 
     Attributes:
-        verdict: "right", "WRONG", or "not run".
-        why: what differs, or why it was not run; "" for a right one.
-        error: largest absolute difference from the program run eagerly; None if it was not run, or is wrong.
-        script: a file that shows the difference with torch and the backend alone; "" if there is none.
+        verdict: "right", "WRONG", "FAILS" if the backend raises an error where eager does not, or "not run".
+        why: what differs, the error, or why it was not run; "" for a right one.
+        error: largest absolute difference from the program run eagerly; None if the site is not right.
+        script: a file that reproduces what is wrong with torch and the backend alone; "" if there is none.
         kind, form, where, module, mask, shapes, dtype: as in `SiteReport`.
     """
 
@@ -66,12 +68,14 @@ class CheckedSite:
 
 @dataclass(frozen=True)
 class Check:
-    """What `attn_pass.check` saw. ``str(check)`` is a table; ``bool(check)`` is False if anything is wrong or none ran.
+    """What `attn_pass.check` saw. ``str(check)`` is a table.
+
+    ``bool(check)`` is False if anything is wrong or fails, or if no site was run.
 
     Attributes:
         backend: its name.
         sites: one for each attention that was read.
-        whole: what the whole program's results say: "right", "WRONG" or "not run".
+        whole: the verdict on the whole program: "right", "WRONG", "FAILS" or "not run".
         whole_error: their largest difference over the largest value of the reference; None where there is none.
         why: what is to be said of the whole program; "" for a right one.
         reference: what the whole program was compared with: "float64", or "eager".
@@ -92,6 +96,16 @@ class Check:
         return tuple(site for site in self.sites if site.verdict == "WRONG")
 
     @property
+    def failed(self) -> tuple[CheckedSite, ...]:
+        """The sites for which the backend raises an error."""
+        return tuple(site for site in self.sites if site.verdict == "FAILS")
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether the backend computes a site or the whole program wrongly, or fails."""
+        return bool(self.wrong or self.failed) or self.whole in ("WRONG", "FAILS")
+
+    @property
     def nothing_ran(self) -> str:
         """Why this says nothing of the attention, as a sentence: no site was run; "" where one was.
 
@@ -106,12 +120,12 @@ class Check:
         return f"nothing was checked: {sites} not run; the whole program: {self.whole}"
 
     def __bool__(self) -> bool:
-        return not self.wrong and self.whole != "WRONG" and not self.nothing_ran
+        return not (self.at_fault or self.nothing_ran)
 
     def summary(self) -> str:
-        """One line: how many sites are right, wrong and not run, and the whole program."""
+        """One line: how many sites are right, are wrong, fail and were not run, and the whole program."""
         verdicts = [site.verdict for site in self.sites if site.kind == "attention"]
-        counts = [f"{verdicts.count(v)} {v}" for v in ("right", "WRONG", "not run") if v in verdicts]
+        counts = [f"{verdicts.count(v)} {v}" for v in get_args(Verdict) if v in verdicts]
         found = f"{counted(len(verdicts), 'attention site')}: {', '.join(counts)}" if counts else "no attention found"
         if misses := len(self.sites) - len(verdicts):
             found += f", {counted(misses, 'near miss', 'near misses')}"
@@ -240,7 +254,7 @@ def _checked(site: SiteReport) -> CheckedSite:
     verdict: Verdict = "right"
     words = ""
     if site.refusals:
-        verdict, words = "WRONG", site.reason
+        verdict, words = "FAILS" if FAILS in site.reason else "WRONG", site.reason
     elif site.verified_error is None:
         verdict, words = "not run", site.not_verified or site.reason
     script = _SCRIPT.search(words)
@@ -272,7 +286,7 @@ def _whole(subject: Subject, backend: Callable[..., Any], name: str) -> tuple[Ve
     except Exception as failure:
         raise_if_missing(failure, name)
         raise_if_environment(failure)
-        return "not run", None, f"the whole program does not compile: {why(failure)}", against
+        return "FAILS", None, f"the whole program does not compile or run: {why(failure)}", against
     return (*judged(results, eager, reference, against), against)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import GraphModule, Node
 
-from attn_pass.errors import RewriteError, first_line
+from attn_pass.errors import RewriteError, cause_of
 from attn_pass.graph.cut import SYMBOLIC, Around, CannotExtract, Cut, cut, numbers
 from attn_pass.graph.edit import Value
 from attn_pass.graph.regions import Region
@@ -37,6 +37,8 @@ MOST_SCORES = 1 << 22
 """Scores of a site that is run as it is: about a second in all on two cores. More are made fewer."""
 MOST_MEMORY = 1 << 25
 """Elements of memory of all inputs of a site that is run; of what is only read in part they are many more than used."""
+FAILS = "it fails where the original does not"
+"""How a `Mismatch` begins after the target's name if the code raises an error, and does not compute something else."""
 _FEW_SCORES = 1 << 18  # so few that harsh inputs are run backward too, and other sizes are tried
 
 CompileSite = Callable[[GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -222,7 +224,7 @@ class _Trial:
         try:
             outcome = self._run(self._compiled(changed))
         except CannotExtract as error:
-            self._tell(f"it fails where the original does not ({error})")
+            self._tell(f"{FAILS} ({error})")
         if wrong := compare.wrong_result(outcome, original, meant):
             self._tell(wrong)
         return compare.difference(outcome, original) if compare.says_something(original) else None
@@ -231,7 +233,7 @@ class _Trial:
         try:
             return run(program, self.part.inputs, self.memory, self.subject.region, self._cotangent())
         except Exception as error:
-            raise CannotExtract(f"{type(error).__name__}: {first_line(error)}") from error
+            raise CannotExtract(cause_of(error)[:200]) from error
 
     def _meant(self, original: Outcome) -> Outcome:
         """The result of the description, after checking that it equals the program's.

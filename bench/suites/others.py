@@ -37,6 +37,7 @@ COLUMNS = (
     Column("program", "name"),
     Column("sites right", "right"),
     Column("sites wrong", "wrong"),
+    Column("fail", "fail"),
     Column("not run", "not_run"),
     Column("whole program", "whole"),
     Column("relative error", "error", ".1e"),
@@ -71,6 +72,7 @@ def row(name: str, backend: Backend, function: Callable[..., Any], *args: Any, *
         "name": name,
         "right": verdicts.count("right"),
         "wrong": verdicts.count("WRONG"),
+        "fail": verdicts.count("FAILS"),
         "not_run": verdicts.count("not run"),
         "whole": result.whole,
         "error": result.whole_error if result.whole_error is not None and math.isfinite(result.whole_error) else None,
@@ -82,7 +84,7 @@ def row(name: str, backend: Backend, function: Callable[..., Any], *args: Any, *
 
 def is_found(made: dict[str, Any]) -> bool:
     """Whether anything is wrong, or does not compile."""
-    return bool(made["wrong"]) or made["whole"] != "right"
+    return bool(made["wrong"] or made["fail"]) or made["whole"] != "right"
 
 
 # ------------------------------------------------------------ the programs
@@ -196,11 +198,11 @@ def fill(table: Table, found: list[Outcome]) -> None:
     """The rows of those that are wrong or fail, where they are new; and the notes."""
     known = {row["name"] for row in table.rows}
     for outcome in found:
-        if outcome.verdict == "right" or outcome.name in known or _is_not_the_compilers(outcome):
+        if outcome.verdict in ("right", "not run") or outcome.name in known:
             continue
         table.rows.append(
             {
-                **dict.fromkeys(("right", "wrong", "not_run")),
+                **dict.fromkeys(("right", "wrong", "fail", "not_run")),
                 "name": outcome.name,
                 "whole": outcome.verdict,
                 "error": outcome.error,
@@ -210,23 +212,18 @@ def fill(table: Table, found: list[Outcome]) -> None:
             }
         )
     wrong = sum(outcome.verdict == "WRONG" for outcome in found)
-    not_theirs = sum(map(_is_not_the_compilers, found))
-    failed = sum(outcome.verdict == "not run" for outcome in found) - not_theirs
+    failed, not_run = (sum(outcome.verdict == verdict for outcome in found) for verdict in ("FAILS", "not run"))
     table.notes = [
         f"{counted(len(found), 'program')}: {wrong} wrong without a word, {failed} that do not compile, "
-        f"{not_theirs} that were not compared, as eager's own result is no number or torch does not trace them"
+        f"{not_run} that were not compared, as eager's own result is no number or torch does not trace them"
     ]
-
-
-def _is_not_the_compilers(outcome: Outcome) -> bool:
-    return outcome.verdict == "not run" and not outcome.why.startswith("the compiler fails")
 
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """How many programs there were, and what became of them."""
-    wrong, failed = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "not run"))
+    wrong, failed, not_run = (sum(r["whole"] == verdict for r in rows) for verdict in ("WRONG", "FAILS", "not run"))
     alone = sum(r["wrong"] > 0 and r["whole"] == "right" for r in rows)
-    programs = counted(len(rows), "program")
-    told = f"{programs}: {wrong} wrong without a word, {failed} that do not compile or were not run"
-    more = f"; {alone} more are wrong only in a site that is compiled alone" if alone else ""
-    return [told + more, _NO_ERROR]
+    counts = f"{counted(len(rows), 'program')}: {wrong} wrong without a word, {failed} that do not compile or run"
+    counts += f", {not_run} that were not compared" if not_run else ""
+    counts += f"; {alone} more are wrong only in a site that is compiled alone" if alone else ""
+    return [counts, _NO_ERROR]

@@ -185,16 +185,16 @@ def _failed(program: Generated, failure: Exception) -> Outcome:
     while isinstance(failure.__cause__, Exception):  # what went wrong, from under advice on what to do
         failure = failure.__cause__
 
-    def because(words: str, error: Exception) -> Outcome:
-        return Outcome(program.number, program.name, "not run", None, f"{words}: {why(error)}")
+    def because(verdict: Verdict, words: str, error: Exception) -> Outcome:
+        return Outcome(program.number, program.name, verdict, None, f"{words}: {why(error)}")
 
     try:
         program.references()
     except Exception as error:
-        return because("eagerly it does not run either", error)
+        return because("not run", "eagerly it does not run either", error)
     if not_exported:
-        return because("torch.export does not trace it", failure)
-    return because("the compiler fails", failure)
+        return because("not run", "torch.export does not trace it", failure)
+    return because("FAILS", "the compiler fails", failure)
 
 
 # ------------------------------------------------------------ in pieces

@@ -44,14 +44,15 @@ def test_what_fails_and_what_is_wrong_are_counted_apart() -> None:
 
     program = PROGRAMS["grouped heads"]
     made = others.row("x", fails, program.function, *program.inputs())
-    assert made["whole"] == "not run" and "no such kernel / here" in made["why"]
-    wrong = {**made, "whole": "WRONG", "wrong": 0}
-    alone = {**made, "whole": "right", "wrong": 1}
+    assert (made["whole"], made["fail"], made["wrong"]) == ("FAILS", 1, 0) and "no such kernel / here" in made["why"]
+    wrong = {**made, "whole": "WRONG", "fail": 0}
+    alone = {**made, "whole": "right", "fail": 0, "wrong": 1}
     assert others.notes([made, wrong, alone])[0] == (
-        "3 programs: 1 wrong without a word, 1 that do not compile or were not run; "
+        "3 programs: 1 wrong without a word, 1 that do not compile or run; "
         "1 more are wrong only in a site that is compiled alone"
     )
-    assert others.is_found(alone) and not others.is_found({**made, "whole": "right", "wrong": 0})
+    assert others.is_found(alone) and others.is_found({**made, "whole": "right"})
+    assert not others.is_found({**made, "whole": "right", "fail": 0})
 
 
 # ---------------------------------------------------------------- generated programs
@@ -108,7 +109,7 @@ def test_a_compile_that_fails_is_halved_down_to_the_program_that_fails() -> None
         return gm.forward
 
     found = others_generated.outcomes(programs(4), by_parts(fails_for_one))
-    assert [o.verdict for o in found] == ["right", "right", "not run", "right"]
+    assert [o.verdict for o in found] == ["right", "right", "FAILS", "right"]
     assert "the compiler fails" in found[2].why and "no such kernel" in found[2].why
 
 
@@ -128,7 +129,7 @@ def test_one_export_serves_many_and_what_a_runtime_does_not_take_is_alone(monkey
 
     monkeypatch.setitem(others_exported.PARTS, "onnxruntime", runtime)
     found = others_generated.outcomes(programs(4), others_generated.together("onnxruntime"))
-    assert len(exports) == 1 and [o.verdict for o in found] == ["right", "not run", "WRONG", "right"]
+    assert len(exports) == 1 and [o.verdict for o in found] == ["right", "FAILS", "WRONG", "right"]
     assert "the compiler fails: NotImplementedError: no such kernel" in found[1].why
 
 

@@ -92,6 +92,32 @@ def test_a_program_that_is_wrong_elsewhere_is_told() -> None:
     assert [site.verdict for site in result.sites] == ["right"] and result.whole == "WRONG" and not result
 
 
+@pytest.mark.parametrize("when", ["it compiles", "it runs"])
+def test_a_backend_that_fails_is_not_called_wrong_and_is_no_success(when: str) -> None:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            raise NotImplementedError("no such kernel")
+
+        return run if when == "it runs" else run()  # type: ignore[no-any-return]
+
+    result = attn_pass.check(causal, *heads(), backend=backend)
+    (site,) = result.failed
+    assert (site.verdict, site.error, result.whole) == ("FAILS", None, "FAILS") and not result.wrong
+    assert "no such kernel" in site.why and "no such kernel" in result.why
+    assert not result and result.at_fault and not result.nothing_ran
+    assert "1 attention site: 1 FAILS; the whole program: FAILS" in result.summary()
+
+
+def test_a_backend_that_fails_for_the_rest_of_the_program_is_no_success() -> None:
+    def without_relu(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if "relu" in str(gm.graph):
+            raise NotImplementedError("no such kernel")
+        return gm.forward
+
+    result = attn_pass.check(lambda q, k, v: torch.relu(causal(q, k, v)), *heads(), backend=without_relu)
+    assert [site.verdict for site in result.sites] == ["right"] and result.whole == "FAILS" and not result
+
+
 def test_near_misses_are_not_run_and_say_why() -> None:
     def other_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT).softmax(0) @ v
@@ -120,6 +146,10 @@ def test_a_backend_whose_package_is_missing_is_not_called_wrong() -> None:
             attn_pass.check(function, *inputs, backend=absent)
 
 
+def failing(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    raise NotImplementedError("no such kernel")
+
+
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "check_example.py").write_text(
         "import torch\n\ndef model():\n    x = torch.randn(1, 2, 16, 8)\n"
@@ -130,6 +160,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "1 right" in shown.stdout, shown.output
     stored = CliRunner().invoke(app, ["check", target, "--backend", "eager", "--json"])
     assert json.loads(stored.stdout)["right"] is True
+    registry.register_backend(failing, name="fails_always")
+    failed = CliRunner().invoke(app, ["check", target, "--backend", "fails_always"])
+    assert failed.exit_code == 1 and "1 FAILS" in failed.stdout
     missing = CliRunner().invoke(app, ["check", target, "--backend", "nowhere"])
     assert missing.exit_code == 2 and "unknown backend of torch.compile 'nowhere'" in missing.stderr
 
