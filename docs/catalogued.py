@@ -72,7 +72,7 @@ def _finders() -> Iterator[ModuleType]:
 def forms() -> Iterator[str]:
     """Rows of the table of forms."""
     assert {module for _, module, _ in FORMS} == set(_finders()), "a finder of attn_pass/patterns has no row here"
-    yield "| form | what is found | in the graph it is |"
+    yield "| form | what it is | nodes in the graph |"
     yield "|---|---|---|"
     for name, module, anchors in FORMS:
         yield f"| `{name}` | {first_line(module)} | {_quoted(anchors)} |"
@@ -157,8 +157,8 @@ def _described(case: Mask) -> attn_pass.SiteReport:
 
 
 def masks() -> Iterator[str]:
-    """Rows of the table of masks: how each is written, and what the report calls it."""
-    yield "| written as | the report says | on the CPU it becomes |"
+    """Rows of the table of masks: how each is written, the report's name for it, and the target."""
+    yield "| as written | mask in the report | target on the CPU |"
     yield "|---|---|---|"
     for case in MASKS:
         site = _described(case)

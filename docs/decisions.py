@@ -183,7 +183,7 @@ def decisions() -> Iterator[str]:
 
 def rules() -> Iterator[str]:
     """Rows of the table of rules."""
-    yield "| kernel | asks about | torch's call checks it | where it is from | known wrong |"
+    yield "| kernel | rule | checked by torch's call | source | known wrong results |"
     yield "|---|---|---|---|---|"
     kernels = [row for family in families() if not family.is_runtime for row in family.kernel_rules.items()]
     for kernel, of in kernels:

@@ -30,8 +30,8 @@ def devices() -> Iterator[str]:
 
 
 def runtimes() -> Iterator[str]:
-    """Rows: a runtime, and what its attention operator is asked about before a site is handed to it."""
-    yield "| runtime | name | asks about | where it is from |"
+    """Rows: a runtime, its name in options, and a rule that a site must meet to become its attention operator."""
+    yield "| runtime | name | rule | source |"
     yield "|---|---|---|---|"
     for family in families():
         if isinstance(family, Runtime):
@@ -43,7 +43,7 @@ def rules_of(name: str) -> Iterator[str]:
     """Rows: a rule of a family's kernels, and its source; with the kernels' names where there are several."""
     kernels = next(family for family in families() if family.name == name).kernel_rules
     several = len(kernels) > 1
-    yield f"| {'kernel | ' if several else ''}rule | where it is written |"
+    yield f"| {'kernel | ' if several else ''}rule | source |"
     yield f"|{'---|' if several else ''}---|---|"
     for kernel, rules in kernels.items():
         for rule in rules.rules:

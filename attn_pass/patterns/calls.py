@@ -1,4 +1,4 @@
-"""Calls that already are attention: a table from call to argument mapping, and the description of each."""
+"""Calls of torch's own attention: `scaled_dot_product_attention`, and the kernel that it decomposes to on the CPU."""
 
 from __future__ import annotations
 

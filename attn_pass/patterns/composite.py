@@ -1,7 +1,7 @@
-"""Calls of torch's own modules that hide attention in one node: `F.multi_head_attention_forward` and fast paths.
+"""Calls of torch's own modules with attention inside one node: `F.multi_head_attention_forward` and fast paths.
 
-Each is taken apart on trial, so that what is inside is read, varied and costed like any other attention. It is kept in
-pieces where its attention is rewritten, and stays the call it was where it is not.
+Each call is expanded on trial, so that the attention in it is read, varied and costed like any other. If that attention
+is rewritten, the parts replace the call; otherwise they are removed and the call stays.
 """
 
 from __future__ import annotations

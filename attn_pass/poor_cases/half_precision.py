@@ -1,4 +1,4 @@
-"""Half precision on a CPU whose own kernels are slow in it.
+"""Half precision on a CPU on which torch's fused kernel is slow in it.
 
 Poor: query, key and value are bfloat16 or float16, and torch's fused kernel runs at less than four fifths of the rate
 that the processor has for products: in bfloat16 without tile instructions (AMX), where torch multiplies unpacked

@@ -1,4 +1,4 @@
-"""Two products and a softmax: for sites so small that a fused call costs more, and where only math is allowed.
+"""Two products and a softmax: for sites where a fused call costs more, or only the math backend is allowed.
 
 The softmax gives 0 for a fully masked row, as the call does.
 

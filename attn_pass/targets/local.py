@@ -1,4 +1,4 @@
-"""Sliding windows and chunks as the fused kernel over blocks: a few query rows, and the only keys they can attend to.
+"""Sliding windows and chunks by the fused kernel over blocks: a few query rows, and only the keys they can attend to.
 
 With a dense mask the kernel computes every score and discards most of them. Row block ``t`` of ``rows`` queries attends
 only to the keys ``t * rows + first`` to ``t * rows + first + width - 1``, so the blocks of queries become heads of the

@@ -1,4 +1,4 @@
-"""This package's own kernel for CPUs, ``attn_pass::attention``: masks are bounds of its loops, in any precision.
+"""This package's own CPU kernel, ``attn_pass::attention``: masks are bounds of its loops; float32 and half precision.
 
 The kernel reads only the keys that a row keeps: causal masks with any offset, sliding windows, prefixes, chunks and
 ranges of keys are bounds of its loops, for known and for unknown lengths. Other parts of a mask are a boolean or an

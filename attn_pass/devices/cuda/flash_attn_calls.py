@@ -1,4 +1,4 @@
-"""Calls of the library flash-attn (Dao-AILab, 2.7 and newer): the nodes that its functions leave in a graph.
+"""Calls of the library flash-attn (Dao-AILab, 2.7 and newer): the nodes that its functions become in a graph.
 
 Without a gradient that is one call of the operator ``flash_attn::_flash_attn_forward``. Its first result is the
 attention; its operands are (B, L, H, D), with fewer heads of keys and values than of queries if they are grouped;

@@ -1,9 +1,9 @@
-"""Calls of torch_npu's attention operators: what they compute, by torch_npu's documentation.
+"""Calls of torch_npu's attention operators: what they compute according to torch_npu's documentation.
 
-``npu_fusion_attention`` in its first and third version, and ``npu_fused_infer_attention_score``, on sequences of one
-length. True in a mask is masked out; the scale is 1 unless it is given; modes 2 to 4 are named by their number and ask
-for the compressed mask beside it (`npu_triangle`). A call that the documentation does not allow (`npu_contract`), or
-leaves undefined, is left.
+These are ``npu_fusion_attention`` in its first and third version, and ``npu_fused_infer_attention_score``, on sequences
+of one length. True in a mask means masked out; the scale is 1 unless it is passed; modes 2 to 4 are passed by number and
+require the compressed mask beside them (``triangle.py``). A call that the documentation does not allow
+(``contract.py``), or whose result it leaves undefined, is left.
 
 Nothing of torch_npu is imported: its operators are known by their names.
 """

@@ -1,4 +1,4 @@
-"""FlexAttention, for scores other than a scaled product and a mask: soft caps, clamps, masks that multiply, weak fills.
+"""FlexAttention, for scores with more than a scale and a mask: soft caps, clamps, masks that multiply, weak fills.
 
 Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
