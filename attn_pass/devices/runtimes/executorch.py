@@ -100,13 +100,13 @@ RULES: tuple[Constraint[Attended], ...] = (
         "fully masked rows",
         f"a row may be fully masked with -inf: {NAME} gives NaN there, where the program gives 0",
         lambda c: not gives_zero_for_empty_rows(c.attention, c.setting),
-        f"cpu_flash_attention in {_KERNEL}: a row's maximum of -inf is taken off its scores",
+        f"cpu_flash_attention in {_KERNEL}: a row's maximum of -inf is subtracted from its scores",
     ),
-    ALL_KEYS_COUNT.written_in(f"cpu_flash_attention in {_KERNEL}: weights of 0 are multiplied with the values"),
+    ALL_KEYS_COUNT.written_in(f"cpu_flash_attention in {_KERNEL}: weights of 0 are multiplied by the values"),
     takes(NAME, torch.float32, *HALF).written_in(
         "validate_flash_attention_args in executorch/extension/llm/custom_ops/op_sdpa.cpp"
     ),
-    AFFINE.written_in(f"custom_sdpa in {_SCHEMA}: no function of the scores"),
+    AFFINE.written_in(f"custom_sdpa in {_SCHEMA}: it has no score function"),
     NOT_EMPTY.written_in(f"cpu_flash_attention in {_KERNEL}: it divides by the number of rows"),
 )
 

@@ -39,7 +39,7 @@ class OpenVino(Runtime):
             "fully masked rows",
             "a row may be fully masked with -inf: OpenVINO gives NaN, where the program gives 0",
             lambda c: not (c.empty_rows_are_zero and c.eager_form),  # torch's call is NaN there as it is written
-            "of this project: seen in ScaledDotProductAttention of openvino 2026.4, when it was run",
+            "of this project: observed in ScaledDotProductAttention of openvino 2026.4 when it ran",
         ),
         dtypes=(torch.float32, torch.float64, *HALF),
     )

@@ -54,8 +54,8 @@ def table(translation: str, *rules: Rule, dtypes: Sequence[torch.dtype]) -> Mapp
     shared = (
         INFERENCE,
         NO_DROPOUT.written_in(translation),
-        PADDABLE.written_in("of this project: head dims that differ are handed on, or filled up, by their numbers"),
-        SIZES.written_in("of this project: what the runtime makes of tensors without elements was not tried"),
+        PADDABLE.written_in("of this project: head dims that differ are passed on or padded, and must be known for that"),
+        SIZES.written_in("of this project: the runtime was not tried with tensors without elements"),
         dtype_rule(*dtypes, source=translation),
     )
     return {CALL: KernelRules("MATH", lambda dtype: 1, (*shared, *rules))}
@@ -85,7 +85,7 @@ class Runtime(Family):
         return replace(rates, type=self.name, name=self.product, kernels=(CALL,), is_here=False)
 
     def rules(self) -> Sequence[Constraint[Any]]:
-        """What its operator is asked about before a site is handed to it, in order."""
+        """What a site must meet to become its operator, in order."""
         return tuple(rule for kernel in self.kernel_rules.values() for rule in kernel.rules)
 
     def stock_kernel(

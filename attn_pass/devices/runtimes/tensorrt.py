@@ -28,7 +28,7 @@ class TensorRt(Runtime):
             "fully masked rows",
             "a row may be fully masked, where the program gives 0: what TensorRT gives is not documented",
             lambda c: not c.empty_rows_are_zero,
-            "of this project: TensorRT's page of IAttention says nothing of such rows",
+            "of this project: TensorRT's documentation of IAttention does not mention such rows",
         ),
         dtypes=(torch.float32, *HALF),
     )
