@@ -27,7 +27,7 @@ from attn_pass.model.index import (
 
 @dataclass(frozen=True)
 class Band:
-    """``lower <= key - row <= upper``; None is no bound. Causal, with or without an offset, and sliding windows."""
+    """``lower <= key - row <= upper``; None means no bound. Causal, with or without an offset, and sliding windows."""
 
     lower: Index | None = None
     upper: Index | None = None
@@ -48,7 +48,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Keys:
-    """``lower <= key <= upper``, the same for every row; None is no bound."""
+    """``lower <= key <= upper``, the same for every row; None means no bound."""
 
     lower: Index | None = None
     upper: Index | None = None
@@ -89,7 +89,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Either:
-    """At least one of several conjunctions: a prefix that all queries attend to, and a causal rest."""
+    """At least one of several conjunctions holds: a prefix that all queries attend to, or a causal mask."""
 
     options: tuple[tuple[Part, ...], ...]
 
@@ -107,7 +107,7 @@ class Either:
 
 @dataclass(frozen=True)
 class Opaque:
-    """A part that depends on run-time values, or has no name: ``text`` is for reports, and must not be relied on."""
+    """A part that depends on run-time values, or has no name. ``text`` is for reports; no decision may rely on it."""
 
     text: str
 

@@ -145,7 +145,7 @@ SIZES = Rule(
     lambda c: 0 not in sizes_of(c.attention),
     f"check_nonzero_sequence_lengths_dense in {CHECKS}",
 )
-PADDABLE = Rule(  # where a head dim is filled up to the other, its number must be known
+PADDABLE = Rule(  # to pad one head dim to the other, both must be known
     "known head dims",
     "head dims of keys and values differ and are not known",
     lambda c: c.head_dims[0] == c.head_dims[1] or all(isinstance(d, int) for d in c.head_dims),
@@ -161,7 +161,7 @@ DROPOUT = Rule(
     "dropout",
     lambda c: f"dropout {c.attention.dropout:g} keeps nothing",
     lambda c: 0 <= c.attention.dropout < 1,
-    "of this project: what is kept is divided by 1 - dropout",
+    "of this project: kept weights are divided by 1 - dropout",
     checked=NEVER,
 )
 

@@ -62,7 +62,7 @@ ONEDNN = KernelRules(
             "masks of grouped heads",
             "heads that share keys have masks of their own, and oneDNN's kernel takes a mask for all of a group",
             lambda c: not _has_masks_of_grouped_heads(c),
-            "SDPALogicalParams in mkldnn/xpu/detail/Attention.cpp: the query is seen in groups, the mask is not",
+            "SDPALogicalParams in mkldnn/xpu/detail/Attention.cpp: the query is viewed by groups, the mask is not",
             checked=NEVER,
         ),
         Rule(
