@@ -1,10 +1,10 @@
 """What several products with one input take, one by one and as one, by the sizes of their weights.
 
-Arithmetic and the traffic of weights are the same, and large products gain nothing: those with weights above each other
-were measured at 0.94 to 1.25 times the products apart in float32, whose library works on fewer of them at a time in its
-caches, and at 0.94 to 1.40 in bfloat16. One product saves calls. So it is taken only where these are a large share. In
-training there are three calls of each product; but a buffer takes time of its own at every step, in which autograd
-gives each parameter its gradient.
+Arithmetic and the traffic of weights are the same, and large products gain nothing on the whole: from 768 features on,
+one product was measured at 0.88 to 1.26 times the time of separate products in float32, and at 0.84 to 1.40 times in
+bfloat16 (docs/projections.md). One product saves calls, so it is taken only where calls are a large share of the time.
+In training there are three calls for each product, but every buffer adds time to each step, in which autograd gives
+each parameter its gradient.
 """
 
 from __future__ import annotations
