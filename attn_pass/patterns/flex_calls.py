@@ -1,9 +1,9 @@
 """Calls of FlexAttention: ``torch.ops.higher_order.flex_attention`` in graphs of Dynamo and torch.export.
 
 Each call is expanded on trial into the products, score function, mask and softmax that torch's own eager form computes
-(torch/_higher_order_ops/flex_attention.py, `math_attention`), so that the attention in it is read like attention written
-by hand. If the site is not rewritten, the call stays. The mask is that of the compiled kernels: what its block lists
-keep (`flex_lists`).
+(torch/_higher_order_ops/flex_attention.py, `math_attention`), so that the attention in it is read like attention
+written by hand. If the site is not rewritten, the call stays. The mask is that of the compiled kernels: what its block
+lists keep (`flex_lists`).
 """
 
 from __future__ import annotations

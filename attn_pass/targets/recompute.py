@@ -6,11 +6,10 @@ softmax and five products on the saved operands. That is one product more than t
 and no layer's weights are stored from the forward to the backward.
 
 Offers on the CPU, in training under ``torch.compile``, if the mask needs a gradient (T5's and Swin's learned bias) or
-two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times as long as stock on
-two cores, and no less memory at the peak, which is in the backward
-([results/training-cpu.md](results/training-cpu.md)); the memory that a model of many layers keeps between the two was
-not measured. Therefore ``choose="cheapest"`` takes the CPU kernel there, or leaves the site; this target is for where
-it is named, or where there is no compiler.
+two masks may fully mask a row. For one layer, forward and backward, it took 1.16 to 1.35 times as long as stock on two
+cores, and no less memory at the peak, which is in the backward ([results/training-cpu.md](results/training-cpu.md));
+the memory that a model of many layers keeps between the two was not measured. Therefore ``choose="cheapest"`` takes the
+CPU kernel there, or leaves the site; this target is taken if an option names it, or if there is no compiler.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ values if the fill is a number, zero or NaN if it is -inf. Soft caps and other f
 the kernel; their other inputs, such as tables or conditions, are passed as tensors. A sink is one more score of the
 row. If the scores' log-sum-exp is needed as well, it is the kernel's second result.
 
-In training the backward computes the weights again from what the forward left of each row. It gives the gradients of
-query, key and value, of an added matrix, summed up over whatever it is broadcast over, of a sink, and of all that a
-function of the scores reads. It sums in an order that follows from the sizes, so that gradients are the same for any
-number of threads. A row that a number masks fully has eager's gradients. Dropout is drawn inside the kernel from a seed
-of torch's generator: other numbers than eager's, the same in forward and backward.
+In training the backward recomputes the weights from statistics that the forward stores for each row. It computes the
+gradients of query, key and value, of an added matrix (summed over the axes along which it is broadcast), of a sink, and
+of all tensors that a score function reads. The order of summation depends only on the sizes, so gradients are the same
+for any number of threads. A row that is fully masked by a finite number has eager's gradients. Dropout is drawn inside
+the kernel from a seed of torch's generator: the random numbers differ from eager's, but are the same in forward and
+backward.
 
 Offers in inference, and in training and with dropout under ``torch.compile``, in float32, bfloat16 and float16. Where
 Inductor does not compile the graph, a call goes through Python, and the target makes an offer only if ``targets`` names

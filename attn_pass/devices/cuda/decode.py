@@ -7,14 +7,14 @@ and all heads of a KV head share one pass over its keys and values.
 Offers in inference, from compute capability 8.0, in float16 and bfloat16, for 1 to 64 query rows (all heads of a group
 together: up to 1024), head dims of 16 to 256 that are multiples of 16, and keys and values whose rows begin at
 multiples of 16 elements; with no mask, a causal mask or window aligned to the last key, or any mask as a tensor. The
-number of keys may be symbolic. Of a cache of which a part is valid only that part is read: its range is a number or two
-for each row of the batch, which the kernel loads, so that one graph, and one CUDA graph, serves every position. The
-range of a mask that is a tensor of the program's is looked up in it, where that is cheap (`mask_range`). A sink is
-applied afterwards, by the logarithm of the sum of exponentials that the kernel returns with its result.
+number of keys may be symbolic. If only a part of a cache is valid, the kernel reads only that part: it loads one or two
+bounds for each row of the batch, so that one graph, and one CUDA graph, serves every position. If the mask is a tensor
+of the program, the range of kept keys is computed from it, where that is cheap (`mask_range`). A sink is applied
+afterwards, with the logarithm of the sum of exponentials that the kernel returns with its result.
 
-On a GPU that is present the kernel first computes six tiny cases, once for each GPU, driver and version, and is
-refused if one of them is wrong. It has not run on a GPU yet: the tests run it under Triton's interpreter, and compile
-it as Inductor passes it to Triton. On other devices the operator computes plain products.
+On a GPU that is present the kernel first computes six tiny cases, once for each GPU, driver and version, and is refused
+if one of them is wrong. It has not run on a GPU yet: the tests run it under Triton's interpreter, and compile it as
+Inductor passes it to Triton. On other devices the operator computes plain products.
 """
 
 from __future__ import annotations

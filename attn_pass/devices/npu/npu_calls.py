@@ -1,8 +1,8 @@
 """Calls of torch_npu's attention operators: what they compute according to torch_npu's documentation.
 
 These are ``npu_fusion_attention`` in its first and third version, and ``npu_fused_infer_attention_score``, on sequences
-of one length. True in a mask means masked out; the scale is 1 unless it is passed; modes 2 to 4 are passed by number and
-require the compressed mask beside them (``triangle.py``). A call that the documentation does not allow
+of one length. True in a mask means masked out; the scale is 1 unless it is passed; modes 2 to 4 are passed by number
+and require the compressed mask beside them (``triangle.py``). A call that the documentation does not allow
 (``contract.py``), or whose result it leaves undefined, is left.
 
 Nothing of torch_npu is imported: its operators are known by their names.

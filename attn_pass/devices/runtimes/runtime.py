@@ -54,7 +54,7 @@ def table(translation: str, *rules: Rule, dtypes: Sequence[torch.dtype]) -> Mapp
     shared = (
         INFERENCE,
         NO_DROPOUT.written_in(translation),
-        PADDABLE.written_in("of this project: head dims that differ are passed on or padded, and must be known for that"),
+        PADDABLE.written_in("of this project: head dims that differ must be known, to be passed on or padded"),
         SIZES.written_in("of this project: the runtime was not tried with tensors without elements"),
         dtype_rule(*dtypes, source=translation),
     )

@@ -3,19 +3,20 @@
 Inductor compiles the kernel around the score function, which is the expression as it was read; a block mask skips the
 blocks that are known to be masked. On CUDA devices it is also offered for masks that torch's kernels take only as a
 matrix: windows, chunks, prefixes, documents, and biases computed from positions (ALiBi), without the matrix if they can
-be computed score by score. Of a cache of which a part is valid it lists the blocks of valid keys alone, by arithmetic
-on tensors when the program runs; and of a mask that is a tensor of the program's, as padding is, those in which it
-keeps a key, where finding them is cheap. There it supports training too, unless the score function reads a tensor that
-needs a gradient itself, and splits the keys if there are few query rows.
+be computed score by score. If only a part of a cache is valid, the block mask lists only the blocks of valid keys,
+which tensor arithmetic finds when the program runs. If the mask is a tensor of the program, such as padding, the block
+mask lists the blocks in which it keeps a key, where finding them is cheap. On CUDA devices the target supports training
+too, unless the score function reads a tensor that needs a gradient itself, and it splits the keys if there are few
+query rows.
 
-On the CPU it is offered only for such scores, in inference, in float32 and half precision, from
-torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are copied into memory of their own, and captured tensors
-are computed first, since the CPU template handles views and unfinished tensors wrongly in torch 2.13. Compiling takes
-about 4 s per layer, which the model counts as 0.4 ms per call. Where Inductor does not run it (``wrap``, ``rewrite``),
-the operator runs as products and a softmax: right, but not faster, so it is taken only with ``choose="fused"``. Inside
-the hook sites on the CPU are left, and ``torch.export.save`` cannot write the operator. It is not offered with dropout,
-or if the number of heads or a head dim is unknown. For CUDA the emitted calls were run as products and a softmax, and
-the Triton templates were rendered and compiled, without a GPU; their results and speed on a GPU are not known.
+On the CPU it is offered only for scores with more than a scale and a mask, in inference, in float32 and half precision,
+from torch 2.13 on, with ``backend`` and ``aot_compile``. Operands are copied, and captured tensors are computed first,
+because the CPU template handles views and unfinished tensors wrongly in torch 2.13. Compiling takes about 4 s per
+layer, which the model counts as 0.4 ms per call. Where Inductor does not run it (``wrap``, ``rewrite``), the operator
+runs as products and a softmax: right, but not faster, so it is taken only with ``choose="fused"``. Inside the hook
+sites on the CPU are left, and ``torch.export.save`` cannot write the operator. It is not offered with dropout, or if
+the number of heads or a head dim is unknown. For CUDA the emitted calls were run as products and a softmax, and the
+Triton templates were rendered and compiled, without a GPU; their results and speed on a GPU are not known.
 """
 
 from __future__ import annotations
