@@ -7,8 +7,10 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.attention import flex_attention
 
 import attn_pass
 from attn_pass.compat import TORCH_VERSION
@@ -64,11 +66,12 @@ def same(
     the rewritten graph, whatever the test's name. ``then`` are more inputs for the same compiled program, whose results
     are compared with eager's alone.
     """
-    expected, wanted, touched = _run(fn, _copies(inputs), grad)
     truth: tuple[list[Any], list[Any]] | None = None
-    if reference is not False:
-        exact = reference if callable(reference) else _as_float64(fn)
-        truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
+    with flex_as_it_is(grad):
+        expected, wanted, touched = _run(fn, _copies(inputs), grad)
+        if reference is not False:
+            exact = reference if callable(reference) else _as_float64(fn)
+            truth = _run(exact, _copies(inputs, torch.float64), grad)[:2]
     torch._dynamo.reset()
     backend = attn_pass.wrap(compiler(aot or dynamic), **{"choose": "fused", "on_error": "raise", **options})
     compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
@@ -82,7 +85,9 @@ def same(
     _compare("input", left, touched, None, twice)
     for more in then:
         with torch._dynamo.config.patch(error_on_recompile=True):
-            _compare("result", _run(compiled, _copies(more), False)[0], _run(fn, _copies(more), False)[0], None, twice)
+            results = _run(compiled, _copies(more), False)[0]
+        with flex_as_it_is(False):
+            _compare("result", results, _run(fn, _copies(more), False)[0], None, twice)
     return report
 
 
@@ -145,6 +150,14 @@ class Together(torch.nn.Module):
             results += [out] if isinstance(out, torch.Tensor) else list(out)
             inputs = inputs[count:]
         return tuple(results)
+
+
+def flex_as_it_is(grad: bool) -> mock._patch[bool]:  # type: ignore[name-defined]
+    """Eager FlexAttention without Dynamo, which traces each call anew, and makes the same products of it.
+
+    Its backward needs Dynamo.
+    """
+    return mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", not grad)
 
 
 def compiler(always: bool | None) -> str:
