@@ -31,7 +31,7 @@ help:
 	@echo "make site      build the documentation as a site in build/site, with mkdocs in $(SITE)"
 	@echo "make cases     run the collected cases from the field, if they are at CASES=$(CASES)"
 	@echo "make bench-s4  measure seed S4 in full (ARGS='--json FILE')"
-	@echo "make bench-peers  install ONNX Runtime and OpenVINO, and measure them beside the pass"
+	@echo "make bench-peers  install ONNX Runtime, OpenVINO and zentorch, and measure them beside the pass"
 	@echo "make setup     create $(VENV) once; every other command does it when needed"
 
 setup: $(STAMP)

@@ -77,7 +77,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     ),
     "peers": _command(
         peers,
-        "Whole models beside other systems; needs onnx, onnxruntime, onnxscript and openvino (make bench-peers).",
+        "Whole models beside other systems, which make bench-peers installs.",
         peers.WAYS,
         9,
     ),

@@ -13,12 +13,10 @@ and what finding the rows takes, the embeddings and the heads count for more whe
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -31,8 +29,8 @@ from bench.harness.command import Against, Json, Only, Quick, Rounds, Threads, m
 from bench.harness.document import LEGEND, STANDARD, Column, Table
 from bench.harness.floors import Rates
 from bench.harness.measure import Tell, run
-from bench.harness.programs import Built, Extra, Program, Setting, Tensors
-from bench.suites.peers import OPENVINO, ORT, in_onnx_runtime, in_openvino
+from bench.harness.programs import Built, Extra, Program, Setting
+from bench.suites.peers import OPENVINO, ORT, in_onnx_runtime, in_openvino, openvino_in_bfloat16
 from bench.suites.zoo import library, ready, tokens
 
 TITLE = "Batches with padding"
@@ -347,17 +345,13 @@ def packed(name: str, lengths: str, dtype: torch.dtype, setting: Setting, device
 # ---------------------------------------------------------------- the command
 
 
-def _in_bfloat16(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
-    return in_openvino(copy.deepcopy(module).float(), inputs, folder, "bf16")
-
-
 def _peers(dtype: torch.dtype) -> dict[str, Extra]:
     """The runtimes that are installed; ONNX Runtime computes in float32 alone."""
     peers: dict[str, Extra] = {}
     if find_spec("onnxruntime") is not None and dtype == torch.float32:
         peers[ORT] = in_onnx_runtime
     if find_spec("openvino") is not None:
-        peers[OPENVINO] = in_openvino if dtype == torch.float32 else _in_bfloat16
+        peers[OPENVINO] = in_openvino if dtype == torch.float32 else openvino_in_bfloat16
     return peers
 
 

@@ -1,18 +1,21 @@
 """Peers on three whole models: `make bench-peers`, or `python -m bench peers [--json FILE]` where they are installed.
 
 Stock Inductor with and without its patterns, with ``freezing``, the library's own SDPA and FlexAttention under stock
-Inductor; ONNX Runtime as it is, with its attention fusion and after `attn_pass.rewrite`; OpenVINO as it is and after
-it. All on the model with attention written out, but for the two of the library. Float32, the same number of threads,
-the same inputs.
+Inductor; zentorch, with ``freezing`` and without it; ONNX Runtime as it is, with its attention fusion and after
+`attn_pass.rewrite`; OpenVINO as it is and after it. All on the model with attention written out, but for the two of
+the library. The same number of threads, the same inputs. In float32, and in bfloat16 where the peer computes in it:
+OpenVINO is given the weights in float32 and computes in bfloat16, as it does by default where the processor can.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,16 @@ from torch import nn
 import attn_pass
 from attn_pass.measuring.timing import compiled
 from bench.harness import variants as w
-from bench.harness.programs import Built, Program, Setting, Tensors
+from bench.harness.programs import Built, Extra, Program, Setting, Tensors
 from bench.suites.models import TOLERANCES, bert, gpt2_body, made, small_bert, vit
 
 TITLE = "Peers on whole models"
 SDPA, FLEX = "compile, stock, the library's SDPA", "compile, stock, the library's FlexAttention"
 ORT, ORT_FUSED, OPENVINO = "ONNX Runtime", "ONNX Runtime, attention fusion", "OpenVINO"
 ORT_PASS, OPENVINO_PASS = "attn_pass, then ONNX Runtime", "attn_pass, then OpenVINO"
-WAYS = (
-    *(w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, *w.FROZEN, SDPA, FLEX),
-    *(ORT, ORT_FUSED, ORT_PASS, OPENVINO, OPENVINO_PASS),
-)
+ZENTORCH, ZENTORCH_FROZEN = "compile, zentorch", "compile, zentorch, frozen"
+WAYS = (w.EAGER, w.STOCK, w.STOCK_AGAIN, w.NO_PATTERNS, w.PASS, *w.FROZEN)
+"""Of every program; a program's peers are its own variants."""
 PEERS: Mapping[str, Callable[..., Built]] = {
     "BERT base, 4 x 384, padded": partial(bert, batch=4, length=384),
     "GPT-2 small, 1 x 1024": gpt2_body,
@@ -44,7 +46,17 @@ QUICK: Mapping[str, Callable[..., Built]] = {"BERT, 2 layers, 2 x 128, padded": 
 def _library(
     make: Callable[..., Built], attention: str, module: nn.Module, inputs: Tensors, folder: Path
 ) -> Callable[..., Any]:
-    return compiled(made(partial(make, attention), torch.float32)[0])
+    return compiled(made(partial(make, attention), next(module.parameters()).dtype)[0])
+
+
+def _zentorch(module: nn.Module, inputs: Tensors, folder: Path, *, freezing: bool) -> Callable[..., Any]:
+    """AMD's plug-in, whose backend is Inductor with operators of ZenDNN; it computes without gradients alone."""
+    import zentorch  # noqa: F401, it registers its backend
+
+    run = compiled(module, backend="zentorch")
+    with torch._inductor.config.patch(freezing=freezing), torch.no_grad():
+        run(*inputs)
+    return run
 
 
 def _exported(module: nn.Module, inputs: Tensors) -> Any:
@@ -124,6 +136,22 @@ def in_openvino(module: nn.Module, inputs: Tensors, folder: Path, precision: str
     return openvino_model(openvino.Core().read_model(_onnx(module, inputs, folder)), "", precision)
 
 
+def openvino_in_bfloat16(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
+    """The same for a model in bfloat16, exported in float32: NumPy, by which it is called, has no bfloat16."""
+    run = in_openvino(copy.deepcopy(module).float(), _in_float32(inputs), folder, "bf16")
+
+    def widened(*tensors: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = run(*_in_float32(tensors))
+        return result
+
+    widened.took = run.took  # type: ignore[attr-defined]
+    return widened
+
+
+def _in_float32(inputs: Tensors) -> Tensors:
+    return tuple(x.float() if x.is_floating_point() else x for x in inputs)
+
+
 def _openvino_after_pass(module: nn.Module, inputs: Tensors, folder: Path) -> Callable[..., Any]:
     import openvino
 
@@ -149,22 +177,27 @@ def openvino_model(converted: Any, took: str, precision: str = "f32") -> Callabl
     return run
 
 
+def _extra(make: Callable[..., Built], dtype: torch.dtype) -> dict[str, Extra]:
+    """The peers that compute in this dtype; zentorch where it is installed, which it is for few processors."""
+    peers: dict[str, Extra] = {SDPA: partial(_library, make, "sdpa"), FLEX: partial(_library, make, "flex_attention")}
+    if find_spec("zentorch") is not None:
+        peers |= {ZENTORCH: partial(_zentorch, freezing=False), ZENTORCH_FROZEN: partial(_zentorch, freezing=True)}
+    if dtype == torch.float32:
+        peers |= {ORT: in_onnx_runtime, ORT_FUSED: _onnx_runtime_fused, ORT_PASS: _onnx_runtime_after_pass}
+        return peers | {OPENVINO: in_openvino, OPENVINO_PASS: _openvino_after_pass}
+    return peers | {OPENVINO: openvino_in_bfloat16}
+
+
 def programs(setting: Setting) -> list[Program]:
-    """BERT, GPT-2 and ViT at real sizes; a small BERT in quick runs."""
+    """BERT, GPT-2 and ViT at real sizes, in float32 and in bfloat16; a small BERT in quick runs."""
     return [
         Program(
-            name,
-            partial(made, make, torch.float32),
-            tolerance=TOLERANCES[torch.float32],
-            extra={
-                SDPA: partial(_library, make, "sdpa"),
-                FLEX: partial(_library, make, "flex_attention"),
-                ORT: in_onnx_runtime,
-                ORT_FUSED: _onnx_runtime_fused,
-                ORT_PASS: _onnx_runtime_after_pass,
-                OPENVINO: in_openvino,
-                OPENVINO_PASS: _openvino_after_pass,
-            },
+            name if dtype == torch.float32 else f"{name}, bfloat16",
+            partial(made, make, dtype),
+            dtype=dtype,
+            tolerance=tolerance,
+            extra=_extra(make, dtype),
         )
+        for dtype, tolerance in TOLERANCES.items()
         for name, make in (QUICK if setting.quick else PEERS).items()
     ]
