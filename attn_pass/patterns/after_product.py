@@ -68,19 +68,24 @@ def endings(reader: Reader, product: Node) -> Iterator[Ending]:
 
 def _ending(reader: Reader, node: Node, product: Node, reach: Mapping[Node, frozenset[Node]]) -> Ending | None:
     output = _axes(reader, node)
-    spine = UseDefWalk(reader, product, reach, reader.regions.of(product))
+    walk = UseDefWalk(reader, product, reach, reader.regions.of(product))
     try:
-        made = spine.read(node, tuple(axis_index(a) for a in output), reader.order[node])
+        expression = walk.read(node, tuple(axis_index(a) for a in output), reader.order[node])
     except Unreadable:
         return None
-    if not isinstance(made, Apply) or made.op not in ("mul", "div") or spine.leaf_position is None or spine.dropout:
+    if (
+        not isinstance(expression, Apply)
+        or expression.op not in ("mul", "div")
+        or walk.leaf_position is None
+        or walk.dropout
+    ):
         return None
-    left, right = made.args
-    factor = right if isinstance(left, Dot) else left if isinstance(right, Dot) and made.op == "mul" else None
-    if not isinstance(factor, Load) or factor not in spine.loads:
+    left, right = expression.args
+    factor = right if isinstance(left, Dot) else left if isinstance(right, Dot) and expression.op == "mul" else None
+    if not isinstance(factor, Load) or factor not in walk.loads:
         return None
     return Ending(
-        node, output, spine.leaf_position, tuple(spine.internal), spine.loads[factor], divides=made.op == "div"
+        node, output, walk.leaf_position, tuple(walk.internal), walk.loads[factor], divides=expression.op == "div"
     )
 
 
@@ -128,17 +133,17 @@ def late_softmax(reader: Reader, ending: Ending, product: Product, weights: Node
     keys = Axis("j", product.summed_size)
     left, right = product.positions(ending.at_product, keys)
     region = reader.regions.of(product.node)
-    spine = UseDefWalk(reader, exp_node, reach_from(reader, exp_node), region)
+    walk = UseDefWalk(reader, exp_node, reach_from(reader, exp_node), region)
     try:
         plain = isinstance(
-            spine.read(weights, right if weights is product.right else left, reader.order[product.node]), Dot
+            walk.read(weights, right if weights is product.right else left, reader.order[product.node]), Dot
         )
     except Unreadable:
         return None
-    if not plain or spine.leaf_position is None:
+    if not plain or walk.leaf_position is None:
         return None
     total = read_denominator(
-        reader, side.written, side.written_position, spine.leaf_position, exp_node, inverse=not ending.divides
+        reader, side.written, side.written_position, walk.leaf_position, exp_node, inverse=not ending.divides
     )
     return None if total is None else combined(reader, ending.node, exp, total)
 
@@ -157,20 +162,20 @@ def sink_of_share(
     assert side is not None
     factor, position, divides, nodes = _uninverted(reader, side, ending.divides)
     for total in _logarithms(reader, factor):
-        spine = UseDefWalk(reader, total, reach_from(reader, total), scores.region)
+        walk = UseDefWalk(reader, total, reach_from(reader, total), scores.region)
         try:
-            share = spine.read(factor, position, side.written_at)
+            share = walk.read(factor, position, side.written_at)
         except Unreadable:
             continue
         sink = _sink_in(share, inverse=divides)
-        if sink is None or spine.leaf_position is None or keys in expression_axes(sink):
+        if sink is None or walk.leaf_position is None or keys in expression_axes(sink):
             continue
         for input in (softmax.input, _uncast(reader, softmax.input)):
-            logsumexp = read_logsumexp(reader, total, spine.leaf_position, at_softmax, input)
+            logsumexp = read_logsumexp(reader, total, walk.leaf_position, at_softmax, input)
             if logsumexp is not None and logsumexp[0] == softmax.dim and softmax.scale == 1:
-                scores.loads |= spine.loads
+                scores.loads |= walk.loads
                 beside = () if input is softmax.input else (softmax.input,)
-                return sink, (*nodes, *spine.internal, *logsumexp[1], *beside)
+                return sink, (*nodes, *walk.internal, *logsumexp[1], *beside)
     raise Unreadable("the rows of the result are multiplied by something other than the share of a sink", ending.node)
 
 

@@ -58,7 +58,7 @@ def given_by_kernel(plan: Plan, site: Site, gives: bool) -> list[tuple[Node, Val
     if site.logarithms is None or not gives:
         return []
     assert plan.logarithm is not None and site.softmax_of is not None
-    given: list[tuple[Node, Value]] = []
+    outputs: list[tuple[Node, Value]] = []
     for node in site.logarithms.nodes:
         value, old = plan.logarithm, tensor_value(node)
         assert old is not None
@@ -68,8 +68,8 @@ def given_by_kernel(plan: Plan, site: Site, gives: bool) -> list[tuple[Node, Val
             value = plan.call(torch.ops.aten.to.dtype, value, old.dtype)
         if not plan.has_layout_of(value, node):
             raise LayoutError("the scores' log-sum-exp would have another memory layout")
-        given.append((node, value))
-    return given
+        outputs.append((node, value))
+    return outputs
 
 
 def _needed(site: Site) -> dict[Node, list[Node]]:

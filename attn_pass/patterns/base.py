@@ -110,18 +110,18 @@ def first_result(node: Node, others: Mapping[int, str]) -> tuple[Node, list[Node
 
     Raises `UsedElsewhere` if one of the others is used; ``others`` says what that means, by its number.
     """
-    taken: dict[int, list[Node]] = {}
+    getitems: dict[int, list[Node]] = {}
     for user in node.users:
         if user.op != "call_function" or user.target is not operator.getitem or user.args[0] is not node:
             raise UsedElsewhere(f"all that it returns is used by {user.name}", user)
-        taken.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
-    for index in sorted(taken, reverse=True):
-        users = [u for item in taken[index] for u in item.users if not is_metadata_assertion(u)]
+        getitems.setdefault(user.args[1], []).append(user)  # type: ignore[arg-type]
+    for index in sorted(getitems, reverse=True):
+        users = [u for item in getitems[index] for u in item.users if not is_metadata_assertion(u)]
         if index != 0 and users:
             raise UsedElsewhere(others.get(index, f"its result number {index} is used"), node)
-    if len(taken.get(0, ())) != 1:
+    if len(getitems.get(0, ())) != 1:
         raise UsedElsewhere("its result is not taken exactly once", node)
-    return taken[0][0], [item for index, items in taken.items() if index != 0 for item in items]
+    return getitems[0][0], [item for index, items in getitems.items() if index != 0 for item in items]
 
 
 def check_uses(reader: Reader, internal: Iterable[Node], result: Node, shape_uses: Iterable[ShapeUse] = ()) -> None:

@@ -31,27 +31,27 @@ class Beside:
     def add(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call, run on fake values. Raises `CannotAdd` where it fails or needs a fact about symbolic sizes."""
         mode = fake_value(self.node).fake_mode
-        given, named = map_arg((args, kwargs), fake_value)
+        fakes, named = map_arg((args, kwargs), fake_value)
         grad = self.reader.regions.of(self.node).grad_enabled is not False
         guarding: AbstractContextManager[list[str]] = (
             nullcontext([]) if mode.shape_env is None else no_new_guards(mode.shape_env)
         )
         try:
             with mode, enable_python_dispatcher(), torch.set_grad_enabled(grad), guarding:
-                fake = target(*given, **named)
+                fake = target(*fakes, **named)
         except Exception as error:
             raise CannotAdd(str(error)) from error
         return self._insert(target, args, kwargs, fake)
 
     def add_like_scores(self, target: Callable[..., Any], *args: Any) -> Node:
         """A call that gives what ``node`` does, as far as types and shapes go. Raises `CannotAdd` for another."""
-        made = self.add(target, *args)
-        held, wanted = tensor_value(made), tensor_value(self.node)
-        if held is None or wanted is None or held.dtype != wanted.dtype:
-            raise CannotAdd(f"{made.name} has another type")
-        if self.reader.shape(made) != self.reader.shape(self.node):
-            raise CannotAdd(f"{made.name} has another shape")
-        return made
+        added = self.add(target, *args)
+        value, scores = tensor_value(added), tensor_value(self.node)
+        if value is None or scores is None or value.dtype != scores.dtype:
+            raise CannotAdd(f"{added.name} has another type")
+        if self.reader.shape(added) != self.reader.shape(self.node):
+            raise CannotAdd(f"{added.name} has another shape")
+        return added
 
     def size(self, of: Node, dim: int) -> int | Node:
         """A size as an argument."""
@@ -69,10 +69,10 @@ class Beside:
 
     def _insert(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any) -> Node:
         with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args, kwargs)
+            new = self.graph.call_function(target, args, kwargs)
         key = value_key(self.node)
-        made.meta = {**{k: v for k, v in self.node.meta.items() if k != key}, key: fake}
-        self.reader.order[made] = self.reader.order[self.node]
-        self.reader.regions.add(made, self.reader.regions.of(self.node))
-        self.nodes.append(made)
-        return made
+        new.meta = {**{k: v for k, v in self.node.meta.items() if k != key}, key: fake}
+        self.reader.order[new] = self.reader.order[self.node]
+        self.reader.regions.add(new, self.reader.regions.of(self.node))
+        self.nodes.append(new)
+        return new

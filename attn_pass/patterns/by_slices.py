@@ -27,9 +27,9 @@ Run = tuple[int, Index, Index]  # a dimension, from where, up to where
 
 @dataclass(frozen=True)
 class _Piece:
-    """One slice's softmax: ``whole[run] = softmax(whole[run], dim)``; ``nodes`` in graph order, the write last."""
+    """One slice's softmax: ``base[run] = softmax(base[run], dim)``; ``nodes`` in graph order, the write last."""
 
-    whole: Node
+    base: Node
     dim: int
     run: Run
     nodes: tuple[Node, ...]
@@ -41,9 +41,9 @@ def _meanwhile() -> None:
 
 @dataclass(eq=False)
 class AtOnce:
-    """The softmax of all slices, ``new``, in the place of what was in ``whole`` after ``idle``, which do nothing."""
+    """The softmax of all slices, ``new``, in the place of what was in ``base`` after ``idle``, which do nothing."""
 
-    whole: Node
+    base: Node
     new: Node
     idle: tuple[Node, ...]
     _values: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class AtOnce:
 
     def __post_init__(self) -> None:
         later = set(_after(self.idle[-1]))
-        self.whole.replace_all_uses_with(self.new, delete_user_cb=lambda user: user in later)
+        self.base.replace_all_uses_with(self.new, delete_user_cb=lambda user: user in later)
         for node in self.idle:
             self._calls.append((node.op, node.target, node.args, node.kwargs))
             node.op, node.target, node.args, node.kwargs = "call_function", _meanwhile, (), {}
@@ -64,12 +64,12 @@ class AtOnce:
             for node in reversed(self.idle):
                 graph.erase_node(node)
             return True
-        (whole,) = self.new.all_input_nodes  # what it has become, if it was replaced
+        (base,) = self.new.all_input_nodes  # what it has become, if it was replaced
         for node, (op, target, args, kwargs), meta in zip(self.idle, self._calls, self._values, strict=True):
             node.op, node.target = op, target
             node.meta.update(meta)
-            node.args, node.kwargs = torch.fx.map_arg((args, kwargs), lambda n: whole if n is self.whole else n)
-        self.new.replace_all_uses_with(whole)
+            node.args, node.kwargs = torch.fx.map_arg((args, kwargs), lambda n: base if n is self.base else n)
+        self.new.replace_all_uses_with(base)
         graph.erase_node(self.new)
         return False
 
@@ -80,24 +80,24 @@ def put_together(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
     for node in gm.graph.nodes:
         piece = _piece(node, sizes)
         if piece is not None:
-            groups.setdefault((piece.whole, piece.dim), []).append(piece)
+            groups.setdefault((piece.base, piece.dim), []).append(piece)
     if not groups:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
-    made = []
-    for (whole, dim), pieces in groups.items():
+    softmaxes = []
+    for (base, dim), pieces in groups.items():
         nodes = tuple(sorted((n for p in pieces for n in p.nodes), key=effects.position.__getitem__))
         if len(pieces) < 2 or not _make_up(pieces, sizes) or len({regions.of(n) for n in nodes}) != 1:
             continue
-        if not _is_alone(whole, nodes, pieces, effects):
+        if not _is_alone(base, nodes, pieces, effects):
             continue
         plan = Plan(gm, nodes[0], regions.of(nodes[0]), size_nodes, effects, in_body)
         with plan.running():
-            planned = plan.call(aten.softmax.int, whole, dim)
-        if _layout(planned.fake, sizes) == _layout(tensor_value(whole), sizes):
+            planned = plan.call(aten.softmax.int, base, dim)
+        if _layout(planned.fake, sizes) == _layout(tensor_value(base), sizes):
             (new,) = plan.insert(planned)
-            made.append(AtOnce(whole, new, nodes))
-    return made
+            softmaxes.append(AtOnce(base, new, nodes))
+    return softmaxes
 
 
 def _piece(node: Node, sizes: Sizes) -> _Piece | None:
@@ -114,8 +114,8 @@ def _piece(node: Node, sizes: Sizes) -> _Piece | None:
     target, written, nodes = _written(write, node, sizes)
     if source is None or source is not target or run is None or run != written:
         return None
-    whole, dim = tensor_value(source), call["dim"] % value.dim()
-    if whole is None or whole.dtype != value.dtype or run[0] == dim:
+    base, dim = tensor_value(source), call["dim"] % value.dim()
+    if base is None or base.dtype != value.dtype or run[0] == dim:
         return None
     return _Piece(source, dim, run, (view, node, *nodes))
 
@@ -134,20 +134,20 @@ def _written(write: Node, value: Node, sizes: Sizes) -> tuple[Node | None, Run |
 def _sliced(view: Node, sizes: Sizes) -> tuple[Node | None, Run | None]:
     """What a node is a slice of, along one dimension, and which."""
     call = understand(view)
-    whole = None if call is None else call.args.get("input")
-    if call is None or not isinstance(whole, Node) or tensor_value(whole) is None:
+    base = None if call is None else call.args.get("input")
+    if call is None or not isinstance(base, Node) or tensor_value(base) is None:
         return None, None
     if call.op == "getitem":
-        return whole, _run(whole, call["index"], sizes)
+        return base, _run(base, call["index"], sizes)
     if call.op == "slice" and call["step"] == 1 and isinstance(call["dim"], int):
         entries = [slice(None)] * call["dim"] + [slice(call["start"], call["end"])]
-        return whole, _run(whole, tuple(entries), sizes) if call["dim"] >= 0 else None
+        return base, _run(base, tuple(entries), sizes) if call["dim"] >= 0 else None
     return None, None
 
 
-def _run(whole: Node, index: Any, sizes: Sizes) -> Run | None:
+def _run(base: Node, index: Any, sizes: Sizes) -> Run | None:
     """The run of one dimension that an index of slices by one selects; None for anything else."""
-    value, entries = tensor_value(whole), list(index) if isinstance(index, tuple) else [index]
+    value, entries = tensor_value(base), list(index) if isinstance(index, tuple) else [index]
     if value is None:
         return None
     places = [n for n, entry in enumerate(entries) if entry is Ellipsis]
@@ -164,45 +164,45 @@ def _run(whole: Node, index: Any, sizes: Sizes) -> Run | None:
     return None if start is None or stop is None else (dim, start, stop)
 
 
-def _place(given: Any, default: Index, size: Index) -> Index | None:
+def _place(index: Any, default: Index, size: Index) -> Index | None:
     """Where a slice starts or stops, cut off at the end as Python does; None where that is not known."""
-    if given is None:
+    if index is None:
         return default
-    if not isinstance(given, int):
+    if not isinstance(index, int):
         return None
-    place: Index = given if given >= 0 else size + given
-    if not is_nonnegative(place):
+    position: Index = index if index >= 0 else size + index
+    if not is_nonnegative(position):
         return None
-    return place if is_at_most(place, size) else size if is_at_most(size, place) else None
+    return position if is_at_most(position, size) else size if is_at_most(size, position) else None
 
 
 def _make_up(pieces: list[_Piece], sizes: Sizes) -> bool:
     """Whether the runs are all along one dimension, and each of its indices is in one of them."""
     (dim, *others) = {p.run[0] for p in pieces}
-    value = tensor_value(pieces[0].whole)
+    value = tensor_value(pieces[0].base)
     if others or value is None:
         return False
     runs = {start: stop for _, start, stop in (p.run for p in pieces) if start != stop}
     number, at = len([p for p in pieces if p.run[1] != p.run[2]]), 0
-    place: Index = 0
-    while place in runs and at < number:
-        place, at = runs[place], at + 1
-    return at == number and place == sizes.shape(value)[dim]
+    end: Index = 0
+    while end in runs and at < number:
+        end, at = runs[end], at + 1
+    return at == number and end == sizes.shape(value)[dim]
 
 
-def _is_alone(whole: Node, nodes: tuple[Node, ...], pieces: list[_Piece], effects: Effects) -> bool:
+def _is_alone(base: Node, nodes: tuple[Node, ...], pieces: list[_Piece], effects: Effects) -> bool:
     """Whether the memory is not used elsewhere while the slices are computed, nor by another view later."""
     inside, position = set(nodes), effects.position
     first, last = position[nodes[0]], position[nodes[-1]]
     writes = {p.nodes[-1] for p in pieces}
-    if any(m.position > first and m.node not in writes for m in effects.mutations(whole)):
+    if any(m.position > first and m.node not in writes for m in effects.mutations(base)):
         return False
-    if not effects.is_internal(whole, set(whole.graph.nodes)):
+    if not effects.is_internal(base, set(base.graph.nodes)):
         return False
-    for alias in effects.aliases(whole):
+    for alias in effects.aliases(base):
         if first <= position[alias] <= last and alias not in inside:
             return False
-        until = last if alias is whole else position[whole.graph.output_node()]
+        until = last if alias is base else position[base.graph.output_node()]
         if position[alias] < first and any(first <= position[u] <= until and u not in inside for u in alias.users):
             return False
     return True

@@ -52,8 +52,8 @@ def arguments(node: Node, kernels: Kernels) -> dict[str, Any] | None:
     names = CALLS.get(node.target) or kernels.get(node.target)
     if names is None:
         return None
-    given = {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
-    return {**given, "enable_gqa": True} if node.target in kernels else given
+    call_args = {**_DEFAULTS, **dict(zip(names, node.args)), **node.kwargs}
+    return {**call_args, "enable_gqa": True} if node.target in kernels else call_args
 
 
 def find(
@@ -61,12 +61,12 @@ def find(
 ) -> Iterator[Site]:
     """Every attention call of the graph; ``settled_kernels`` are those that stay, by their operators."""
     for node in reader.graph.nodes:
-        given, settled = arguments(node, kernels), settled_kernels.get(node.target)
-        if given is None and settled is None:
+        call_args, settled = arguments(node, kernels), settled_kernels.get(node.target)
+        if call_args is None and settled is None:
             continue
         region = reader.regions.of(node)
         try:
-            if given is None:
+            if call_args is None:
                 raise Unreadable(
                     f"torch's {settled} kernel was chosen when the program was decomposed: rewrite the program before"
                     " run_decompositions()",
@@ -76,10 +76,10 @@ def find(
                 raise Unreadable(f"it runs under {region.describe()}", node)
             result, rest = first_result(node, _RESULTS) if node.target in kernels else (node, [])
             with reader.site() as used:
-                described = describe(_lift(reader, node, result, given), used)
+                described = describe(_lift(reader, node, result, call_args), used)
             check_window(reader, described, result)
             internal = (*rest, *((node,) if result is not node else ()))
-            written = _as_written(reader, result, given)
+            written = _as_written(reader, result, call_args)
             yield Site(result, FORM, region, described, internal=internal, written=written, is_call=True)
         except Unreadable as error:
             yield refused(node, FORM, region, error, kind="attention")
@@ -87,55 +87,55 @@ def find(
             yield failed(node, FORM, region, error)
 
 
-def _as_written(reader: Reader, node: Node, given: dict[str, Any]) -> AsWritten:
-    mask, out = tensor_value(given["attn_mask"]), tensor_value(node)
+def _as_written(reader: Reader, node: Node, call_args: dict[str, Any]) -> AsWritten:
+    mask, out = tensor_value(call_args["attn_mask"]), tensor_value(node)
     elements = 0
     if mask is not None and out is not None:
         elements = reader.sizes.hint(product(reader.sizes.shape(mask)))
-    plain = _is_plain(reader, given)
+    plain = _is_plain(reader, call_args)
     kind = "none" if mask is None else "boolean" if mask.dtype == torch.bool else "additive"
     needs_grad = mask is not None and mask.requires_grad
     return AsWritten(
-        fused=plain and not given["dropout_p"] and not needs_grad and _has_one_head_dim(reader, given),
+        fused=plain and not call_args["dropout_p"] and not needs_grad and _has_one_head_dim(reader, call_args),
         plain=plain,
         mask=kind,
         mask_needs_grad=needs_grad,
         mask_elements=elements,
-        causal=given["is_causal"],
+        causal=call_args["is_causal"],
     )
 
 
-def _is_plain(reader: Reader, given: dict[str, Any]) -> bool:
+def _is_plain(reader: Reader, call_args: dict[str, Any]) -> bool:
     """Whether the call is one that fused kernels look at: rank 4, nothing to broadcast, dense last dimensions.
 
     With `_has_one_head_dim`, no dropout and no gradient of the mask it is what ``use_flash_attention_cpp`` asks.
     """
-    tensors = [tensor_value(given[n]) for n in ("query", "key", "value")]
+    tensors = [tensor_value(call_args[n]) for n in ("query", "key", "value")]
     q, k, v = (reader.sizes.shape(t) if t is not None else () for t in tensors)
     if any(len(s) != 4 for s in (q, k, v)) or q[0] != k[0] or k[0] != v[0]:
         return False
-    if k[1] != v[1] or (q[1] != k[1] and not given["enable_gqa"]):
+    if k[1] != v[1] or (q[1] != k[1] and not call_args["enable_gqa"]):
         return False
-    mask = tensor_value(given["attn_mask"])
+    mask = tensor_value(call_args["attn_mask"])
     if mask is not None and mask.dim() not in (2, 4):
         return False
     return all(reader.sizes.index(t.stride(-1)) == 1 for t in tensors if t is not None)
 
 
-def _has_one_head_dim(reader: Reader, given: dict[str, Any]) -> bool:
-    sizes = {reader.sizes.shape(t)[-1] for t in map(tensor_value, (given[n] for n in _SDPA[:3])) if t is not None}
+def _has_one_head_dim(reader: Reader, call_args: dict[str, Any]) -> bool:
+    sizes = {reader.sizes.shape(t)[-1] for t in map(tensor_value, (call_args[n] for n in _SDPA[:3])) if t is not None}
     return len(sizes) == 1
 
 
-def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Parts:
-    query, key, value = (given[n] for n in ("query", "key", "value"))
+def _lift(reader: Reader, node: Node, result: Node, call_args: dict[str, Any]) -> Parts:
+    query, key, value = (call_args[n] for n in ("query", "key", "value"))
     q, k, v, out = (tensor_value(n) for n in (query, key, value, result))
     if q is None or k is None or v is None or out is None or min(t.dim() for t in (q, k, v)) < 2:
         raise Unreadable("an operand is not a tensor of at least two dimensions", node)
     for name in ("is_causal", "enable_gqa"):
-        if not isinstance(given[name], bool):
+        if not isinstance(call_args[name], bool):
             raise Unreadable(f"{name} is not a constant", node)
-    if not isinstance(given["dropout_p"], (int, float)):
+    if not isinstance(call_args["dropout_p"], (int, float)):
         raise Unreadable("dropout_p is not a constant", node)
     shape = reader.sizes.shape(out)
     output = tuple(Axis(f"o{n}", size) for n, size in enumerate(shape))
@@ -149,12 +149,12 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
     outer, row = at[:-2], at[-2]
     positions = {
         "query": broadcast_position((*outer, row, axis_index(dim)), q_shape),
-        "key": _kv_position(outer, shape, k_shape, (axis_index(keys), axis_index(dim)), given["enable_gqa"]),
-        "value": _kv_position(outer, shape, v_shape, (axis_index(keys), at[-1]), given["enable_gqa"]),
+        "key": _kv_position(outer, shape, k_shape, (axis_index(keys), axis_index(dim)), call_args["enable_gqa"]),
+        "value": _kv_position(outer, shape, v_shape, (axis_index(keys), at[-1]), call_args["enable_gqa"]),
     }
     time, region = reader.order[node], reader.regions.of(node)
     side: dict[Load, SideLoad] = {}
-    score = _score(reader, node, given, (*outer, row, axis_index(keys)), dim, side)
+    score = _score(reader, node, call_args, (*outer, row, axis_index(keys)), dim, side)
     return Parts(
         reader=reader,
         result=result,
@@ -169,7 +169,7 @@ def _lift(reader: Reader, node: Node, result: Node, given: dict[str, Any]) -> Pa
         side=side,
         score_dtype=q.dtype,
         product_dtypes=(out.dtype, out.dtype),
-        dropout=float(given["dropout_p"]),
+        dropout=float(call_args["dropout_p"]),
         empty_row_is_nan=False,
     )
 
@@ -186,11 +186,11 @@ def _kv_position(outer: Position, shape: Position, own: Position, tail: Position
 
 
 def _score(
-    reader: Reader, node: Node, given: dict[str, Any], position: Position, dim: Axis, side: dict[Load, SideLoad]
+    reader: Reader, node: Node, call_args: dict[str, Any], position: Position, dim: Axis, side: dict[Load, SideLoad]
 ) -> Expr:
     time = reader.order[node]
     score: Expr = Dot()
-    scale = given["scale"]
+    scale = call_args["scale"]
     if scale is None:
         if not isinstance(dim.size, int):
             raise Unreadable("the default scale of a symbolic head dim is not a constant", node)
@@ -201,7 +201,7 @@ def _score(
     if factor is None:
         raise Unreadable("the scale is neither a number nor a symbolic number", node)
     score = apply("mul", score, factor)
-    mask = given["attn_mask"]
+    mask = call_args["attn_mask"]
     if mask is not None:
         value = tensor_value(mask)
         if value is None:
@@ -211,7 +211,7 @@ def _score(
             score = apply("where", load, score, Const(float("-inf")))
         else:
             score = apply("add", score, load)
-    if given["is_causal"]:
+    if call_args["is_causal"]:
         score = apply("where", apply("le", _index(position[-1]), _index(position[-2])), score, Const(float("-inf")))
     return score
 

@@ -69,8 +69,8 @@ def _captured(value: Any) -> Any:
 
 
 def _four(value: Tensor) -> Tensor:
-    made: Tensor = aten.view.default(value, [1] * RANK)
-    return made
+    viewed: Tensor = aten.view.default(value, [1] * RANK)
+    return viewed
 
 
 def _computed(runs: Runs, node: Node, values: dict[Node, Any]) -> Any:
@@ -105,8 +105,8 @@ def _indexed(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
 def _element_of(node: Node, captured: _Captured) -> Any:
     """The element of a captured tensor where all its dimensions are indexed."""
     for index in captured.at:
-        whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
-        if not whole and (not isinstance(index, int) or isinstance(index, bool)):
+        is_integer = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+        if not is_integer and (not isinstance(index, int) or isinstance(index, bool)):
             raise CannotExpand(
                 f"{node.name} in one of its functions indexes a captured tensor with something other than integers"
             )

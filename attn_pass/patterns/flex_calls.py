@@ -56,14 +56,14 @@ class _Call:
     """One call with its arguments by name, and whether its block lists are read when the program runs."""
 
     node: Node
-    given: Mapping[str, Any]
-    whole: bool  # one block holds everything
+    arguments: Mapping[str, Any]
+    of_one_block: bool  # one block holds everything
     mask: Node | None = None  # what the lists were made from in this program
     known: tuple[str, ...] = ()  # lists and tensors that keep their values, by which the lists say what mask_mod says
 
     @property
     def reads_lists(self) -> bool:
-        return not self.whole and self.mask is None and not self.known
+        return not self.of_one_block and self.mask is None and not self.known
 
 
 def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> list[Opaque]:
@@ -104,7 +104,7 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
         reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
     for number, (call, keep) in list(apart.items()):
         if call.mask is None or is_same_mask(
-            reader, keep.kept, call.mask, _scores(call.given, sizes), reader.order[call.node]
+            reader, keep.kept, call.mask, _scores(call.arguments, sizes), reader.order[call.node]
         ):
             continue
         del apart[number]
@@ -115,12 +115,12 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
             result[number], apart[number] = _opaque(call, region, expansion), (call, keep)
         except CannotExpand as error:
             result[number] = Opaque(call.node, FORM, region, None, f"the call stays: {error}")
-    if not all(call.whole for call, _ in apart.values()):
+    if not all(call.of_one_block for call, _ in apart.values()):
         reader = Reader(gm.graph, sizes, Effects(gm.graph), Regions(gm.graph, outer))
     for number, (call, keep) in apart.items():
         blocks = Blocks()
-        if not call.whole:
-            scores, at = _scores(call.given, sizes), reader.order[call.node]
+        if not call.of_one_block:
+            scores, at = _scores(call.arguments, sizes), reader.order[call.node]
             blocks = blocks_of(reader, keep.by_function, scores, at, in_table=call.reads_lists)
         written = AsWritten(fused=True, library=FORM, blocks=blocks)
         result[number] = replace(result[number], written=written)
@@ -129,14 +129,14 @@ def take_apart(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -> l
 
 def _same_mask(call: _Call, region: Region, effects: Effects) -> Any:
     """What calls have in common that keep the same; None where something that says what is written by the program."""
-    given = call.given
-    listed = (*given["block_mask"][2:-1], *given.get("mask_mod_other_buffers", ()))
+    arguments = call.arguments
+    listed = (*arguments["block_mask"][2:-1], *arguments.get("mask_mod_other_buffers", ()))
     if any(isinstance(x, Node) and effects.mutations(x) for x in listed):
         return None
-    query, key = (tensor_value(given[name]) for name in ("query", "key"))
+    query, key = (tensor_value(arguments[name]) for name in ("query", "key"))
     assert query is not None and key is not None
     sizes = tuple(str(n) for n in (*query.shape[:3], key.shape[2]))
-    return listed, function_of(given["block_mask"]).code, sizes, region
+    return listed, function_of(arguments["block_mask"]).code, sizes, region
 
 
 def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:
@@ -156,8 +156,8 @@ def _opaque(call: _Call, region: Region, expansion: Expansion) -> Opaque:
 
 def _read(node: Node, region: Region, sizes: Sizes, effects: Effects, known: Known) -> _Call:
     """The call, if its parts would compute the same. Raises `CannotExpand`."""
-    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args)), **node.kwargs}
-    query, key, value = (tensor_value(given[name]) for name in _PARAMETERS[:3])
+    arguments: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args)), **node.kwargs}
+    query, key, value = (tensor_value(arguments[name]) for name in _PARAMETERS[:3])
     if query is None or key is None or value is None or not query.dtype == key.dtype == value.dtype:
         raise CannotExpand("query, key and value are not of one type")
     for tensor in (tensor_value(n) for n in node.all_input_nodes):
@@ -167,18 +167,22 @@ def _read(node: Node, region: Region, sizes: Sizes, effects: Effects, known: Kno
         raise CannotExpand(f"it runs under {region.describe()}")
     if region.autocast_dtype(query.device.type) is not None:
         raise CannotExpand("autocast changes the dtypes of the call, and would change those of its parts otherwise")
-    _check_options(given.get("kernel_options") or {})
-    lists = Lists.of(given["block_mask"])
-    scores = _scores(given, sizes)
+    _check_options(arguments.get("kernel_options") or {})
+    lists = Lists.of(arguments["block_mask"])
+    scores = _scores(arguments, sizes)
     if is_one_block(lists, scores[2], scores[3], effects):
-        return _Call(node, given, True)
-    if any(n not in (1, wanted) for n, wanted in zip(_shape(lists.partial, sizes), scores[:2])):
+        return _Call(node, arguments, True)
+    if any(n not in (1, size) for n, size in zip(_shape(lists.partial, sizes), scores[:2])):
         raise CannotExpand("its block lists are for another batch or another number of heads")
     if lists.full is not None and _shape(lists.full_at, sizes) != _shape(lists.partial_at, sizes):
         raise CannotExpand("its lists of partial and of full blocks have different shapes")
     mask = made_from(lists, sizes)
-    agree = None if mask is not None else known_to_agree(lists, function_of(given["block_mask"]), given, scores, known)
-    return _Call(node, given, False, mask, agree or ())
+    agree = (
+        None
+        if mask is not None
+        else known_to_agree(lists, function_of(arguments["block_mask"]), arguments, scores, known)
+    )
+    return _Call(node, arguments, False, mask, agree or ())
 
 
 def function_of(argument: Any) -> GraphModule:
@@ -191,9 +195,9 @@ def function_of(argument: Any) -> GraphModule:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    for name, asked in options.items():
-        if name not in _OUTPUTS and (name not in _DEFAULTS or _DEFAULTS[name] != asked):
-            raise CannotExpand(f"kernel_options asks for {name}={asked!r}")
+    for name, value in options.items():
+        if name not in _OUTPUTS and (name not in _DEFAULTS or _DEFAULTS[name] != value):
+            raise CannotExpand(f"kernel_options asks for {name}={value!r}")
 
 
 def _shape(node: Any, sizes: Sizes) -> tuple[Index, ...]:
@@ -201,9 +205,9 @@ def _shape(node: Any, sizes: Sizes) -> tuple[Index, ...]:
     return () if value is None else sizes.shape(value)
 
 
-def _scores(given: Mapping[str, Any], sizes: Sizes) -> tuple[Index, ...]:
+def _scores(arguments: Mapping[str, Any], sizes: Sizes) -> tuple[Index, ...]:
     """(B, H, L, S)."""
-    query, key = (tensor_value(given[name]) for name in ("query", "key"))
+    query, key = (tensor_value(arguments[name]) for name in ("query", "key"))
     assert query is not None and key is not None
     return (*sizes.shape(query)[:3], sizes.shape(key)[2])
 
@@ -264,7 +268,7 @@ class _Parts(Recorder):
             known: Tensor = fake_value(self.mask.kept)
             self.remember(known, self.mask.kept)
             return known
-        keep = on_grid(self, function_of(self.call.given["block_mask"]), grid, captured)
+        keep = on_grid(self, function_of(self.call.arguments["block_mask"]), grid, captured)
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             raise CannotExpand("its mask_mod does not return a bool")
         by_function = self.node_of(keep)
@@ -275,7 +279,7 @@ class _Parts(Recorder):
         return keep
 
     def _scored(self, scores: Tensor, grid: tuple[Tensor, ...], captured: tuple[Any, ...], wide: torch.dtype) -> Tensor:
-        scored = on_grid(self, function_of(self.call.given["score_mod"]), (scores, *grid), captured)
+        scored = on_grid(self, function_of(self.call.arguments["score_mod"]), (scores, *grid), captured)
         if not isinstance(scored, Tensor) or torch.promote_types(scored.dtype, wide) != wide:
             raise CannotExpand(f"its score_mod does not return {str(wide)[6:]}")
         return _in(scored, wide)
@@ -302,20 +306,20 @@ class _Parts(Recorder):
 
     def _laid_out(self, out: Tensor) -> Tensor:
         """The result in the memory order of the call's, which is that of its query."""
-        wanted = fake_value(self.plan.result)[0]
+        expected = fake_value(self.plan.result)[0]
         sizes = self.plan.sizes
-        strides = [sizes.hint(sizes.index(s)) for s in wanted.stride()]
+        strides = [sizes.hint(sizes.index(s)) for s in expected.stride()]
         order = sorted(range(out.dim()), key=lambda d: -strides[d])
         if order == sorted(order):
             return out
         dense = aten.clone.default(aten.permute.default(out, order), memory_format=torch.contiguous_format)
-        made: Tensor = aten.permute.default(dense, [order.index(d) for d in range(out.dim())])
-        return made
+        permuted: Tensor = aten.permute.default(dense, [order.index(d) for d in range(out.dim())])
+        return permuted
 
 
 def _in(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    made: Tensor = tensor if tensor.dtype == dtype else aten.to.dtype(tensor, dtype)
-    return made
+    converted: Tensor = tensor if tensor.dtype == dtype else aten.to.dtype(tensor, dtype)
+    return converted
 
 
 def _number(scale: Any) -> Any:

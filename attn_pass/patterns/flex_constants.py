@@ -30,13 +30,13 @@ class _Torch:
 
 
 def known_to_agree(
-    lists: Lists, mask: GraphModule, given: Mapping[str, Any], scores: Sequence[Any], known: Known
+    lists: Lists, mask: GraphModule, arguments: Mapping[str, Any], scores: Sequence[Any], known: Known
 ) -> tuple[str, ...] | None:
     """The names of the tensors by whose values the lists keep what ``mask_mod`` keeps, each block listed once.
 
     None where a value is not known, or they do not.
     """
-    captured = given.get("mask_mod_other_buffers", ())
+    captured = arguments.get("mask_mod_other_buffers", ())
     needed = [x for x in (lists.partial, lists.partial_at, lists.full, lists.full_at, *captured) if x is not None]
     nodes = [x for x in needed if isinstance(x, Node)]
     if any(node not in known for node in nodes) or not all(isinstance(n, int) for n in scores):

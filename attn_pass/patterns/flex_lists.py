@@ -126,10 +126,10 @@ def _counted(counted: Node, lists: Lists, sizes: Sizes) -> Node | None:
     if value is None or value.dim() != 6 or dims != (0, 1, 2, 4, 3, 5):
         return None
     shape = sizes.shape(value)
-    whole = tensor_value(padded["input"])
-    if (shape[3], shape[5]) != (lists.rows, lists.keys) or whole is None or whole.dim() != 4:
+    mask = tensor_value(padded["input"])
+    if (shape[3], shape[5]) != (lists.rows, lists.keys) or mask is None or mask.dim() != 4:
         return None
-    if sizes.shape(whole) != (*shape[:2], shape[2] * shape[3], shape[4] * shape[5]):
+    if sizes.shape(mask) != (*shape[:2], shape[2] * shape[3], shape[4] * shape[5]):
         return None
     pad = _called(padded["input"], "pad")
     if pad is None:
@@ -226,9 +226,9 @@ def kept(lists: Lists, keep: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     row, key = (aten.floor_divide.Scalar(i, n) for i, n in zip(at, (lists.rows, lists.keys)))
     kind = aten.index.Tensor(table, [None, None, row, key])
     partial = aten.logical_and.default(aten.eq.Scalar(kind, _PARTIAL), keep)
-    made = partial if lists.full is None else aten.logical_or.default(aten.eq.Scalar(kind, _FULL), partial)
+    listed = partial if lists.full is None else aten.logical_or.default(aten.eq.Scalar(kind, _FULL), partial)
     # Inductor stores bytes several times as fast as truth values, one by one (seen in torch 2.13.0).
-    as_bytes = aten.to.dtype(aten.where.Scalar(made, 1, 0), torch.uint8)
+    as_bytes = aten.to.dtype(aten.where.Scalar(listed, 1, 0), torch.uint8)
     truth: Tensor = aten.view.dtype(as_bytes, torch.bool)
     return truth
 
@@ -255,5 +255,5 @@ def _table(number: Tensor, at: Tensor, kind: int) -> Tensor:
     column = aten.where.ScalarOther(inside, at, columns)
     table = aten.new_zeros.default(at, [*at.shape[:-1], columns + 1], dtype=torch.int8)
     table = aten.scatter.value(table, -1, aten.to.dtype(column, torch.int64), kind)
-    made: Tensor = aten.slice.Tensor(table, -1, 0, columns)
-    return made
+    kinds: Tensor = aten.slice.Tensor(table, -1, 0, columns)
+    return kinds

@@ -52,8 +52,8 @@ def join_scores(graph: Graph, reader: Reader) -> list[Joined]:
         if not isinstance(dim, int) or not isinstance(values, (list, tuple)) or not 2 <= len(values) <= _MOST:
             continue
         pieces = [piece_of(reader, value, node) for value in values]
-        whole = [p for p in pieces if p is not None]
-        joined = _joined(graph, reader, node, call, whole) if len(whole) == len(pieces) else None
+        readable = [p for p in pieces if p is not None]
+        joined = _joined(graph, reader, node, call, readable) if len(readable) == len(pieces) else None
         if joined is not None:
             every.append(joined)
     return every
@@ -74,14 +74,14 @@ def as_read(joined: list[Joined], site: Site) -> Iterator[None]:
     What takes a shape from the scores keeps doing so: it gets another tensor of that shape when they go.
     """
     sources = () if site.described is None else site.described.nodes
-    taken = [one for one in joined if one.product in site.internal or any(n in sources for n in one.operands)]
+    used = [one for one in joined if one.product in site.internal or any(n in sources for n in one.operands)]
     of_a_shape = {use.user for use in site.shape_uses}
-    for one in taken:
+    for one in used:
         one.scores.replace_all_uses_with(one.result, delete_user_cb=lambda user: user not in of_a_shape)
     try:
         yield
     finally:
-        for one in taken:
+        for one in used:
             if not one.result._erased:
                 one.result.replace_all_uses_with(one.scores)
 
@@ -190,8 +190,8 @@ def _are_alike(reader: Reader, scores: Node, pieces: list[Piece], operands: Sequ
     if any(reader.regions.of(n) != region for p in pieces for n in p.nodes):
         return False
     first = min(reader.order[n] for p in pieces for n in p.nodes)
-    taken = [*operands, *(n for p in pieces for n in (p.bias, p.mask) if n is not None)]
-    return all(reader.effects.mutation_between(n, first - 1, end) is None for n in taken)
+    read = [*operands, *(n for p in pieces for n in (p.bias, p.mask) if n is not None)]
+    return all(reader.effects.mutation_between(n, first - 1, end) is None for n in read)
 
 
 def _added(beside: Beside, reader: Reader, scores: Node, plan: _Plan, pieces: list[Piece]) -> Joined:

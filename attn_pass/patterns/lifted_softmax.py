@@ -61,8 +61,8 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
     reader, above = c.reader, _read_weights(c)
     scores = _read_scores(c, above)
     own, held = tensor_value(c.softmax), tensor_value(c.read.input)
-    made, result = tensor_value(c.scores_product), tensor_value(c.product.node)
-    assert own is not None and held is not None and made is not None and result is not None
+    scores_product, result = tensor_value(c.scores_product), tensor_value(c.product.node)
+    assert own is not None and held is not None and scores_product is not None and result is not None
     rounds_to = own.dtype if held.dtype == torch.float64 else held.dtype  # a softmax with a dtype argument rounds first
     score_dtype = _score_dtype(scores.walk, scores.score, rounds_to, c.scores_product)
     query, key, dim = _operands(c, above, scores)
@@ -82,7 +82,7 @@ def lift(c: Candidate) -> tuple[Parts, tuple[Node, ...]]:
         side=scores.walk.loads,
         score_dtype=score_dtype,
         factor_dtype=_narrowest(scores.walk, held.dtype),
-        product_dtypes=(made.dtype, result.dtype),
+        product_dtypes=(scores_product.dtype, result.dtype),
         dropout=above.dropout,
         empty_row_is_nan=c.read.empty_row_is_nan and not (made_of.guarded or made_of.zeroed or scores.sink),
         nan_guard=made_of.nan_guard,
@@ -241,8 +241,8 @@ def _score_dtype(scores: UseDefWalk, score: Expr, softmax: torch.dtype, node: No
     That is the softmax's own at least, but for float16, where other numbers mask. What ``score`` no longer holds, as
     a row's maximum that was taken off, does not count. An infinite number is the same in every type, and decides none.
     """
-    kept = set(loads(score))
-    joined = [(d, term) for d, term in scores.joined if kept.intersection(loads(term)) or not loads(term)]
+    loads_left = set(loads(score))
+    joined = [(d, term) for d, term in scores.joined if loads_left.intersection(loads(term)) or not loads(term)]
     if softmax != torch.float64:  # it rounds what was joined in float64
         joined = [(softmax if d == torch.float64 else d, term) for d, term in joined]
     types = {d for d, _ in joined}

@@ -19,10 +19,10 @@ from attn_pass.patterns.calls import Kernels, arguments
 def settle(graph: Graph, kernels: Kernels) -> None:
     """Adds the guards to the shape environment of a graph that Dynamo is compiling; only where both are symbols."""
     for node in graph.nodes:
-        given = arguments(node, kernels)
-        if given is None:
+        call_args = arguments(node, kernels)
+        if call_args is None:
             continue
-        key, value = (tensor_value(given[name]) for name in ("key", "value"))
+        key, value = (tensor_value(call_args[name]) for name in ("key", "value"))
         if key is None or value is None or min(key.dim(), value.dim()) < 2:
             continue
         one, other = key.size(-2), value.size(-2)

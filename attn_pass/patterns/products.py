@@ -43,27 +43,25 @@ def factors_of_rows(reader: Reader, product: Product, weights: Node, position: P
     return tuple(factors)
 
 
-def with_product(reader: Reader, spine: UseDefWalk, product: Product, score: Expr) -> Expr:
+def with_product(reader: Reader, walk: UseDefWalk, product: Product, score: Expr) -> Expr:
     """The score with ``alpha``, the added matrix of ``baddbmm`` and further factors of an einsum spelled out."""
     dot: Expr = Dot()
-    at = dict(zip(product.out_letters, spine.leaf_position or ()))
+    at = dict(zip(product.out_letters, walk.leaf_position or ()))
     for node, letters in product.factors:
         where = broadcast_position(tuple(at[c] for c in letters), reader.shape(node))
-        dot = apply("mul", dot, spine.operand(node, where, reader.order[product.node]))
+        dot = apply("mul", dot, walk.operand(node, where, reader.order[product.node]))
     if product.alpha != 1:
         factor = reader.scalar(product.alpha, reader.order[product.node])
         if factor is None:
             raise Unreadable("alpha of the score product is not a number", product.node)
         dot = apply("mul", dot, factor)
     if product.addend is not None and product.beta != 0:
-        assert spine.leaf_position is not None
+        assert walk.leaf_position is not None
         shape = reader.shape(product.addend)
-        addend = spine.operand(
-            product.addend, broadcast_position(spine.leaf_position, shape), reader.order[product.node]
-        )
-        made = tensor_value(product.node)
-        if made is not None and not is_small(addend, made.dtype):
-            spine.joined.append((made.dtype, addend))
+        addend = walk.operand(product.addend, broadcast_position(walk.leaf_position, shape), reader.order[product.node])
+        value = tensor_value(product.node)
+        if value is not None and not is_small(addend, value.dtype):
+            walk.joined.append((value.dtype, addend))
         if product.beta != 1:
             factor = reader.scalar(product.beta, reader.order[product.node])
             if factor is None:

@@ -18,21 +18,21 @@ _LEAST = 0.5  # a sum of weights is above it, whatever their rounding
 
 
 def renormalised_by(
-    reader: Reader, spine: UseDefWalk, side: SideLoad, keys: Axis
+    reader: Reader, walk: UseDefWalk, side: SideLoad, keys: Axis
 ) -> tuple[float, tuple[Node, ...]] | None:
     """The number that weights are divided by where ``side`` is their sum, and the nodes that compute it.
 
     ``w / w.sum()`` is divided by 1, ``w / (w.sum() + eps)`` by ``1 + eps``. None for any other divisor: sums of weights
     that were changed after the softmax (dropped out, masked, cut), or whose softmax has a sink, are not 1.
     """
-    softmax = read_softmax(reader, spine.leaf)
-    if softmax is None or softmax.sink is not None or reader.shape(spine.leaf)[softmax.dim] != keys.size:
+    softmax = read_softmax(reader, walk.leaf)
+    if softmax is None or softmax.sink is not None or reader.shape(walk.leaf)[softmax.dim] != keys.size:
         return None
-    return _divisor(reader, spine, side.written, side.written_position, keys)
+    return _divisor(reader, walk, side.written, side.written_position, keys)
 
 
 def _divisor(
-    reader: Reader, spine: UseDefWalk, node: object, position: Position, keys: Axis
+    reader: Reader, walk: UseDefWalk, node: object, position: Position, keys: Axis
 ) -> tuple[float, tuple[Node, ...]] | None:
     if not isinstance(node, Node):
         return None
@@ -48,20 +48,20 @@ def _divisor(
         for sums, added in ((call["input"], call["other"]), (call["other"], call["input"])):
             number = reader.scalar(added, reader.order[node])
             if isinstance(number, Const) and float(number.value) >= 0:
-                divisor = _divisor(reader, spine, sums, position, keys)
+                divisor = _divisor(reader, walk, sums, position, keys)
                 return None if divisor is None else (divisor[0] + float(number.value), (*nodes, *divisor[1]))
         return None
     if call.op == "clamp" and call.get("max") is None and isinstance(call["min"], (int, float)):
-        divisor = _divisor(reader, spine, call["input"], position, keys) if call["min"] <= _LEAST else None
+        divisor = _divisor(reader, walk, call["input"], position, keys) if call["min"] <= _LEAST else None
         return None if divisor is None else (divisor[0], (*nodes, *divisor[1]))
     if call.op not in ("sum", "vector_norm") or not sums_what_is_not_negative(call):
         return None
-    weights = _sum_of_weights(reader, spine, node, position, keys)
+    weights = _sum_of_weights(reader, walk, node, position, keys)
     return None if weights is None else (1.0, (*nodes, *weights))
 
 
 def _sum_of_weights(
-    reader: Reader, spine: UseDefWalk, node: Node, position: Position, keys: Axis
+    reader: Reader, walk: UseDefWalk, node: Node, position: Position, keys: Axis
 ) -> tuple[Node, ...] | None:
     """The nodes between the softmax and a sum of its row that the weights lie in; None for any other sum."""
     call = reader.call(node)
@@ -72,11 +72,11 @@ def _sum_of_weights(
         return None
     (dim,) = dims
     where = (*position[:dim], axis_index(keys), *position[dim + (1 if call["keepdim"] else 0) :])
-    again = UseDefWalk(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
+    again = UseDefWalk(reader, walk.leaf, walk.reach, walk.region, of_weights=True)
     try:
         plain = isinstance(again.read(summed, where, reader.order[node]), Dot)
     except Unreadable:
         return None
-    if not plain or again.dropout or again.leaf_position != spine.leaf_position:
+    if not plain or again.dropout or again.leaf_position != walk.leaf_position:
         return None
     return tuple(again.internal)

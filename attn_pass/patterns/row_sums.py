@@ -56,13 +56,13 @@ def read_exponential(reader: Reader, node: Node) -> Exponential | None:
     if call is None or call.op not in BASES or call.in_place or not isinstance(call["input"], Node):
         return None
     inner, scale = call["input"], BASES[call.op]
-    value, taken = tensor_value(inner), reader.call(inner)
+    value, difference = tensor_value(inner), reader.call(inner)
     if value is None:
         return None
     plain = Exponential(node, inner, inner, None, scale, (node,))
-    if taken is None or taken.op != "sub" or taken["alpha"] != 1 or taken.in_place:
+    if difference is None or difference.op != "sub" or difference["alpha"] != 1 or difference.in_place:
         return plain
-    scores, shift = taken["input"], taken["other"]
+    scores, shift = difference["input"], difference["other"]
     if not isinstance(scores, Node) or not isinstance(shift, Node) or tensor_value(shift) is None:
         return plain
     if tensor_value(scores) is None or reader.shape(scores) != reader.shape(inner):
@@ -221,11 +221,11 @@ def _shifted_logarithm(
     dim, exp = _reduced(reader, call, where, at), read_exponential(reader, call["input"])
     if dim is None or exp is None or exp.input is not scores or exp.scale != 1 or exp.shift is None:
         return None
-    taken, row = exp.shift, broadcast_position((*at[:dim], 0, *at[dim + 1 :]), reader.shape(exp.shift))
+    own_shift, row = exp.shift, broadcast_position((*at[:dim], 0, *at[dim + 1 :]), reader.shape(exp.shift))
     again = back_through_views(reader, shift, broadcast_position(position, reader.shape(shift)))
-    if back_through_views(reader, taken, row)[:2] != again[:2]:
+    if back_through_views(reader, own_shift, row)[:2] != again[:2]:
         return None
-    maximum = shifted_maximum(reader, taken, scores, dim)
+    maximum = shifted_maximum(reader, own_shift, scores, dim)
     return None if maximum is None else (dim, (*nodes, *more, *again[2], *exp.nodes, *maximum))
 
 

@@ -28,8 +28,8 @@ def with_partners(reader: Reader, sites: Sequence[Site]) -> list[Site]:
         if site.unshared is not None and uses is not None:
             among[number] = _Shared(site.unshared, uses)
     while True:
-        met = {number: _partners(reader, number, among) for number in among}
-        alone = [number for number, partners in met.items() if not partners]
+        partners_of = {number: _partners(reader, number, among) for number in among}
+        alone = [number for number, partners in partners_of.items() if not partners]
         if not alone:
             break
         for number in alone:
@@ -37,7 +37,7 @@ def with_partners(reader: Reader, sites: Sequence[Site]) -> list[Site]:
     for number in among:
         group, waiting = {number}, [number]
         while waiting:
-            more = met[waiting.pop()] - group
+            more = partners_of[waiting.pop()] - group
             group |= more
             waiting += more
         shared = among[number].site

@@ -38,9 +38,9 @@ def read_sinks(
     nodes: dict[Node, None] = {}
     plain = score
     for position in positions:
-        spine = UseDefWalk(reader, scores.leaf, reader.products, region)
-        sink = spine.read(node, position, time)
-        nodes |= dict.fromkeys(spine.internal)
+        walk = UseDefWalk(reader, scores.leaf, reader.products, region)
+        sink = walk.read(node, position, time)
+        nodes |= dict.fromkeys(walk.internal)
         if isinstance(score, Apply) and isinstance(sink, Apply) and score.op == sink.op == "sub":
             taken = score.args[1]
             if taken == sink.args[1] and isinstance(taken, Load) and taken in scores.loads:
@@ -52,7 +52,7 @@ def read_sinks(
             raise Unreadable(_NOT_WHOLE, node)
         if keys in expression_axes(sink):
             raise Unreadable("more than one logit of a row is not a product of queries and keys", node)
-        scores.loads |= spine.loads
+        scores.loads |= walk.loads
         sinks.append(sink)
     value = tensor_value(node)
     return plain, sinks[0] if len(sinks) == 1 else _as_one(sinks, None if value is None else value.dtype), tuple(nodes)
@@ -80,12 +80,12 @@ def added_sink(
         assert softmax.sink is not None
         return Const(softmax.sink / softmax.scale), ()
     position = broadcast_position(at_softmax, reader.shape(softmax.sink))
-    spine = UseDefWalk(reader, scores.leaf, reader.products, scores.region)
-    sink = spine.operand(softmax.sink, position, time)
+    walk = UseDefWalk(reader, scores.leaf, reader.products, scores.region)
+    sink = walk.operand(softmax.sink, position, time)
     if contains_dot(sink) or keys in expression_axes(sink):
         raise Unreadable("more than one logit of a row is not a product of queries and keys", softmax.sink)
-    scores.loads |= spine.loads
-    return sink, tuple(spine.internal)
+    scores.loads |= walk.loads
+    return sink, tuple(walk.internal)
 
 
 def check_no_shift(score: Expr, keys: Axis, node: Node) -> None:

@@ -95,10 +95,10 @@ def _exp_of_log_softmax(reader: Reader, node: Node, call: Call) -> Softmax | Non
 
 def _exp_less_logsumexp(reader: Reader, node: Node, call: Call) -> Softmax | None:
     inner = call["input"]
-    taken = reader.call(inner) if isinstance(inner, Node) else None
-    if taken is None or taken.in_place or taken.op != "sub" or taken["alpha"] != 1:
+    difference = reader.call(inner) if isinstance(inner, Node) else None
+    if difference is None or difference.in_place or difference.op != "sub" or difference["alpha"] != 1:
         return None
-    scores, total = taken["input"], taken["other"]
+    scores, total = difference["input"], difference["other"]
     if not isinstance(scores, Node) or not isinstance(total, Node) or tensor_value(scores) is None:
         return None
     if reader.shape(scores) != reader.shape(node):
@@ -191,8 +191,8 @@ def _with_sink(reader: Reader, form: Softmax, exp: Exponential, total: Denominat
     if call.op == "neg" and call["input"] is exp.shift:
         return replace(form, sink=0.0)
     if call.op in ("sub", "rsub") and call["alpha"] == 1:
-        sink, taken = (call["input"], call["other"]) if call.op == "sub" else (call["other"], call["input"])
-        if taken is exp.shift:
+        sink, subtracted = (call["input"], call["other"]) if call.op == "sub" else (call["other"], call["input"])
+        if subtracted is exp.shift:
             return replace(form, sink=sink if isinstance(sink, Node) else exp.scale * float(sink))
     return None
 

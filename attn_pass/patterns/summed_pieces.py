@@ -100,27 +100,29 @@ def _terms(reader: Reader, node: Node) -> Iterator[tuple[Node, ...]]:
 
 def _joined(graph: Graph, reader: Reader, node: Node, terms: list[tuple[Node, ...]]) -> Summed | None:
     pieces = [_piece(reader, nodes[0], node) for nodes in terms]
-    whole = sorted((p for p in pieces if p is not None), key=lambda p: p.start if isinstance(p.start, int) else 1 << 40)
+    in_order = sorted(
+        (p for p in pieces if p is not None), key=lambda p: p.start if isinstance(p.start, int) else 1 << 40
+    )
     additions = {n for nodes in terms for n in nodes[1:]}
-    if len(whole) != len(pieces) or len(terms) != len(additions) + 2:
+    if len(in_order) != len(pieces) or len(terms) != len(additions) + 2:
         return None
-    first = whole[0]
-    if any((p.weights, p.weights_left) != (first.weights, first.weights_left) for p in whole):
+    first = in_order[0]
+    if any((p.weights, p.weights_left) != (first.weights, first.weights_left) for p in in_order):
         return None
     letters = (first.product.left_letters, first.product.right_letters, first.product.out_letters)
-    if any((p.product.left_letters, p.product.right_letters, p.product.out_letters) != letters for p in whole):
+    if any((p.product.left_letters, p.product.right_letters, p.product.out_letters) != letters for p in in_order):
         return None
     along = letters[0 if first.weights_left else 1].index(first.product.summed)
     end: Index = 0
-    for p in whole:
+    for p in in_order:
         if p.start != end:
             return None
         end = end + p.size
-    if end != reader.shape(first.weights)[along] or not _values_are_alike(reader, whole, letters):
+    if end != reader.shape(first.weights)[along] or not _values_are_alike(reader, in_order, letters):
         return None
     beside = Beside(graph, reader, node)
     try:
-        values = [p.product.right if p.weights_left else p.product.left for p in whole]
+        values = [p.product.right if p.weights_left else p.product.left for p in in_order]
         dim = letters[1 if first.weights_left else 0].index(first.product.summed)
         joined = beside.add(aten.cat.default, values, dim)
         both = [first.weights, joined] if first.weights_left else [joined, first.weights]
@@ -128,7 +130,7 @@ def _joined(graph: Graph, reader: Reader, node: Node, terms: list[tuple[Node, ..
     except CannotAdd:
         beside.take_back()
         return None
-    between = dict.fromkeys(n for p in whole for n in p.nodes) | dict.fromkeys(additions)
+    between = dict.fromkeys(n for p in in_order for n in p.nodes) | dict.fromkeys(additions)
     return Summed(node, tuple(between), joined, product, tuple(beside.nodes))
 
 

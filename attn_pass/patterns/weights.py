@@ -45,7 +45,7 @@ class Weights:
 
 
 def read_weights(
-    reader: Reader, spine: UseDefWalk, expression: Expr, softmax: tuple[Node, int], keys: Axis
+    reader: Reader, use_def: UseDefWalk, expression: Expr, softmax: tuple[Node, int], keys: Axis
 ) -> tuple[Weights, tuple[Node, ...]]:
     """The operations on the weights and their nodes beside the walk; ``softmax`` is its input and dimension.
 
@@ -56,19 +56,19 @@ def read_weights(
     while not isinstance(expression, Dot):
         inner = None
         if isinstance(expression, Apply) and expression.op == "where":
-            inner = _guard_or_mask(reader, spine, expression, softmax, weights, nodes, keys)
+            inner = _guard_or_mask(reader, use_def, expression, softmax, weights, nodes, keys)
         elif isinstance(expression, Apply) and expression.op in ("mul", "div"):
-            inner = _factor(reader, spine, expression, weights, nodes, keys)
+            inner = _factor(reader, use_def, expression, weights, nodes, keys)
         if inner is None:
             name = expression.op if isinstance(expression, Apply) else "a mask"
-            raise Unreadable(f"the attention weights are changed after the softmax ({name})", spine.leaf)
+            raise Unreadable(f"the attention weights are changed after the softmax ({name})", use_def.leaf)
         expression = inner
     return weights, tuple(nodes)
 
 
 def _guard_or_mask(
     reader: Reader,
-    spine: UseDefWalk,
+    use_def: UseDefWalk,
     expression: Apply,
     softmax: tuple[Node, int],
     weights: Weights,
@@ -78,75 +78,75 @@ def _guard_or_mask(
     condition, yes, no = expression.args
     if isinstance(condition, Apply) and condition.op == "not":
         condition, yes, no = condition.args[0], no, yes
-    for zeroes, zero, kept in ((True, yes, no), (False, no, yes)):
-        if not isinstance(zero, Const) or zero.value != 0 or isinstance(kept, Const):
+    for zeroes, zero, inner in ((True, yes, no), (False, no, yes)):
+        if not isinstance(zero, Const) or zero.value != 0 or isinstance(inner, Const):
             continue
-        if isinstance(kept, Dot) and _is_nan(reader, spine, condition, nodes) and zeroes:
+        if isinstance(inner, Dot) and _is_nan(reader, use_def, condition, nodes) and zeroes:
             weights.guarded = weights.nan_guard = True
-            return kept
-        if isinstance(condition, Load) and isinstance(kept, Dot):
+            return inner
+        if isinstance(condition, Load) and isinstance(inner, Dot):
             guard = _row_is_empty(reader, reader.source_nodes[condition.source], softmax, zeroes)
             if guard is not None:
                 nodes += guard
                 weights.guarded = True
-                return kept
-        if isinstance(kept, Dot) and keys not in expression_axes(condition) and not _holds_dot(condition):
+                return inner
+        if isinstance(inner, Dot) and keys not in expression_axes(condition) and not _holds_dot(condition):
             # Of the softmax itself, which is finite: a factor of zero makes NaN of what was divided by zero.
             kept_row = apply("not", condition) if zeroes else condition
             weights.factors = (Factor(kept_row), *weights.factors)
-            return kept
+            return inner
         if weights.zeroed is None and not _holds_dot(condition):
-            where = deep(reader, spine, condition)
+            where = deep(reader, use_def, condition)
             weights.zeroed = where if zeroes else apply("not", where)
-            return kept
+            return inner
     return None
 
 
-def _is_nan(reader: Reader, spine: UseDefWalk, condition: Expr, nodes: list[Node]) -> bool:
+def _is_nan(reader: Reader, use_def: UseDefWalk, condition: Expr, nodes: list[Node]) -> bool:
     """Whether the condition is that the weight at the same place is NaN; adds the node that asks."""
     if isinstance(condition, Apply) and condition.op == "ne" and all(isinstance(a, Dot) for a in condition.args):
         return True
-    if not isinstance(condition, Load) or condition not in spine.loads:
+    if not isinstance(condition, Load) or condition not in use_def.loads:
         return False
-    side = spine.loads[condition]
+    side = use_def.loads[condition]
     call = reader.call(side.node)
     if call is None or call.op != "isnan" or not isinstance(call["input"], Node):
         return False
-    weights = UseDefWalk(reader, spine.leaf, spine.reach, spine.region, of_weights=True)
+    weights = UseDefWalk(reader, use_def.leaf, use_def.reach, use_def.region, of_weights=True)
     try:
         same = isinstance(weights.read(call["input"], condition.index, reader.order[side.node]), Dot)
     except Unreadable:
         return False
-    if not same or weights.leaf_position != spine.leaf_position:
+    if not same or weights.leaf_position != use_def.leaf_position:
         return False
     nodes += [side.node, *weights.internal]
     return True
 
 
 def _factor(
-    reader: Reader, spine: UseDefWalk, expression: Apply, weights: Weights, nodes: list[Node], keys: Axis
+    reader: Reader, use_def: UseDefWalk, expression: Apply, weights: Weights, nodes: list[Node], keys: Axis
 ) -> Expr | None:
     """A factor of whole rows, as a head mask or their own sum is; or the mask as ones and zeros."""
     left, right = expression.args
-    kept, factor = (left, right) if _holds_dot(left) else (right, left)
-    if _holds_dot(factor) or (expression.op == "div" and kept is not left):
+    inner, factor = (left, right) if _holds_dot(left) else (right, left)
+    if _holds_dot(factor) or (expression.op == "div" and inner is not left):
         return None
     if keys not in expression_axes(factor):
-        side = spine.loads.get(factor) if isinstance(factor, Load) and expression.op == "div" else None
-        own = None if side is None else renormalised_by(reader, spine, side, keys)
+        side = use_def.loads.get(factor) if isinstance(factor, Load) and expression.op == "div" else None
+        own = None if side is None else renormalised_by(reader, use_def, side, keys)
         if own is not None:
             number, summing = own
             nodes += summing
             factor = Const(number)
         if factor != Const(1.0):
             weights.factors = (Factor(factor, expression.op == "div"), *weights.factors)
-        return kept
-    mask = deep(reader, spine, factor)
+        return inner
+    mask = deep(reader, use_def, factor)
     if expression.op == "mul" and weights.zeroed is None:
         truth = mask.args[0] if isinstance(mask, Apply) and mask.op == "cast" else mask
         if is_boolean(truth) or (isinstance(truth, Load) and reader.sources[truth.source].dtype == torch.bool):
             weights.zeroed = apply("not", truth)
-            return kept
+            return inner
     return None
 
 
@@ -156,11 +156,11 @@ def _holds_dot(expression: Expr) -> bool:
     return isinstance(expression, Dot)
 
 
-def deep(reader: Reader, spine: UseDefWalk, expression: Expr) -> Expr:
-    """The expression with the loads of a spine lifted as far down as they can be."""
+def deep(reader: Reader, use_def: UseDefWalk, expression: Expr) -> Expr:
+    """The expression with the loads of a walk lifted as far down as they can be."""
     values: dict[Load, Expr] = {}
     for load in loads(expression):
-        side = spine.loads.get(load)
+        side = use_def.loads.get(load)
         if side is not None:
             values[load] = reader.element(side.node, load.index, side.at)
     return _without_bool_casts(reader, with_loads(expression, values))
@@ -282,8 +282,8 @@ def _is_joined(score: Expr, load: Load) -> bool:
 # ---------------------------------------------------------------- fully masked rows
 
 
-def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted: bool) -> tuple[Node, ...] | None:
-    """The nodes of a test that every score of a row is -inf (``wanted``), or that one is not; None for another test."""
+def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], all_masked: bool) -> tuple[Node, ...] | None:
+    """The nodes of a test that all scores of a row are -inf (``all_masked``), or that one is not; None otherwise."""
     scores, dim = softmax
     nodes: list[Node] = []
     current: object = node
@@ -295,14 +295,14 @@ def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted:
         if current is not node or call.op in ("not", "all", "any", "copy"):
             nodes.append(current)
         if call.op in ("not", "copy"):
-            wanted ^= call.op == "not"
+            all_masked ^= call.op == "not"
             current = call["input"]
             continue
         if call.op in ("all", "any") and not quantified:
             value = tensor_value(call["input"])
             dims = tensor_dims(call, "dim", value.dim()) if value is not None and call["dim"] is not None else None
             # all(x == -inf) says "empty"; any(x != -inf) says "not empty"
-            if dims != (dim,) or not call["keepdim"] or (call.op == "all") != wanted:
+            if dims != (dim,) or not call["keepdim"] or (call.op == "all") != all_masked:
                 return None
             quantified = True
             current = call["input"]
@@ -314,7 +314,7 @@ def _row_is_empty(reader: Reader, node: Node, softmax: tuple[Node, int], wanted:
                 isinstance(infinite, Const)
                 and infinite.value == NEGATIVE_INFINITY
                 and is_scores
-                and (call.op == "eq") == wanted
+                and (call.op == "eq") == all_masked
             ):
                 return tuple(nodes)
         return None

@@ -39,7 +39,7 @@ from attn_pass.reading.vocabulary import Call
 
 @dataclass(frozen=True)
 class SideLoad:
-    """A tensor off the spine: where its elements were followed back to, and how it was written there."""
+    """A tensor beside the walk: where its elements were followed back to, and how it was written there."""
 
     node: Node
     at: int
@@ -61,7 +61,7 @@ class UseDefWalk:
     leaf_at: int = 0
     dropout: float = 0.0
     of_weights: bool = False  # what comes after a softmax, whose elements are between 0 and 1, or NaN
-    loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load off the spine
+    loads: dict[Load, SideLoad] = field(default_factory=dict)  # every load beside the walk
     joined: list[tuple[torch.dtype, Expr]] = field(default_factory=list)  # to the leaf, in which type; nothing small
     is_beyond_half: bool = False  # something joined that is small in its own type, and in float16 would not be
 
@@ -281,7 +281,7 @@ class UseDefWalk:
         return self._noted(node, apply("where", inside, rounded(value, node), was))
 
     def _take(self, other: UseDefWalk, places: Mapping[Axis, Index], node: Node, pinned: Mapping[Index, Index]) -> None:
-        """Adds what another spine to the same leaf found, its axes being at those places of this one's.
+        """Adds what another walk to the same leaf found, its axes being at those places of this one's.
 
         ``pinned`` are indices that have one value in the part (``x[:, 0] = ...``).
         """
