@@ -187,8 +187,8 @@ def _compute_dtype(arrangement: Arrangement, read: MaskedScores, output: torch.d
     """The widest type that the operands are multiplied in."""
     parts, kinds = arrangement.parts, [output]
     for name, product in (("query", 0), ("key", 0), ("value", 1)):
-        own, made = arrangement.forms[name].dtype, parts.product_dtypes[product]
-        kinds.append(own if torch.promote_types(own, made) == made else made)
+        own, of_product = arrangement.forms[name].dtype, parts.product_dtypes[product]
+        kinds.append(own if torch.promote_types(own, of_product) == of_product else of_product)
     if read.has_factors or any(not isinstance(f, Const) for f, _ in arrangement.factors):
         kinds.append(parts.factor_dtype or parts.score_dtype)  # the factor was applied to scores of that type
     return reduce(torch.promote_types, kinds)

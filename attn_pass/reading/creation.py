@@ -117,7 +117,7 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
     gathered, rest = position[lead : lead + width], iter((*position[:lead], *position[lead + width :]))
     time = reader.order[node]
     read_at: list[Index] = []
-    taken: tuple[Axis, Expr] | None = None  # the row of the source that is taken, and its number
+    indexed: tuple[Axis, Expr] | None = None  # the row of the source that is taken, and its number
     for entry in entries:
         if entry is None:
             next(rest)
@@ -130,12 +130,12 @@ def _gathered(reader: GraphReader, node: Node, call: Call, position: Position, d
                 return row
             if index is None and len(indices) == 1:
                 axis = known_rows.row_axis(entry.name, reader.sizes.shape(base)[len(read_at)])
-                taken, index = (axis, number), axis_index(axis)
+                indexed, index = (axis, number), axis_index(axis)
             if index is None or not is_nonnegative(index):
                 return None
             read_at.append(index)
     element = reader.element(source, (*read_at, *rest), time, depth + 1)
-    return element if taken is None else _of_row(element, *taken, from_the_end=call.op != "index_select")
+    return element if indexed is None else _of_row(element, *indexed, from_the_end=call.op != "index_select")
 
 
 def _of_row(element: Expr, row: Axis, number: Expr, *, from_the_end: bool) -> Expr | None:
@@ -163,16 +163,16 @@ def _looked_up(
 
 def _entries(call: Call, rank: int) -> list[Any] | None:
     """What each dimension is indexed by: a node, all of it, or None for a new dimension; None for anything else."""
-    given = call["index"]
+    index = call["index"]
     if call.op == "index_select":
         dim = call["dim"]
-        return [*[slice(None)] * (dim % rank), given] if isinstance(dim, int) and rank else None
-    entries = list(given) if isinstance(given, (tuple, list)) else [given]
+        return [*[slice(None)] * (dim % rank), index] if isinstance(dim, int) and rank else None
+    entries = list(index) if isinstance(index, (tuple, list)) else [index]
     if call.op == "index":
         entries = [slice(None) if e is None else e for e in entries]
     if any(e is Ellipsis for e in entries):
         at = next(n for n, e in enumerate(entries) if e is Ellipsis)
         missing = rank - sum(e is not None and e is not Ellipsis for e in entries)
         entries[at : at + 1] = [slice(None)] * missing
-    whole = all(e is None or tensor_value(e) is not None or e == slice(None) for e in entries)
-    return entries if whole and sum(e is not None for e in entries) <= rank else None
+    is_readable = all(e is None or tensor_value(e) is not None or e == slice(None) for e in entries)
+    return entries if is_readable and sum(e is not None for e in entries) <= rank else None

@@ -65,23 +65,23 @@ class GraphReader(ABC):
 
     def _into_a_tensor(self, node: Node) -> Call | None:
         """A pointwise operation that writes to a tensor of its operands' type (``out=``): like one in place."""
-        call, made = understand(node, into=self.written_by(node)), tensor_value(node)
-        if call is None or made is None or call.op not in POINTWISE:
+        call, result = understand(node, into=self.written_by(node)), tensor_value(node)
+        if call is None or result is None or call.op not in POINTWISE:
             return None
         held = [tensor_value(call.args.get(name)) for name in POINTWISE[call.op] if name not in ("condition", "mask")]
-        alike = all(v.dtype == made.dtype for v in held if v is not None)
-        return Call(call.op, call.args, True) if alike and made.is_floating_point() else None
+        alike = all(v.dtype == result.dtype for v in held if v is not None)
+        return Call(call.op, call.args, True) if alike and result.is_floating_point() else None
 
     def result_call(self, node: Node) -> Call | None:
         """The operation of a node, and that of a product or softmax as well that writes to a tensor (``out=``)."""
         call = self.call(node)
         if call is not None or "out" not in node.kwargs:
             return call
-        call, made = understand(node, into=self.written_by(node)), tensor_value(node)
-        if call is None or call.op != "softmax" or made is None:
+        call, result = understand(node, into=self.written_by(node)), tensor_value(node)
+        if call is None or call.op != "softmax" or result is None:
             return call if call is not None and call.op in PRODUCTS else None
         held = tensor_value(call["input"])
-        of_its_type = held is not None and held.dtype == made.dtype and call.get("dtype") in (None, made.dtype)
+        of_its_type = held is not None and held.dtype == result.dtype and call.get("dtype") in (None, result.dtype)
         return call if of_its_type else None
 
     def written_by(self, node: Node) -> Node | None:

@@ -51,7 +51,7 @@ def refusal_of_function(function: Expr, *, changed: bool = False) -> str | None:
     """Why a function of float16 scores could not be computed in float32; ``function`` is lifted as far as it is known.
 
     Nothing looks for a mask inside it. What is squashed is as low as it gets, whether a score was absorbed or not. Of
-    what is added and not known it is taken that it does not mask, unless the sum is ``changed``: it may be turned.
+    what is added and not known it is taken that it does not mask, unless the sum is ``changed``: its sign may flip.
     """
     if not isinstance(function, Apply) or not contains_dot(function) or function.op in ("tanh", "sigmoid"):
         return None

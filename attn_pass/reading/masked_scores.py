@@ -43,17 +43,17 @@ def read_scores(arrangement: Arrangement, roles: Roles) -> MaskedScores:
     """Takes the scores apart. Raises `Shallower` or `Unreadable`."""
     scores, function, has_factors = _normalised(arrangement)
     mask = _mask(arrangement, roles, scores)
-    whole = Dot() if function is None else whole_score(arrangement, function.function)
-    return MaskedScores(scores, function, has_factors, mask, whole)
+    score_function = Dot() if function is None else whole_score(arrangement, function.function)
+    return MaskedScores(scores, function, has_factors, mask, score_function)
 
 
 def _normalised(arrangement: Arrangement) -> tuple[Scores, Modified | None, bool]:
     parts = arrangement.parts
     try:
         scores = normalise(arrangement.score, parts.keys, parts.score_dtype)
-        if scores.turned and parts.nan_guard:
+        if scores.sign_flipped and parts.nan_guard:
             raise Unreadable(_TURNED_UNDER_A_GUARD, parts.result)
-        if scores.turned and parts.needs_grad:
+        if scores.sign_flipped and parts.needs_grad:
             raise NotAffine(_TURNED)
     except NotAffine as error:
         return _modified(arrangement, str(error))
@@ -135,8 +135,8 @@ def _by_distance(
     if distance is None:
         return None
     groups = (roles.batch, roles.heads, (), (distance.axis,))
-    kept = [e for e in (distance.bias, distance.condition) if e is not None]
-    return distance if all(is_view(reader, load, groups) for e in kept for load in loads(e)) else None
+    functions = [e for e in (distance.bias, distance.condition) if e is not None]
+    return distance if all(is_view(reader, load, groups) for e in functions for load in loads(e)) else None
 
 
 def _computed(arrangement: Arrangement, named: Mask, bias: Expr | None, condition: Expr | None) -> Computed | None:

@@ -53,8 +53,8 @@ def name_mask(
         structure = structure.and_opaque(_kind_of_bias(term, keys, rows))
     if structure.is_causal:
         fill = keep.fill if keep is not None else added.fill
-        whole = apply("le", index_value(structure.key), index_value(structure.row))
-        return Mask(keep=Keep(whole, fill), structure=structure, never_empty=True)
+        causal = apply("le", index_value(structure.key), index_value(structure.row))
+        return Mask(keep=Keep(causal, fill), structure=structure, never_empty=True)
     return Mask(bias, keep, _fills(deep_bias, dtype), structure, never_empty=keeps_a_key(structure, keys))
 
 
@@ -75,11 +75,11 @@ def _added(bias: Expr | None, keys: Axis, dtype: torch.dtype) -> _Added:
     for term in _terms(bias):
         if keys not in expression_axes(term) and is_small(term, dtype):
             continue  # the same for every key: the softmax does not see it
-        kept = _as_keep(term, dtype)
-        if kept is None:
+        keep = _as_keep(term, dtype)
+        if keep is None:
             rest.append(term)
         else:
-            condition, fill = apply("and", condition, kept[0]), kept[1]
+            condition, fill = apply("and", condition, keep[0]), keep[1]
     return _Added(condition, fill, tuple(rest))
 
 

@@ -46,11 +46,11 @@ def new_rows(reader: Reader, operand: Operand) -> Operand | None:
         new = writer.args[1]
     elif call is not None and call.op == "cat" and mutation is None:
         pieces = [p for p in call["input"] if (v := tensor_value(p)) is not None and v.dim() == len(position)]
-        kept = [piece for piece in pieces if _is_kept(reader, piece)]
-        rest = [piece for piece in pieces if piece not in kept]
-        new = rest[0] if kept and len(rest) == 1 else None
-    held, whole = tensor_value(new), tensor_value(node)
-    if held is None or whole is None or held.dim() != whole.dim() or not isinstance(new, Node):
+        cached = [piece for piece in pieces if _is_kept(reader, piece)]
+        rest = [piece for piece in pieces if piece not in cached]
+        new = rest[0] if cached and len(rest) == 1 else None
+    value, joined = tensor_value(new), tensor_value(node)
+    if value is None or joined is None or value.dim() != joined.dim() or not isinstance(new, Node):
         return None
     shape, sizes = reader.shape(node), reader.shape(new)
     if any(size != all_of and operand.dim in axes(p) for p, all_of, size in zip(position, shape, sizes)):

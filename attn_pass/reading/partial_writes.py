@@ -120,8 +120,8 @@ def _indexed(reader: Reader, shape: Position, index: Any, value: Any, at: int) -
     entries = list(index) if isinstance(index, tuple) else [index]
     width = sum(_width(e) for e in entries)
     if any(e is Ellipsis for e in entries):
-        place = next(n for n, e in enumerate(entries) if e is Ellipsis)
-        entries[place : place + 1] = [slice(None)] * (len(shape) - width)
+        ellipsis = next(n for n, e in enumerate(entries) if e is Ellipsis)
+        entries[ellipsis : ellipsis + 1] = [slice(None)] * (len(shape) - width)
     entries += [slice(None)] * (len(shape) - sum(_width(e) for e in entries))
     bounds: list[Bounds] = []
     dims: list[int] = []
@@ -209,9 +209,9 @@ def _pairs(
         return None
     axis = Axis("n~", reader.shape(rows)[0])
     made_of = [reader.through_views(n, (axis_index(axis),), at, None) for n in (rows, columns)]
-    (made, first, _), (again, second, _) = made_of
-    call = reader.call(made)
-    if call is not None and made is again and call.op in _TRIANGLES and not reader.effects.mutations(made):
+    (grid, first, _), (again, second, _) = made_of
+    call = reader.call(grid)
+    if call is not None and grid is again and call.op in _TRIANGLES and not reader.effects.mutations(grid):
         sizes = [_whole(reader, call[name], 0) for name in ("row", "col")]
         offset = call["offset"]
         offset = fake_value(offset) if isinstance(offset, Node) else offset

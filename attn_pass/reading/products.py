@@ -127,8 +127,8 @@ def product_of_sum(node: Node, dim: int, times: Node, call: Call, sizes: Sizes) 
     if a is None or b is None or a.dim() != b.dim() or not 0 < a.dim() <= len(string.ascii_lowercase):
         return None
     letters = string.ascii_lowercase[: a.dim()]
-    whole = _make(node, left, right, (letters, letters, letters[:dim] + letters[dim + 1 :]), sizes)
-    return None if whole is None else replace(whole, times=times)
+    product = _make(node, left, right, (letters, letters, letters[:dim] + letters[dim + 1 :]), sizes)
+    return None if product is None else replace(product, times=times)
 
 
 def _inner(node: Node, call: Call, sizes: Sizes) -> Product | None:

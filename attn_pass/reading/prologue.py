@@ -60,25 +60,25 @@ class ReadPrologue:
 
 def prologues(reader: Reader, described: Described) -> dict[str, ReadPrologue | NotRead]:
     """What makes the "query" and the "key"; without those that are plain, of which there is nothing to tell."""
-    found: dict[str, ReadPrologue | NotRead] = {}
+    by_operand: dict[str, ReadPrologue | NotRead] = {}
     if not isinstance(described.attention.dim.size, int):
-        return found
+        return by_operand
     operands = operands_of(reader, described)
     walks = {name: Elements(reader) for name in operands}
     first = {name: _first_cuts(walks[name], operand) for name, operand in operands.items()}
     for name, operand in operands.items():
         cuts, walk, other = first[name], walks[name], walks["key" if name == "query" else "query"]
         if isinstance(cuts, NotRead):
-            found[name] = cuts
+            by_operand[name] = cuts
             continue
         read = _Prologue(walk, operand, frozenset(other.nodes))
         stages, why = read.stages(cuts)
         prologue = Prologue(tuple(stages), operand.cached, why)
         if why and not prologue.steps:
-            found[name] = NotRead(why)
+            by_operand[name] = NotRead(why)
         elif prologue.steps:
-            found[name] = ReadPrologue(prologue, operand, tuple(walk.nodes), tuple(walk.read_at))
-    return found
+            by_operand[name] = ReadPrologue(prologue, operand, tuple(walk.nodes), tuple(walk.read_at))
+    return by_operand
 
 
 def operands_of(reader: Reader, described: Described) -> dict[str, Operand]:
@@ -217,10 +217,10 @@ class _Prologue:
             forms.append((source, linear_form(cut.element, source)))
         rows: dict[int, Rows] = {}
         for source in dict.fromkeys(s for s, _ in forms):
-            found = [(n, cuts[n].axis, x) for n, (s, form) in enumerate(forms) if s == source for x in form]
-            if not found:
+            places = [(n, cuts[n].axis, x) for n, (s, form) in enumerate(forms) if s == source for x in form]
+            if not places:
                 raise Unreadable("its elements are zero")
-            rows[source] = rows_of(found, self.walk.reader.shape(self.walk.nodes[source]))
+            rows[source] = rows_of(places, self.walk.reader.shape(self.walk.nodes[source]))
         return [ReadPiece(c.start, c.step, c.axis, c.at, rows[s], form) for c, (s, form) in zip(cuts, forms)]
 
     def _data_of(self, cut: _Cut, stopped: frozenset[Node]) -> int:
@@ -244,7 +244,7 @@ class _Prologue:
 
     def _without_norm(self, pieces: list[ReadPiece], over: tuple[int, ...]) -> tuple[list[ReadPiece], Norm]:
         """The pieces without the factor that normalises their rows, and the norm."""
-        walk, found = self.walk, set[NormFactor]()
+        walk, factors = self.walk, set[NormFactor]()
         without: list[ReadPiece] = []
         for piece in pieces:
             form: dict[Load, Product] = {}
@@ -252,13 +252,13 @@ class _Prologue:
                 norms = {f: norm_factor(f, walk) for f in product.factors if sources(f) & walk.reductions.keys()}
                 if len(norms) != 1 or None in norms.values():
                     raise Unreadable("a factor that depends on the data is no norm of it")
-                found |= {n for n in norms.values() if n is not None}
+                factors |= {n for n in norms.values() if n is not None}
                 form[load] = replace(product, factors=tuple(f for f in product.factors if f not in norms))
             without.append(replace(piece, form=form))
         rows = pieces[0].rows
-        if len(found) != 1 or len(over) != 1 or len({p.rows.source for p in pieces}) != 1:
+        if len(factors) != 1 or len(over) != 1 or len({p.rows.source for p in pieces}) != 1:
             raise Unreadable("it is normalised over another dimension than the head dim")
-        (norm,), (dim,) = found, over
+        (norm,), (dim,) = factors, over
         shape = walk.reader.shape(walk.nodes[rows.source])
         heads = is_over_heads(rows, dim, shape[dim], len(_places(pieces)))
         row, of = list(rows.position), list(norm.reduction.index)
@@ -313,11 +313,11 @@ def _places(pieces: list[ReadPiece]) -> set[int]:
 
 
 def _terms(pieces: list[ReadPiece]) -> tuple[Piece, ...]:
-    made = []
+    combined = []
     for number, piece in enumerate(pieces):
         terms = (
             Term(product.expression(), load, piece.rows.index(number, load, piece.axis))
             for load, product in piece.form.items()
         )
-        made.append(Piece(piece.axis, piece.at, tuple(terms)))
-    return tuple(made)
+        combined.append(Piece(piece.axis, piece.at, tuple(terms)))
+    return tuple(combined)

@@ -91,11 +91,11 @@ def _at_own_places(a: Load, b: Load, at_a: int, at_b: int, own: dict[tuple[Load,
         return False
     (dim,) = dims
     for load, at in ((a, at_a), (b, at_b)):
-        place = load.index[dim]
-        if not isinstance(place, int):
+        position = load.index[dim]
+        if not isinstance(position, int):
             return False
         row = Load(load.source, (*load.index[:dim], 0, *load.index[dim + 1 :]))
-        if own.setdefault((row, dim), place - at) != place - at:
+        if own.setdefault((row, dim), position - at) != position - at:
             return False
     return True
 
@@ -106,15 +106,15 @@ def _same_form(tables: Iterable[Expr]) -> list[str]:
 
 
 def _loads_in_order(tables: Iterable[Expr]) -> list[Load]:
-    found: list[Load] = []
+    in_order: list[Load] = []
 
     def seen(load: Load) -> Load:
-        found.append(load)
+        in_order.append(load)
         return load
 
     for table in tables:
         _with_loads(table, seen)
-    return found
+    return in_order
 
 
 def _with_loads(expression: Expr, change: Callable[[Load], Load]) -> Expr:

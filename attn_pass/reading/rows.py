@@ -51,12 +51,12 @@ class Rows:
         return axis_index(axis) * factor + rest
 
 
-def rows_of(found: Iterable[tuple[int, Axis, Load]], shape: Sequence[Index]) -> Rows:
+def rows_of(elements: Iterable[tuple[int, Axis, Load]], shape: Sequence[Index]) -> Rows:
     """The rows that loads of one tensor are in, each with the number and the axis of its piece.
 
     Raises `Unreadable` where they are not all in one row.
     """
-    listed = list(found)
+    listed = list(elements)
     split = [[_split(index, axis) for index in load.index] for _, axis, load in listed]
     first = split[0]
     if not first:

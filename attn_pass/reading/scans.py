@@ -163,16 +163,16 @@ def _reduced(reader: GraphReader, node: Node, call: Call, position: Position, de
     dims = range(rank) if call["dim"] is None else [_dimension(d, rank) for d in one_or_many(call["dim"])]
     if any(d is None for d in dims):
         return None
-    kept = iter(position)
-    whole: list[Index] = []
+    outer = iter(position)
+    full_position: list[Index] = []
     for d, size in enumerate(reader.shape(tensor)):
         if d in dims:
             if call["keepdim"]:
-                next(kept)
+                next(outer)
             if not is_less(0, size):
                 return None
-            whole.append(0 if size == 1 else Poly.of(Axis(f"{tensor.name}~{id(tensor)}.{d}", size)))
+            full_position.append(0 if size == 1 else Poly.of(Axis(f"{tensor.name}~{id(tensor)}.{d}", size)))
         else:
-            whole.append(next(kept))
-    element = reader.element(tensor, tuple(whole), reader.order[node], depth + 1)
+            full_position.append(next(outer))
+    element = reader.element(tensor, tuple(full_position), reader.order[node], depth + 1)
     return element if element in (TRUE, FALSE) else None

@@ -54,7 +54,7 @@ class Scores:
     """``scale * factors * dot + bias`` where ``keep`` holds, ``keep.fill`` elsewhere.
 
     ``shift`` is added to all of it: the softmax does not see it, a choice between two forms of the scores does.
-    ``turned``: what was added, of a size that is not known, was multiplied by a negative number with the scores.
+    ``sign_flipped``: what was added, of a size that is not known, was multiplied by a negative number with the scores.
     ``rescaled``: what float16 scores were multiplied by since something was added that may mask; NaN for a tensor.
     ``earlier``: the same of what had been added before, and is part of the bias.
     """
@@ -64,7 +64,7 @@ class Scores:
     bias: Expr | None = None
     keep: Keep | None = None
     shift: float = 0.0
-    turned: bool = False
+    sign_flipped: bool = False
     rescaled: float = 1.0
     earlier: tuple[Earlier, ...] = ()
 
@@ -287,10 +287,16 @@ def _scaled(scores: Scores, factor: Expr, inverse: bool, keys: Axis, dtype: torc
         if scores.bias is not None and not 0 < number <= 1 and _fills(scores.bias):
             raise NotAffine(f"masked scores are multiplied by {number:g}")
         bias = None if scores.bias is None else apply("mul", _wide(scores.bias, dtype), Const(number))
-        turned = scores.turned or (number < 0 and scores.bias is not None and not is_small(scores.bias, dtype))
+        sign_flipped = scores.sign_flipped or (
+            number < 0 and scores.bias is not None and not is_small(scores.bias, dtype)
+        )
         shift = scores.shift * number
         scores = replace(
-            scores, scale=scores.scale * number, shift=shift, turned=turned, rescaled=_rescaled(scores, number, dtype)
+            scores,
+            scale=scores.scale * number,
+            shift=shift,
+            sign_flipped=sign_flipped,
+            rescaled=_rescaled(scores, number, dtype),
         )
         return replace(scores, bias=bias, keep=keep)
     if keys in expression_axes(factor):
@@ -372,7 +378,7 @@ def _either(condition: Expr, yes: Scores, no: Scores, dtype: torch.dtype) -> Sco
     return replace(
         yes,
         bias=apply("where", condition, yes.bias or zero, no.bias or zero),
-        turned=yes.turned or no.turned,
+        sign_flipped=yes.sign_flipped or no.sign_flipped,
         rescaled=by.pop() if len(by) == 1 else math.nan,
         earlier=yes.earlier + no.earlier,
     )

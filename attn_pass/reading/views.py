@@ -217,10 +217,10 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
         entries = (*entries[:at], *[slice(None)] * missing, *entries[at + 1 :])
     shape = sizes.shape(before)
     out: list[Index] = []
-    given = iter(position)
+    rest = iter(position)
     for entry in entries:
         if entry is None:
-            next(given)
+            next(rest)
             continue
         if len(out) == len(shape):
             return None
@@ -231,14 +231,14 @@ def _getitem(source: Node, index: Any, position: Position, sizes: Sizes) -> tupl
             step = 1 if entry.step is None else entry.step
             if start is None or not isinstance(step, int):
                 return None
-            out.append(next(given) * step + start)
+            out.append(next(rest) * step + start)
             continue
         chosen = _integer(entry, sizes)
         chosen = None if chosen is None else _wrap(chosen, size)
         if chosen is None:
             return None
         out.append(chosen)
-    out += list(given)
+    out += list(rest)
     return (source, tuple(out)) if len(out) == len(shape) else None
 
 
@@ -249,17 +249,17 @@ def _piece(parent: Node, number: Any, position: Position, sizes: Sizes) -> tuple
     if call is None or call.op not in ("pieces", "unbind") or not isinstance(number, int):
         return None
     base = call["input"]
-    whole = tensor_value(base)
-    if whole is None or not isinstance(pieces, (tuple, list)):
+    value = tensor_value(base)
+    if value is None or not isinstance(pieces, (tuple, list)):
         return None
-    dim = _dim(call["dim"], whole.dim())
+    dim = _dim(call["dim"], value.dim())
     if dim is None:
         return None
     number %= len(pieces)
     if call.op == "unbind":
         return base, (*position[:dim], number, *position[dim:])
     lengths = [sizes.index(piece.shape[dim]) for piece in pieces]
-    if sum(lengths[1:], lengths[0]) != sizes.index(whole.shape[dim]):
+    if sum(lengths[1:], lengths[0]) != sizes.index(value.shape[dim]):
         return None  # tensor_split at indices that go back: its pieces overlap
     start: Index = 0
     for piece in pieces[:number]:
