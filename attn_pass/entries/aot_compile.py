@@ -148,27 +148,27 @@ def _package(program: ExportedProgram, path: str | None, patches: Mapping[str, A
 # ---- checks before the compile ----
 
 
-def _checked_path(given: object) -> str | None:
+def _checked_path(package_path: object) -> str | None:
     """The path as a string.
 
     Raises:
         PackageError: it does not end in .pt2, or cannot be written to.
     """
-    if given is None:
+    if package_path is None:
         return None
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(package_path, str | os.PathLike):
         raise PackageError(
-            f"package_path is {given!r} ({type(given).__name__}); give a path that ends in .pt2, or None"
+            f"package_path is {package_path!r} ({type(package_path).__name__}); give a path that ends in .pt2, or None"
         )
-    path = Path(given)
+    path = Path(package_path)
     if path.suffix != ".pt2":
         raise PackageError(
-            f"package_path {os.fspath(given)!r} does not end in .pt2, which torch needs to load it; "
+            f"package_path {os.fspath(package_path)!r} does not end in .pt2, which torch needs to load it; "
             f"use {os.fspath(path.with_suffix('.pt2'))!r}"
         )
     problem = _problem_of(path)
     if problem:
-        raise PackageError(f"package_path {os.fspath(given)!r} cannot be written: {problem}")
+        raise PackageError(f"package_path {os.fspath(package_path)!r} cannot be written: {problem}")
     return os.fspath(path)
 
 

@@ -51,5 +51,5 @@ def _why(reason: str) -> str:
     reason = _ADDRESS.sub("", reason)
     lines = [line.strip() for line in reason.splitlines()]
     explained = next((line for line in lines if line.startswith("Explanation:")), "")
-    told = f"{first_line_of(reason)} ({explained.removeprefix('Explanation:').strip().rstrip('.')})"
-    return told if explained else first_line_of(reason)
+    with_explanation = f"{first_line_of(reason)} ({explained.removeprefix('Explanation:').strip().rstrip('.')})"
+    return with_explanation if explained else first_line_of(reason)

@@ -83,10 +83,12 @@ class Wrapped:
     Two of them are equal if they wrap the same backend with the same options, so that Dynamo need not compile again.
     """
 
-    def __init__(self, inner: str | Backend, options: Options, given: Iterable[str] = OPTION_NAMES) -> None:
+    def __init__(self, inner: str | Backend, options: Options, explicit_options: Iterable[str] = OPTION_NAMES) -> None:
         self.inner: Backend = inner if callable(inner) else backend if inner == "inductor" else backend_named(inner)
         self.options = options
-        self.given = frozenset(given)  # names of options the user gave, which a mode does not change
+        self.explicit_options = frozenset(
+            explicit_options
+        )  # names of options the user gave, which a mode does not change
         name = inner if isinstance(inner, str) else _callable_name(inner)
         self.__name__ = f"attn_pass_{name}"
 
@@ -95,7 +97,9 @@ class Wrapped:
 
         if self.inner is backend:
             own_options = {
-                name: value for name, value in asdict(self.options).items() if name != "tune" or name in self.given
+                name: value
+                for name, value in asdict(self.options).items()
+                if name != "tune" or name in self.explicit_options
             }
             merged = {**own_options, **(kwargs.pop("options", None) or {})}
             return backend(gm, example_inputs, options=merged, **kwargs)
@@ -121,7 +125,7 @@ class Wrapped:
         return hash((self.__name__, self.options))
 
     def _facts(self) -> tuple[Any, ...]:
-        return self.inner, self.options, "tune" in self.given
+        return self.inner, self.options, "tune" in self.explicit_options
 
     def __repr__(self) -> str:
         return f"attn_pass.wrap({self.__name__.removeprefix('attn_pass_')!r})"

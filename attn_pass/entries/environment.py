@@ -28,9 +28,9 @@ def environment_fault(error: BaseException) -> str:
     for each in chain_of(error):
         kind = type(each).__name__
         if kind == "InvalidCxxCompiler" or (isinstance(each, OSError) and _names_a_compiler(each)):
-            given = f" (CXX is {os.environ['CXX']!r})" if os.environ.get("CXX") else ""
+            compiler = f" (CXX is {os.environ['CXX']!r})" if os.environ.get("CXX") else ""
             return (
-                f"no C++ compiler works here{given}, which Inductor needs for CPUs and for packages: install g++ or "
+                f"no C++ compiler works here{compiler}, which Inductor needs for CPUs and for packages: install g++ or "
                 "clang, or set the environment variable CXX to one"
             )
         if kind == "CppCompileError" and (part := _MISSING.search(str(each))):

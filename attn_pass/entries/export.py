@@ -57,11 +57,11 @@ def exported(
         with torch.no_grad(), preserve_node_meta():  # which keeps a program's annotations
             return torch.export.export(model, inputs, dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
     except Exception as error:
-        given = f"inputs {shapes_text(inputs, kwargs)}"
+        request = f"inputs {shapes_text(inputs, kwargs)}"
         if dynamic_shapes is not None:
-            given += f" and dynamic_shapes={dynamic_shapes!r}"
+            request += f" and dynamic_shapes={dynamic_shapes!r}"
         raise CaptureError(
-            f"torch.export cannot capture {type(model).__name__} with {given}: {in_one_line(error)}"
+            f"torch.export cannot capture {type(model).__name__} with {request}: {in_one_line(error)}"
             f"{hint(entry, inputs, kwargs or {}, error)}\nCheck that the model runs with these inputs, and that "
             "every size declared dynamic may really differ from the example's; torch.export.export(model, args, "
             "kwargs, dynamic_shapes=...) shows the whole error"

@@ -53,8 +53,8 @@ def compile_with_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report
 ) -> Callable[..., Any]:
     """Compile a graph that was decided already, with what its report says was emitted."""
-    given = report if report.rewritten else None
-    return compile_under(inductor_patches(options, {}, None), gm, example_inputs, given)
+    report_of_rewritten = report if report.rewritten else None
+    return compile_under(inductor_patches(options, {}, None), gm, example_inputs, report_of_rewritten)
 
 
 def compiled_site(options: Options, module: GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:

@@ -33,10 +33,10 @@ class LaidOut:
     def _take(self, gm: GraphModule, node: Node, places: dict[Node, int]) -> None:
         parts: list[Node] = list(node.args[0])  # type: ignore[arg-type]
         held = [tensor_value(part) for part in parts]
-        whole = tensor_value(node)
-        assert whole is not None
-        with whole.fake_mode:  # type: ignore[attr-defined]
-            fake = torch.empty_strided(whole.shape, whole.stride(), dtype=whole.dtype, device=whole.device)
+        value = tensor_value(node)
+        assert value is not None
+        with value.fake_mode:  # type: ignore[attr-defined]
+            fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         fake.requires_grad_(any(v is not None and v.requires_grad for v in held))
         first = parts[0]
         first.meta[value_key(first)] = fake
@@ -66,12 +66,12 @@ class LaidOut:
             return tensors
 
         def call(*args: Any) -> Any:
-            given, tensors, addresses = list(args), None, ()
+            arguments, tensors, addresses = list(args), None, ()
             if not torch.is_grad_enabled():
                 addresses = tuple([args[place].data_ptr() for place in all_places])
                 tensors = known.get(addresses)
             for first, tensor in zip(firsts, tensors or joined(args, addresses)):
-                given[first] = tensor
-            return compiled(*given)
+                arguments[first] = tensor
+            return compiled(*arguments)
 
         return call

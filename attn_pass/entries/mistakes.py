@@ -29,7 +29,7 @@ _OPTIONS_GO = {
 
 
 @dataclass(frozen=True)
-class Given:
+class UserCall:
     """The inputs that a call passed on to the model."""
 
     entry: str
@@ -47,8 +47,8 @@ class Given:
 class Mistake:
     """What a call looks like where it was made, and what to do instead."""
 
-    looks_so: Callable[[Given], bool]
-    hint: Callable[[Given], str]
+    looks_so: Callable[[UserCall], bool]
+    hint: Callable[[UserCall], str]
 
 
 def _is_inputs(value: object) -> bool:
@@ -56,45 +56,45 @@ def _is_inputs(value: object) -> bool:
     return any(isinstance(item, torch.Tensor) for item in items)
 
 
-def _unpacked(given: Given, inputs: str) -> str:
-    if given.entry == "aot_compile":  # which takes a tuple and a dict itself
+def _unpacked(call: UserCall, inputs: str) -> str:
+    if call.entry == "aot_compile":  # which takes a tuple and a dict itself
         inputs = inputs.replace("**inputs", "kwargs=inputs").replace("*", "")
-    return f"attn_pass.{given.entry}(model, {inputs})"
+    return f"attn_pass.{call.entry}(model, {inputs})"
 
 
-def _options_go(given: Given) -> str:
-    by_name, whole = _OPTIONS_GO[given.entry]
-    name, value = given.options[0], given.kwargs[given.options[0]]
-    told = repr(value) if isinstance(value, str | bool | tuple) else "..."
-    return whole if name == "options" else by_name.format(name, told)
+def _options_go(call: UserCall) -> str:
+    by_name, of_all = _OPTIONS_GO[call.entry]
+    name, value = call.options[0], call.kwargs[call.options[0]]
+    shown_value = repr(value) if isinstance(value, str | bool | tuple) else "..."
+    return of_all if name == "options" else by_name.format(name, shown_value)
 
 
 MISTAKES = (
     Mistake(
-        lambda given: "Cache'> in output" in given.error and "use_cache" not in given.kwargs,
-        lambda given: "The model returns its cache: give it use_cache=False, as a keyword input, if it need not.",
+        lambda call: "Cache'> in output" in call.error and "use_cache" not in call.kwargs,
+        lambda call: "The model returns its cache: give it use_cache=False, as a keyword input, if it need not.",
     ),
     Mistake(
-        lambda given: len(given.args) == 2 and _is_inputs(given.args[0]) and isinstance(given.args[1], Mapping),
-        lambda given: f"The inputs are a tuple and a dict here: unpack them, {_unpacked(given, '*args, **kwargs')}.",
+        lambda call: len(call.args) == 2 and _is_inputs(call.args[0]) and isinstance(call.args[1], Mapping),
+        lambda call: f"The inputs are a tuple and a dict here: unpack them, {_unpacked(call, '*args, **kwargs')}.",
     ),
     Mistake(
-        lambda given: len(given.args) == 1 and _is_inputs(given.args[0]),
-        lambda given: (
-            f"The only input is a {type(given.args[0]).__name__} here: if it holds several inputs, unpack it, "
-            f"{_unpacked(given, '**inputs' if isinstance(given.args[0], Mapping) else '*inputs')}."
+        lambda call: len(call.args) == 1 and _is_inputs(call.args[0]),
+        lambda call: (
+            f"The only input is a {type(call.args[0]).__name__} here: if it holds several inputs, unpack it, "
+            f"{_unpacked(call, '**inputs' if isinstance(call.args[0], Mapping) else '*inputs')}."
         ),
     ),
     Mistake(
-        lambda given: bool(given.options),
-        lambda given: (
-            f"{', '.join(given.options)} went to the model, as all keywords do: options of attn_pass are given as "
-            f"{_options_go(given)}."
+        lambda call: bool(call.options),
+        lambda call: (
+            f"{', '.join(call.options)} went to the model, as all keywords do: options of attn_pass are given as "
+            f"{_options_go(call)}."
         ),
     ),
     Mistake(
-        lambda given: given.entry == "explain" and "dynamic" in given.kwargs,
-        lambda given: "dynamic went to the model, as all keywords do: explain takes attn_pass_dynamic=True.",
+        lambda call: call.entry == "explain" and "dynamic" in call.kwargs,
+        lambda call: "dynamic went to the model, as all keywords do: explain takes attn_pass_dynamic=True.",
     ),
 )
 
@@ -104,8 +104,8 @@ def hint(entry: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: ob
 
     ``error`` is what it failed with.
     """
-    given = Given(entry, args, kwargs, str(error))
-    return next((f"\n{mistake.hint(given)}" for mistake in MISTAKES if mistake.looks_so(given)), "")
+    call = UserCall(entry, args, kwargs, str(error))
+    return next((f"\n{mistake.hint(call)}" for mistake in MISTAKES if mistake.looks_so(call)), "")
 
 
 def check_keywords(entry: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -120,25 +120,25 @@ def check_keywords(entry: Callable[..., Any], kwargs: Mapping[str, Any]) -> None
             raise unknown_name(f"keyword of attn_pass.{entry.__name__}", name, accepted)
 
 
-def check_training(given: object) -> None:
+def check_training(value: object) -> None:
     """Checks ``attn_pass_training``: a word would count as yes, whatever it says.
 
     Raises:
         OptionError: it is neither True nor False nor None.
     """
-    if given is not None and not isinstance(given, bool):
-        raise OptionError(f"attn_pass_training got {given!r} ({type(given).__name__}); accepted: True, False or None")
+    if value is not None and not isinstance(value, bool):
+        raise OptionError(f"attn_pass_training got {value!r} ({type(value).__name__}); accepted: True, False or None")
 
 
-def check_seconds(given: object) -> None:
+def check_seconds(value: object) -> None:
     """Checks ``attn_pass_seconds``, before anything is compiled.
 
     Raises:
         OptionError: it is no positive number.
     """
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise OptionError(
-            f"attn_pass_seconds got {given!r} ({type(given).__name__}); accepted: a number of seconds above 0"
+            f"attn_pass_seconds got {value!r} ({type(value).__name__}); accepted: a number of seconds above 0"
         )
 
 
@@ -149,36 +149,36 @@ def warn_swallowed(entry: str, model: Any, kwargs: Mapping[str, Any]) -> None:
         named = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return
-    given = Given(entry, (), {n: v for n, v in kwargs.items() if n not in named and n not in _ALSO_MODELS})
-    if given.options:
-        warnings.warn(f"attn_pass.{entry}: {hint(entry, (), given.kwargs).strip()}", AttnPassWarning, stacklevel=3)
+    call = UserCall(entry, (), {n: v for n, v in kwargs.items() if n not in named and n not in _ALSO_MODELS})
+    if call.options:
+        warnings.warn(f"attn_pass.{entry}: {hint(entry, (), call.kwargs).strip()}", AttnPassWarning, stacklevel=3)
 
 
-def refuse_no_backend(given: object, taker: str) -> None:
+def refuse_no_backend(backend: object, taker: str) -> None:
     """Raises for what is callable, or looks like a backend, and is none.
 
     Raises:
         OptionError: it is a module of Python (the package itself), or a model.
     """
-    if isinstance(given, ModuleType):
+    if isinstance(backend, ModuleType):
         raise OptionError(
-            f"{taker} got the module {given.__name__!r} as the backend: the backend is attn_pass.backend, or by name "
+            f"{taker} got the module {backend.__name__!r} as the backend: the backend is attn_pass.backend, or by name "
             '"attn_pass"'
         )
-    if isinstance(given, torch.nn.Module):
+    if isinstance(backend, torch.nn.Module):
         raise OptionError(
-            f"{taker} takes a backend, and got a model, {type(given).__name__}: write torch.compile(model, "
+            f"{taker} takes a backend, and got a model, {type(backend).__name__}: write torch.compile(model, "
             "backend=attn_pass.wrap('aot_eager')); to compile with Inductor, backend=attn_pass.backend"
         )
 
 
-def refuse_own_options(given: object, backend: str) -> None:
+def refuse_own_options(options: object, backend: str) -> None:
     """Raises for options of attn_pass in the ``options`` of torch.compile, which go to a wrapped backend.
 
     Raises:
         OptionError: an option has a name that no other backend has.
     """
-    own = [name for name in given if name in _NO_OTHERS] if isinstance(given, Mapping) else []
+    own = [name for name in options if name in _NO_OTHERS] if isinstance(options, Mapping) else []
     if own:
         raise OptionError(
             f"the options of torch.compile go to the wrapped backend {backend!r}, which has no {', '.join(own)}: give "

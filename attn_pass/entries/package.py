@@ -44,7 +44,7 @@ def warn_of_types(program: ExportedProgram) -> None:
         if kind.__module__.partition(".")[0] not in _ALWAYS_THERE:
             kinds.setdefault(kind.__module__, set()).add(kind.__name__)
     if kinds:
-        names = ", ".join(sorted(name for found in kinds.values() for name in found))
+        names = ", ".join(sorted(name for type_names in kinds.values() for name in type_names))
         warnings.warn(
             f"attn_pass: the model takes or returns {names}, so that the package loads only in a process that has run "
             f"`import {', '.join(sorted(kinds))}`. To load it anywhere, wrap the model in a module that takes and "

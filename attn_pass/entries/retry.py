@@ -117,9 +117,9 @@ def leave_all(report: Report, reason: str) -> None:
 
 
 def _warn_left(where: str, changed: int, reason: str) -> None:
-    what = f"the attention at {where}" if changed else "a graph"
+    scope = f"the attention at {where}" if changed else "a graph"
     others = f" (and {changed - 1} more)" if changed > 1 else ""
-    warnings.warn(f"attn_pass left {what}{others} as written: {reason}", AttnPassWarning, stacklevel=5)
+    warnings.warn(f"attn_pass left {scope}{others} as written: {reason}", AttnPassWarning, stacklevel=5)
 
 
 def first_where(report: Report) -> str:

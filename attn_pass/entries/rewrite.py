@@ -128,15 +128,15 @@ def _in_one_fake_mode(gm: GraphModule) -> None:
     if len(modes) < 2:
         return
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    fakes = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     with mode:
-        made = [
+        in_one_mode = [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device, requires_grad=v.requires_grad)
             if isinstance(v, FakeTensor)
             else v
-            for v in given
+            for v in fakes
         ]
-    _propagate(gm, tuple(made), {})
+    _propagate(gm, tuple(in_one_mode), {})
 
 
 def _is_aten(gm: GraphModule) -> bool:

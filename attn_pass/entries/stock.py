@@ -128,8 +128,8 @@ def _counters_kept() -> Iterator[None]:
 def _call(node: Node) -> FusedCall:
     assert isinstance(node.target, torch._ops.OpOverload)
     name = node.target._schema.name.removeprefix("aten::")
-    given = dict(zip((a.name for a in node.target._schema.arguments), node.args)) | dict(node.kwargs)
-    mask = given.get("attn_mask", given.get("attn_bias"))
+    arguments = dict(zip((a.name for a in node.target._schema.arguments), node.args)) | dict(node.kwargs)
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     if not isinstance(mask, Node):
         return FusedCall(name)
     held = mask.meta["val"]

@@ -65,13 +65,13 @@ def computes_the_same(before: Forward, after: GraphModule) -> bool:
         after: the graph that the pass left, whose nodes are those of before wherever the pass left them.
     """
     now = Forward.copied(after)
-    written, made = _only(before), _only(now)
-    if written is None or made is None:
+    before_pass, after_pass = _only(before), _only(now)
+    if before_pass is None or after_pass is None:
         return False
     was = {now.of[node]: before.of[node] for node in now.of.keys() & before.of.keys()}
-    number = {node: n for n, node in enumerate(written.nodes)}
-    sources = {n: number[was[node]] for n, node in enumerate(made.nodes) if was.get(node) in number}
-    return is_same_function(written.attention, made.attention, sources)
+    number = {node: n for n, node in enumerate(before_pass.nodes)}
+    sources = {n: number[was[node]] for n, node in enumerate(after_pass.nodes) if was.get(node) in number}
+    return is_same_function(before_pass.attention, after_pass.attention, sources)
 
 
 def _only(forward: Forward) -> Described | None:

@@ -86,7 +86,7 @@ def decide(
     """
     torch_logging.trace_graph("before", gm)
     began, report, aside = time.perf_counter(), Report(), 0.0
-    asked = 0.0 if ask_stock is None else ask_stock.seconds
+    asked_before = 0.0 if ask_stock is None else ask_stock.seconds
     original = Snapshot(gm)
     emissions: list[Emission] = []
     gm.meta |= known or {}
@@ -106,7 +106,7 @@ def decide(
                 ask_stock=ask_stock or StockAsker(),
                 explains=ask_stock is not None,
             )
-        aside = collected.seconds + (0.0 if ask_stock is None else ask_stock.seconds - asked)
+        aside = collected.seconds + (0.0 if ask_stock is None else ask_stock.seconds - asked_before)
     except Exception as error:
         is_raised = isinstance(error, OptionError) or options.on_error == "raise"
         if report.rewritten or not is_raised:  # the nodes of a graph that is as it was stay themselves
@@ -221,8 +221,8 @@ def known_buffers(gm: GraphModule, example_inputs: Sequence[Any], options: Optio
         of_module = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
         if of_module and type(value) in (torch.Tensor, torch.nn.Buffer) and not value.requires_grad:
             buffers[node.name] = (_attribute_path(node), value)
-    given = zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
-    parameters = {node.name: value for node, value in given if isinstance(value, torch.nn.Parameter)}
+    with_values = zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
+    parameters = {node.name: value for node, value in with_values if isinstance(value, torch.nn.Parameter)}
     return {KNOWN_TENSORS: buffers, PARAMETERS: parameters}
 
 
