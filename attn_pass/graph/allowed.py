@@ -82,7 +82,7 @@ def put_in_pieces(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -
     if not calls:
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
-    made: list[InPieces] = []
+    expanded: list[InPieces] = []
     for call in calls:
         region = regions.of(call)
         size_nodes.made.clear()
@@ -90,10 +90,10 @@ def put_in_pieces(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) -
             continue
         try:
             plan = Plan(gm, call, region, size_nodes, effects, in_body)
-            made.append(InPieces(call, expand(plan, call.target, _Watching)))
+            expanded.append(InPieces(call, expand(plan, call.target, _Watching)))
         except Exception:  # whatever a function of the user's raises on fake tensors
             continue
-    return made
+    return expanded
 
 
 class Settles(Protocol):
@@ -109,9 +109,9 @@ class Settles(Protocol):
 
 def settle(pieces: list[Settles]) -> bool:
     """Settles all of them, the last first, and forgets them; returns whether any stayed in pieces."""
-    kept = [one.settle() for one in reversed(pieces)]
+    settled = [one.settle() for one in reversed(pieces)]
     pieces.clear()
-    return any(kept)
+    return any(settled)
 
 
 def _is_allowed(node: Node) -> bool:
@@ -137,8 +137,8 @@ class _Watching(Recorder):
 
     def run(self, function: Callable[..., Any]) -> Any:
         self._given = {key for n in self.plan.result.all_input_nodes for key in storages(tensor_value(n)) or ()}
-        given = [v for n in self.plan.result.all_input_nodes if (v := tensor_value(n)) is not None]
-        if not all(isinstance(v, _PLAIN) for v in given):
+        inputs = [v for n in self.plan.result.all_input_nodes if (v := tensor_value(n)) is not None]
+        if not all(isinstance(v, _PLAIN) for v in inputs):
             raise CannotExpand("it takes something other than plain tensors")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class _Watching(Recorder):
             return function(*args, **kwargs)
 
         outputs = super().run(watched)
-        self._check_backward(outputs, given)
+        self._check_backward(outputs, inputs)
         return outputs
 
     def __torch_function__(
@@ -170,9 +170,9 @@ class _Watching(Recorder):
         if name == "__set__" or any(key in self._given for value in written for key in storages(value) or ()):
             raise CannotExpand(f"{name} writes to its inputs")
 
-    def _check_backward(self, outputs: Any, given: list[torch.Tensor]) -> None:
+    def _check_backward(self, outputs: Any, inputs: list[torch.Tensor]) -> None:
         """The forward of an ``autograd.Function`` may have been recorded, and its backward was not."""
-        seen = {v.grad_fn for v in given}
+        seen = {v.grad_fn for v in inputs}
         waiting = [v.grad_fn for v in torch.utils._pytree.tree_leaves(outputs) if isinstance(v, torch.Tensor)]
         while waiting:
             node = waiting.pop()

@@ -94,15 +94,15 @@ class Cut:
 
 def numbers(sizes: Sizes, chosen: Mapping[str, int] | None = None) -> Number:
     """Symbolic values as numbers: what was chosen for their symbols, else what the program was traced with."""
-    given = chosen or {}
+    by_symbol = chosen or {}
 
     def number(value: Any) -> int | float | bool:
         node = value.node
         if isinstance(value, torch.SymInt):
             index = sizes.index(value)  # so that the hints of its symbols are known
-            if not given:
+            if not by_symbol:
                 return sizes.hint(index)
-        values = {s: sympy.Integer(given.get(str(s), sizes.hints.get(str(s), 64))) for s in node.expr.free_symbols}
+        values = {s: sympy.Integer(by_symbol.get(str(s), sizes.hints.get(str(s), 64))) for s in node.expr.free_symbols}
         substituted = node.expr.xreplace(values)
         if isinstance(value, torch.SymBool):
             return bool(substituted)

@@ -341,8 +341,8 @@ class Plan:
         before, after = tensor_value(self.result), fake_of(new)
         if before is None or self._strides(before) == self._strides(after):
             return True
-        seen = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
-        return not any(self._layout_matters(node, after, 0) for node in seen)
+        results = (self.result,) if self.stands_for is None else (self.result, self.stands_for)
+        return not any(self._layout_matters(node, after, 0) for node in results)
 
     def _layout_matters(self, node: Node, new: torch.Tensor, depth: int) -> bool:
         """Whether a user would fail with the new strides, or have a result with other strides that can be observed.

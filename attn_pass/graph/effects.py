@@ -193,7 +193,7 @@ class Effects:
             else:
                 keys = () if type(value) in WITHOUT_MEMORY else None
             if keys is None:
-                keys = self._place(node, value)
+                keys = self._memories_of(node, value)
             memory[node] = keys
             if op == "call_function" or op == "call_method":
                 target = node.target
@@ -244,7 +244,7 @@ class Effects:
         self._rebound = {r: mutation.position for mutation in rebinding for r in self._roots_of(mutation.target)}
         self._reaching: dict[int, Sequence[Mutation]] = {}
 
-    def _place(self, node: Node, value: Any) -> tuple[int, ...]:
+    def _memories_of(self, node: Node, value: Any) -> tuple[int, ...]:
         """The memories of a node's value, which is anything but a plain fake tensor."""
         keys = storages(value)
         if keys is not None and (keys or value is not None):
@@ -347,8 +347,8 @@ class Effects:
             body._parameters, body._summaries = frozenset(), self._summaries
             body._read(module.graph)
             inputs = placeholders(module)
-            given = {root for node in inputs for root in body._roots_of(node)}
-            held = body._owners.keys() - given
+            input_roots = {root for node in inputs for root in body._roots_of(node)}
+            held = body._owners.keys() - input_roots
             if not held.isdisjoint(body._writes):
                 self._summaries[id(module)] = None
             else:

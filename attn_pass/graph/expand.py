@@ -82,11 +82,13 @@ def expand(plan: Plan, function: Callable[..., Any], recorder: Callable[[Plan], 
             about symbolic sizes that the program does not rest on so far.
     """
     call = plan.result
-    taken = _results_taken(call)
+    results_taken = _results_taken(call)
     recording = (recorder or Recorder)(plan)
     try:
         outputs = recording.run(function)
-        results = [(node, recording.node_of(outputs if index is None else outputs[index])) for node, index in taken]
+        results = [
+            (node, recording.node_of(outputs if index is None else outputs[index])) for node, index in results_taken
+        ]
         for node, new in results:
             check_same(node, new, plan.sizes)
         recording.check(results)
@@ -101,13 +103,13 @@ def _results_taken(call: Node) -> list[tuple[Node, int | None]]:
     """The nodes that take a result of the call, with its number; the call itself where it gives one tensor."""
     if tensor_value(call) is not None:
         return [(call, None)]
-    taken: list[tuple[Node, int | None]] = []
+    getitems: list[tuple[Node, int | None]] = []
     for user in call.users:
         if user.target is not operator.getitem or user.args[0] is not call or not isinstance(user.args[1], int):
             raise CannotExpand(f"all that it returns is used by {user.name}")
         if user.users:
-            taken.append((user, user.args[1]))
-    return taken
+            getitems.append((user, user.args[1]))
+    return getitems
 
 
 def check_same(node: Node, new: Node, sizes: Sizes) -> None:
@@ -115,13 +117,13 @@ def check_same(node: Node, new: Node, sizes: Sizes) -> None:
     before, after = tensor_value(node), tensor_value(new)
     if before is None or after is None:
         raise CannotExpand(f"{node.name} is not a tensor")
-    for what, a, b in (
+    for aspect, a, b in (
         ("type", (before.dtype, before.device), (after.dtype, after.device)),
         ("shape", sizes.shape(before), sizes.shape(after)),
         ("layout", _strides(before, sizes), _strides(after, sizes)),
     ):
         if a != b:
-            raise CannotExpand(f"taken apart it has another {what}: {b}, not {a}")
+            raise CannotExpand(f"taken apart it has another {aspect}: {b}, not {a}")
 
 
 def _strides(tensor: torch.Tensor, sizes: Sizes) -> tuple[Index, ...]:
@@ -168,13 +170,13 @@ class Recorder(TorchFunctionMode):
             elif attribute_module(node) is None:
                 raise CannotExpand(f"{node.name} has no fake value")
         args, kwargs = torch.fx.map_arg((call.args, call.kwargs), fake_value)
-        with self.plan.running(), self.plan.adding_no_guard() as asked, self:
+        with self.plan.running(), self.plan.adding_no_guard() as new_guards, self:
             try:
                 outputs = function(*args, **kwargs)
             except Exception:
-                if not asked:
+                if not new_guards:
                     raise
-        if asked:
+        if new_guards:
             raise CannotExpand("it would hold for some sizes only, and they are not checked")
         return outputs
 
@@ -183,8 +185,8 @@ class Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             result = run_again(node, args, kwargs)
         if isinstance(result, torch.Tensor):
-            given = self._argument(args), self._argument(kwargs)
-            self.remember(result, self._insert(node.op, node.target, *given, result))
+            arguments = self._argument(args), self._argument(kwargs)
+            self.remember(result, self._insert(node.op, node.target, *arguments, result))
         return result
 
     def node_of(self, value: Any) -> Node:
@@ -212,17 +214,17 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _record(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Node:
-        given = self._argument(args), self._argument(kwargs)
+        arguments = self._argument(args), self._argument(kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute: x.mT
             own = getattr(func, "__self__", None)
-            node = self._insert("call_function", getattr, (given[0][0], getattr(own, "__name__", "")), {}, result)
+            node = self._insert("call_function", getattr, (arguments[0][0], getattr(own, "__name__", "")), {}, result)
         elif getattr(torch.Tensor, name, None) is not func:
-            node = self._insert("call_function", func, *given, result)
+            node = self._insert("call_function", func, *arguments, result)
         elif name in _OPERATORS:
-            node = self._insert("call_function", _OPERATORS[name], *given, result)
+            node = self._insert("call_function", _OPERATORS[name], *arguments, result)
         else:
-            node = self._insert("call_method", name, *given, result)
+            node = self._insert("call_method", name, *arguments, result)
         self.remember(result, node)
         return node
 

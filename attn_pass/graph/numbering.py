@@ -24,10 +24,10 @@ class Numbers:
     def of(self, node: Node) -> Any:
         """The number of a value; the node itself where it is an input, or is not known to be the same once more."""
         if node not in self._known:
-            self._known[node] = self._made(node, _MOST)
+            self._known[node] = self._numbered(node, _MOST)
         return self._known[node]
 
-    def _made(self, node: Node, depth: int) -> Any:
+    def _numbered(self, node: Node, depth: int) -> Any:
         if node in self._known:
             return self._known[node]
         computed = node.op in ("call_function", "call_method") and is_pure(node)
@@ -45,4 +45,4 @@ class Numbers:
         if not isinstance(value, Node):
             return repr(value)
         written = self._effects.last_mutation(value, at)
-        return str((self._made(value, depth - 1), None if written is None else written.position))
+        return str((self._numbered(value, depth - 1), None if written is None else written.position))

@@ -387,8 +387,8 @@ def _ambient_autocast() -> Iterable[Autocast]:
 
 def _sdpa_enabled(name: str) -> bool:
     getter = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "mem_efficient"}
-    asked = getattr(torch._C, f"_get_{getter.get(name, name.lower())}_sdp_enabled", None)
-    return asked is None or bool(asked())
+    is_enabled = getattr(torch._C, f"_get_{getter.get(name, name.lower())}_sdp_enabled", None)
+    return is_enabled is None or bool(is_enabled())
 
 
 def _sdpa_order() -> list[str]:

@@ -75,12 +75,12 @@ def _prepared(graph: Graph, use: ShapeUse, gone: Set[Node], sizes: Sizes) -> _Re
 
 
 def _held(
-    graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, wanted: set[Index]
+    graph: Graph, before: Node, gone: Set[Node], sizes: Sizes, needed_sizes: set[Index]
 ) -> dict[Index, tuple[Node, int | None]]:
     """The nodes from which each needed size can be read."""
     holders: dict[Index, tuple[Node, int | None]] = {}
     for node in graph.nodes:
-        if node is before or len(holders) == len(wanted):
+        if node is before or len(holders) == len(needed_sizes):
             break
         value = fake_value(node)
         if node in gone:
@@ -91,7 +91,7 @@ def _held(
             here = [(size, dim) for dim, size in enumerate(sizes.shape(value))]
         else:
             continue
-        holders |= {size: (node, dim) for size, dim in here if size in wanted - holders.keys()}
+        holders |= {size: (node, dim) for size, dim in here if size in needed_sizes - holders.keys()}
     return holders
 
 
@@ -99,13 +99,13 @@ def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:
     use = item.use
     value = tensor_value(use.node)
     assert isinstance(value, FakeTensor)
-    key, made = value_key(use.user), list[Node]()
+    key, new_nodes = value_key(use.user), list[Node]()
 
     def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         new = graph.call_function(target, args, kwargs)
         fakes = torch.fx.node.map_arg((args, kwargs), fake_value)
         new.meta[key] = target(*fakes[0], **fakes[1])
-        made.append(new)
+        new_nodes.append(new)
         return new
 
     with graph.inserting_before(use.user), value.fake_mode, enable_python_dispatcher():
@@ -120,7 +120,7 @@ def _insert(graph: Graph, item: _Ready) -> Iterator[Node]:
         stand_in = dense if use.strides else call(aten.expand.default, dense, sizes)
         if item.order != tuple(range(len(sizes))):
             stand_in = call(aten.permute.default, stand_in, [item.order.index(d) for d in range(len(sizes))])
-    for node in made:
+    for node in new_nodes:
         node.meta.update({k: v for k, v in use.user.meta.items() if k in ("stack_trace", "nn_module_stack")})
     use.user.replace_input_with(use.node, stand_in)
-    yield from made
+    yield from new_nodes

@@ -217,9 +217,14 @@ def indexed_by_export(node: Node) -> tuple[Node, tuple[Any, ...]] | None:
     spec, (name, *flat) = attribute(node.args[1]), node.args[2:]
     if not isinstance(spec, pytree.TreeSpec) or name != _INDEX:
         return None
-    given, named = pytree.tree_unflatten([name, *flat], spec)
-    is_index = len(given) == 3 and not named and isinstance(given[1], Node) and isinstance(given[2], (list, tuple))
-    return (given[1], tuple(given[2])) if is_index else None
+    positional, named = pytree.tree_unflatten([name, *flat], spec)
+    is_index = (
+        len(positional) == 3
+        and not named
+        and isinstance(positional[1], Node)
+        and isinstance(positional[2], (list, tuple))
+    )
+    return (positional[1], tuple(positional[2])) if is_index else None
 
 
 _INDEX = "torch._dynamo._trace_wrapped_higher_order_op.ModIndex"

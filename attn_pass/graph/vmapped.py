@@ -50,14 +50,14 @@ class Unbatched:
 
     def settle(self) -> bool:
         """Keeps the operators where something was made of them, and the level where not; returns whether they stay."""
-        made = set(self.nodes)
-        inner = made - {new for _, new in self.results}
-        if any(n._erased for n in made) or any(user not in made for node in inner for user in node.users):
+        own_nodes = set(self.nodes)
+        inner = own_nodes - {new for _, new in self.results}
+        if any(n._erased for n in own_nodes) or any(user not in own_nodes for node in inner for user in node.users):
             for node in reversed(self.level):
                 node.graph.erase_node(node)
             return True
         for old, new in self.results:
-            new.replace_all_uses_with(old, delete_user_cb=lambda user: user not in made)
+            new.replace_all_uses_with(old, delete_user_cb=lambda user: user not in own_nodes)
             pass_name(new, old)
         _erase(self.nodes)
         return False
@@ -71,7 +71,7 @@ def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
     if not any(_is(node, "_vmap_increment_nesting") for node in gm.graph.nodes):
         return []
     effects, regions, size_nodes = Effects(gm.graph), Regions(gm.graph, outer), SizeNodes(gm, sizes)
-    made = []
+    unbatched = []
     for level in list(_levels(gm)):
         region = replace(regions.of(level[0]), functorch=regions.of(level[0]).functorch[:-1])
         size_nodes.made.clear()
@@ -79,10 +79,10 @@ def without_vmap(gm: GraphModule, sizes: Sizes, outer: Region, in_body: bool) ->
             _check(level, region, regions)
             results = [n for n in level if _is(n, "_remove_batch_dim") and not set(n.users) <= set(level)]
             plan = Plan(gm, results[-1], region, size_nodes, effects, in_body)
-            made.append(_unbatched(plan, level, results, sizes))
+            unbatched.append(_unbatched(plan, level, results, sizes))
         except Exception:  # whatever an operator that has no batching rule raises
             continue
-    return made
+    return unbatched
 
 
 def _is(node: Node, name: str) -> bool:
@@ -130,8 +130,8 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
     known = {n: fake_value(n) for n in inputs if n not in tensors}
     fakes = [fake_value(n) for n in tensors]
 
-    def run(*given: Any) -> list[Any]:
-        values: dict[Node, Any] = {**known, **dict(zip(tensors, given))}
+    def run(*inputs: Any) -> list[Any]:
+        values: dict[Node, Any] = {**known, **dict(zip(tensors, inputs))}
         for node in level:
             if node.op == "get_attr":
                 values[node] = attribute(node)
@@ -144,24 +144,24 @@ def _unbatched(plan: Plan, level: tuple[Node, ...], results: list[Node], sizes: 
             )
         return [values[node] for node in results]
 
-    with plan.running(), plan.adding_no_guard() as asked, _closing_levels():
+    with plan.running(), plan.adding_no_guard() as new_guards, _closing_levels():
         traced = make_fx(run)(*fakes)
-    if asked:
+    if new_guards:
         raise CannotExpand("it would hold for some sizes only, and they are not checked")
-    made: list[Node] = []
+    new_nodes: list[Node] = []
     try:
-        outputs = _copied(plan, traced, tensors, made)
-        for node in made:
+        outputs = _copied(plan, traced, tensors, new_nodes)
+        for node in new_nodes:
             level[0].prepend(node)
         pairs = tuple(zip(results, outputs, strict=True))
-        if len(set(outputs)) != len(outputs) or not set(outputs) <= set(made):
+        if len(set(outputs)) != len(outputs) or not set(outputs) <= set(new_nodes):
             raise CannotExpand("it returns one of its inputs, or the same tensor twice")
         for old, new in pairs:
             check_same(old, new, sizes)
     except Exception:
-        _erase(made)
+        _erase(new_nodes)
         raise
-    return Unbatched(level, tuple(made), pairs)
+    return Unbatched(level, tuple(new_nodes), pairs)
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _closing_levels() -> Iterator[None]:
             functorch._vmap_decrement_nesting()
 
 
-def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], made: list[Node]) -> list[Node]:
+def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], new_nodes: list[Node]) -> list[Node]:
     """The traced operators as nodes; they run on fake values again, which shows what has a gradient."""
     nodes: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs))
     for node in traced.graph.nodes:
@@ -187,11 +187,11 @@ def _copied(plan: Plan, traced: GraphModule, inputs: list[Node], made: list[Node
         if node.op != "call_function" or _does_more(node.target):
             raise CannotExpand(f"{node.name} has side effects")
         args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
-        given, named = map_arg((args, kwargs), fake_value)
+        fakes, named = map_arg((args, kwargs), fake_value)
         with plan.running():
-            fake = node.target(*given, **named)
+            fake = node.target(*fakes, **named)
         nodes[node] = plan.insert_node("call_function", node.target, args, kwargs, fake)
-        made.append(nodes[node])
+        new_nodes.append(nodes[node])
     raise CannotExpand("it gives nothing")
 
 

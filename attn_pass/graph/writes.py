@@ -360,11 +360,11 @@ def _writes_arguments(written: tuple[tuple[int, str], ...], whole: bool, out: bo
     def write(node: Node) -> list[Write]:
         writes = []
         for index, argument in written:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument)
-            if given is None and argument == "self":
-                given = node.kwargs.get("input")
-            for target in nodes_in(given):
-                fills = _fills(node, target) if out else whole and isinstance(given, Node)
+            written_argument = node.args[index] if index < len(node.args) else node.kwargs.get(argument)
+            if written_argument is None and argument == "self":
+                written_argument = node.kwargs.get("input")
+            for target in nodes_in(written_argument):
+                fills = _fills(node, target) if out else whole and isinstance(written_argument, Node)
                 writes.append(Write(target, fills, rebinds))
         return writes
 
