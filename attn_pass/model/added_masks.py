@@ -26,8 +26,8 @@ def kept_in_place_of_added(a: Attention) -> Attention | None:
     keep = None if mask.fills is None else _keep(mask.computed.bias)
     if keep is None or not (_absorbs(keep, a) or mask.never_empty):
         return None
-    kept = replace(mask, bias=None, keep=keep, fills=None, computed=Computed(None, keep.condition))
-    return replace(a, mask=replace(kept, by_distance=None))
+    without_bias = replace(mask, bias=None, keep=keep, fills=None, computed=Computed(None, keep.condition))
+    return replace(a, mask=replace(without_bias, by_distance=None))
 
 
 def kept_beside_learned(a: Attention) -> Attention | None:
@@ -43,8 +43,10 @@ def kept_beside_learned(a: Attention) -> Attention | None:
         return None
     bias, keep = split
     computed = Computed(bias, keep.condition)
-    kept = replace(mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, bias_is_learned=True)
-    return replace(a, mask=kept)
+    separated = replace(
+        mask, bias=bias, keep=keep, fills=None, by_distance=None, computed=computed, bias_is_learned=True
+    )
+    return replace(a, mask=separated)
 
 
 def kept_beside_products(a: Attention) -> Attention | None:
@@ -103,8 +105,8 @@ def _is_learned(bias: Expr, a: Attention) -> bool:
     read = [e for e in parts if isinstance(e, Load)]
     if not read or any(a.sources[e.source].kind != "table" for e in read):
         return False
-    made = all(e.op in ("cast", "add", "sub", "neg") for e in parts if isinstance(e, Apply))
-    return made and all(isinstance(e, Apply | Load) for e in parts)
+    is_only_added = all(e.op in ("cast", "add", "sub", "neg") for e in parts if isinstance(e, Apply))
+    return is_only_added and all(isinstance(e, Apply | Load) for e in parts)
 
 
 def _is_of_products(bias: Expr, a: Attention) -> bool:

@@ -231,8 +231,8 @@ def _ranged(condition: Expr, key: Index, row: Index, keys: Axis) -> str | None:
         return None
     if condition.op == "or":
         options = [[p for c in conjuncts(arg) for p in _parted(c, key, row, keys)] for arg in condition.args]
-        words = [" and ".join(str(p) for p in _together(parts)) for parts in options]
-        return " or ".join(dict.fromkeys(words)) if any(RANGE in w for w in words) else None
+        texts = [" and ".join(str(p) for p in _together(parts)) for parts in options]
+        return " or ".join(dict.fromkeys(texts)) if any(RANGE in w for w in texts) else None
     if condition.op not in ("le", "lt", "ge", "gt") or len(condition.args) != 2:
         return None
     left, right = (_without_loads(a, {keys}) for a in condition.args)

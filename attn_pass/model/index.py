@@ -256,8 +256,8 @@ def _bound(index: Index, upper: bool) -> Index | None:
                 top = _bound(atom.value, True)
                 if top is None:
                     return None
-                whole = isinstance(top, int) and isinstance(atom.divisor, int)
-                term = term * (top // atom.divisor if whole else top)  # type: ignore[operator]
+                are_integers = isinstance(top, int) and isinstance(atom.divisor, int)
+                term = term * (top // atom.divisor if are_integers else top)  # type: ignore[operator]
         total = total + term
     return total
 
@@ -348,36 +348,36 @@ def divide(value: Index, divisor: Index) -> tuple[Index, Index]:
         return value, 0
     if isinstance(value, int) and isinstance(divisor, int):
         return divmod(value, divisor)
-    whole: Index = 0
+    exact_part: Index = 0
     rest: Index = 0
     for monomial, coefficient in _terms(value):
         term = _make({monomial: coefficient})
         exact = divide_exactly(term, divisor)
         if exact is not None:
-            whole = whole + exact
+            exact_part = exact_part + exact
         elif isinstance(divisor, int) and abs(coefficient) >= divisor:
             quotient, left = divmod(coefficient, divisor)
-            whole = whole + _make({monomial: quotient})
+            exact_part = exact_part + _make({monomial: quotient})
             rest = rest + (_make({monomial: left}) if left else 0)
         else:
             rest = rest + term
     if is_nonnegative(rest) and is_less(rest, divisor):
-        return whole, rest
+        return exact_part, rest
     if isinstance(rest, int) or not is_nonnegative(rest):
         # A symbolic divisor is not comparable with a number; and what is below a division must not be negative.
-        whole, rest = 0, value
+        exact_part, rest = 0, value
     if isinstance(rest, int):
         rest_poly = Poly({_ONE: rest})
-        return whole + Poly.of(Quotient(rest_poly, divisor)), Poly.of(Remainder(rest_poly, divisor))
+        return exact_part + Poly.of(Quotient(rest_poly, divisor)), Poly.of(Remainder(rest_poly, divisor))
     reduced = _reduce(rest, divisor)
     if reduced is not None:
-        return whole + reduced[0], reduced[1]
+        return exact_part + reduced[0], reduced[1]
     if len(rest.terms) == 1:
         ((monomial, coefficient),) = rest.terms.items()
         if coefficient == 1 and len(monomial) == 1 and isinstance(monomial[0], Quotient):
             inner = monomial[0]
-            return whole + divide(inner.value, inner.divisor * divisor)[0], Poly.of(Remainder(rest, divisor))
-    return whole + Poly.of(Quotient(rest, divisor)), Poly.of(Remainder(rest, divisor))
+            return exact_part + divide(inner.value, inner.divisor * divisor)[0], Poly.of(Remainder(rest, divisor))
+    return exact_part + Poly.of(Quotient(rest, divisor)), Poly.of(Remainder(rest, divisor))
 
 
 def _reduce(rest: Poly, divisor: Index) -> tuple[Index, Index] | None:

@@ -41,15 +41,15 @@ def picture_of(a: Attention, values: Sequence[torch.Tensor | None], hint: Callab
     row_cells, key_cells = _cells(rows), _cells(keys)
     at_rows = torch.tensor([n for cell in row_cells for n in cell])
     at_keys = torch.tensor([n for cell in key_cells for n in cell])
-    kept, known = _Sampled(a, values, hint, at_rows, at_keys).expression(condition)
+    keeps, known = _Sampled(a, values, hint, at_rows, at_keys).expression(condition)
     shape = (len(at_rows), len(at_keys))
-    kept, known = (kept != 0).expand(shape), known.expand(shape)
+    keeps, known = (keeps != 0).expand(shape), known.expand(shape)
     cells, top = [], 0
     for row in row_cells:
         line, left = "", 0
         for key in key_cells:
-            place = (slice(top, top + len(row)), slice(left, left + len(key)))
-            line += _kind(kept[place], known[place])
+            region = (slice(top, top + len(row)), slice(left, left + len(key)))
+            line += _kind(keeps[region], known[region])
             left += len(key)
         cells.append(line)
         top += len(row)
@@ -80,16 +80,16 @@ def _cells(length: int) -> list[list[int]]:
     return cells
 
 
-def _kind(kept: torch.Tensor, known: torch.Tensor) -> str:
+def _kind(keeps: torch.Tensor, known: torch.Tensor) -> str:
     if not bool(known.all()):
         return UNKNOWN
-    return ALL if bool(kept.all()) else SOME if bool(kept.any()) else NONE
+    return ALL if bool(keeps.all()) else SOME if bool(keeps.any()) else NONE
 
 
 def _remark(a: Attention, condition: Expr, sampled: bool) -> str:
     used = expression_axes(condition)
-    words = ["of the first batch entry and head"] if any(x in used for x in (*a.batch, *a.heads)) else []
-    return ", ".join([*words, *(["sampled"] if sampled else [])])
+    remarks = ["of the first batch entry and head"] if any(x in used for x in (*a.batch, *a.heads)) else []
+    return ", ".join([*remarks, *(["sampled"] if sampled else [])])
 
 
 class _Sampled:

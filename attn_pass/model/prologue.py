@@ -54,11 +54,13 @@ class Rotation:
     def __str__(self) -> str:
         rotated = sum(stop - start for start, stop in self.dims)
         ranges = " and ".join(f"{start} to {stop - 1}" for start, stop in self.dims)
-        what = f"all {self.head_dim} elements" if rotated == self.head_dim else f"elements {ranges} of {self.head_dim}"
+        rotated_part = (
+            f"all {self.head_dim} elements" if rotated == self.head_dim else f"elements {ranges} of {self.head_dim}"
+        )
         pairs = {"halves": "in halves", "neighbours": "interleaved", "other": "in pairs of another order"}[self.pairing]
         times = f", {self.parts} times" if self.parts > 1 else ""
         tables = ", with tables for each sequence" if self.per_sequence else ""
-        return f"rotary over {what}, {pairs}{times}{tables}"
+        return f"rotary over {rotated_part}, {pairs}{times}{tables}"
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,8 @@ def reference(
     value = pv.load(attention.value).expand(pv.shape).reshape(*lead, keys, value_width)
     out = (weights.reshape(*lead, rows, keys) @ value).reshape([*lead, *qk.shape[width:-2], *pv.shape[width + 1 :]])
     order = list(outer + attention.rows + attention.value_dim)
-    wanted = [a for dims in attention.output for a in dims]
-    out = out.permute([order.index(a) for a in wanted] + [i for i, a in enumerate(order) if a not in wanted])
+    output_axes = [a for dims in attention.output for a in dims]
+    out = out.permute([order.index(a) for a in output_axes] + [i for i, a in enumerate(order) if a not in output_axes])
     return out.reshape([int(product(qk_size(pv, qk, a) for a in dims)) for dims in attention.output])  # type: ignore[arg-type]
 
 

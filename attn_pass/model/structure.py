@@ -101,8 +101,8 @@ class Either:
         return out
 
     def __str__(self) -> str:
-        words = [" and ".join(str(part) for part in option) for option in self.options]
-        return " or ".join(f"({w})" if " and " in w else w for w in words)
+        texts = [" and ".join(str(part) for part in option) for option in self.options]
+        return " or ".join(f"({w})" if " and " in w else w for w in texts)
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ class Structure:
         return self if part in self.parts else replace(self, parts=(*self.parts, part))
 
     def __str__(self) -> str:
-        words = [f"({p})" if isinstance(p, Either) and len(self.parts) > 1 else str(p) for p in self.parts]
-        return " and ".join(words) or "none"
+        texts = [f"({p})" if isinstance(p, Either) and len(self.parts) > 1 else str(p) for p in self.parts]
+        return " and ".join(texts) or "none"
 
 
 EVERYTHING = Structure()

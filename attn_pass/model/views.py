@@ -118,10 +118,10 @@ def _view_steps(shape: tuple[Index, ...], index: Sequence[Index], groups: Sequen
         held.append(chain)
         sizes.append(extent)
     flat = [a for chain in held for a in chain]
-    wanted = [a for group in groups for a in group if a.size != 1]
-    if len(set(flat)) != len(flat) or len(set(wanted)) != len(wanted):
+    wanted_axes = [a for group in groups for a in group if a.size != 1]
+    if len(set(flat)) != len(flat) or len(set(wanted_axes)) != len(wanted_axes):
         raise NoView("an axis occurs twice (a diagonal)")
-    if not set(flat) <= set(wanted):
+    if not set(flat) <= set(wanted_axes):
         raise NoView("the source depends on an axis the operand does not have")
 
     units = _units(held, groups)
@@ -236,17 +236,17 @@ def shape_after(shape: tuple[Index, ...], step: Step) -> tuple[Index, ...]:
 
 def _without_round_trips(shape: tuple[Index, ...], steps: list[Step]) -> tuple[Step, ...]:
     """Reshapes in a row become the last of them, and none where the shape is back to what it was."""
-    kept: list[tuple[Step, tuple[Index, ...]]] = []  # with the shape before each
+    steps_left: list[tuple[Step, tuple[Index, ...]]] = []  # with the shape before each
     for step in steps:
         before = shape
         shape = shape_after(shape, step)
         if isinstance(step, Reshape):
-            while kept and isinstance(kept[-1][0], Reshape):
-                before = kept.pop()[1]
+            while steps_left and isinstance(steps_left[-1][0], Reshape):
+                before = steps_left.pop()[1]
             if before == shape:
                 continue
-        kept.append((step, before))
-    return tuple(step for step, _ in kept)
+        steps_left.append((step, before))
+    return tuple(step for step, _ in steps_left)
 
 
 def _units(held: Sequence[tuple[Axis, ...]], groups: Sequence[Group]) -> list[tuple[Axis, ...]]:
