@@ -51,12 +51,12 @@ class ProjectionReport(Record):
     def line(self) -> str:
         """The record as a line of text."""
         roles = ", ".join(self.roles)
-        what = f"{roles} ({self.features} to {' + '.join(map(str, self.widths))} features)"
+        layers = f"{roles} ({self.features} to {' + '.join(map(str, self.widths))} features)"
         times = "" if self.groups == 1 else f", {self.groups} times"
         gain = ""
         if {"leave", "join"} <= self.predicted_us.keys():
             joined, apart = (duration(self.predicted_us[name]) for name in ("join", "leave"))
             gain = f", predicted {joined} instead of {apart}"
         if self.outcome == "joined":
-            return f"projections joined into one: {what}{times}{gain}, {self.where}"
-        return f"{_LEFT[len(self.roles) > 1]}: {what}{times}: {self.reason}, {self.where}"
+            return f"projections joined into one: {layers}{times}{gain}, {self.where}"
+        return f"{_LEFT[len(self.roles) > 1]}: {layers}{times}: {self.reason}, {self.where}"

@@ -146,13 +146,13 @@ class Report:
         outcomes = [(sum(site.outcome == name for site in sites), name) for name in ("rewritten", "decomposed", "left")]
         shown = ", ".join(f"{number} {name}" for number, name in outcomes if number)
         misses = sum(site.kind == "near miss" for site in sites)
-        what = counted(len(sites) - misses, "attention site")
+        counts_text = counted(len(sites) - misses, "attention site")
         if self.attentions > len(sites) - misses:
-            what += f" ({self.attentions} calls)"
+            counts_text += f" ({self.attentions} calls)"
         if misses:
             near = counted(misses, "near miss", "near misses")
-            what = near if misses == len(sites) else f"{what} and {near}"
-        return f"attn_pass: {what}: {shown}{self.breaks_in_words()} ({took})"
+            counts_text = near if misses == len(sites) else f"{counts_text} and {near}"
+        return f"attn_pass: {counts_text}: {shown}{self.breaks_in_words()} ({took})"
 
     def breaks_in_words(self) -> str:
         """The graph breaks as the end of a sentence; "" for none."""

@@ -132,9 +132,9 @@ class SiteReport:
     @property
     def bytes_saved(self) -> float:
         """Predicted bytes of memory traffic that the rewrite saves in one call; 0 if they are not known."""
-        taken = self.roofline.get(self.target or "", {})
+        chosen = self.roofline.get(self.target or "", {})
         before = self.roofline.get("leave", {})
-        return before["bytes"] - taken["bytes"] if "bytes" in before and "bytes" in taken else 0.0
+        return before["bytes"] - chosen["bytes"] if "bytes" in before and "bytes" in chosen else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, with lists for tuples and no object of torch: ready for JSON."""

@@ -59,22 +59,21 @@ def observed(gm: GraphModule) -> Iterator[None]:
         yield
 
 
-def is_bisected_away(what: Callable[[], str]) -> bool:
-    """Whether torch's compiler bisector disables a rewrite; it calls ``what`` for a description once it has found the
-    culprit.
+def is_bisected_away(description: Callable[[], str]) -> bool:
+    """Whether torch's compiler bisector disables a rewrite; it calls ``description`` once it found the culprit.
 
     It replaces custom backends, so it sees only the rewrites of `attn_pass.install` and `enabled`.
     """
     module = sys.modules.get("torch._inductor.compiler_bisector")
     if module is None:
         return False
-    return bool(module.CompilerBisector.disable_subsystem("inductor", "pre_grad_passes", what))
+    return bool(module.CompilerBisector.disable_subsystem("inductor", "pre_grad_passes", description))
 
 
 def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """Adds an artifact to the structured trace; a failure to make it is logged and does not fail the compile."""
 
-    def made() -> str:
+    def payload_or_null() -> str:
         try:
             return payload()
         except Exception as error:
@@ -82,7 +81,10 @@ def _trace(name: str, encoding: str, payload: Callable[[], str]) -> None:
             return "null"
 
     trace_structured(
-        "artifact", lambda: {"name": f"{NAME}_{name}", "encoding": encoding}, payload_fn=made, expect_trace_id=False
+        "artifact",
+        lambda: {"name": f"{NAME}_{name}", "encoding": encoding},
+        payload_fn=payload_or_null,
+        expect_trace_id=False,
     )
 
 

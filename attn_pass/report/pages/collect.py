@@ -44,10 +44,10 @@ class Collection:
     @property
     def report(self) -> Report:
         """All sites, as one report."""
-        whole = Report()
+        merged = Report()
         for graph in self.graphs:
-            whole.extend(graph.report)
-        return whole
+            merged.extend(graph.report)
+        return merged
 
 
 _ACTIVE: ContextVar[tuple[Collection, ...]] = ContextVar("attn_pass_collections", default=())
@@ -190,18 +190,18 @@ def printed(gm: GraphModule) -> str:
     return _tried("printing a graph", readable) or ""
 
 
-def _tried(what: str, make: Callable[[], Any]) -> Any:
+def _tried(action: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
     except Exception as error:
-        warn_once(what, error)
+        warn_once(action, error)
         return None
 
 
-def warn_once(what: str, error: Exception) -> None:
+def warn_once(action: str, error: Exception) -> None:
     """Warn of something that was to be shown and could not be made."""
     warnings.warn(
-        f"attn_pass: {what} failed ({type(error).__name__}: {first_line(error)}); compilation is not affected",
+        f"attn_pass: {action} failed ({type(error).__name__}: {first_line(error)}); compilation is not affected",
         AttnPassWarning,
         stacklevel=3,
     )

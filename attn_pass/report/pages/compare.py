@@ -90,7 +90,7 @@ class Comparison:
         counts: dict[str, int] = defaultdict(int)
         for change in self.changes:
             counts["appeared" if change.before is None else "gone" if change.after is None else "different"] += 1
-        shown = ", ".join(f"{number} {what}" for what, number in counts.items())
+        shown = ", ".join(f"{number} {kind}" for kind, number in counts.items())
         worse = f"; {len(self.worse)} left that was not before" if self.worse else ""
         return f"attn_pass: {shown}, {self.same} the same{worse}"
 
@@ -163,9 +163,9 @@ def compared(before: ReportView, after: ReportView) -> Comparison:
         return place if even else (*place, site.form, site.mask, site.dtype, tuple(site.shapes.items()))
 
     for key in (alike, _exact, _by_function):
-        free, taken = defaultdict(list), {id(site) for site in partner.values()}
+        free, matched_before = defaultdict(list), {id(site) for site in partner.values()}
         for site in earlier:
-            if id(site) not in taken:
+            if id(site) not in matched_before:
                 free[key(site)].append(site)
         for site in later:
             if id(site) not in partner and free[key(site)]:
@@ -219,11 +219,11 @@ def _cell(change: Change, side: int) -> str:
     outcome = site.became
     if site.poor_cases:
         outcome += f" ({', '.join(site.poor_cases)})"
-    leaving, taken = baseline_us(site), time_taken(site)
+    stock_time, chosen_time = baseline_us(site), time_taken(site)
     how = "measured" if site.measured_us else "predicted"
-    times = "" if leaving is None else f"{how} {duration(leaving)} {site.baseline}"
+    times = "" if stock_time is None else f"{how} {duration(stock_time)} {site.baseline}"
     reason = "" if times and site.reason.startswith(times) else site.reason  # which has the same two times
-    times += "" if taken is None else f", {duration(taken)} as taken"
+    times += "" if chosen_time is None else f", {duration(chosen_time)} as taken"
     return "\n".join(filter(None, (outcome, times, reason)))
 
 

@@ -80,8 +80,8 @@ class Entry:
     def searched(self) -> str:
         """What the text filter looks at."""
         site = self.site
-        words = [site.where, site.form, site.mask, site.reason, site.target or "", site.dtype, site.device]
-        return " ".join([*words, *self.shapes, *(s.module for s in self.sites), *site.poor_cases]).lower()
+        texts = [site.where, site.form, site.mask, site.reason, site.target or "", site.dtype, site.device]
+        return " ".join([*texts, *self.shapes, *(s.module for s in self.sites), *site.poor_cases]).lower()
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ def _totals(entries: list[Entry]) -> dict[str, float]:
 
 def _baseline(entries: list[Entry]) -> str:
     """What the total is told against: stock where that is known of every site."""
-    words = {e.site.baseline for e in entries if e.us is not None and e.site.kind != "near miss"}
-    return words.pop() if len(words) == 1 else "as written, or with stock where that was looked at"
+    baselines = {e.site.baseline for e in entries if e.us is not None and e.site.kind != "near miss"}
+    return baselines.pop() if len(baselines) == 1 else "as written, or with stock where that was looked at"
 
 
 def _how(entries: list[Entry]) -> str:

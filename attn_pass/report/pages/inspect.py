@@ -128,14 +128,14 @@ class _Folder:
         self._outputs(section, f"{name}/bytecode", functions, "a function as Dynamo runs it")
         return section
 
-    def _outputs(self, section: Section, folder: str, outputs: list[Output], what: str) -> None:
-        taken: set[str] = set()
+    def _outputs(self, section: Section, folder: str, outputs: list[Output], description: str) -> None:
+        used_names: set[str] = set()
         for output in outputs:
             stem, dot, suffix = re.sub(r"[^\w.-]", "_", output.name).rpartition(".")
             numbered = (f"{stem}{f'_{n}' if n > 1 else ''}{dot}{suffix}" for n in count(1))
-            name = next(name for name in numbered if name.lower() not in taken)  # some file systems know no case
-            taken.add(name.lower())
-            self._file(section, f"{folder}/{name}", lambda text=output.text: text, what)  # type: ignore[misc]
+            name = next(name for name in numbered if name.lower() not in used_names)  # some file systems know no case
+            used_names.add(name.lower())
+            self._file(section, f"{folder}/{name}", lambda text=output.text: text, description)  # type: ignore[misc]
 
     def _drawing(self, section: Section, name: str, drawing: str) -> None:
         if shutil.which("dot") is None:
@@ -150,7 +150,7 @@ class _Folder:
             return
         self._file(section, name, lambda: drawn.stdout.decode(), "the graph as it was handed on, drawn")
 
-    def _file(self, section: Section, name: str, make: Callable[[], str], what: str) -> None:
+    def _file(self, section: Section, name: str, make: Callable[[], str], description: str) -> None:
         """Write one file; a failure is one warning and concerns no other."""
         try:
             path = self.root / name
@@ -160,7 +160,7 @@ class _Folder:
             warn_once(f"writing {name}", error)
             section.missing.append(f"{name} could not be written: {type(error).__name__}: {error}")
         else:
-            section.files.append((name, what))
+            section.files.append((name, description))
 
 
 def _of_graph(graph: GraphRecord, outputs: list[Output], alone: bool) -> list[Output]:

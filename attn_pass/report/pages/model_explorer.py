@@ -53,7 +53,7 @@ def _graph(name: str, nodes: Sequence[Mapping[str, Any]], sites: Mapping[str, Si
 def _with_site(node: Mapping[str, Any], site: SiteReport | None) -> dict[str, Any]:
     if site is None:
         return dict(node)
-    told = {
+    attributes = {
         "attention": site.id,
         "outcome": site.became,
         "why": site.reason,
@@ -65,16 +65,16 @@ def _with_site(node: Mapping[str, Any], site: SiteReport | None) -> dict[str, An
         **{f"refused by {target}": why for target, why in site.refusals.items() if target not in site.other_devices},
     }
     colour = COLOURS["near miss" if site.kind == "near miss" else site.outcome]
-    return {**node, "attrs": [*node["attrs"], *_attributes(told)], "style": {"backgroundColor": colour}}
+    return {**node, "attrs": [*node["attrs"], *_attributes(attributes)], "style": {"backgroundColor": colour}}
 
 
 def _node(node: Node) -> dict[str, Any]:
-    told = {"op": node.op, "target": str(node.target), "where": source_line(node.meta)}
+    attributes = {"op": node.op, "target": str(node.target), "where": source_line(node.meta)}
     return {
         "id": node.name,
         "label": _label(node),
         "namespace": module_path(node.meta).replace(".", "/"),
-        "attrs": _attributes(told),
+        "attrs": _attributes(attributes),
         "incomingEdges": [
             {"sourceNodeId": source.name, "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
             for number, source in enumerate(node.all_input_nodes)
@@ -95,9 +95,9 @@ def _outputs(node: Node) -> list[dict[str, Any]]:
     value = node.meta.get("val", node.meta.get("example_value"))
     if not isinstance(value, torch.Tensor):
         return []
-    told = {"shape": f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}", "device": str(value.device)}
-    return [{"id": "0", "attrs": _attributes(told)}]
+    attributes = {"shape": f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}", "device": str(value.device)}
+    return [{"id": "0", "attrs": _attributes(attributes)}]
 
 
-def _attributes(told: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"key": key, "value": value[:_MOST]} for key, value in told.items() if value]
+def _attributes(attributes: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value[:_MOST]} for key, value in attributes.items() if value]

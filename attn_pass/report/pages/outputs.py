@@ -72,7 +72,7 @@ def watching(*, code: bool = True, bytecode: bool = True) -> Iterator[Outputs]:
         try:
             from torch._dynamo.convert_frame import register_bytecode_hook
 
-            handle = register_bytecode_hook(lambda old, new: _seen(outputs, old, new))
+            handle = register_bytecode_hook(lambda old, new: _note_bytecode(outputs, old, new))
         except Exception as error:
             outputs.remarks.append(f"this torch does not show the bytecode it writes: {error}")
     if code:
@@ -85,7 +85,7 @@ def watching(*, code: bool = True, bytecode: bool = True) -> Iterator[Outputs]:
             handle.remove()
 
 
-def _seen(outputs: Outputs, old: CodeType, new: CodeType) -> None:
+def _note_bytecode(outputs: Outputs, old: CodeType, new: CodeType) -> None:
     outputs.functions.append((old, new, str(CompileContext.current_compile_id() or "")))
 
 
@@ -103,6 +103,6 @@ def decompiled(outputs: Outputs) -> tuple[list[Output], str]:
             text = str(depyf.decompile(new))
         except Exception as error:
             text = f"# depyf could not decompile it: {type(error).__name__}: {error}\n"
-        place = f"# {old.co_filename}:{old.co_firstlineno}, as Dynamo runs it\n"
-        texts.append(Output(f"{old.co_name}.py", place + text, compile_id))
+        heading = f"# {old.co_filename}:{old.co_firstlineno}, as Dynamo runs it\n"
+        texts.append(Output(f"{old.co_name}.py", heading + text, compile_id))
     return texts, ""

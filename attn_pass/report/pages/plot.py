@@ -58,14 +58,14 @@ def plots(sites: Iterable[tuple[int, SiteReport]]) -> list[Plot]:
     by_rates: dict[tuple[str, float, float], list[tuple[int, SiteReport]]] = {}
     for number, site in sites:
         gflops, gbytes = _number(site.rates.get("gflops")), _number(site.rates.get("gbytes"))
-        if gflops and gbytes and _place(site, "leave") is not None:
+        if gflops and gbytes and _point(site, "leave") is not None:
             by_rates.setdefault((str(site.rates.get("device", "")), gflops, gbytes), []).append((number, site))
     return [_plot(*rates, points) for rates, points in by_rates.items()]
 
 
 def _plot(device: str, gflops: float, gbytes: float, sites: list[tuple[int, SiteReport]]) -> Plot:
     ridge = gflops / gbytes
-    pairs = [(n, site, _place(site, "leave"), _place(site, site.target or "")) for n, site in sites]
+    pairs = [(n, site, _point(site, "leave"), _point(site, site.target or "")) for n, site in sites]
     places = [p for *_, before, after in pairs for p in (before, after) if p is not None]
     x = _Axis([p[0] for p in places] + [ridge / 3, ridge * 3], _LEFT, WIDTH - _RIGHT)
     y = _Axis([p[1] for p in places] + [gflops], HEIGHT - _BOTTOM, _TOP)
@@ -116,7 +116,7 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _place(site: SiteReport, name: str) -> tuple[float, float] | None:
+def _point(site: SiteReport, name: str) -> tuple[float, float] | None:
     """(FLOPs a byte, GFLOP/s) of a form; None where they are not known."""
     point = site.roofline.get(name, {})
     flops, moved, us = (_number(point.get(key)) for key in ("flops", "bytes", "us"))
