@@ -41,7 +41,7 @@ class Group:
     @property
     def roles(self) -> tuple[str, ...]:
         """What each layer makes, in words."""
-        roles = ([r for r in ROLES if any(role == r for _, role in made)] for made in self.makes)
+        roles = ([r for r in ROLES if any(role == r for _, role in operands)] for operands in self.makes)
         return tuple(" and ".join(each) for each in roles)
 
     @property
@@ -51,17 +51,17 @@ class Group:
 
     def only(self, linears: Sequence[Linear], refusal: str = "") -> Group:
         """The same with some of the layers."""
-        kept = [(one, made) for one, made in zip(self.linears, self.makes) if one in linears]
-        return Group(tuple(one for one, _ in kept), tuple(made for _, made in kept), refusal)
+        remaining = [(one, operands) for one, operands in zip(self.linears, self.makes) if one in linears]
+        return Group(tuple(one for one, _ in remaining), tuple(operands for _, operands in remaining), refusal)
 
 
 def of_bodies(gm: GraphModule) -> Iterator[Group]:
     """The layers in bodies of a graph's higher-order operators, which stay as they are: what bodies take is fixed."""
     for name, module in gm.named_modules():
-        for node, made in marked(module.graph).items() if name and isinstance(module, GraphModule) else ():
+        for node, operands in marked(module.graph).items() if name and isinstance(module, GraphModule) else ():
             linear = linear_of(node)
             if linear is not None:
-                yield Group((linear,), (frozenset((f"{name}.{site}", role) for site, role in made),), IN_BODY)
+                yield Group((linear,), (frozenset((f"{name}.{site}", role) for site, role in operands),), IN_BODY)
 
 
 class Grouping:
@@ -83,33 +83,33 @@ class Grouping:
         """Every linear layer that makes an operand of an attention, in groups of one input each."""
         numbers = Numbers(self.effects, self.regions)
         by_input: dict[object, list[tuple[Linear, frozenset[Operand]]]] = {}
-        for node, made in marked(self.gm.graph).items():
+        for node, operands in marked(self.gm.graph).items():
             linear = linear_of(node)
             if linear is not None:
                 key = (numbers.of(linear.input), self.regions.of(node), self._kind(linear))
-                by_input.setdefault(key, []).append((linear, made))
-        for found in by_input.values():
-            yield from self._split(found)
+                by_input.setdefault(key, []).append((linear, operands))
+        for layers in by_input.values():
+            yield from self._split(layers)
 
     def _kind(self, linear: Linear) -> object:
         """What layers of one product have in common beside their input: types and places, and how weights lie."""
         held = (tensor_value(n) for n in (linear.input, linear.weight, linear.node))
         return tuple(None if v is None else (v.dtype, v.device) for v in held)
 
-    def _split(self, found: list[tuple[Linear, frozenset[Operand]]]) -> Iterator[Group]:
-        whole = Group(tuple(one for one, _ in found), tuple(made for _, made in found))
+    def _split(self, layers: list[tuple[Linear, frozenset[Operand]]]) -> Iterator[Group]:
+        all_layers = Group(tuple(one for one, _ in layers), tuple(operands for _, operands in layers))
         usable: list[Linear] = []
-        for linear in whole.linears:
+        for linear in all_layers.linears:
             if refusal := self._refusal(linear, usable):
-                yield whole.only([linear], refusal)
+                yield all_layers.only([linear], refusal)
             else:
                 usable.append(linear)
         if len(usable) > 1:
-            yield whole.only(usable)
+            yield all_layers.only(usable)
         elif usable:
-            (made,) = whole.only(usable).makes
-            is_all = len({role for _, role in made}) > 1
-            yield whole.only(usable, ALREADY if is_all else ALONE)
+            (operands,) = all_layers.only(usable).makes
+            is_all = len({role for _, role in operands}) > 1
+            yield all_layers.only(usable, ALREADY if is_all else ALONE)
 
     def _refusal(self, linear: Linear, before: Sequence[Linear]) -> str:
         """Why a layer cannot be joined with those before it; empty where it can."""
@@ -151,8 +151,8 @@ class Grouping:
     def _is_shared(self, linear: Linear) -> bool:
         """Whether something else reads the weight or the bias, by this node or by another one that holds the same."""
         nodes = [n for n in (linear.weight, linear.bias) if n is not None]
-        turned = [n for n in linear.node.all_input_nodes if n not in (linear.input, *nodes)]
-        return any(len(n.users) > 1 for n in (*nodes, *turned)) or any(
+        transposes = [n for n in linear.node.all_input_nodes if n not in (linear.input, *nodes)]
+        return any(len(n.users) > 1 for n in (*nodes, *transposes)) or any(
             self._readers[id(self.value_of(n))] > 1 for n in nodes
         )
 

@@ -50,10 +50,10 @@ class Join:
         self.joined = [weight] if bias is None else [weight, bias]
         linear = first.node.target if operation_of(first.node) == "linear" else aten.linear.default
         assert callable(linear)
-        whole = plan.call(linear, first.input, weight, bias)
-        last, at, results = whole.fake.dim() - 1, 0, []
+        joined = plan.call(linear, first.input, weight, bias)
+        last, at, results = joined.fake.dim() - 1, 0, []
         for width in widths:
-            results.append(plan.call(aten.slice.Tensor, whole, last, at, at + width))
+            results.append(plan.call(aten.slice.Tensor, joined, last, at, at + width))
             at += width
         return results
 

@@ -26,11 +26,11 @@ def refusal(parameters: Sequence[torch.Tensor], buffers: Iterable[torch.Tensor] 
     if lie_together(parameters):
         return ""
     storages = [each.untyped_storage().data_ptr() for each in parameters]
-    ours = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    own_storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
     for each, storage in zip(parameters, storages):
         if reason := _refusal(each):
             return reason
-        if _is_held_elsewhere(each, storages.count(storage), storage in ours):
+        if _is_held_elsewhere(each, storages.count(storage), storage in own_storages):
             return "the memory of a weight or a bias is shared, mapped from a file, or held by someone else"
     return ""
 
@@ -47,15 +47,15 @@ def _refusal(parameter: torch.Tensor) -> str:
     return ""
 
 
-def _is_held_elsewhere(parameter: torch.Tensor, known: int, is_ours: bool) -> bool:
+def _is_held_elsewhere(parameter: torch.Tensor, known: int, is_own: bool) -> bool:
     """Whether its memory is held by more than the ``known`` parameters: a tensor, a process, a file, another library.
 
-    ``is_ours`` says that it is a buffer that was made here, which is held by one tensor more.
+    ``is_own`` says that it is a buffer that was made here, which is held by one tensor more.
     """
     storage = parameter.untyped_storage()
     own = torch.empty(1)  # whose memory nobody else holds, asked in the same way
-    holders = known + is_ours + _holders(own.untyped_storage()) - 1
-    is_whole = is_ours or (known == 1 and storage.nbytes() == parameter.nbytes)
+    holders = known + is_own + _holders(own.untyped_storage()) - 1
+    is_whole = is_own or (known == 1 and storage.nbytes() == parameter.nbytes)
     is_plain = storage.resizable() and not storage.is_shared() and not storage.is_pinned()
     return not is_whole or not is_plain or _holders(storage) > holders
 
@@ -113,8 +113,8 @@ class Joined:
         if refusal(parameters, self._known.values()):
             return torch.cat([each.detach() for each in parameters], 0)
         if not lie_together(parameters):
-            made = torch.cat([each.detach() for each in parameters], 0)
-            for each, rows in zip(parameters, made.split(self.rows)):
+            memory = torch.cat([each.detach() for each in parameters], 0)
+            for each, rows in zip(parameters, memory.split(self.rows)):
                 each.data = rows
         first = parameters[0].detach()
         shape = (sum(self.rows), *first.shape[1:])

@@ -76,11 +76,11 @@ def join_projections(graph: Graph, complain: Complain) -> list[ProjectionReport]
     grouping = Grouping(graph.gm, graph.region, graph.any_strides)
     size_nodes: SizeNodes | None = None
     records: list[ProjectionReport] = []
-    told: set[Operand] = set()
+    counted_operands: set[Operand] = set()
     for group in [*of_bodies(graph.gm), *grouping.groups()]:
         record = _record_of(graph, group)
-        record.operands = len(group.operands - told)
-        told |= group.operands
+        record.operands = len(group.operands - counted_operands)
+        counted_operands |= group.operands
         record.reason = group.refusal or _refusal(graph, grouping, group, record)
         if not record.reason:
             size_nodes = size_nodes or SizeNodes(graph.gm, graph.sizes)
@@ -109,8 +109,8 @@ def _refusal(graph: Graph, grouping: Grouping, group: Group, record: ProjectionR
     if graph.may_lay_out:
         joins = of_type(device.type).joins_projections
         return _not_laid_out(grouping, group) if joins else f"no parameters are laid out on {device.name}"
-    wanted = graph.program == "compile" and graph.options.join_projections == "parameters"
-    return _NOT_LAID_OUT_HERE if wanted else _NOT_CONSTANT[graph.program]
+    asked_for = graph.program == "compile" and graph.options.join_projections == "parameters"
+    return _NOT_LAID_OUT_HERE if asked_for else _NOT_CONSTANT[graph.program]
 
 
 def _is_constant(graph: Graph, grouping: Grouping, group: Group) -> bool:
@@ -208,12 +208,12 @@ def _rows(graph: Graph, linear: Linear) -> int:
 
 def _together(records: list[ProjectionReport]) -> Iterator[ProjectionReport]:
     """One record of those that say the same of several layers."""
-    kept: list[ProjectionReport] = []
+    distinct: list[ProjectionReport] = []
     for record in records:
-        alike = next((one for one in kept if one.is_alike(record)), None)
+        alike = next((one for one in distinct if one.is_alike(record)), None)
         if alike is None:
-            kept.append(record)
+            distinct.append(record)
         else:
             alike.groups += record.groups
             alike.operands += record.operands
-    return iter(kept)
+    return iter(distinct)
