@@ -120,8 +120,8 @@ def _take_padding_out(run: Run, gm: GraphModule, region: Region, sites: Sequence
     operators = {operator for family in families() for operator in family.attention_of_packed_rows()}
     draws = run.program != "compile" or not torch._inductor.config.fallback_random
 
-    def complain(what: str, error: Exception) -> None:
-        run.complain(None, what, error)
+    def complain(message: str, error: Exception) -> None:
+        run.complain(None, message, error)
 
     def device(site: Node) -> Device:
         value = tensor_value(site)
@@ -142,8 +142,8 @@ def _join_projections(run: Run, gm: GraphModule, region: Region) -> bool:
         value = tensor_value(node)
         return run.device(torch.device("cpu") if value is None else value.device)
 
-    def complain(what: str, error: Exception) -> None:
-        run.complain(None, what, error)
+    def complain(message: str, error: Exception) -> None:
+        run.complain(None, message, error)
 
     without = run.without.get(JOINED, "")
     may_lay_out = run.program == "compile" and run.runner == "inductor" and run.options.join_projections == "parameters"
@@ -308,29 +308,29 @@ class _Rewriting:
             return False
         decision = decision_for(self.context, site, described, record)
         record_choice(self.run, site, described, decision, record)
-        takes = decision.choice.takes
-        if not takes:
+        selections = decision.choice.selections
+        if not selections:
             with self.run.details(record):
                 let_stock(self.context, site, described, decision, record)
-        if takes and self.run.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
+        if selections and self.run.runner == "hook" and is_bisected_away(lambda: f"attn_pass: {record.where}"):
             record.reason = "torch's compiler bisector disabled this rewrite"
             return False
-        for take in takes:
-            smaller = functools.partial(self._verify_smaller, site, take)
+        for selection in selections:
+            smaller = functools.partial(self._verify_smaller, site, selection)
             try:
-                verified = emit(self.context, site, described, record, take, decision.setting, smaller)
+                verified = emit(self.context, site, described, record, selection, decision.setting, smaller)
             except Mismatch as error:
-                record.refusals[take.target.name] = record.reason = str(error)
+                record.refusals[selection.target.name] = record.reason = str(error)
                 self.run.complain(record, "a site is left as it was", error)
                 return False
             except RewriteError as error:
-                record.refusals[take.target.name] = first_line(error)
-                if take is takes[-1]:
+                record.refusals[selection.target.name] = first_line(error)
+                if selection is selections[-1]:
                     if not isinstance(error, HoldsForSome):
                         raise
                     record.reason = first_line(error)
                 continue
-            record_taken(self.run, site, described, decision, take, verified, record)
+            record_taken(self.run, site, described, decision, selection, verified, record)
             if decision.made_of is not None and described.attention.dropout:
                 self.run.dropout_sites.add(self.context.now(site.node), decision.made_of, site.node)
             return True
@@ -356,13 +356,13 @@ class _Rewriting:
             raise CannotExtract("with a shorter length it is not one site that can be run")
         return sites[0].verified_error
 
-    def _verify_smaller(self, site: Site, take: Selection, gm: GraphModule) -> float:
+    def _verify_smaller(self, site: Site, selection: Selection, gm: GraphModule) -> float:
         """Rewrites a smaller form of a site the same way, and verifies that."""
         options = replace(
             self.run.options,
             choose="first",
-            targets=(take.offer.target,),
-            poor_cases=cases_of(take.offer),
+            targets=(selection.offer.target,),
+            poor_cases=cases_of(selection.offer),
             rules=(),
             tune=False,
             on_error="raise",

@@ -68,7 +68,7 @@ class Choice:
     One after the first is for where the first turns out not to hold for the sizes the program is for.
     """
 
-    takes: tuple[Selection, ...] = ()
+    selections: tuple[Selection, ...] = ()
     reason: str = ""
     refusals: dict[str, str] = field(default_factory=dict)
     other_devices: tuple[str, ...] = ()  # targets among them that are for other devices
@@ -287,7 +287,7 @@ def _take(
             if not timed.is_measured:
                 reason += timed.held(margin) + margins.passed_over(cheapest, offer, setting)
             reason += f"; {offer.remark}" if offer.remark else ""
-            choice.takes = (*choice.takes, Selection(offer, target, reason))
+            choice.selections = (*choice.selections, Selection(offer, target, reason))
             continue
         missed = missed or margin.missed(reason, gain)
         best = "fastest" if timed.is_measured else "cheapest"

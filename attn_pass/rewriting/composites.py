@@ -34,8 +34,8 @@ def _why_left(context: GraphContext, site: Site, composite: Composite, record: S
     rule = rule_for((site.node, *site.internal), record, run.options)
     allowed = run.options.targets if rule is None else before_leave(rule[1])
     if allowed is not None and composite.target not in allowed:
-        asked = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
-        return asked if rule is None else f"{asked} ({rule[0]})"
+        why = AS_ASKED if rule and LEAVE in rule[1] else f"the target {composite.target} is not allowed"
+        return why if rule is None else f"{why} ({rule[0]})"
     device = run.device(torch.device(record.device or "cpu"))
     if not (device.kernels and family_of(device).takes_composites):
         return f"no rule for {device.type} devices yet"

@@ -50,14 +50,14 @@ class _OnTrial:
     def __init__(self, run: Run, gm: GraphModule, around: Surroundings) -> None:
         self.opaque: list[Opaque] = []
         self.pieces: list[allowed.Settles] = []
-        given = (gm, run.sizes, around.region, around.is_body)
+        of_graph = (gm, run.sizes, around.region, around.is_body)
         try:
             with _observed(run, gm, around):
-                self.pieces += allowed.put_in_pieces(*given)
-                self.pieces += by_slices.put_together(*given)
-                self.pieces += vmapped.without_vmap(*given)
-                self.opaque = composite.take_apart(*given, _encoder_kernel_calls_sdpa)
-                self.opaque += flex_calls.take_apart(*given)
+                self.pieces += allowed.put_in_pieces(*of_graph)
+                self.pieces += by_slices.put_together(*of_graph)
+                self.pieces += vmapped.without_vmap(*of_graph)
+                self.opaque = composite.take_apart(*of_graph, _encoder_kernel_calls_sdpa)
+                self.opaque += flex_calls.take_apart(*of_graph)
         except Exception as error:
             run.complain(None, "calls of torch's modules could not be taken apart", error)
 

@@ -114,8 +114,8 @@ def decision_for(context: GraphContext, site: Site, described: Described, record
 
 def _as_written(context: GraphContext, site: Site, described: Described, copied: int) -> AsWritten:
     """What would run if nothing were done, with the copies that it takes and what stays beside a kernel."""
-    made = {n for one in context.joined for n in one.operands} | {one.values for one in context.summed}
-    joined = sum(context.bytes_of(n, context.sizes.hint) for n in described.nodes if n in made)
+    joined_nodes = {n for one in context.joined for n in one.operands} | {one.values for one in context.summed}
+    joined = sum(context.bytes_of(n, context.sizes.hint) for n in described.nodes if n in joined_nodes)
     return replace(site.written, copied_bytes=copied, joined_bytes=joined, needed_as_well=bool(site.needed_as_well))
 
 
@@ -157,9 +157,9 @@ class Partners:
             assert partner.described is not None
             attention = partner.described.attention
             decision = decision_for(context, partner, partner.described, record_of(partner, context.around.count))
-            if _not_here(context, attention) or not decision.choice.takes:
+            if _not_here(context, attention) or not decision.choice.selections:
                 return False
             again = 0.0 if partner is partners[0] else score_product_cost(attention, decision.setting)
             leaving += decision.choice.predicted_us.get(LEAVE, 0.0) - again
-            taking += decision.choice.takes[0].offer.microseconds
+            taking += decision.choice.selections[0].offer.microseconds
         return taking < leaving or context.run.options.choose != "cheapest"

@@ -36,7 +36,7 @@ def emit(
     site: Site,
     described: Described,
     record: SiteReport,
-    take: Selection,
+    selection: Selection,
     setting: Setting,
     verify_smaller: VerifySmaller,
 ) -> Verified | None:
@@ -49,30 +49,30 @@ def emit(
     plan = Plan(
         context.gm, site.node, site.region, context.size_nodes, context.effects, context.around.is_body, stands_for
     )
-    value, logarithms = _planned(context, plan, site, nodes, take, setting)
-    _check_result(context, site.node, value, take)
+    value, logarithms = _planned(context, plan, site, nodes, selection, setting)
+    _check_result(context, site.node, value, selection)
     outcome = None
     if context.run.options.verify != "off":
         tell(f"verifying {record.where}")
-        outcome = verified(context, site, described, record, take, nodes, value, setting.device, verify_smaller)
-    _apply(context, plan, site, value, logarithms, take)
+        outcome = verified(context, site, described, record, selection, nodes, value, setting.device, verify_smaller)
+    _apply(context, plan, site, value, logarithms, selection)
     if context.run.options.timeline:
-        mark(plan.inserted, record.in_timeline(take.target.name))
+        mark(plan.inserted, record.in_timeline(selection.target.name))
     return outcome
 
 
 def _planned(
-    context: GraphContext, plan: Plan, site: Site, nodes: tuple[Node, ...], take: Selection, setting: Setting
+    context: GraphContext, plan: Plan, site: Site, nodes: tuple[Node, ...], selection: Selection, setting: Setting
 ) -> tuple[Value, list[tuple[Node, Value]]]:
     """What the target computes in the site's place, and the log-sum-exps that its kernel gives beside it."""
-    name = take.target.name
+    name = selection.target.name
     with plan.running():
         before = plan.guards()
         try:
-            value = take.target.emit(plan, nodes, take.offer, setting)
+            value = selection.target.emit(plan, nodes, selection.offer, setting)
             if site.written_to is not None and _is_seen(context, site.written_to, site.node):
                 value = plan.call(torch.ops.aten.copy_.default, context.now(site.written_to), value)
-            logarithms = also_used.given_by_kernel(plan, site, take.offer.gives_logarithm)
+            logarithms = also_used.given_by_kernel(plan, site, selection.offer.gives_logarithm)
         except LayoutError as error:
             raise HoldsForSome(str(error)) from None
         except GuardOnDataDependentSymNode as error:
@@ -88,12 +88,12 @@ def _is_seen(context: GraphContext, buffer: Node, writer: Node) -> bool:
     return not is_own or set(buffer.users) != {writer}
 
 
-def _check_result(context: GraphContext, node: Node, value: Value, take: Selection) -> None:
+def _check_result(context: GraphContext, node: Node, value: Value, selection: Selection) -> None:
     """Raises `RewriteError` where what was planned has another shape or type than the site's result."""
     old, new, sizes = tensor_value(node), fake_of(value), context.sizes
     if old is None or sizes.shape(old) != sizes.shape(new) or old.dtype != new.dtype:
         was = None if old is None else (old.dtype, tuple(old.shape))
-        raise RewriteError(f"{take.target.name} gives {new.dtype} {tuple(new.shape)} where {node.name} was {was}")
+        raise RewriteError(f"{selection.target.name} gives {new.dtype} {tuple(new.shape)} where {node.name} was {was}")
 
 
 def _apply(
@@ -102,7 +102,7 @@ def _apply(
     site: Site,
     value: Value,
     logarithms: list[tuple[Node, Value]],
-    take: Selection,
+    selection: Selection,
 ) -> None:
     stack_trace = str(site.node.meta.get("stack_trace") or "")
     internal, shape_uses = site.internal, site.shape_uses
@@ -111,11 +111,11 @@ def _apply(
         internal, shape_uses = site.logarithms.internal, site.logarithms.shape_uses
     _give_stand_ins(context, site.node, internal, shape_uses)
     gone = {site.node, *internal}
-    for old, made in logarithms:
-        context.put_in_place(plan.put_beside(made, old, gone), old, site.region)
+    for old, logarithm in logarithms:
+        context.put_in_place(plan.put_beside(logarithm, old, gone), old, site.region)
     node = plan.apply(value, [n for n in internal if not n._erased])
     operators = frozenset(operator_name(n.target) for n in plan.inserted if n.op == "call_function")
-    context.run.emissions.append(Emission(take.target.name, operators, stack_trace))
+    context.run.emissions.append(Emission(selection.target.name, operators, stack_trace))
     context.put_in_place(node, site.node, site.region)
 
 
@@ -125,8 +125,8 @@ def _give_stand_ins(
     """Gives what takes a shape from the site's inner nodes, and stays, other tensors of that shape."""
     try:
         gone = {result, *internal}
-        for made, user in give_stand_ins(context.gm.graph, shape_uses, gone, context.sizes):
-            context.effects.position[made] = context.effects.position[user]
-            context.regions.add(made, context.regions.of(user))
+        for stand_in, user in give_stand_ins(context.gm.graph, shape_uses, gone, context.sizes):
+            context.effects.position[stand_in] = context.effects.position[user]
+            context.regions.add(stand_in, context.regions.of(user))
     except NoSize as error:
         raise HoldsForSome(str(error)) from None

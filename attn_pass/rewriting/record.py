@@ -37,8 +37,8 @@ def record_choice(run: Run, site: Site, described: Described, decision: Decision
     record.decided_for = "" if run.options.device is None else decision.setting.device.name
     record.reason = choice.reason + decision.by_rule
     if site.needed_as_well:
-        place = place_of(site.refused_at, site.node)
-        record.reason = f"{site.needed_as_well}; without them: {record.reason}{place}"
+        location = place_of(site.refused_at, site.node)
+        record.reason = f"{site.needed_as_well}; without them: {record.reason}{location}"
 
 
 def record_taken(
@@ -46,16 +46,16 @@ def record_taken(
     site: Site,
     described: Described,
     decision: Decision,
-    take: Selection,
+    selection: Selection,
     verified: Verified | None,
     record: SiteReport,
 ) -> None:
     """The replacement of the site, its reason, and its assumptions."""
-    offer = take.offer
-    record.reason = take.reason + decision.by_rule
+    offer = selection.offer
+    record.reason = selection.reason + decision.by_rule
     if site.needed_as_well:
-        given = site.logarithms is not None and offer.gives_logarithm
-        record.reason += f"; {site.needed_as_well}, and {'the kernel gives it' if given else 'stay'}"
+        gives_logarithm = site.logarithms is not None and offer.gives_logarithm
+        record.reason += f"; {site.needed_as_well}, and {'the kernel gives it' if gives_logarithm else 'stay'}"
     record.outcome = "decomposed" if offer.target == "decomposed" else "rewritten"
     record.target, record.score_mod = offer.target, offer.score_mod
     record.taken = label(offer.target, offer.variant)

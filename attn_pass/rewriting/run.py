@@ -67,14 +67,14 @@ class Run:
         except Exception as error:
             self.complain(record, "the report of a site is incomplete", error)
 
-    def complain(self, record: SiteReport | None, what: str, error: Exception) -> None:
+    def complain(self, record: SiteReport | None, message: str, error: Exception) -> None:
         """Warns of a failure, with the source line it concerns and where it came from; or raises it, where asked to."""
         if self.options.on_error == "raise":
             raise error
         where = record.where if record is not None else "this graph"
         last = traceback.extract_tb(error.__traceback__)[-1]
         warnings.warn(
-            f"attn_pass: {where}: {what} ({type(error).__name__}: {first_line(error)}, at "
+            f"attn_pass: {where}: {message} ({type(error).__name__}: {first_line(error)}, at "
             f"{last.filename.rpartition('/')[2]}:{last.lineno})",
             AttnPassWarning,
             stacklevel=2,
