@@ -152,11 +152,11 @@ def choose(
     """
     if refusal := _guard_refusal(attention, setting):
         return Choice(reason=refusal)
-    asked: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed, setting)]
+    considered: Sequence[Target] = [t for t in all_targets() if _is_asked(t, allowed, setting)]
     without = without or {}
-    targets = [t for t in asked if t.name not in without]
+    targets = [t for t in considered if t.name not in without]
     leaving = leave_cost(attention, setting, written)
-    refused = {t.name: without[t.name] for t in asked if t.name in without}
+    refused = {t.name: without[t.name] for t in considered if t.name in without}
     choice = Choice(predicted_us={LEAVE: leaving}, refusals=refused)
     forms = list(forms)
     offers = _offers(forms, targets, setting, choice)
@@ -220,16 +220,16 @@ class _Timed:
         name, leaving, (_, time) = _label(offer), self.times[LEAVE], self.rank(offer)
         how = "measured" if self.is_measured else "predicted"
         before = leaving if self.stock is None else self.stock.us
-        was = f"{self._told(LEAVE)} as written" if self.stock is None else self.stock.in_words(leaving)
+        was = f"{self._time_text(LEAVE)} as written" if self.stock is None else self.stock.in_words(leaving)
         is_gain = self.is_measured or self.is_stock or self.stock is not None
         faster = f" ({before / time:.3g}x)" if is_gain and 0 < time < math.inf else ""
-        words = f"{how} {was}, {self._told(name)} with {name}{faster}{self.remark}"
+        sentence = f"{how} {was}, {self._time_text(name)} with {name}{faster}{self.remark}"
         if self.lengths:
             worst = f"{self.losses[LEAVE]:.3g} and {self.losses[name]:.3g}"
-            words += f"; {self.lengths}, at worst {worst} the time of the best form"
-        return words
+            sentence += f"; {self.lengths}, at worst {worst} the time of the best form"
+        return sentence
 
-    def _told(self, name: str) -> str:
+    def _time_text(self, name: str) -> str:
         """The time of a form, and how far its samples are apart: "12.7 ms +-2%"."""
         apart = f" +-{self.spread[name]:.0%}" if name in self.spread else ""
         return f"{duration(self.times.get(name, math.inf))}{apart}"
@@ -371,12 +371,12 @@ def _of_ranges(
     A target that takes no range at all, and refuses the attention without one as well, has said why.
     """
     takes_one = {offer.target for offer, _ in offers if offer.attention.valid is not None}
-    said: dict[str, str] = {}
+    reasons_by_label: dict[str, str] = {}
     for name, reasons in of_ranges.items():
         for of_form, reason in reasons.items() if name not in takes_one else ():
             repeats = name in refusals and reason in (refusals[name], valid_range.REFUSAL)
-            said |= {} if repeats else {of_form: reason}
-    return said
+            reasons_by_label |= {} if repeats else {of_form: reason}
+    return reasons_by_label
 
 
 def _answer(target: Target, form: Attention, variant: str, setting: Setting) -> Offer | Refusal:

@@ -55,12 +55,12 @@ def caution(offer: Offer, setting: Setting) -> float:
     return 1.0 if offer.target == Sdpa.name else _doubt(setting.device)
 
 
-def passed_over(cheapest: Offer, taken: Offer, setting: Setting) -> str:
+def passed_over(cheapest: Offer, chosen: Offer, setting: Setting) -> str:
     """Why the offer with the lowest prediction is not taken, as an addition to a reason; empty if it is."""
     doubt = caution(cheapest, setting)
-    if doubt <= caution(taken, setting) or not cheapest.microseconds < taken.microseconds:
+    if doubt <= caution(chosen, setting) or not cheapest.microseconds < chosen.microseconds:
         return ""
-    faster = taken.microseconds / cheapest.microseconds
+    faster = chosen.microseconds / cheapest.microseconds
     return f"; {cheapest.target} is predicted {faster:.3g}x as fast, and {doubt:.3g}x is required{_UNCALIBRATED}"
 
 
@@ -104,8 +104,8 @@ def ties_by_order(
         return ranked
     kernels = order(device)
 
-    def place(offered: tuple[Offer, Target]) -> int:
+    def rank(offered: tuple[Offer, Target]) -> int:
         name = offered[0].target
         return kernels.index(name) if name in kernels else len(kernels)
 
-    return [*sorted(near, key=place), *ranked[len(near) :]]
+    return [*sorted(near, key=rank), *ranked[len(near) :]]

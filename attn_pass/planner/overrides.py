@@ -25,13 +25,13 @@ from attn_pass.report.site import SiteReport
 from attn_pass.targets.registry import all_targets
 
 
-def named_options(given: Mapping[str, Any] | None) -> Options:
+def named_options(by_name: Mapping[str, Any] | None) -> Options:
     """Options of a dict, with the names in them checked at once: before a model is built, measured or compiled.
 
     Raises:
         OptionError: a name is unknown, or a value is not accepted.
     """
-    options = make_options(**named_values(given or {}))
+    options = make_options(**named_values(by_name or {}))
     check_names(options)
     return options
 
@@ -56,14 +56,14 @@ def _check_device(name: str) -> None:
         raise unknown_name("device", name, accepted, ", or a device as torch names it, such as 'cuda:1'") from None
 
 
-def _check_targets(what: str, given: Sequence[str]) -> None:
-    _check_known(what, given, [*(t.name for t in all_targets()), LEAVE])
+def _check_targets(kind: str, names: Sequence[str]) -> None:
+    _check_known(kind, names, [*(t.name for t in all_targets()), LEAVE])
 
 
-def _check_known(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    for name in given:
+def _check_known(kind: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
         if name not in known:
-            raise unknown_name(what, name, known)
+            raise unknown_name(kind, name, known)
 
 
 def rule_for(nodes: Iterable[Node], record: SiteReport, options: Options) -> tuple[str, tuple[str, ...]] | None:
@@ -74,9 +74,9 @@ def rule_for(nodes: Iterable[Node], record: SiteReport, options: Options) -> tup
     """
     for node in nodes:
         annotations = node.meta.get("custom")
-        asked = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
-        if asked is not None:
-            names = annotated_targets(asked)
+        annotation = annotations.get(ANNOTATION) if isinstance(annotations, Mapping) else None
+        if annotation is not None:
+            names = annotated_targets(annotation)
             _check_targets("target in an annotation", names)
             return "the program's annotation", names
     line = record.where.split(" in ")[0]

@@ -37,7 +37,7 @@ def as_left(attention: Attention, written: AsWritten, setting: Setting, microsec
     positions say is computed with the softmax.
     """
     problem = problem_of(attention, setting.hint, written.copied_bytes)
-    flops = problem.flops * _kept(attention, setting)
+    flops = problem.flops * _kept_share(attention, setting)
     if setting.kernel_as_written is not None:
         return _point(flops, replace(problem, mask_elements=written.mask_elements).moved_bytes, microseconds)
     scores = problem.dtype.itemsize * problem.scores
@@ -54,14 +54,14 @@ def as_taken(offer: Offer, setting: Setting) -> dict[str, float]:
     """The same for an offer; without "flops" and "bytes" if it is several kernels."""
     if offer.moved is None:
         return {"us": digits(offer.microseconds)}
-    flops = problem_of(offer.attention, setting.hint).flops * _kept(offer.attention, setting)
+    flops = problem_of(offer.attention, setting.hint).flops * _kept_share(offer.attention, setting)
     return _point(flops, offer.moved, offer.microseconds)
 
 
 _PARTS = 64  # of either length: as fine as shares are told
 
 
-def _kept(attention: Attention, setting: Setting) -> float:
+def _kept_share(attention: Attention, setting: Setting) -> float:
     """The share of the scores that positions keep, in blocks of a 64th of either length; 1 where they say nothing."""
     parts = attention.mask.structure.parts
     lengths = setting.hint(attention.q_len), setting.hint(attention.kv_len)
