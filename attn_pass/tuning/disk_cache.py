@@ -20,8 +20,8 @@ VARIABLE = "ATTN_PASS_CACHE_DIR"
 
 def folder() -> Path:
     """Where records lie: ``$ATTN_PASS_CACHE_DIR``, else ``attn_pass`` in the user's cache folder on this system."""
-    if given := os.environ.get(VARIABLE, "").strip():
-        return Path(given)
+    if chosen := os.environ.get(VARIABLE, "").strip():
+        return Path(chosen)
     path = platformdirs.user_cache_path("attn_pass", appauthor=False)
     if path.parts[:1] == ("~",):  # which would be a folder of that name
         raise RuntimeError("the home folder of this user is not known")

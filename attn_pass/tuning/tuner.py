@@ -54,22 +54,22 @@ class Tuner:
     def __init__(self, options: Options) -> None:
         self._options = replace(options, tune=False, rules=(), choose="cheapest", on_error="raise", verify="off")
 
-    def __call__(self, place: TuningSite, labels: Sequence[str]) -> Measured | str:
+    def __call__(self, site: TuningSite, labels: Sequence[str]) -> Measured | str:
         """Microseconds of each form and of `LEAVE`, or why nothing was measured."""
-        device, made = place.setting.device, tensor_value(place.result)
-        if not device.is_here or made is None or made.device.type != device.type:
+        device, value = site.setting.device, tensor_value(site.result)
+        if not device.is_here or value is None or value.device.type != device.type:
             return f"tune=True: no {device.name} here to measure on, so the prediction decides"
         try:
-            p = place
+            p = site
             program = extract(p.result, p.sources, p.sizes, p.effects, p.known, p.needs_grad)
         except CannotExtract as error:
             return f"tune=True: not measured, {error}; the prediction decides"
-        job = self._job(place, program, [LEAVE, *labels])
-        key = disk_cache.key_of([job, _digests(program), facts(place.setting.device)])
+        job = self._job(site, program, [LEAVE, *labels])
+        key = disk_cache.key_of([job, _digests(program), facts(site.setting.device)])
         result = _checked(disk_cache.load(key))
         if result is None:
             with progress() as tell:
-                where = source_line(place.result.meta)
+                where = source_line(site.result.meta)
                 tell(f"measuring {', '.join(labels)} and the site as written, {where}")
                 answer = _run(job, program)
             if isinstance(answer, str):
@@ -81,8 +81,8 @@ class Tuner:
             return f"tune=True: not measured, {failed}; the prediction decides"
         return Timings(medians, {label: _spread(samples) for label, samples in result["us"].items()})
 
-    def _job(self, place: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
-        autocast = place.setting.autocast
+    def _job(self, site: TuningSite, program: Program, labels: Sequence[str]) -> dict[str, Any]:
+        autocast = site.setting.autocast
         inputs = [{k: v for k, v in vars(i).items() if k != "value"} for i in program.inputs]
         return {
             "text": program.text,
@@ -90,7 +90,7 @@ class Tuner:
             "options": asdict(self._options),
             "labels": list(labels),
             "threads": torch.get_num_threads(),
-            "autocast": None if autocast is None else [place.setting.device.type, dtype_name(autocast)],
+            "autocast": None if autocast is None else [site.setting.device.type, dtype_name(autocast)],
             "grad": any(i.requires_grad for i in program.inputs),
             "seconds": _SECONDS,
             "megabytes": _half_the_memory(),
@@ -137,7 +137,7 @@ def _checked(result: Any) -> dict[str, Any] | None:
     """What a worker found, if it is of the form one writes: it came from a disk or a pipe."""
     if not isinstance(result, dict) or not all(isinstance(result.get(name), dict) for name in ("us", "failed")):
         return None
-    samples = [s for taken in result["us"].values() for s in (taken if isinstance(taken, list) and taken else [None])]
+    samples = [s for times in result["us"].values() for s in (times if isinstance(times, list) and times else [None])]
     return result if all(isinstance(s, (int, float)) for s in samples) else None
 
 

@@ -48,8 +48,8 @@ def backend_for(label: str, options: Options, values: Sequence[torch.Tensor] = (
     def compile_as(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         known = known_buffers(gm, example_inputs, options)
         names = (n.name for n in gm.graph.nodes if n.op == "placeholder")
-        kept = {n: ("a buffer", x) for n, x in zip(names, example_inputs) if any(x is v for v in values)}
-        known[KNOWN_TENSORS] = {**known[KNOWN_TENSORS], **kept}
+        buffers = {n: ("a buffer", x) for n, x in zip(names, example_inputs) if any(x is v for v in values)}
+        known[KNOWN_TENSORS] = {**known[KNOWN_TENSORS], **buffers}
         report = Report()
         if label != LEAVE:
             report = decide(gm, options, "compile", "inductor", known, measure=only(label)).report
@@ -91,23 +91,23 @@ def _inputs(job: Mapping[str, Any]) -> tuple[list[torch.Tensor], dict[str, Any]]
     """Random tensors as they lie in memory, and those that are known."""
     torch.manual_seed(0)
     values = torch.load(job["values"], weights_only=True) if job["values"] else {}
-    made = []
+    inputs = []
     for number, spec in enumerate(job["inputs"]):
         value = values.get(str(number))
-        made.append(_random(spec) if value is None else value)
-    return made, values
+        inputs.append(_random(spec) if value is None else value)
+    return inputs, values
 
 
 def _random(spec: Mapping[str, Any]) -> torch.Tensor:
-    given = Input(**spec)
-    dtype, device = getattr(torch, given.dtype), given.device
+    layout = Input(**spec)
+    dtype, device = getattr(torch, layout.dtype), layout.device
     if dtype == torch.bool:
-        flat = torch.rand(given.memory, device=device) < 0.9
+        flat = torch.rand(layout.memory, device=device) < 0.9
     elif dtype.is_floating_point or dtype.is_complex:
-        flat = torch.randn(given.memory, dtype=torch.float32, device=device).to(dtype)
+        flat = torch.randn(layout.memory, dtype=torch.float32, device=device).to(dtype)
     else:
-        flat = torch.zeros(given.memory, dtype=dtype, device=device)  # the one value that is an index of every table
-    return given.in_memory(flat).requires_grad_(given.requires_grad)
+        flat = torch.zeros(layout.memory, dtype=dtype, device=device)  # the one value that is an index of every table
+    return layout.in_memory(flat).requires_grad_(layout.requires_grad)
 
 
 def _program(text: str) -> Callable[..., Any]:
