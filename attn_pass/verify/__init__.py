@@ -219,14 +219,14 @@ class _Trial:
             Mismatch: it is wrong.
         """
         original = self._run(self.part.original)
-        meant = self._meant(original)
+        described = self._described_result(original)
         changed = self.part.original if self.part.rewritten is None else self.part.rewritten
         try:
             outcome = self._run(self._compiled(changed))
         except CannotExtract as error:
-            self._tell(f"{FAILS} ({error})")
-        if wrong := compare.wrong_result(outcome, original, meant):
-            self._tell(wrong)
+            self._raise_mismatch(f"{FAILS} ({error})")
+        if wrong := compare.wrong_result(outcome, original, described):
+            self._raise_mismatch(wrong)
         return compare.difference(outcome, original) if compare.says_something(original) else None
 
     def _run(self, program: Callable[..., Any]) -> Outcome:
@@ -235,20 +235,20 @@ class _Trial:
         except Exception as error:
             raise CannotExtract(cause_of(error)[:200]) from error
 
-    def _meant(self, original: Outcome) -> Outcome:
+    def _described_result(self, original: Outcome) -> Outcome:
         """The result of the description, after checking that it equals the program's.
 
         In fully masked rows it rounds the scores to the program's own dtype, in which a fill absorbs them; float64
         would not.
         """
         wide = [m.double() if m.is_floating_point() else m for m in self.memory]
-        meant = run(partial(self._description, rounds=True), self.part.inputs, wide, None, self._cotangent())
-        if not compare.wrong_reading(original, None, meant):
-            return meant
-        meant = run(self._description, self.part.inputs, wide, None, self._cotangent())
-        if wrong := compare.wrong_reading(original, self._in_float64(wide), meant):
-            self._tell(f"the program differs from its description: {wrong}")
-        return meant
+        described = run(partial(self._description, rounds=True), self.part.inputs, wide, None, self._cotangent())
+        if not compare.wrong_reading(original, None, described):
+            return described
+        described = run(self._description, self.part.inputs, wide, None, self._cotangent())
+        if wrong := compare.wrong_reading(original, self._in_float64(wide), described):
+            self._raise_mismatch(f"the program differs from its description: {wrong}")
+        return described
 
     def _description(self, *inputs: torch.Tensor, rounds: bool = False) -> torch.Tensor:
         """The description in float64, of what its sources are on these inputs."""
@@ -286,7 +286,7 @@ class _Trial:
 
         return program
 
-    def _tell(self, why: str) -> NoReturn:
+    def _raise_mismatch(self, why: str) -> NoReturn:
         s = self.subject
         device = self.memory[0].device.type
         dtype = s.region.autocast_dtype(device)

@@ -24,14 +24,14 @@ def rounding(dtype: torch.dtype) -> float:
     return _UNITS.get(dtype, 0.0)
 
 
-def wrong_reading(as_written: Outcome, wide: Outcome | None, meant: Outcome) -> str:
+def wrong_reading(as_written: Outcome, wide: Outcome | None, described: Outcome) -> str:
     """Why the description is not what the program computes; "" where it is.
 
     It is if the program in float64 gives the same, or the program as it is gives it to its type's rounding.
     """
-    if wide is not None and not _apart(wide, meant, as_written, {}, _EXACT):
+    if wide is not None and not _apart(wide, described, as_written, {}, _EXACT):
         return ""
-    return _apart(as_written, meant, as_written, {}, _ROUNDED[_narrowest(as_written)])
+    return _apart(as_written, described, as_written, {}, _ROUNDED[_narrowest(as_written)])
 
 
 def wrong_result(outcome: Outcome, as_written: Outcome, truth: Outcome) -> str:

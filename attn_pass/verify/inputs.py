@@ -106,43 +106,43 @@ def _number(size: object, sizes: Mapping[str, int]) -> int:
     return Evaluation((), (), sizes).size(size)  # type: ignore[arg-type]
 
 
-def closer(given: Input) -> Input:
+def closer(layout: Input) -> Input:
     """The input with less memory between its elements where that is much, as in a view of a long cache of keys.
 
     What follows without a gap still does, what overlaps stays, and each stride is aligned as it was.
     """
-    if given.memory <= max(_MUCH, 2 * math.prod(given.shape)):
-        return given
-    stride, end, new_end = list(given.stride), 1, 1
-    apart = (d for d, n in enumerate(given.shape) if n > 1 and given.stride[d])
-    for dim in sorted(apart, key=lambda d: given.stride[d]):
-        old = given.stride[dim]
+    if layout.memory <= max(_MUCH, 2 * math.prod(layout.shape)):
+        return layout
+    stride, end, new_end = list(layout.stride), 1, 1
+    apart = (d for d, n in enumerate(layout.shape) if n > 1 and layout.stride[d])
+    for dim in sorted(apart, key=lambda d: layout.stride[d]):
+        old = layout.stride[dim]
         if old < end:
-            return given
+            return layout
         stride[dim] = new_end if old == end else new_end + ((old - new_end) % ALIGNED or ALIGNED)
-        end, new_end = old * given.shape[dim], stride[dim] * given.shape[dim]
-    return replace(given, stride=tuple(stride))
+        end, new_end = old * layout.shape[dim], stride[dim] * layout.shape[dim]
+    return replace(layout, stride=tuple(stride))
 
 
-def random_tensor(given: Input, spec: Spec, generator: torch.Generator, draw: Draw) -> torch.Tensor:
+def random_tensor(layout: Input, spec: Spec, generator: torch.Generator, draw: Draw) -> torch.Tensor:
     """The memory of an input: a flat tensor, of which `Input.in_memory` is the input itself.
 
     Unless the draw is normal, fully masked rows come about, and scores are small enough that fills absorb them.
     """
-    flat = _drawn(given, spec, generator, harsh=draw != "normal")
+    flat = _drawn(layout, spec, generator, harsh=draw != "normal")
     masks = spec.kind in ("flag", "mask") or flat.dtype == torch.bool
-    if draw != "normal" and masks and given.value is None and not flat.dtype.is_complex:
-        _write_constant_rows(given, spec, flat, draw)
+    if draw != "normal" and masks and layout.value is None and not flat.dtype.is_complex:
+        _write_constant_rows(layout, spec, flat, draw)
     return flat
 
 
-def _write_constant_rows(given: Input, spec: Spec, flat: torch.Tensor, draw: Draw) -> None:
+def _write_constant_rows(layout: Input, spec: Spec, flat: torch.Tensor, draw: Draw) -> None:
     """Writes rows (along the last dimension) of nothing masked and nothing kept, whichever of them a flag's 0 means.
 
     In the draw "empty" every row is one of them by turns; in "harsh" the row of an input that has one row alone.
     """
-    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in given.stride)
-    view = given.in_memory(flat)[once]
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in layout.stride)
+    view = layout.in_memory(flat)[once]
     lead = view.shape[:-1]
     rows = math.prod(lead)
     if not view.dim() or not view.numel() or view.numel() > flat.numel() or (draw == "harsh" and rows > 1):
@@ -153,13 +153,13 @@ def _write_constant_rows(given: Input, spec: Spec, flat: torch.Tensor, draw: Dra
     view.copy_(odd.expand(view.shape))
 
 
-def _drawn(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
+def _drawn(layout: Input, spec: Spec, generator: torch.Generator, *, harsh: bool) -> torch.Tensor:
     """The numbers of a draw; ``harsh``: masks are fills and flags fall either way."""
-    dtype = getattr(torch, given.dtype)
-    length = given.memory
-    if given.value is not None:
-        flat = torch.zeros(length, dtype=given.value.dtype)
-        given.in_memory(flat).copy_(given.value.detach())
+    dtype = getattr(torch, layout.dtype)
+    length = layout.memory
+    if layout.value is not None:
+        flat = torch.zeros(length, dtype=layout.value.dtype)
+        layout.in_memory(flat).copy_(layout.value.detach())
         return flat
     if dtype == torch.bool:
         return torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
@@ -169,15 +169,15 @@ def _drawn(given: Input, spec: Spec, generator: torch.Generator, *, harsh: bool)
             limit = max(limit, 2)
         return torch.randint(0, limit, (length,), generator=generator).to(dtype)
     if spec.kind == "flag":
-        kept = torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
-        return kept.to(dtype)
+        keeps = torch.rand(length, generator=generator) < (0.5 if harsh else _KEPT)
+        return keeps.to(dtype)
     numbers = torch.randn(length, generator=generator, dtype=torch.float64)
     if spec.kind == "factor" and harsh:
         numbers = numbers * _SMALL
     if spec.kind == "positive":
         numbers = numbers.abs() + 0.5
     if spec.kind == "mask" and harsh:
-        kept = torch.rand(length, generator=generator) < _KEPT
+        keeps = torch.rand(length, generator=generator) < _KEPT
         lowest = torch.finfo(torch.float32 if dtype.is_complex else dtype).min
-        numbers = torch.zeros_like(numbers).masked_fill(~kept, lowest)
+        numbers = torch.zeros_like(numbers).masked_fill(~keeps, lowest)
     return numbers.to(dtype)

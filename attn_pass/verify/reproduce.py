@@ -75,8 +75,8 @@ if __name__ == "__main__":
 
 def folder() -> Path:
     """Where reproductions go: ``$ATTN_PASS_VERIFY_DIR``, else ``attn_pass_verify`` among the temporary files."""
-    given = os.environ.get(VARIABLE, "").strip()
-    return Path(given) if given else Path(tempfile.gettempdir()) / "attn_pass_verify"
+    chosen = os.environ.get(VARIABLE, "").strip()
+    return Path(chosen) if chosen else Path(tempfile.gettempdir()) / "attn_pass_verify"
 
 
 def write(
@@ -90,9 +90,9 @@ def write(
     context = "with torch.enable_grad()"
     if autocast is not None:
         context += f", torch.autocast({autocast[0]!r}, dtype=torch.{autocast[1]})"
-    words = {k: w.replace("\\", "/").replace('"', "'") for k, w in (("title", f"Mismatch: {why}."), ("where", where))}
+    texts = {k: w.replace("\\", "/").replace('"', "'") for k, w in (("title", f"Mismatch: {why}."), ("where", where))}
     rewritten = f"as attn_pass would have rewritten it ({target})"
-    text = _HEAD.format(**words, name=name, changed=rewritten if part.rewritten else f"as {target} compiles it")
+    text = _HEAD.format(**texts, name=name, changed=rewritten if part.rewritten else f"as {target} compiles it")
     text += programs + "\n" + _TAIL.format(layouts=layouts, autocast=context)
     folder().mkdir(parents=True, exist_ok=True)
     path = folder() / f"{name}.py"
@@ -103,19 +103,19 @@ def write(
 
 def _as_class(name: str, module: GraphModule) -> str:
     """A GraphModule as the text of a class, with the graphs and tensors it holds."""
-    held, made = [], []
+    held, parameters = [], []
     for attribute in dict.fromkeys(n.target for n in module.graph.nodes if n.op == "get_attr"):
         value = getattr(module, attribute)
         if isinstance(value, GraphModule):
             held.append(_as_class(attribute, value))
-            made.append(f"self.{attribute} = self.__class__.{attribute}()")
+            parameters.append(f"self.{attribute} = self.__class__.{attribute}()")
         elif isinstance(value, torch.Tensor):
-            made.append(f"self.{attribute} = torch.tensor({value.tolist()!r}, dtype={value.dtype})")
+            parameters.append(f"self.{attribute} = torch.tensor({value.tolist()!r}, dtype={value.dtype})")
     code = module.graph.python_code("self").src.strip("\n")
     lines = [f"class {name}(torch.nn.Module):"]
     lines += [textwrap.indent(text, "    ") for text in held]
-    if made:
+    if parameters:
         lines.append("    def __init__(self):\n        super().__init__()")
-        lines += [f"        {line}" for line in made]
+        lines += [f"        {line}" for line in parameters]
     lines.append(textwrap.indent(code, "    "))
     return "\n".join(lines)

@@ -41,15 +41,15 @@ def outside_tracing() -> Iterator[None]:
 
 def run(
     program: Callable[..., Any],
-    given: Sequence[Input],
+    layouts: Sequence[Input],
     memory: Sequence[torch.Tensor],
     region: Region | None,
     cotangent: torch.Tensor | None,
 ) -> Outcome:
     """Runs a program on inputs laid out in copies of their memory; with a cotangent, backward too."""
-    flats = [m.detach().requires_grad_(i.requires_grad and cotangent is not None) for i, m in zip(given, memory)]
+    flats = [m.detach().requires_grad_(i.requires_grad and cotangent is not None) for i, m in zip(layouts, memory)]
     with torch.enable_grad(), region.restore() if region is not None else nullcontext():
-        inputs = [i.in_memory(flat.clone()) for flat, i in zip(flats, given)]  # a program may write there
+        inputs = [i.in_memory(flat.clone()) for flat, i in zip(flats, layouts)]  # a program may write there
         # A GraphModule prints its failures to stderr when it is called, and one here is not a failure of the program.
         out = (program.forward if isinstance(program, GraphModule) else program)(*inputs)
     result: torch.Tensor = out[0] if isinstance(out, (tuple, list)) else out

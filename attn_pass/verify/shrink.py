@@ -62,12 +62,12 @@ def _unit(q_len: int, kv_len: int) -> int:
     return short if short >= _SHORTEST and long % short == 0 else long
 
 
-def _smaller(given: Input, smaller: Callable[[int], int]) -> Input:
-    shape, stride = tuple(map(smaller, given.shape)), tuple(map(smaller, given.stride))
-    value = given.value
+def _smaller(original: Input, smaller: Callable[[int], int]) -> Input:
+    shape, stride = tuple(map(smaller, original.shape)), tuple(map(smaller, original.stride))
+    value = original.value
     if value is not None:
         value = value[tuple(slice(0, n) for n in shape)]
-    return replace(given, shape=shape, stride=stride, value=value)
+    return replace(original, shape=shape, stride=stride, value=value)
 
 
 def _propagate(module: GraphModule, inputs: list[Input], region: Region, key: str) -> None:
@@ -79,14 +79,14 @@ def _propagate(module: GraphModule, inputs: list[Input], region: Region, key: st
             return value
 
     with FakeTensorMode(allow_non_fake_inputs=True), region.restore():
-        made = [
+        fakes = [
             torch.empty_strided(i.shape, i.stride, dtype=getattr(torch, i.dtype), device=i.device).requires_grad_(
                 i.requires_grad
             )
             for i in inputs
         ]
         try:
-            Running(module).run(*made)
+            Running(module).run(*fakes)
         except Exception as error:
             raise CannotExtract(f"with a shorter length it is not a valid program ({type(error).__name__})") from None
 
