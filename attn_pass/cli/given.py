@@ -25,13 +25,13 @@ _LISTS = ("targets", "poor_cases")
 _WORDS = {"true": True, "false": False, "none": None}
 
 
-def checked_options(given: Sequence[str] | None, **named: Any) -> dict[str, Any]:
+def checked_options(texts: Sequence[str] | None, **named: Any) -> dict[str, Any]:
     """`options_of` and the options that have a flag of their own; checked, so that nothing is built in vain.
 
     Raises:
         OptionError: an option is unknown, is given twice, or has a value that is not accepted.
     """
-    options = options_of(given)
+    options = options_of(texts)
     for name, value in named.items():
         if value is not None:
             if name in options:
@@ -41,14 +41,14 @@ def checked_options(given: Sequence[str] | None, **named: Any) -> dict[str, Any]
     return options
 
 
-def options_of(given: Sequence[str] | None) -> dict[str, Any]:
+def options_of(texts: Sequence[str] | None) -> dict[str, Any]:
     """The options as keyword arguments of `attn_pass.Options`; their values are checked there.
 
     Raises:
         OptionError: one is not of the form name=value, is given twice, or is JSON that does not parse.
     """
     options: dict[str, Any] = {}
-    for text in given or ():
+    for text in texts or ():
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name:

@@ -43,8 +43,8 @@ class FailOnChange(str, enum.Enum):
     worse = "worse"
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"attn_pass {own_version()}")
         raise typer.Exit
 
@@ -318,20 +318,20 @@ def _write_graphs(path: Path, collection: Collection) -> None:
         fail(f"--graph {path} cannot be written: {error.strerror or error}")
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
+def _refuse(options: Mapping[str, object], why: str) -> None:
     """Ends with a sentence if any of these options was given."""
-    if ignored := [name for name, value in given.items() if value is not None]:
+    if ignored := [name for name, value in options.items() if value is not None]:
         fail(f"{why}: leave out {', '.join(ignored)}")
 
 
 def _why_failed(report: Report, fail_on: FailOn | None, expect: int | None) -> str:
     """Why the command fails because of what was found; "" where it does not."""
-    found = [site for site in report.sites if site.kind == "attention"]
+    attentions = [site for site in report.sites if site.kind == "attention"]
     broken = report.breaks_in_words()
     if expect is not None and report.attentions != expect:
         return f"--expect: expected {counted(expect, 'attention')}, found {report.attentions}{broken}"
     if fail_on is FailOn.none:
-        return "" if found else f"--fail-on none: no attention was found{broken}"
-    misses = report.sites if fail_on is FailOn.near_miss else found
+        return "" if attentions else f"--fail-on none: no attention was found{broken}"
+    misses = report.sites if fail_on is FailOn.near_miss else attentions
     number = sum(site.outcome == "left" for site in misses) if fail_on is not None else 0
     return f"--fail-on {fail_on.value}: {number} left" if fail_on is not None and number else ""

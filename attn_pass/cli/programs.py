@@ -24,10 +24,10 @@ def built(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         fail(f"{target!r} does not name a function: give file.py:function or module:function{there}")
     function = _builder(_loaded(where), where, name)
     try:
-        made = function()
+        result = function()
     except (Exception, SystemExit) as error:
         fail(f"{target} raised {type(error).__name__}: {error}", error)
-    return _unpacked(target, made)
+    return _unpacked(target, result)
 
 
 def _builder(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
@@ -64,26 +64,26 @@ def _needed(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
 
 
-def _unpacked(target: str, made: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _unpacked(target: str, result: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Check what the function returned; a tensor or a list may stand for the tuple, a dict is of keyword inputs."""
     import torch
 
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        fail(f"{target} returned {_kind(made)}; return (model, args) or (model, args, kwargs)")
-    args = made[1]
-    if len(made) == 2 and isinstance(args, Mapping):
-        made, args = (made[0], (), args), ()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not callable(result[0]):
+        fail(f"{target} returned {_kind(result)}; return (model, args) or (model, args, kwargs)")
+    args = result[1]
+    if len(result) == 2 and isinstance(args, Mapping):
+        result, args = (result[0], (), args), ()
     if isinstance(args, torch.Tensor):
         args = (args,)
     if not isinstance(args, tuple | list):
         fail(f"{target} returned {_kind(args)} as args; return a tuple of the model's positional inputs")
-    kwargs = made[2] if len(made) == 3 and made[2] is not None else {}
+    kwargs = result[2] if len(result) == 3 and result[2] is not None else {}
     if not isinstance(kwargs, Mapping):
         fail(f"{target} returned {_kind(kwargs)} as kwargs; return a dict of the model's keyword inputs")
     for name in kwargs:
         if not isinstance(name, str) or name.startswith("attn_pass_"):
             fail(f"{target} returned kwargs with the key {name!r}; return a dict of the model's keyword inputs")
-    return made[0], tuple(args), dict(kwargs)
+    return result[0], tuple(args), dict(kwargs)
 
 
 def _loaded(where: str) -> ModuleType:

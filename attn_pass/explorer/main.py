@@ -46,21 +46,21 @@ class AttnPassAdapter(Adapter):
         return {"graphCollections": [_collection(c) for c in collections_of(collection.graphs)]}
 
 
-def _collection(made: Mapping[str, Any]) -> GraphCollection:
-    graphs = [Graph(id=graph["id"], nodes=[_node(node) for node in graph["nodes"]]) for graph in made["graphs"]]
-    return GraphCollection(label=made["label"], graphs=graphs)
+def _collection(collection: Mapping[str, Any]) -> GraphCollection:
+    graphs = [Graph(id=graph["id"], nodes=[_node(node) for node in graph["nodes"]]) for graph in collection["graphs"]]
+    return GraphCollection(label=collection["label"], graphs=graphs)
 
 
-def _node(made: Mapping[str, Any]) -> GraphNode:
+def _node(node: Mapping[str, Any]) -> GraphNode:
     return GraphNode(
-        id=made["id"],
-        label=made["label"],
-        namespace=made["namespace"],
-        attrs=[KeyValue(**one) for one in made["attrs"]],
-        incomingEdges=[IncomingEdge(**one) for one in made["incomingEdges"]],
+        id=node["id"],
+        label=node["label"],
+        namespace=node["namespace"],
+        attrs=[KeyValue(**one) for one in node["attrs"]],
+        incomingEdges=[IncomingEdge(**one) for one in node["incomingEdges"]],
         outputsMetadata=[
             MetadataItem(id=one["id"], attrs=[KeyValue(**each) for each in one["attrs"]])
-            for one in made["outputsMetadata"]
+            for one in node["outputsMetadata"]
         ],
-        style=GraphNodeStyle(**made["style"]) if "style" in made else None,
+        style=GraphNodeStyle(**node["style"]) if "style" in node else None,
     )
