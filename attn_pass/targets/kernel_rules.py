@@ -114,12 +114,12 @@ CUDA_CHECKS = "transformers/cuda/sdp_utils.cpp"
 """Those of GPUs that torch calls cuda: NVIDIA's, and with other conditions of the preprocessor AMD's."""
 
 
-def dtype_rule(*taken: torch.dtype, source: str = f"check_tensor_dtype in {CHECKS}") -> Rule:
+def dtype_rule(*accepted: torch.dtype, source: str = f"check_tensor_dtype in {CHECKS}") -> Rule:
     """One of these dtypes."""
     return Rule(
         "dtype",
         lambda c: f"{dtype_name(c.dtype)} has no fused kernel",
-        lambda c: c.dtype in taken,
+        lambda c: c.dtype in accepted,
         source,
     )
 

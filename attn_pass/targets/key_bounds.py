@@ -82,14 +82,14 @@ def _bounded(a: Attention) -> Bounds:
     if a.mask.keep is None or (masks_too and not a.mask.never_empty):
         return Bounds()
     bounds = Bounds()
-    whole: Expr = TRUE
+    conjunction: Expr = TRUE
     for condition in conjuncts(a.mask.deep_condition or TRUE):
-        whole = apply("and", whole, condition)
+        conjunction = apply("and", conjunction, condition)
         bounds = _by_sizes(a, bounds, condition) or _by_values(a, bounds, condition)
     # Where no bound says all of a condition the program's own tensor serves, unless it repeats a smaller one.
     own = a.mask.keep.condition
-    repeats = expression_axes(whole) < expression_axes(own)
-    return replace(bounds, rest=own) if bounds.rest == whole and not repeats else bounds
+    repeats = expression_axes(conjunction) < expression_axes(own)
+    return replace(bounds, rest=own) if bounds.rest == conjunction and not repeats else bounds
 
 
 def _by_sizes(a: Attention, bounds: Bounds, condition: Expr) -> Bounds | None:

@@ -29,10 +29,14 @@ def for_batch(lower: Lowering, value: Expr, extreme: Callable[..., object]) -> V
     """A value as int64 numbers, (B,) or (1,): what it is at most, or at least, over heads and queries."""
     a, call = lower.attention, lower.plan.call
     if expression_axes(value) <= set(a.batch):
-        made = lower.expression(value, (a.batch,))
+        value_at_extreme = lower.expression(value, (a.batch,))
     else:
-        made = call(extreme, lower.expression(value, (a.batch, a.heads, a.rows)), [1, 2])
-    return made if fake_of(made).dtype == torch.int64 else call(aten.to.dtype, made, torch.int64)
+        value_at_extreme = call(extreme, lower.expression(value, (a.batch, a.heads, a.rows)), [1, 2])
+    return (
+        value_at_extreme
+        if fake_of(value_at_extreme).dtype == torch.int64
+        else call(aten.to.dtype, value_at_extreme, torch.int64)
+    )
 
 
 def _reduced(lower: Lowering, values: list[Value], both: Callable[..., object]) -> Value | None:

@@ -19,6 +19,6 @@ def microseconds(kernels: int, problem: Problem, setting: Setting) -> float:
     return (kernels * setting.device.kernel_us + read) / setting.sharing_mask
 
 
-def pays(looking: float, whole: float, half: float) -> bool:
+def pays(looking: float, all_kept: float, half_kept: float) -> bool:
     """Whether it may be looked: what may be saved is worth far more than that costs."""
-    return looking <= _SHARE * (whole - half)
+    return looking <= _SHARE * (all_kept - half_kept)

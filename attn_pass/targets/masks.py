@@ -150,8 +150,8 @@ def additive_mask(lower: Lowering, setting: Setting, over: ByDistance | None = N
         fill = _LOWEST if added is None and a.mask.keep.fill != float("-inf") else a.mask.keep.fill
         bias = apply("where", condition, bias, Const(fill))
     mask = lower.expression(bias, groups)
-    made = fake_of(mask).dtype
-    if not made.is_floating_point:
+    dtype = fake_of(mask).dtype
+    if not dtype.is_floating_point:
         mask = plan.call(aten.to.dtype, mask, torch.promote_types(a.compute_dtype, torch.float32))
     elif a.score_dtype == torch.float16 and added is not None and not setting.fused_as_written:
         mask = _as_in_half(lower, mask)
@@ -199,7 +199,7 @@ def _in_kernel_dtype(lower: Lowering, mask: Value) -> Value:
     it in the row: it stays, as near as float32 comes to it, and what is below it is masked out.
     """
     a, plan = lower.attention, lower.plan
-    made = fake_of(mask).dtype
+    dtype = fake_of(mask).dtype
     wide = torch.promote_types(a.compute_dtype, torch.float32)
     if shifts_rows(a):
         mask = plan.call(aten.to.dtype, mask, torch.float64)
@@ -208,10 +208,10 @@ def _in_kernel_dtype(lower: Lowering, mask: Value) -> Value:
         below = plan.call(aten.logical_and.default, absorbs, plan.call(aten.lt.Tensor, mask, top))
         mask = plan.call(aten.sub.Tensor, mask, plan.call(aten.masked_fill.Scalar, top, absorbs, 0.0))
         mask = plan.call(aten.masked_fill.Scalar, mask, below, float("-inf"))
-        made = torch.float64
-    if made == torch.float64 != wide:
+        dtype = torch.float64
+    if dtype == torch.float64 != wide:
         mask = _finite_in_float32(plan, mask)
-    return mask if made in (a.compute_dtype, wide) else plan.call(aten.to.dtype, mask, wide)
+    return mask if dtype in (a.compute_dtype, wide) else plan.call(aten.to.dtype, mask, wide)
 
 
 def shifts_rows(a: Attention) -> bool:
@@ -250,8 +250,8 @@ def repaired(
         empty = EmptyRows(lower.plan, lower.attention, mask, learned)
         mask = empty.unmasked()
     if _narrows(setting) and fake_of(mask).dtype != torch.bool:
-        given = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
-        mask = mask if given else _narrowed(lower, mask)
+        unchanged = setting.kernel_as_written == kernel and fake_of(mask).dtype == lower.attention.compute_dtype
+        mask = mask if unchanged else _narrowed(lower, mask)
     return mask, empty
 
 
@@ -295,8 +295,8 @@ def may_hold_finite_fill(a: Attention) -> bool:
 
 def gives_zero_for_empty_rows(a: Attention, setting: Setting) -> bool:
     """Whether a row may be fully masked with -inf, where the program gives 0 and products and a softmax NaN."""
-    kept = a.mask.never_empty or setting.assume_nonempty_rows or a.sink is not None
-    return may_hold_infinity(a) and not (kept or a.empty_row_is_nan)
+    has_a_key = a.mask.never_empty or setting.assume_nonempty_rows or a.sink is not None
+    return may_hold_infinity(a) and not (has_a_key or a.empty_row_is_nan)
 
 
 def may_hold_infinity(a: Attention) -> bool:

@@ -191,8 +191,8 @@ class Sdpa:
             if not family.broadcasts_masks and a.sink is None:
                 mask = plan.call(aten.expand.default, mask, [-1, -1, plan.size(a.q_len), plan.size(a.kv_len)])
         causal = decided.mask.kind == "causal"
-        asked = query if empty is None else empty.queried(query)
-        out: Value = plan.call(target, asked, key, value, mask, a.dropout, causal, **arguments)
+        safe_query = query if empty is None else empty.queried(query)
+        out: Value = plan.call(target, safe_query, key, value, mask, a.dropout, causal, **arguments)
         if by_distance is not None:
             out = plan.call(aten.flip.default, out, [2])
         if empty is not None:

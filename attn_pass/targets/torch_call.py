@@ -26,8 +26,8 @@ def refusal(kernel: str, call: Call, *, by_torch: bool = False) -> str | None:
     If the device is present, torch's own check is called as well.
     """
     of = rules_of(kernel, call.device)
-    asked = (rule for rule in of.rules if not by_torch or rule.checked_by(call.torch_version))
-    if (reason := constraints.refusal(asked, call)) is not None:
+    rules = (rule for rule in of.rules if not by_torch or rule.checked_by(call.torch_version))
+    if (reason := constraints.refusal(rules, call)) is not None:
         return reason
     if family_of(call.device).refused_by_torch(kernel, call, 1 if by_torch else of.multiple(call.dtype)):
         return f"torch's own check of the {kernel} kernel refuses the call on this GPU"

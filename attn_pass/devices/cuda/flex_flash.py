@@ -166,7 +166,7 @@ CONSTRAINTS: tuple[Constraint[Case], ...] = (
     Constraint(
         "blocks",
         "the mask is not known block by block, and FlexAttention's FLASH backend needs full blocks",
-        lambda c: not _is_masked(c) or c.function.whole,
+        lambda c: not _is_masked(c) or c.function.parts_are_exact,
         f"{_TORCH}: block mask but without full blocks is not supported yet",
     ),
     Constraint(

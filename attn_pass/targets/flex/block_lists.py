@@ -107,29 +107,29 @@ def block_mask(
     mask: GraphModule,
     *,
     masks: bool,
-    whole: bool,
+    parts_are_exact: bool,
     backward: bool = False,
     valid: ValidKeys | None = None,
-    kept: Value | None = None,
+    block_map: Value | None = None,
 ) -> tuple[Any, ...]:
     """The block-mask argument: the blocks the parts let any key of through.
 
-    Without ``masks`` all of them are full, and which keys of a block count is left to the score function. ``whole``:
-    the parts are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds the lists of each
-    block of keys. ``valid``: blocks outside of these keys are in no list; not with several alternatives or a backward,
-    nor if the parts are the whole mask. ``kept``: of which blocks any are in a list, (B or 1, H or 1, rows or 1, keys);
-    for known lengths, and not if the parts are the whole mask.
+    Without ``masks`` all of them are full, and which keys of a block count is left to the score function.
+    ``parts_are_exact``: they are all of the mask, so blocks inside it are full; otherwise none is. ``backward`` adds
+    the lists of each block of keys. ``valid``: blocks outside of these keys are in no list; not with several
+    alternatives or a backward, nor if the parts are exact. ``block_map``: of which blocks any are in a list, (B or 1,
+    H or 1, rows or 1, keys); for known lengths, and not if the parts are exact.
     """
     from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
     options = conjunctions(parts)
     if not masks and len(options) > 1:
         options = ((),)
-    exact = whole and masks
+    exact = parts_are_exact and masks
 
     def lists(of_keys: bool) -> Lists:
-        if kept is not None:
-            return _of_map(plan, device, options, sides, kept, masks, of_keys=of_keys)
+        if block_map is not None:
+            return _of_map(plan, device, options, sides, block_map, masks, of_keys=of_keys)
         around = sides.transposed() if of_keys else sides
         if len(options) == 1:
             return _of_one(plan, device, options[0], around, masks, exact, of_keys=of_keys, valid=valid)
@@ -144,10 +144,10 @@ def block_mask(
         values_given += [None] * 4
     held = [None if v is None else fake_of(v) for v in values_given]
     fields: Any = dict(zip(_FIELDS, held))
-    made = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, mask_mod=noop_mask, **fields)
+    mask_object = BlockMask(seq_lengths=(0, 0), BLOCK_SIZE=sides.sizes, mask_mod=noop_mask, **fields)
     values: dict[int, Any] = {id(f): v for f, v in zip(held, values_given) if f is not None}
     lengths = (plan.size(n) for n in sides.lengths)
-    return (*lengths, *(values.get(id(x), x) for x in made.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
+    return (*lengths, *(values.get(id(x), x) for x in mask_object.as_tuple()[2:-1]), plan.module("flex_mask_mod", mask))
 
 
 _FIELDS = (
@@ -158,9 +158,9 @@ _FIELDS = (
 
 def _firsts(plan: Plan, device: torch.device, sides: Sides) -> tuple[Value, Value]:
     """The first position of each block of the one side, and the number of blocks of the other as a tensor."""
-    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    firsts = plan.call(aten.mul.Scalar, plan.call(aten.arange.default, sides.room[0], **place), sides.sizes[0])
-    return firsts, plan.call(aten.full.default, [], sides.blocks[1], **place)
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    firsts = plan.call(aten.mul.Scalar, plan.call(aten.arange.default, sides.room[0], **int32), sides.sizes[0])
+    return firsts, plan.call(aten.full.default, [], sides.blocks[1], **int32)
 
 
 def _of_one(
@@ -181,8 +181,8 @@ def _of_one(
     start, end, full_start, full_end = span(parts, firsts, *sides.sizes, count, _tensors(plan), of_keys=of_keys)
     if not masks:
         full_start, full_end = start, end
-    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    number = call(aten.expand.default, call(aten.arange.default, keys, **place), [1, 1, rows, keys])
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    number = call(aten.expand.default, call(aten.arange.default, keys, **int32), [1, 1, rows, keys])
 
     def row(values: Value) -> Value:
         return call(aten.view.default, values, [1, 1, -1, 1])
@@ -239,13 +239,13 @@ def _matrices(plan: Plan, device: torch.device, options: Sequence[Conjunction], 
             aten.logical_and.default, call(aten.ge.Tensor, columns, after), call(aten.lt.Tensor, columns, before)
         )
 
-    seen: list[Value] = []
+    some: list[Value] = []
     full: list[Value] = []
     for option in options:
         start, end, full_start, full_end = span(option, firsts, *sides.sizes, count, do, of_keys=False)
-        seen.append(inside(start, end))
+        some.append(inside(start, end))
         full.append(inside(full_start, full_end))
-    any_seen, all_full = (_any(plan, table) for table in (seen, full))
+    any_seen, all_full = (_any(plan, table) for table in (some, full))
     if not isinstance(sides.blocks[0], int):  # the row of blocks there is room for, and none
         there = call(aten.lt.Tensor, firsts, plan.call(aten.full.default, [], plan.size(sides.lengths[0])))
         there = call(aten.unsqueeze.default, there, 1)
@@ -258,7 +258,7 @@ def _of_map(
     device: torch.device,
     options: Sequence[Conjunction],
     sides: Sides,
-    kept: Value,
+    block_map: Value,
     masks: bool,
     *,
     of_keys: bool,
@@ -266,19 +266,19 @@ def _of_map(
     """Blocks that a map keeps and the parts let a key of through, in the lists that would hold all of them."""
     call, (rows, keys) = plan.call, sides.blocks
     if any(options):
-        kept = call(aten.logical_and.default, kept, _matrices(plan, device, options, sides)[0])
+        block_map = call(aten.logical_and.default, block_map, _matrices(plan, device, options, sides)[0])
     if of_keys:
-        kept = call(aten.transpose.int, call(aten.expand.default, kept, [-1, -1, rows, keys]), -2, -1)
+        block_map = call(aten.transpose.int, call(aten.expand.default, block_map, [-1, -1, rows, keys]), -2, -1)
         rows, keys = keys, rows
-    counts, at = _ordered(plan, kept, device, keys)
+    counts, at = _ordered(plan, block_map, device, keys)
     if fake_of(counts).shape[-1] != rows:
         counts = call(aten.expand.default, counts, [-1, -1, rows])
         at = call(aten.expand.default, at, [-1, -1, rows, keys])
         counts, at = (call(aten.clone.default, v, memory_format=torch.contiguous_format) for v in (counts, at))
     if masks:
         return Lists(counts, at, None, None)
-    place: dict[str, Any] = {"dtype": torch.int32, "device": device}
-    nothing, nowhere = (call(aten.full.default, list(fake_of(v).shape), 0, **place) for v in (counts, at))
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    nothing, nowhere = (call(aten.full.default, list(fake_of(v).shape), 0, **int32) for v in (counts, at))
     return Lists(nothing, nowhere, counts, at)
 
 
@@ -307,8 +307,8 @@ def _ordered(plan: Plan, matrix: Value, device: torch.device, columns: Any) -> t
     call, numbers = plan.call, plan.call(aten.to.dtype, matrix, torch.int32)
     counts = call(aten.sum.dim_IntList, numbers, [-1], dtype=torch.int32)
     so_far = call(aten.slice.Tensor, call(aten.cumsum.default, numbers, -1, dtype=torch.int32), -1, 0, -1)
-    wanted = call(aten.unsqueeze.default, call(aten.arange.default, columns, dtype=torch.int32, device=device), 1)
-    before = call(aten.le.Tensor, call(aten.unsqueeze.default, so_far, -2), wanted)
+    number = call(aten.unsqueeze.default, call(aten.arange.default, columns, dtype=torch.int32, device=device), 1)
+    before = call(aten.le.Tensor, call(aten.unsqueeze.default, so_far, -2), number)
     order = call(aten.sum.dim_IntList, before, [-1], dtype=torch.int32)
     return counts, call(aten.clone.default, order, memory_format=torch.contiguous_format)
 

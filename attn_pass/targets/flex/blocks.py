@@ -141,11 +141,11 @@ def span(parts: Conjunction, first: Any, own: int, other: int, count: Any, do: N
         return do.larger(do.smaller(do.floor(do.add(value, ahead), other), count), nothing)
 
     def meet(values: list[Any], choose: Callable[[Any, Any], Any]) -> Any:
-        met: Any = None
+        result: Any = None
         for value in values:
             if value is not None:
-                met = value if met is None else choose(met, value)
-        return met
+                result = value if result is None else choose(result, value)
+        return result
 
     low, high = meet([b[0] for b in some], do.larger), meet([b[1] for b in some], do.smaller)
     full_low, full_high = meet([b[0] for b in every], do.larger), meet([b[1] for b in every], do.smaller)

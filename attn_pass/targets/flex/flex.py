@@ -84,7 +84,7 @@ class FlexPlan:
     band: Band | None = None
     options: tuple[tuple[str, object], ...] = ()  # names are those of `FlexKernelOptions`
     valid: ValidRange | None = None  # the keys whose blocks are listed
-    kept: KeptBlocks | None = None  # what says which blocks are listed, when the program runs
+    block_map: KeptBlocks | None = None  # what says which blocks are listed, when the program runs
 
 
 class Flex:
@@ -113,19 +113,19 @@ class Flex:
             assumptions = (EMPTY_ROWS,)
         source = score_mod_source(function.together(), names_of(attention))
         problem = _problem(attention, function, setting)
-        kept, predicted = self._looked_up(attention, function, problem, setting)
+        block_map, predicted = self._looked_up(attention, function, problem, setting)
         return Offer(
             self.name,
             variant,
             attention,
             predicted,
             fused=True,
-            plan=replace(self._plan(attention, function, setting), kept=kept),
+            plan=replace(self._plan(attention, function, setting), block_map=block_map),
             assumptions=assumptions,
             score_mod=source,
             moved=problem.moved_bytes,
             compiled_for_site=True,
-            remark="" if kept is None else SKIPPED,
+            remark="" if block_map is None else SKIPPED,
         )
 
     def _looked_up(
@@ -135,16 +135,16 @@ class Flex:
 
         All blocks are taken to count: of a mask that is a tensor nothing is known before.
         """
-        whole = _cost(a, function, problem, setting)
+        all_blocks_us = _cost(a, function, problem, setting)
         if not self.looks_for_blocks or template_name(setting) != "triton":
-            return None, whole
-        found = kept_blocks(a, function, _BLOCKS["triton"], setting)
-        if found is None:
-            return None, whole
-        taken = looking.microseconds(found.kernels(backward=a.needs_grad), problem, setting)
-        if not looking.pays(taken, whole, _cost(a, function, problem, setting, 0.5)):
-            return None, whole
-        return found, whole + taken
+            return None, all_blocks_us
+        block_map = kept_blocks(a, function, _BLOCKS["triton"], setting)
+        if block_map is None:
+            return None, all_blocks_us
+        looking_us = looking.microseconds(block_map.kernels(backward=a.needs_grad), problem, setting)
+        if not looking.pays(looking_us, all_blocks_us, _cost(a, function, problem, setting, 0.5)):
+            return None, all_blocks_us
+        return block_map, all_blocks_us + looking_us
 
     def alternatives(self, offer: Offer[FlexPlan], setting: Setting) -> Iterable[Offer[FlexPlan]]:
         """The same with other tiles than Inductor's own choice, for the tuner."""
@@ -194,12 +194,12 @@ class Flex:
         if function.mask is None or offer.plan.band is not None:
             mask = band_mod(device, offer.plan.band or Band())
         else:
-            made = Mod(lower, function.mask, scored=False, in_triton=in_triton)
-            mask, masked = made.module(), tuple(made.captured)
+            mask_mod = Mod(lower, function.mask, scored=False, in_triton=in_triton)
+            mask, masked = mask_mod.module(), tuple(mask_mod.captured)
         scored = score.module()
         self.check(scored, mask, setting)
-        kept = offer.plan.kept
-        with nullcontext() if kept is None else plan.sharing():
+        block_map = offer.plan.block_map
+        with nullcontext() if block_map is None else plan.sharing():
             blocks = block_mask(
                 plan,
                 device,
@@ -207,10 +207,10 @@ class Flex:
                 Sides.of(plan, (a.q_len, a.kv_len), offer.plan.blocks),
                 mask,
                 masks=function.mask is not None,
-                whole=function.whole,
+                parts_are_exact=function.parts_are_exact,
                 backward=a.needs_grad,
                 valid=None if offer.plan.valid is None else _valid_keys(lower, offer.plan.valid),
-                kept=None if kept is None else kept.map(lower, offer.plan.blocks),
+                block_map=None if block_map is None else block_map.map(lower, offer.plan.blocks),
             )
         arguments = (
             *operands,
@@ -241,7 +241,7 @@ def _refusal_of_range(a: Attention, function: Function, setting: Setting) -> str
         return None
     if template_name(setting) != "triton" or a.needs_grad:
         return "blocks of valid keys are listed in inference, for CUDA devices"
-    if function.mask is None or function.whole:
+    if function.mask is None or function.parts_are_exact:
         return "what is masked is left to the score function: every block counts"
     if len(conjunctions(function.parts)) != 1:
         return "blocks of valid keys are not listed beside alternatives"
@@ -303,7 +303,7 @@ def table_cost(attention: Attention, setting: Setting) -> float:
     return _TABLE_NANOSECONDS * elements / setting.device.cores / 1e3
 
 
-def _cost(a: Attention, function: Function, problem: Problem, setting: Setting, kept: float = 1.0) -> float:
+def _cost(a: Attention, function: Function, problem: Problem, setting: Setting, share_kept: float = 1.0) -> float:
     """Predicted microseconds, if this share of the blocks that the parts leave is computed.
 
     Without Inductor the operator runs as products and a softmax over all scores.
@@ -311,5 +311,5 @@ def _cost(a: Attention, function: Function, problem: Problem, setting: Setting, 
     if setting.runner == "other":
         return 2 * roofline.unfused(setting.device, problem)
     visited = share(function.parts, problem.q_len, problem.kv_len, _BLOCKS[template_name(setting)])
-    visited *= kept * (1.0 if a.valid is None else VALID_SHARE)
+    visited *= share_kept * (1.0 if a.valid is None else VALID_SHARE)
     return family_of(setting.device).flex_cost(setting.device, problem, visited, splits_keys=no_decoding(a) is None)

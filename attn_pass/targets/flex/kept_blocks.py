@@ -59,7 +59,7 @@ def kept_blocks(a: Attention, function: Function, sizes: tuple[int, int], settin
     """What of a mask says which blocks count; None where nothing does, or where that is known without looking."""
     if setting.numerics == "strict" or a.mask.is_none or a.valid is not None:
         return None
-    if function.mask is not None and function.whole:
+    if function.mask is not None and function.parts_are_exact:
         return None
     if not all(isinstance(n, int) for n in (a.batch_size, a.query_heads, a.q_len, a.kv_len)):
         return None  # the map has as many blocks as there are when it is compiled
@@ -68,10 +68,10 @@ def kept_blocks(a: Attention, function: Function, sizes: tuple[int, int], settin
     if a.mask.keep is None:
         added = given_masks.added(a)
         return KeptBlocks() if added is not None and _is_read(added, a) else None
-    whole = a.mask.deep_condition or TRUE
+    condition = a.mask.deep_condition or TRUE
     if a.mask.replaces_with_number and function.mask is None:  # a fully masked row is told by all of the condition
-        return KeptBlocks((whole,), averages=True) if a.mask.bias is None and _is_read(whole, a) else None
-    return _together(a, [c for c in conjuncts(whole) if _is_read(c, a)])
+        return KeptBlocks((condition,), averages=True) if a.mask.bias is None and _is_read(condition, a) else None
+    return _together(a, [c for c in conjuncts(condition) if _is_read(c, a)])
 
 
 def _together(a: Attention, conditions: list[Expr]) -> KeptBlocks | None:

@@ -89,10 +89,10 @@ class Mod:
             return expression.value
         known = self._known.get(expression)
         if known is None:
-            known = self._known[expression] = self._made(expression)
+            known = self._known[expression] = self._lowered(expression)
         return known
 
-    def _made(self, expression: Expr) -> Any:
+    def _lowered(self, expression: Expr) -> Any:
         if isinstance(expression, Dot):
             return self._score
         if isinstance(expression, IndexValue):
@@ -165,20 +165,20 @@ class Mod:
         them, where nothing is checked: an index is within bounds as it was read.
         """
         source = self._capture(load.source, lambda: flat(self.plan, node))
-        place: Index = 0
+        offset: Index = 0
         for index, size in zip(load.index, shape, strict=True):
-            place = place * size + index
-        at = self._tensor(self._index(place))
+            offset = offset * size + index
+        at = self._tensor(self._index(offset))
         inside = self._call(aten.ge.Scalar, at, 0)
         return self._call(aten._unsafe_masked_index.default, source, inside, [at], 0)
 
     def _number(self, value: Value | int | float, kind: torch.dtype) -> Node:
         """A number that is not known statically, as a captured tensor without dimensions."""
 
-        def made() -> Value:
+        def full_value() -> Value:
             return self._captured(self.plan.call(aten.full.default, [], value, dtype=kind, device=self._device))
 
-        return self._capture((id(value), kind), made)
+        return self._capture((id(value), kind), full_value)
 
     def _captured(self, value: Value) -> Value:
         return value if self._in_triton else captured(self.plan, value)
@@ -302,12 +302,12 @@ def band_mod(device: torch.device, band: Band) -> GraphModule:
         node.meta["val"] = target(*map_arg(args, _value), **kwargs)
         return node
 
-    kept = call(aten.full.default, [], True, dtype=torch.bool, device=device)
+    keeps = call(aten.full.default, [], True, dtype=torch.bool, device=device)
     distance = call(aten.sub.Tensor, inputs[3], inputs[2])
     for bound, compare in ((band.upper, aten.le.Scalar), (band.lower, aten.ge.Scalar)):
         if bound is not None:
-            kept = call(aten.logical_and.default, kept, call(compare, distance, bound))
-    graph.output(kept)
+            keeps = call(aten.logical_and.default, keeps, call(compare, distance, bound))
+    graph.output(keeps)
     return GraphModule(torch.nn.Module(), graph, class_name="MaskMod")
 
 
@@ -316,7 +316,7 @@ def _value(node: Node) -> Any:
 
 
 def kernel_options(
-    operands: Sequence[Value], given: Mapping[str, Any] | None = None, *, backward: bool = False
+    operands: Sequence[Value], options: Mapping[str, Any] | None = None, *, backward: bool = False
 ) -> dict[str, Any]:
     """The options of the operator, which must be complete (`KeyError` otherwise), as torch's own function makes them.
 
@@ -327,4 +327,4 @@ def kernel_options(
 
     query, key, value = (fake_of(v) for v in operands)
     with torch.set_grad_enabled(backward or torch.is_grad_enabled()):
-        return dict(_apply_kernel_options(query, key, value, False, dict(given) if given else None))  # type: ignore[arg-type]
+        return dict(_apply_kernel_options(query, key, value, False, dict(options) if options else None))  # type: ignore[arg-type]

@@ -35,13 +35,14 @@ _CONTINUOUS = frozenset(("add", "sub", "mul", "neg", "abs", "tanh", "sigmoid", "
 class Function:
     """A score function over `DOT`, the mask function, and conditions every kept key fulfils.
 
-    ``score`` stands for the scaled product where the scores are affine. With ``whole`` the parts are all of the mask.
+    ``score`` stands for the scaled product where the scores are affine. With ``parts_are_exact`` these conditions, the
+    parts, are all of the mask.
     """
 
     score: Expr
     mask: Expr | None = None
     parts: tuple[Part, ...] = ()
-    whole: bool = True
+    parts_are_exact: bool = True
 
     def loads(self) -> tuple[Load, ...]:
         """Every element either function reads."""
@@ -84,12 +85,12 @@ def _in_triton(a: Attention, setting: Setting) -> Function:
         score = apply("add", score, bias)
     if keep is None or condition is None:
         return Function(score)
-    kept = _cheapest(keep.condition, condition)
+    keeps = _cheapest(keep.condition, condition)
     if a.mask.replaces_with_number and not never_empty:
-        return Function(apply("where", kept, score, Const(max(float(keep.fill), LOWEST_CUDA))))
+        return Function(apply("where", keeps, score, Const(max(float(keep.fill), LOWEST_CUDA))))
     known = structure_of(condition, a.keys, a.rows)
     parts = tuple(p for p in known.parts if not isinstance(p, Opaque))
-    mask = known.condition() if known.is_exact else kept
+    mask = known.condition() if known.is_exact else keeps
     return Function(score, mask, parts, known.is_exact and are_known(parts))
 
 
